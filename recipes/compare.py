@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import finetune
 import numpy as np
 import torch.distributed
 from transformers import Trainer
@@ -41,8 +40,10 @@ from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.noise_choice import prediction
 from dpllm.privacy.rounding import down, format_delta, format_epsilon, up
+from dpllm.training import finetune
 from dpllm.training.arguments import num_private_steps, plan_for, training_arguments
 from dpllm.training.corrected_adamw import asked_second_moment
+from dpllm.training.preflight import PLAIN as PLAIN_OPTIONS
 from dpllm.training.preflight import check_recipe
 from dpllm.training.workload import UpdateRule
 
@@ -93,7 +94,7 @@ def run(recipe: Recipe, options: argparse.Namespace) -> int:
     """Run the comparison; return the exit code, which is not 0 if a signal ended the private training."""
     settings = settings_of(options)
     check_recipe(recipe)  # before anything is read
-    output = Path(training_arguments({**finetune.PLAIN, **recipe.train}).output_dir)
+    output = Path(training_arguments({**PLAIN_OPTIONS, **recipe.train}).output_dir)
     recipes = {name: in_folder(recipe, output / name) for name in (PRIVATE, PLAIN)}
     check(recipe, options.canaries)
     if is_finished(recipes[PRIVATE], LEDGER_FILE):
@@ -202,12 +203,12 @@ def from_start(recipe: Recipe, pretrained: Path, options: argparse.Namespace) ->
     train["learning_rate"] = plain_rate(recipe) if options.learning_rate is None else options.learning_rate
     if train.pop("average", None) is not None:
         train["lr_scheduler_type"] = "linear"
-    if asked_second_moment(training_arguments({**finetune.PLAIN, **recipe.train})) is not None:
+    if asked_second_moment(training_arguments({**PLAIN_OPTIONS, **recipe.train})) is not None:
         del train["optim_args"]  # it subtracts the noise, and there is none
     if options.epochs is not None:
         train |= {"num_train_epochs": options.epochs, "max_steps": -1}
     else:
-        args = training_arguments({**finetune.PLAIN, **recipe.train})
+        args = training_arguments({**PLAIN_OPTIONS, **recipe.train})
         units = unit_index_of(load_train_and_eval(recipe.data, recipe.privacy)[0], recipe.privacy)
         population = units.num_rows if recipe.privacy.sampling == "example" else units.num_units
         rows = recipe.privacy.expected_batch_size * units.num_rows / population
@@ -226,7 +227,7 @@ def from_start(recipe: Recipe, pretrained: Path, options: argparse.Namespace) ->
 
 def plain_rate(recipe: Recipe) -> float:
     """Return the learning rate of the plain training: the recipe's, without the growth for correlated noise."""
-    args, average = training_arguments({**finetune.PLAIN, **recipe.train}), recipe.train.get("average")
+    args, average = training_arguments({**PLAIN_OPTIONS, **recipe.train}), recipe.train.get("average")
     if Spec.of(recipe.privacy.noise).kind == "independent":
         return args.learning_rate
     units = unit_index_of(load_train_and_eval(recipe.data, recipe.privacy)[0], recipe.privacy)
@@ -239,7 +240,7 @@ def plain_rate(recipe: Recipe) -> float:
 def train_plainly(recipe: Recipe) -> None:
     """Fine-tune with the stock Trainer on the rows from which the private steps drew."""
     finetune.console.rule("fine-tuning without privacy")
-    args = training_arguments({**finetune.PLAIN, **recipe.train})
+    args = training_arguments({**PLAIN_OPTIONS, **recipe.train})
     folder = Path(args.output_dir)
     with args.main_process_first(desc="reading the records"):
         records, _ = load_train_and_eval(recipe.data, recipe.privacy)

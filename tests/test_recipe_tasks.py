@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import transformers
 
 from dpllm.config import TASKS, load_recipe
 from dpllm.data.rows import train_tokenizer
-from tests.benchmarks.material import ROOT
+from dpllm.training import finetune as program
 from tests.tiers import deep_case
 
 TEXT = "the quick brown fox jumps over the lazy dog"
@@ -35,10 +34,7 @@ METRIC = dict.fromkeys(RECORDS, "accuracy") | {"regression": "mean squared error
 
 @pytest.fixture(scope="module")
 def finetune():
-    spec = importlib.util.spec_from_file_location("finetune_for_tasks", ROOT / "recipes" / "finetune.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return program
 
 
 def recipe_of(folder: Path, task: str, record: dict, more: dict) -> Path:

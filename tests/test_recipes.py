@@ -1,7 +1,6 @@
 """Every shipped recipe is read, planned and run: on a tiny model and local files, only through overrides."""
 
 import errno
-import importlib.util
 import json
 import os
 import re
@@ -24,6 +23,7 @@ from dpllm.privacy.ledger import read_ledger
 from dpllm.privacy.noise_choice import prediction
 from dpllm.privacy.plan import make_plan
 from dpllm.report.verify import verify
+from dpllm.training import finetune as program
 from dpllm.training.advice import advice
 from dpllm.training.arguments import num_private_steps, private_arguments, training_arguments
 from dpllm.training.workload import UpdateRule
@@ -61,11 +61,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def finetune():
-    spec = importlib.util.spec_from_file_location("finetune", FOLDER / "finetune.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return program
 
 
 def tiny_model(folder: Path, kind: str) -> Path:
@@ -430,7 +426,7 @@ def test_the_launcher_tells_whether_a_number_of_threads_was_given(tmp_path, give
     """The real launcher, which writes OMP_NUM_THREADS=1 in both cases."""
     program = tmp_path / "program.py"
     program.write_text(
-        f"import os, sys\nsys.path.insert(0, {str(FOLDER)!r})\nimport finetune\n"
+        "import os\nfrom dpllm.training import finetune\n"
         "print('given', os.environ['OMP_NUM_THREADS'], finetune.threads_were_set())\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}

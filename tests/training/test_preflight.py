@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import sys
@@ -27,6 +26,7 @@ from dpllm.mechanism.discrete import DiscreteNoise
 from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
 from dpllm.models.loading import refuse_mismatch
 from dpllm.models.positions import num_positions
+from dpllm.training import finetune as program
 from dpllm.training.arguments import training_arguments
 from dpllm.training.preflight import check_recipe
 from tests.test_recipes import tiny_model
@@ -43,12 +43,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def finetune() -> Any:
-    path = Path(__file__).parents[2] / "recipes" / "finetune.py"
-    spec = importlib.util.spec_from_file_location("finetune_of_preflight", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return program
 
 
 def write_recipe(tmp_path: Path, model: Path, **train: Any) -> Path:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dpllm.config import load_recipe
+from dpllm.training import finetune
 from tests.small_model import WORDS, save_small_model
 
 RECIPE = """
@@ -56,16 +55,12 @@ def search_file(tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def trained() -> Callable[[Path, Path], int]:
     """The program that runs recipes, called in this process; its exit code is 1 after an error."""
-    spec = importlib.util.spec_from_file_location("finetune", Path(__file__).parents[2] / "recipes" / "finetune.py")
-    assert spec is not None and spec.loader is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
 
     def run(recipe: Path, log: Path) -> int:
         with open(log, "a", encoding="utf-8") as file, contextlib.redirect_stdout(file):
             try:
-                return int(module.run(load_recipe(recipe)))
-            except module.RunCompletedError:
+                return int(finetune.run(load_recipe(recipe)))
+            except finetune.RunCompletedError:
                 return 0
             except (ValueError, RuntimeError) as error:
                 file.write(str(error))

@@ -1,0 +1,344 @@
+"""The program that runs a recipe: from its records to the model and its report.
+
+Place in the flow: above the trainer. `recipes/finetune.py` is this program for `accelerate launch`; every process of a
+run calls it.
+"""
+
+import argparse
+import dataclasses
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import datasets
+import psutil
+import torch
+import torch.distributed
+from rich.console import Console
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
+from transformers import PreTrainedTokenizerBase, TrainerCallback
+
+from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, ModelConfig, Recipe, load_recipe, save_recipe
+from dpllm.config.mistakes import print_any_character, tell, words_of
+from dpllm.data.rows import (
+    RowCollator,
+    load_records,
+    load_train_and_eval,
+    num_labels_of,
+    tokenize_records,
+    unit_index_of,
+)
+from dpllm.data.scratch import remove_private_folder
+from dpllm.engines.processes import Processes
+from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
+from dpllm.models.starting_point import refuse_shared_records, shared_records_point
+from dpllm.privacy.budget import require_room
+from dpllm.privacy.ledger import LEDGER_FILE
+from dpllm.privacy.plan import format_plan
+from dpllm.privacy.rounding import format_delta, format_epsilon
+from dpllm.privacy.unused import is_used
+from dpllm.report.figures import plot_training
+from dpllm.report.statement import ReleaseNotes
+from dpllm.training.arguments import plan_for, training_arguments
+from dpllm.training.attaching import WhenAttached
+from dpllm.training.evaluation import Measurement, measure
+from dpllm.training.launch_environment import find_deepspeed_config
+from dpllm.training.preflight import PLAIN, check_recipe
+from dpllm.training.public_stage import start_in, train_on_public_text
+from dpllm.training.restarting import RunCompletedError, begin_in
+from dpllm.training.signals import StopRequest, Terminal, end_with_the_launcher, exit_code
+from dpllm.training.trainer import DPTrainer
+
+USAGE = """Fine-tune a language model privately: one program for every recipe.
+
+    accelerate launch recipes/finetune.py --config recipes/quickstart.yaml
+    accelerate launch recipes/finetune.py --config recipes/gpt2_e2e_lora.yaml privacy.target_epsilon=3 train.seed=1
+
+Ordinary training on public text comes first if the recipe has it; the held-out records are measured before and after
+the private training. `train.resume_from_checkpoint=true` continues a stopped run; `auto` starts if there is nothing to
+continue, and does nothing if the run is completed.
+"""
+console = Console(highlight=False, soft_wrap=True)
+THREADS_OPTION = ("--num_cpu_threads_per_process", "--num-cpu-threads-per-process")
+
+
+def main() -> None:
+    """Read the command line and run; a mistake in the recipe or in the data is one line and exit code 2."""
+    parser = argparse.ArgumentParser(description=USAGE, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="the recipe, a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as privacy.target_epsilon=3")
+    options = parser.parse_args()
+    console.quiet = int(os.environ.get("RANK", "0")) > 0
+    use_all_cores()
+    print_any_character()
+    find_deepspeed_config(Path(__file__).resolve().parents[2])
+    code, together = 2, False
+    end_with_the_launcher()
+    try:
+        with Terminal().taken():  # so that Ctrl-C does not end the launcher with a traceback
+            code, together = run(load_recipe(options.config, options.overrides)), True
+    except RunCompletedError as done:
+        console.print(str(done), markup=False)
+        code, together = 0, True
+    except Exception as error:  # any: the program ends here, and `tell` prints the traceback of a fault
+        get_error_handler().record_exception(error)  # `record` sees only the exit code
+        code = tell(error, (lambda text: None) if console.quiet and words_of(error) else None)
+    except KeyboardInterrupt:
+        if not console.quiet:
+            print("stopped at once; a step that was under way stays charged", file=sys.stderr)
+        code = exit_code(signal.SIGINT)
+    if torch.distributed.is_initialized():
+        leave(code, together)
+    if code:
+        sys.exit(code)
+
+
+def program() -> None:
+    """Run `main`; torch's launcher then reports the first process that failed, and its error."""
+    record(main)()
+
+
+def leave(code: int, together: bool) -> None:
+    """End one process of several.
+
+    After success all processes end together, since rank 0 may still be writing. The interpreter's normal shutdown is
+    skipped: waiting threads of communication libraries would abort the process during it.
+    """
+    if together:
+        torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    remove_private_folder()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run(recipe: Recipe) -> int:
+    """Run the recipe up to the model and its report; return the exit code, which is not 0 after most signals."""
+    began = time.monotonic()
+    check_recipe(recipe)  # before anything is read
+    args = training_arguments({**PLAIN, **recipe.train})
+    output = Path(str(args.output_dir))
+    restart = begin_in(output, args.resume_from_checkpoint, Processes())
+    resume = restart.checkpoint
+    if not restart.continues and is_used(output / LEDGER_FILE):
+        raise ValueError(f"{output} already holds a private run: set train.output_dir to another folder")
+
+    # The private records. Their number fixes the plan before anything is trained.
+    with args.main_process_first(desc="reading the records"):
+        train_records, eval_records = load_train_and_eval(recipe.data, recipe.privacy)
+    units, average = unit_index_of(train_records, recipe.privacy), recipe.train.get("average")
+    plan = plan_for(args, recipe.privacy, units, average=average)
+    show("privacy plan", format_plan(plan))
+    if recipe.privacy.budget_file and not resume:  # now, and not only after the public training
+        require_room(recipe.privacy.budget_file, plan, str(recipe.privacy.dataset))
+
+    # The public parts: starting weights, and text for a tokenizer and for ordinary training.
+    public = [f"starting weights: {recipe.model.name}"] if recipe.model.name else []
+    public_records = public_texts = None
+    declared: list[str] = []
+    if recipe.public_pretrain:
+        public_records = load_records(recipe.public_pretrain.data)
+        shared = recipe.public_pretrain.max_shared_records
+        refuse_shared_records(train_records, recipe.data, public_records, recipe.public_pretrain.data, shared)
+        declared = shared_records_point(shared, recipe.public_pretrain.data)
+        public_texts = public_records[recipe.public_pretrain.data.text_column]
+        public.append(f"pretraining text: {recipe.public_pretrain.data.path}")
+        if recipe.model.tokenizer_vocab_size:
+            public.append(f"text that the tokenizer was trained on: {recipe.public_pretrain.data.path}")
+    tokenizer = load_tokenizer(recipe.model, public_texts)
+    num_labels = num_labels_of(train_records, recipe.data)
+    start = recipe.model
+    if public_records is not None:
+        start = pretrain(recipe, tokenizer, public_records, num_labels, restart.continues)
+        args = training_arguments({**PLAIN, **recipe.train})  # again: the engine was set up for the other training
+    model = load_base_model(start, tokenizer, num_labels)
+
+    task, num_labels = recipe.model.task, model.config.num_labels
+    keep = [recipe.privacy.unit_column] if recipe.privacy.unit_column else []
+    with args.main_process_first(desc="tokenizing the records"):
+        train_rows = tokenize_records(train_records, tokenizer, recipe.data, keep, task, num_labels)
+        eval_rows = (
+            tokenize_records(eval_records, tokenizer, recipe.data, (), task, num_labels) if eval_records else None
+        )
+    collator = RowCollator(pad_token_id=tokenizer.pad_token_id, task=task)
+    before = MeasureBefore(eval_rows, collator)
+    trainer = DPTrainer(
+        model=prepare_model(model, recipe.model),
+        args=args,
+        privacy=recipe.privacy,
+        train_dataset=train_rows,
+        processing_class=tokenizer,
+        data_collator=collator,
+        callbacks=[before] if eval_rows and not resume else [],
+        public=public,
+        max_tokens_per_microbatch=recipe.microbatch_tokens,
+        pack_rows=recipe.pack_rows,
+        eval_is_public=recipe.data.eval_is_public,
+        start_is_independent=recipe.model.start_is_independent,
+        noise_memory=recipe.noise_memory,
+        average=average,
+        merge_adapter=recipe.merge_adapter,
+    )
+    trainer.declared_points = declared
+    console.rule("private fine-tuning")
+    if args.should_save:  # not earlier: a refused resume leaves the folder unchanged
+        trainer.add_callback(WhenAttached(lambda: save_recipe(recipe, output / RECIPE_FILE)))
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    if trainer.interrupted_by is not None:
+        return stopped(trainer, trainer.interrupted_by)
+    with StopRequest("training is complete; its model and report are being saved").listening():
+        finish(recipe, trainer, began, before, eval_rows, collator)
+    return 0
+
+
+def finish(
+    recipe: Recipe,
+    trainer: DPTrainer,
+    began: float,
+    before: "MeasureBefore",
+    eval_rows: datasets.Dataset | None,
+    collator: RowCollator,
+) -> None:
+    """Measure, save and show the finished model."""
+    args, plan, output = trainer.args, trainer.plan, Path(str(trainer.args.output_dir))
+    model: Any = trainer.model
+    after = measure(model, eval_rows, collator, processes=trainer.processes) if eval_rows else None
+
+    # Measurements on private records are on the screen and in the picture; the report counts them.
+    figures = {"before": before.result, "after": after}
+    utility = {f"held-out {figure.name} {when}": f"{figure.value:.4g}" for when, figure in figures.items() if figure}
+    if utility and not recipe.data.eval_is_public:
+        trainer.disclose("evaluation on private rows", len(utility))
+    hardware = str(args.device) if args.world_size == 1 else f"{args.world_size} processes, {args.device.type}"
+    cost = {"seconds in all": round(time.monotonic() - began), "hardware": hardware}
+    trainer.notes = ReleaseNotes(**dataclasses.asdict(recipe.release), utility={**utility, **cost})
+    trainer.save_model()
+    if not args.should_save:
+        return
+    summary = [
+        *utility.items(),
+        (
+            "guarantee",
+            f"ε = {format_epsilon(trainer.epsilon)} at δ = {format_delta(plan.delta)}, {plan.adjacency} adjacency",
+        ),
+        ("unit of privacy", f"one {recipe.privacy.unit} of {plan.num_units:,}"),
+    ]
+    show("done", [*summary, *results(trainer, draw(trainer, output / "training.png", before.result, after), began)])
+
+
+def stopped(trainer: DPTrainer, number: int) -> int:
+    """Print how to continue a run that a signal ended; return the exit code."""
+    step, output = trainer.state.global_step, Path(str(trainer.args.output_dir))
+    if trainer.args.should_save:
+        rows = [
+            ("private steps", f"{step} of {trainer.plan.num_steps}"),
+            ("checkpoint", str(output / f"checkpoint-{step}")),
+            ("privacy report", str(output / "privacy_report.md")),
+            ("to go on", "the same command with train.resume_from_checkpoint=true"),
+        ]
+        show(f"stopped by {signal.Signals(number).name}", rows)
+    return exit_code(number)
+
+
+def results(trainer: DPTrainer, picture: Path, began: float) -> list[tuple[str, str]]:
+    """Return the results for the summary: steps, files and time."""
+    output, processes = Path(str(trainer.args.output_dir)), trainer.args.world_size
+    return [
+        ("private steps", f"{trainer.state.global_step} of {trainer.plan.num_steps}"),
+        *([("processes", f"{processes}")] if processes > 1 else []),
+        ("model", str(output)),
+        ("privacy report", str(output / "privacy_report.md")),
+        ("picture", str(picture)),
+        ("time", f"{time.monotonic() - began:.0f} s"),
+    ]
+
+
+def use_all_cores() -> None:
+    """Compute on every core of a machine without an accelerator, unless the user set a number of threads.
+
+    `accelerate launch` gives each process OMP_NUM_THREADS=1 if nobody set a number.
+    """
+    if "ACCELERATE_MIXED_PRECISION" in os.environ and not torch.accelerator.is_available() and not threads_were_set():
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+def threads_were_set() -> bool:
+    """Return whether the user gave OMP_NUM_THREADS, or the launcher's option for it.
+
+    A number other than 1 was given, or the launcher divided the cores. The launcher also writes 1 where nothing was
+    given, so its own environment and command line tell whether 1 was. If they cannot be read, it was not.
+    """
+    if os.environ.get("OMP_NUM_THREADS", "1") != "1":
+        return True
+    try:
+        launcher = psutil.Process().parent()
+        words = [] if launcher is None else launcher.cmdline()
+        return launcher is not None and (
+            "OMP_NUM_THREADS" in launcher.environ() or any(word.startswith(THREADS_OPTION) for word in words)
+        )
+    except (psutil.Error, OSError):
+        return False
+
+
+class MeasureBefore(TrainerCallback):
+    """Callback that measures the held-out records before the first private step, after the model's distribution."""
+
+    def __init__(self, rows: datasets.Dataset | None, collator: RowCollator) -> None:
+        """Store the rows and the collator."""
+        self.rows, self.collator = rows, collator
+        self.result: Measurement | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Measure once."""
+        processes = Processes() if args.world_size > 1 else None
+        self.result = measure(kwargs["model"], self.rows, self.collator, processes=processes)
+
+
+def pretrain(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    records: datasets.Dataset,
+    num_labels: int | None,
+    continues: bool,
+) -> ModelConfig:
+    """Train on the public text, without privacy; return the trained model as the start of the private training.
+
+    A run that is continued (``continues``) finds it there; its ledger names these files. Any other model there may be
+    from another text.
+    """
+    public = recipe.public_pretrain
+    assert public is not None
+    folder = Path(recipe.train["output_dir"]).expanduser() / PRETRAINED_FOLDER
+    if not (continues and (folder / "config.json").exists()):
+        console.rule(f"public pretraining on {public.data.path}")
+        train_on_public_text(recipe, records, tokenizer, num_labels, folder)
+    return start_in(folder, recipe.model)
+
+
+def draw(trainer: DPTrainer, path: Path, before: Measurement | None, after: Measurement | None) -> Path:
+    """Write the picture of the run."""
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    steps = [int(entry["step"]) for entry in logs]
+    ends = [(0, before), (trainer.state.global_step, after)]
+    return plot_training(
+        steps,
+        [entry["loss"] for entry in logs],
+        steps,
+        [entry["epsilon"] for entry in logs],
+        path,
+        [(step, point.row_loss) for step, point in ends if point],
+    )
+
+
+def show(title: str, rows: list[tuple[str, str]]) -> None:
+    """Print names and values; a path is never wrapped."""
+    console.print(f"\n{title}", style="bold")
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        console.print(f"  {name:<{width}}  ", style="dim", end="")
+        console.print(value, markup=False)
