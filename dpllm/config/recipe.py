@@ -22,6 +22,7 @@ from dpllm.config.data_section import DataConfig
 from dpllm.config.model_values import check_model_config, check_peft
 from dpllm.config.privacy_section import PrivacyConfig
 from dpllm.config.quantization import check_quantization
+from dpllm.config.shipped import recipe_file, shipped_recipes
 from dpllm.config.tasks import TASKS
 from dpllm.config.train_values import check_train, refuse_own, with_schedule
 from dpllm.config.values import ConfigError as ConfigError
@@ -207,7 +208,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     the text "no"). A repeated key is refused.
 
     Args:
-        path: a YAML file with the sections of `Recipe`.
+        path: a YAML file with the sections of `Recipe`, or the name of a shipped recipe ("quickstart").
         overrides: dotted assignments, each value parsed as YAML: ``"privacy.target_epsilon=3"``. A later assignment
             overrides an earlier one; ``key=`` and ``key=null`` reset a key to nothing.
 
@@ -218,10 +219,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         ConfigError: the file cannot be read, or a key is unknown, missing or unusable; the message names both.
     """
     try:
-        raw = read_yaml(Path(path).read_text(encoding="utf-8"))
+        raw = read_yaml(recipe_file(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         words = error.strerror if isinstance(error, OSError) else f"it is not UTF-8: {error.reason} at {error.start}"
-        raise ConfigError(f"{path}: cannot be read ({words})") from error
+        known = f"{nearest(Path(path).stem, shipped_recipes())}" if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(f"{path}: cannot be read ({words}){known}") from error
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(raw, dict):

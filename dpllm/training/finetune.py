@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, ModelConfig, Recipe, load_recipe, save_recipe
 from dpllm.config.mistakes import print_any_character, tell, words_of
+from dpllm.config.shipped import shipped_root
 from dpllm.data.rows import (
     RowCollator,
     load_records,
@@ -74,7 +75,7 @@ def main() -> None:
     console.quiet = int(os.environ.get("RANK", "0")) > 0
     use_all_cores()
     print_any_character()
-    find_deepspeed_config(Path(__file__).resolve().parents[2])
+    find_deepspeed_config(shipped_root())
     code, together = 2, False
     end_with_the_launcher()
     try:

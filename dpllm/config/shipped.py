@@ -1,0 +1,72 @@
+"""The files that travel with dpllm beside its modules: recipes, accelerate configs and launch scripts.
+
+Place in the flow: first, where a command gets the name of a recipe or of an accelerate config. A checkout has these
+folders at its top, and also an editable installation does. A wheel has them in the package (`setup.py`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dpllm.config.values import ConfigError
+
+RECIPES, ACCELERATE_CONFIGS, LAUNCH = "recipes", "accelerate_configs", "launch"
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def shipped_root() -> Path:
+    """Return the folder that contains the shipped folders.
+
+    Raises:
+        ConfigError: they are not there.
+    """
+    for root in (_PACKAGE / "shipped", _PACKAGE.parent):
+        if (root / ACCELERATE_CONFIGS / "single.yaml").is_file():
+            return root
+    raise ConfigError(
+        f"the recipes and accelerate configs of dpllm are not beside {_PACKAGE}: install dpllm again (pip install "
+        "--force-reinstall dpllm)"
+    )
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Return the shipped recipes by name."""
+    return {path.stem: path for path in sorted((shipped_root() / RECIPES).glob("*.yaml"))}
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Return the shipped accelerate configs by name."""
+    return {path.stem: path for path in sorted((shipped_root() / ACCELERATE_CONFIGS).glob("*.yaml"))}
+
+
+def recipe_file(given: str | Path) -> Path:
+    """Return the file of a recipe: a file here, or the shipped recipe of this name.
+
+    Args:
+        given: a path, "quickstart", or "recipes/quickstart.yaml".
+
+    Returns:
+        The path; if there is neither, ``given`` itself.
+    """
+    return _file(given, RECIPES)
+
+
+def config_file(given: str | Path) -> Path:
+    """Return the file of an accelerate config: a file here, or the shipped config of this name.
+
+    Args:
+        given: a path, "fsdp2", or "accelerate_configs/fsdp2.yaml".
+
+    Returns:
+        The path; if there is neither, ``given`` itself.
+    """
+    return _file(given, ACCELERATE_CONFIGS)
+
+
+def _file(given: str | Path, folder: str) -> Path:
+    path = Path(given).expanduser()
+    if path.is_absolute() or path.is_file():
+        return path
+    short = path.parent in (Path("."), Path(folder))
+    found = shipped_root() / folder / (path.name if path.suffix else f"{path.name}.yaml")
+    return found if short and found.is_file() else path
