@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dpllm.privacy.rounding import format_epsilon as format_epsilon
     from dpllm.training.rows import TrainingRows as TrainingRows
     from dpllm.training.run import PrivateRun as PrivateRun
+    from dpllm.training.sft_trainer import DPSFTTrainer as DPSFTTrainer
     from dpllm.training.trainer import DPTrainer as DPTrainer
 
 __version__ = "0.1.0"
@@ -63,6 +64,7 @@ _HOME = {
     "PrivateRun": "dpllm.training.run",
     "TrainingRows": "dpllm.training.rows",
     "DPTrainer": "dpllm.training.trainer",
+    "DPSFTTrainer": "dpllm.training.sft_trainer",
 }
 __all__ = [*_HOME, "__version__"]
 

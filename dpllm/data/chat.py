@@ -78,7 +78,7 @@ def _clean(chat: Sequence[Mapping[str, Any]], number: int) -> list[dict[str, Any
 
 def _encode_marked(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     encoding: Any = tokenizer.apply_chat_template(
-        messages, return_dict=True, return_assistant_tokens_mask=True, chat_template=_with_fixed_date(tokenizer)
+        messages, return_dict=True, return_assistant_tokens_mask=True, chat_template=with_fixed_date(tokenizer)
     )
     ids, said = encoding["input_ids"], encoding["assistant_masks"]
     return ids, [token if wanted else IGNORE for token, wanted in zip(ids, said, strict=True)]
@@ -104,18 +104,23 @@ def _encode_unmarked(messages: list[dict[str, Any]], tokenizer: PreTrainedTokeni
     return ids, [token if wanted else IGNORE for token, wanted in zip(ids, said, strict=True)]
 
 
-def _with_fixed_date(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the template with a macro in place of the time function; None if it does not use that function."""
-    if "strftime_now" not in str(tokenizer.chat_template):
-        return None
+def with_fixed_date(tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> str | None:
+    """Return the template with a macro in place of the time function; the given one if it does not use that function.
+
+    Args:
+        tokenizer: with a chat template.
+        template: another template. None: the tokenizer's own.
+    """
+    if "strftime_now" not in str(template or tokenizer.chat_template):
+        return template
     replaced = "".join(f"|replace('{one}', '{TODAY.strftime(one)}')" for one in _DIRECTIVES)
     # The empty expression keeps a line break at the beginning of the template.
     macro = f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}{{{{ '' }}}}"
-    return macro + str(tokenizer.get_chat_template())
+    return macro + str(tokenizer.get_chat_template(template))
 
 
 def _render(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, opened: bool = False) -> str:
     rendered = tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=opened, chat_template=_with_fixed_date(tokenizer)
+        messages, tokenize=False, add_generation_prompt=opened, chat_template=with_fixed_date(tokenizer)
     )
     return str(rendered)

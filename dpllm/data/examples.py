@@ -1,0 +1,209 @@
+"""Examples in the shapes that TRL documents, and their tokens: texts, prompts with completions, conversations.
+
+Place in the flow: below `dpllm.data.supervised` and `dpllm.data.preferences`, which make rows of examples. TRL decides
+which values are conversations, and renames their keys; a tokenizer of transformers makes the tokens, with the calls
+that TRL makes. Each example is read by itself: TRL takes the shape of all examples from the first one, and here an
+example of another shape is an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+import pyarrow as pa
+from datasets.utils import tqdm
+from jinja2.exceptions import TemplateError
+
+from dpllm.config import ConfigError
+from dpllm.config.extras import require
+from dpllm.data.chat import with_fixed_date
+from dpllm.data.records import DataError, check_column
+from dpllm.data.scratch import store
+
+_AT_A_TIME = 256  # rows of a table that is written
+REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""Errors that a template, which is a program, or a tokenizer raises for an example that it cannot use."""
+
+
+def require_trl(purpose: str) -> Any:
+    """Import TRL.
+
+    Args:
+        purpose: the subject of the error message.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    require("trl", purpose)
+    import trl
+
+    return trl
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of texts and conversations.
+
+    Attributes:
+        tokenizer: of the model.
+        template: a chat template in place of the tokenizer's own.
+    """
+
+    tokenizer: Any
+    template: str | None = None
+
+    def __post_init__(self) -> None:
+        """Give the template a fixed date: rows must be the same on every process, and after a resume."""
+        if self.template or self.tokenizer.chat_template:
+            object.__setattr__(self, "template", with_fixed_date(self.tokenizer, self.template))
+
+    def of(
+        self, example: Mapping[str, Any], part: str | list[Any], opened: bool = False, said: bool = False
+    ) -> Mapping[str, list[int]]:
+        """Return "input_ids" of a text or a conversation; and "assistant_masks", if they are asked for.
+
+        Args:
+            example: may have "tools" and "chat_template_kwargs" for the template.
+            part: of the example.
+            opened: whether the opening of the assistant's next turn follows.
+            said: whether to mark the assistant's words.
+        """
+        if isinstance(part, str):
+            return self.tokenizer(text=part, verbose=False)
+        tools = example.get("tools")
+        options: dict[str, Any] = {"return_assistant_tokens_mask": True} if said else {}
+        return self.tokenizer.apply_chat_template(
+            part,
+            tokenize=True,
+            return_dict=True,
+            chat_template=self.template,
+            tools=(json.loads(tools) if isinstance(tools, str) else tools) or None,
+            add_generation_prompt=opened,
+            **options,
+            **(example.get("chat_template_kwargs") or {}),
+        )
+
+
+def read_examples(dataset: Any, words: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number and the columns of each example, with the keys "role" and "content" in its conversations.
+
+    Args:
+        dataset: a `datasets.Dataset`.
+        words: name of the data set, for messages.
+    """
+    trl = require_trl("this data set")
+    for number, example in enumerate(tqdm(dataset, f"tokenizing {words}")):
+        yield number, trl.maybe_convert_to_chatml(example)
+
+
+def is_chat(number: int, example: Mapping[str, Any], parts: Sequence[str], conversational: bool | None) -> bool:
+    """Return whether the parts of an example are conversations.
+
+    Args:
+        number: of the example.
+        example: with the parts.
+        parts: names of columns.
+        conversational: whether those of the first example are. None: this is the first.
+
+    Raises:
+        DataError: a part is missing or empty, or some are conversations and others are not.
+    """
+    trl = require_trl("this data set")
+    for name in parts:
+        if not isinstance(example.get(name), str) and not example.get(name):
+            raise DataError(f"row {number}: '{name}' is missing or empty: {REMEDY}")
+    texts = [isinstance(example[name], str) for name in parts]
+    chats = [trl.is_conversational({"prompt": example[name]}) for name in parts]
+    if not all(texts) and not all(chats):
+        raise DataError(
+            f"row {number}: {', '.join(parts)} must all be texts, or all be lists of messages with 'role' and "
+            f"'content': {REMEDY}"
+        )
+    if conversational not in (None, chats[0]):
+        mine, first = ("conversations", "texts") if chats[0] else ("texts", "conversations")
+        raise DataError(f"row {number} holds {mine} and row 0 holds {first}: give all rows one shape")
+    return bool(chats[0])
+
+
+REMEDY = "fill it in, or leave the record out before N is counted"
+"""The remedy for an example that cannot be used."""
+
+
+def store_rows(
+    rows: Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]],
+    columns: Mapping[str, Any],
+    source: datasets.Dataset,
+    keep: Sequence[str],
+) -> datasets.Dataset:
+    """Write rows into the private folder (`dpllm.data.scratch`), and return them as a data set.
+
+    Args:
+        rows: each row, and the example that it was made of.
+        columns: names of the rows' columns to features of `datasets`.
+        source: the data set of the examples.
+        keep: columns of the examples that are copied.
+
+    Raises:
+        DataError: a column to keep is missing.
+        ConfigError: it has the name of one of the rows' columns.
+    """
+    for name in keep:
+        check_column(source.column_names, name, "train_dataset")
+        if name in columns:
+            raise ConfigError(f"column '{name}' cannot be kept: a tokenized row has a column of that name; rename it")
+    features = datasets.Features({**columns, **{name: source.features[name] for name in keep}})
+
+    def tables() -> Iterator[pa.Table]:
+        out: dict[str, list[Any]] = {name: [] for name in features}
+        for row, example in rows:
+            for name in out:
+                out[name].append(row[name] if name in columns else example[name])
+            if len(out[next(iter(out))]) >= _AT_A_TIME:
+                yield pa.Table.from_pydict(out, schema=features.arrow_schema)
+                out = {name: [] for name in features}
+        yield pa.Table.from_pydict(out, schema=features.arrow_schema)
+
+    stored = store(tables())
+    if stored is None:
+        raise DataError("the data set is empty: there is no record to train on")
+    return stored
+
+
+def refuse_unprepared(dataset: Any, words: str) -> None:
+    """Check that examples can be read one after the other, each by itself.
+
+    Args:
+        dataset: to prepare.
+        words: its name, for messages.
+
+    Raises:
+        ConfigError: it is no `datasets.Dataset`, computes its rows when they are read, or has images.
+    """
+    if not isinstance(dataset, datasets.Dataset):
+        raise ConfigError(
+            f"{words} is of type {type(dataset).__name__}, and examples are prepared from a datasets.Dataset: pass "
+            "Dataset.from_list(rows), or load the data without streaming; rows with input_ids of another kind go to "
+            "dpllm.DPTrainer"
+        )
+    if dataset.format["type"] == "custom":
+        raise ConfigError(
+            f"{words} computes its rows when they are read (set_transform), which would be stored as they come out "
+            "once: apply the transform with Dataset.map first"
+        )
+    if images := [name for name in ("image", "images") if name in dataset.column_names]:
+        raise ConfigError(
+            f"{words} has the column '{images[0]}', and only texts are prepared here. Use dpllm.DPTrainer with a "
+            "collator that calls the model's processor"
+        )
+
+
+def template_refused(number: int, error: Exception) -> DataError:
+    """Return the error for an example that a chat template, or the tokenizer, does not accept."""
+    return DataError(
+        f"row {number}: the chat template refuses these messages ({' '.join(str(error).split())[:300]}): correct their "
+        "roles or their order, or leave the record out before N is counted"
+    )

@@ -1,0 +1,197 @@
+"""Rows for supervised fine-tuning from examples in TRL's shapes.
+
+Place in the flow: before `dpllm.DPSFTTrainer` makes its plan. Each row is made of one example only, by the steps of
+TRL's ``SFTTrainer`` (version 1.16, ``_prepare_dataset``): the end-of-sequence token is added to texts, chat templates
+are applied, tokens without loss are masked, and long rows are cut. `tests/data/test_supervised.py` compares the rows
+with those of ``SFTTrainer``. It leaves examples out that have no target; here they are an error, because N would
+depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+
+from dpllm.config import ConfigError
+from dpllm.data.examples import (
+    REFUSALS,
+    REMEDY,
+    Tokens,
+    is_chat,
+    read_examples,
+    refuse_unprepared,
+    store_rows,
+    template_refused,
+)
+from dpllm.data.labels import IGNORE
+from dpllm.data.records import DataError, keep_notes
+from dpllm.data.tokenization import RECORD
+
+_MASKS = ("completion_mask", "assistant_masks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supervised:
+    """How an example becomes a row.
+
+    Attributes:
+        tokens: tokenizer and chat template.
+        text_column: column of texts.
+        completion_only: whether only completions have loss. None: if there is a completion.
+        assistant_only: whether only the assistant's words have loss.
+        max_length: the most tokens of a row. None: no limit.
+        keep_end: whether the beginning of a long row is cut off, and not its end.
+    """
+
+    tokens: Tokens
+    text_column: str = "text"
+    completion_only: bool | None = None
+    assistant_only: bool = False
+    max_length: int | None = None
+    keep_end: bool = False
+
+    def rows(self, dataset: Any, words: str = "train_dataset", keep: Sequence[str] = ()) -> datasets.Dataset:
+        """Return one row for each example, with the columns ``input_ids`` and ``labels`` and those kept.
+
+        Args:
+            dataset: examples with a column of texts, ``prompt`` and ``completion``, ``messages`` or
+                ``conversations``; or with ``input_ids``, and ``labels`` or masks of 0 and 1. The text column is read
+                only if there is none of the others.
+            words: name of the data set, for messages.
+            keep: columns that are copied.
+
+        Raises:
+            ConfigError: the data set is of another kind, or an option does not fit its columns.
+            DataError: an example has another shape than the first one, or no target; the message gives its number.
+        """
+        refuse_unprepared(dataset, words)
+        parts = self._parts(dataset.column_names, words)
+        if RECORD in dataset.column_names and parts is None and RECORD not in keep:
+            keep = [*keep, RECORD]  # of tokenized rows: the number of the record that a row was cut from
+        whole = datasets.List(datasets.Value("int32"))
+        columns = {"input_ids": whole, "labels": whole}
+        rows = store_rows(self._rows(dataset, parts, words), columns, dataset, keep)
+        keep_notes(dataset, rows)
+        return rows
+
+    def _parts(self, columns: Sequence[str], words: str) -> tuple[str, ...] | None:
+        """Return the columns that hold the texts; None for token ids."""
+        if "input_ids" in columns:
+            parts: tuple[str, ...] | None = None
+        elif "prompt" in columns:
+            parts = ("prompt", "completion")
+        elif "messages" in columns or "conversations" in columns:
+            parts = ("messages",)
+        else:
+            parts = (self.text_column,)
+        known = {*columns, *(["messages"] if "conversations" in columns else [])}
+        if missing := [name for name in parts or () if name not in known]:
+            raise ConfigError(
+                f"{words} has the columns {', '.join(columns)} and no '{missing[0]}'. Give it texts in the column "
+                f"'{self.text_column}' (dataset_text_field), 'prompt' and 'completion', 'messages', or 'input_ids'"
+            )
+        if self.completion_only and parts != ("prompt", "completion") and "completion_mask" not in columns:
+            raise ConfigError(
+                f"completion_only_loss=True needs the columns 'prompt' and 'completion', or token ids with a "
+                f"'completion_mask', and {words} has {', '.join(columns)}: leave completion_only_loss out"
+            )
+        return parts
+
+    def _rows(
+        self, dataset: Any, parts: tuple[str, ...] | None, words: str
+    ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        chat: bool | None = None
+        without: list[int] = []
+        for number, example in read_examples(dataset, words):
+            if parts is None:
+                row = self._of_tokens(example)
+            else:
+                chat = is_chat(number, example, parts, chat)
+                self._refuse_said(number, chat)
+                try:
+                    row = self._of_texts(example, chat)
+                except DataError:
+                    raise
+                except REFUSALS as error:
+                    raise template_refused(number, error) from error
+                if self.assistant_only and 1 not in row["assistant_masks"]:
+                    raise DataError(
+                        f"row {number}: the chat template marks no word of the assistant, so assistant_only_loss=True "
+                        f"leaves no target. Mark them with {{% generation %}} in it, or {REMEDY}"
+                    )
+            row = self._cut(_with_labels(row, self._masks(parts)))
+            if all(label == IGNORE for label in row["labels"][1:]):
+                without.append(number)
+            yield row, example
+        if without:
+            raise DataError(
+                f"{words}: {len(without)} row(s) have no target within max_length={self.max_length}, the first is row "
+                f"{without[0]}. Allow longer rows, or leave these records out before N is counted "
+                "(TRL leaves them out silently)"
+            )
+
+    def _refuse_said(self, number: int, chat: bool) -> None:
+        if self.assistant_only and not chat:
+            raise ConfigError(
+                f"assistant_only_loss=True needs conversations, and row {number} holds texts: leave it out"
+            )
+
+    def _masks(self, parts: tuple[str, ...] | None) -> list[str]:
+        completed = parts is not None and len(parts) > 1 if self.completion_only is None else self.completion_only
+        return [name for name in _MASKS if name != "completion_mask" or completed]
+
+    def _of_tokens(self, example: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: list(example[name]) for name in ("input_ids", "labels", *_MASKS) if example.get(name) is not None}
+
+    def _of_texts(self, example: dict[str, Any], chat: bool) -> dict[str, Any]:
+        """Return ``input_ids``, with a mask for each kind of token that may have no loss."""
+        if "prompt" not in example:
+            whole: Any = example.get("messages", example.get(self.text_column))
+            row = dict(self.tokens.of(example, whole if chat else self._ended(whole), said=self.assistant_only))
+            return {name: row[name] for name in ("input_ids", "assistant_masks") if name in row}
+        completion = example["completion"] if chat else self._ended(example["completion"])
+        prompt = self.tokens.of(example, example["prompt"], opened=True)["input_ids"]
+        both = self.tokens.of(example, example["prompt"] + completion, said=self.assistant_only)
+        row = {name: both[name] for name in ("input_ids", "assistant_masks") if name in both}
+        shared = common_length(prompt, row["input_ids"])
+        return {**row, "completion_mask": [0] * shared + [1] * (len(row["input_ids"]) - shared)}
+
+    def _ended(self, text: str) -> str:
+        end = self.tokens.tokenizer.eos_token
+        return text if text.endswith(end) else text + end
+
+    def _cut(self, row: dict[str, Any]) -> dict[str, Any]:
+        if self.max_length is None:
+            return row
+        here = slice(-self.max_length, None) if self.keep_end else slice(None, self.max_length)
+        return {name: values[here] for name, values in row.items()}
+
+
+def _with_labels(row: Mapping[str, Any], masks: Sequence[str]) -> dict[str, Any]:
+    """Return ``input_ids`` and ``labels``: those of the row, or the tokens that no mask leaves out."""
+    ids = row["input_ids"]
+    labels = row.get("labels")
+    if labels is None:
+        bits = [row[name] for name in masks if name in row]
+        labels = [token if all(of) else IGNORE for token, *of in zip(ids, *bits, strict=True)]
+    return {"input_ids": list(ids), "labels": list(labels)}
+
+
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many first tokens two sequences have in common.
+
+    A template may render a prompt differently by itself than before an answer: the answer then begins where the two
+    differ.
+
+    >>> common_length([1, 2, 3], [1, 2, 4, 5])
+    2
+    """
+    length = 0
+    for mine, its in zip(one, other, strict=False):
+        if mine != its:
+            break
+        length += 1
+    return length

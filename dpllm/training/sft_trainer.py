@@ -1,0 +1,123 @@
+"""DPSFTTrainer: private supervised fine-tuning with the options and the data shapes of TRL's ``SFTTrainer``.
+
+Place in the flow: it makes rows of examples (`dpllm.data.supervised`) and passes them to `dpllm.DPTrainer`, whose
+steps, checks and report it has. TRL prepares conversations and templates; no class of its trainers is inherited, so no
+option is ignored without a word (`dpllm.training.trl_arguments`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dpllm.config import ConfigError, PrivacyConfig
+from dpllm.data.examples import Tokens
+from dpllm.data.supervised import Supervised
+from dpllm.engines.processes import Processes
+from dpllm.training.arguments import checked_arguments
+from dpllm.training.trainer import DPTrainer
+from dpllm.training.trl_arguments import SFT, checked_config
+from dpllm.training.trl_inputs import marking_template, model_for, refuse_taken, take_template, tokenizer_for
+
+_TAKEN = {
+    "compute_loss_func": "its loss is the mean over a row's own target tokens. Use dpllm.DPTrainer for another one",
+    "data_collator": "rows are padded, or concatenated with pack_rows=True. Use dpllm.DPTrainer for another one",
+}
+
+
+class DPSFTTrainer(DPTrainer):
+    """Fine-tunes a causal language model on texts, completions or conversations with differential privacy.
+
+    Guarantee: that of `dpllm.DPTrainer`. A unit is one example, or with ``privacy.unit="user"`` all examples with the
+    same id in ``privacy.unit_column``.
+
+    Args:
+        model: a causal language model, PEFT-wrapped or not; or its folder or name on the Hub.
+        args: `trl.SFTConfig`. The loss of a row is the mean over its own targets, and not over those of the batch.
+        privacy: the privacy guarantee.
+        train_dataset: a `datasets.Dataset` with a column of texts, ``prompt`` and ``completion``, ``messages`` or
+            ``conversations`` (texts or conversations), or token ids in ``input_ids``.
+        eval_dataset: examples for evaluation, or several data sets by name; their results are not covered.
+        processing_class: the tokenizer. None: the model's own.
+        peft_config: description of an adapter for the model.
+        options: other arguments of `dpllm.DPTrainer`, such as ``pack_rows`` and ``eval_is_public``.
+
+    Raises:
+        ConfigError, ValueError: an option would make the guarantee untrue, or cannot be used; raised before any data
+            are read.
+        DataError: an example cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        args: Any,
+        privacy: PrivacyConfig,
+        train_dataset: Any,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        peft_config: Any = None,
+        **options: Any,
+    ) -> None:
+        """Make the rows, compute the plan, and set up the Trainer."""
+        checked_config(args, "SFTConfig", SFT, "DPSFTTrainer")
+        refuse_taken(options, _TAKEN, "DPSFTTrainer")
+        self._skips = _skips_preparation(args)
+        checked_arguments(args, own_optimizer=(options.get("optimizers") or (None,))[0] is not None)
+        model = model_for(model, args, peft_config, "DPSFTTrainer")
+        tokenizer = tokenizer_for(processing_class, model, args)
+        take_template(tokenizer, args.chat_template_path)
+        self._supervised = Supervised(
+            tokens=Tokens(tokenizer, marking_template(tokenizer) if args.assistant_only_loss else None),
+            text_column=args.dataset_text_field,
+            completion_only=args.completion_only_loss,
+            assistant_only=args.assistant_only_loss,
+            max_length=args.max_length,
+            keep_end=args.truncation_mode == "keep_end",
+        )
+        keep = [privacy.unit_column] if privacy.unit_column else []
+        if not self._skips:
+            train_dataset = Processes().together(lambda: self._supervised.rows(train_dataset, keep=keep))
+        super().__init__(
+            model,
+            args,
+            privacy,
+            train_dataset,
+            eval_dataset=self._rows_of(eval_dataset),
+            processing_class=tokenizer,
+            **options,
+        )
+
+    def _rows_of(self, dataset: Any) -> Any:
+        """Return the rows of examples for evaluation; a name, or rows that are tokenised, as they are."""
+        if isinstance(dataset, Mapping):
+            return {name: self._rows_of(one) for name, one in dataset.items()}
+        columns = getattr(dataset, "column_names", None) or ()
+        if self._skips or dataset is None or isinstance(dataset, str) or {"input_ids", "labels"} <= {*columns}:
+            return dataset
+        return Processes().together(lambda: self._supervised.rows(dataset, "eval_dataset"))
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Evaluate as `dpllm.DPTrainer` does; examples are prepared as those of the constructor."""
+        return super().evaluate(self._rows_of(eval_dataset), ignore_keys, metric_key_prefix)
+
+    def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
+        """Predict as `dpllm.DPTrainer` does; examples are prepared as those of the constructor."""
+        return super().predict(self._rows_of(test_dataset), ignore_keys, metric_key_prefix)
+
+
+def _skips_preparation(args: Any) -> bool:
+    """Return whether rows are given as token ids and are not prepared.
+
+    Raises:
+        ConfigError: ``dataset_kwargs`` has another key.
+    """
+    given = dict(args.dataset_kwargs or {})
+    skips = bool(given.pop("skip_prepare_dataset", False))
+    if given:
+        raise ConfigError(
+            f"dataset_kwargs has the key {next(iter(given))!r}; only 'skip_prepare_dataset' has an effect"
+        )
+    return skips

@@ -1,0 +1,160 @@
+"""The arguments that TRL's configurations add to ``TrainingArguments``, and how private trainers treat each.
+
+Place in the flow: asked by `dpllm.DPSFTTrainer` before any data are read. `tests/training/test_trl_arguments.py`
+compares the tables with the installed classes. What is said about TRL was read in version 1.16.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import TrainingArguments
+
+from dpllm.config import ConfigError
+from dpllm.data.examples import require_trl
+
+WORKS, IGNORED, REFUSED = "works", "ignored", "refused"
+
+
+@dataclass(frozen=True)
+class Argument:
+    """How a private training treats one argument.
+
+    Attributes:
+        kind: `WORKS`, `IGNORED` or `REFUSED`.
+        reason: its effect, the reason, or the reason and the remedy.
+        allowed: values that are accepted although others are refused.
+    """
+
+    kind: str
+    reason: str
+    allowed: tuple[Any, ...] = ()
+
+
+def works(reason: str) -> Argument:
+    """Return an argument that has the effect that its documentation describes."""
+    return Argument(WORKS, reason)
+
+
+def ignored(reason: str) -> Argument:
+    """Return an argument that changes nothing, for this reason."""
+    return Argument(IGNORED, reason)
+
+
+def refused(reason: str, *allowed: Any) -> Argument:
+    """Return an argument whose values are errors, for this reason, except the allowed ones."""
+    return Argument(REFUSED, reason, allowed)
+
+
+def own_arguments(kind: Any, base: Any) -> list[str]:
+    """Return the arguments that a dataclass has in addition to those of its base."""
+    before = {item.name for item in dataclasses.fields(base)}
+    return [item.name for item in dataclasses.fields(kind) if item.init and item.name not in before]
+
+
+def refuse(args: Any, table: Mapping[str, Argument], base: Any) -> None:
+    """Refuse the values that a private training cannot use.
+
+    Args:
+        args: of a dataclass.
+        table: of the arguments that its class adds to its base.
+        base: the class whose arguments another table has.
+
+    Raises:
+        ConfigError: an argument has a refused value, or is in no table and has another value than its default.
+    """
+    for name, argument in table.items():
+        if argument.kind == REFUSED and hasattr(args, name) and getattr(args, name) not in argument.allowed:
+            raise ConfigError(f"{name}={getattr(args, name)!r} cannot be used in private training: {argument.reason}")
+    unknown = set(own_arguments(type(args), base)) - set(table)
+    for item in dataclasses.fields(args):
+        if item.name in unknown and getattr(args, item.name) != _default(item):
+            name = item.name
+            raise ConfigError(
+                f"{name}={getattr(args, name)!r}: dpllm does not know this argument of {type(args).__name__}, so it "
+                "would have no effect. Leave it out"
+            )
+
+
+def _default(item: dataclasses.Field[Any]) -> Any:
+    return item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+
+
+_ROUTER = refused(
+    "the load-balancing loss is an average over the tokens of all rows, so a unit's gradient would depend on others. "
+    "Leave it out: the loss of a row has no such term",
+    None,
+    0,
+)
+_OFFLOADING = refused(
+    "activations on the CPU were not tried with the hooks that compute the norms. Set gradient_checkpointing=True",
+    False,
+)
+_PADDING_FREE = "rows would be concatenated by TRL's collator"
+_MULTIPLE = ignored("rows are padded to the longest of their microbatch; it has no influence on the result")
+_PAD_TOKEN = works("sets the tokenizer's padding token; TRL 1.1 deprecated it")
+
+SHARED: Mapping[str, Argument] = {
+    "model_init_kwargs": works("arguments of from_pretrained, if the model is given by its name"),
+    "trust_remote_code": works("if the model is given by its name"),
+    "router_aux_loss_coef": _ROUTER,
+    "dataset_num_proc": ignored("each process prepares all rows, one after the other"),
+    "max_length": works("the most tokens of a row"),
+    "truncation_mode": works("keep_start or keep_end"),
+    "pad_to_multiple_of": _MULTIPLE,
+    "activation_offloading": _OFFLOADING,
+    "pad_token": _PAD_TOKEN,
+}
+"""Arguments that `trl.SFTConfig` and `trl.DPOConfig` have in common."""
+
+SFT: Mapping[str, Argument] = {
+    **SHARED,
+    "chat_template_path": works(
+        "a Jinja file. A tokenizer's folder is refused: trl.clone_chat_template(model, tokenizer, path) returns the "
+        "model and the tokenizer to pass"
+    ),
+    "dataset_text_field": works("the column of texts"),
+    "dataset_kwargs": works("skip_prepare_dataset takes rows as they are; other keys are refused"),
+    "eos_token": works("sets the token that ends texts, in tokenizer and model"),
+    "shuffle_dataset": ignored("the sampler of the plan draws the rows of each step"),
+    "packing": refused(
+        "rows of several units would share a sequence. Pass pack_rows=True to DPSFTTrainer: it concatenates the rows "
+        "of a microbatch, and attention and norms keep them apart",
+        False,
+    ),
+    "packing_strategy": ignored("packing is refused; pack_rows has no strategy"),
+    "padding_free": refused(f"{_PADDING_FREE}. Pass pack_rows=True to DPSFTTrainer", False),
+    "eval_packing": refused("an evaluation pads its rows. Leave it out", None, False),
+    "completion_only_loss": works("by default, if there are completions"),
+    "assistant_only_loss": works("takes TRL's training template where the tokenizer's own does not mark the words"),
+    "loss_type": refused(
+        "only 'nll' has a loss per row here, the mean over the row's own tokens. TRL's 'dft' is divided by the tokens "
+        "of the batch. Leave it out",
+        "nll",
+    ),
+}
+"""Arguments of `trl.SFTConfig`."""
+
+
+def checked_config(args: Any, name: str, table: Mapping[str, Argument], purpose: str) -> None:
+    """Check that arguments are a configuration of TRL, and that none of its own values is refused.
+
+    Args:
+        args: given to a trainer.
+        name: of TRL's class.
+        table: of its arguments.
+        purpose: the trainer, for messages.
+
+    Raises:
+        ConfigError: TRL is not installed; the arguments are of another class; a value is refused.
+    """
+    kind = getattr(require_trl(purpose), name)
+    if not isinstance(args, kind):
+        raise ConfigError(
+            f"args is of type {type(args).__name__}, and {purpose} needs trl.{name}, whose options say how rows are "
+            f"made: args=trl.{name}(output_dir=..., max_steps=...)"
+        )
+    refuse(args, table, TrainingArguments)

@@ -1,0 +1,174 @@
+"""The model and the tokenizer of a trainer that takes TRL's configurations, before any data are read.
+
+Place in the flow: called by `dpllm.DPSFTTrainer` first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from dpllm.config import ConfigError
+from dpllm.models.loading import load_pretrained, not_loaded
+from dpllm.models.padding import align_padding
+from dpllm.models.tasks import task_of
+
+logger = logging.get_logger(__name__)
+
+_TEMPLATES = (".jinja", ".j2")
+
+
+def model_for(model: Any, args: Any, peft_config: Any, purpose: str) -> nn.Module:
+    """Return the model to train, loaded if it is given by its name, with an adapter if one is described.
+
+    Args:
+        model: the model, its folder, or its name on the Hub. A name loads float32 weights, unless
+            ``args.model_init_kwargs`` has another ``dtype``.
+        args: configuration of TRL.
+        peft_config: of PEFT. None: the model is trained as it is.
+        purpose: the trainer, for messages.
+
+    Raises:
+        ConfigError: it cannot be loaded, is no causal language model, or has an adapter already.
+    """
+    if isinstance(model, str):
+        options = {"dtype": "float32", "trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+        model = load_pretrained(AutoModelForCausalLM, model, new_head=False, **options)
+    elif args.model_init_kwargs or args.trust_remote_code:
+        raise ConfigError(
+            "args.model_init_kwargs and args.trust_remote_code are for a model that is given by its name, and this one "
+            f"is of type {type(model).__name__}: leave them out"
+        )
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is of type {type(model).__name__}: pass a model, or its name")
+    if task_of(model) != "causal_lm":
+        raise ConfigError(
+            f"{purpose} trains causal language models, and this is a {type(model).__name__}. Use dpllm.DPTrainer"
+        )
+    if peft_config is None:
+        return model
+    if isinstance(model, PeftModel):
+        raise ConfigError("peft_config describes an adapter, and the model has one already: leave peft_config out")
+    adapted: nn.Module = get_peft_model(model, peft_config)
+    return adapted
+
+
+def tokenizer_for(tokenizer: Any, model: Any, args: Any) -> PreTrainedTokenizerBase:
+    """Return the tokenizer, with the tokens and the template of the arguments; the model has the same tokens.
+
+    Args:
+        tokenizer: None: the one beside the model's weights.
+        model: to train.
+        args: configuration of TRL.
+
+    Raises:
+        ConfigError: there is none, it is no tokenizer, or it lacks a token or a template.
+    """
+    if tokenizer is None:
+        name = str(getattr(model.config, "_name_or_path", "") or "")
+        if not name:
+            raise ConfigError("the model has no name, so its tokenizer is not known: pass processing_class")
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=args.trust_remote_code)
+        except MemoryError:
+            raise
+        except Exception as error:  # any: tokenizers raises plain Exception for an unreadable file
+            raise not_loaded("tokenizer", name, error) from error
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ConfigError(
+            f"processing_class is of type {type(tokenizer).__name__}, and texts need a tokenizer: pass the tokenizer "
+            "of the processor (processor.tokenizer)"
+        )
+    ends = getattr(args, "eos_token", None)
+    for field, token in (("eos_token", ends), ("pad_token", args.pad_token)):
+        if token is not None:
+            if token not in tokenizer.get_vocab():
+                raise ConfigError(f"{field}={token!r} is no token of the tokenizer: take one of its tokens")
+            setattr(tokenizer, field, token)
+    if tokenizer.eos_token is None:
+        raise ConfigError("the tokenizer has no end-of-sequence token, which ends each text: set one in it")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    align_padding(model, tokenizer)
+    if ends is not None:
+        _end_with(model, tokenizer.eos_token_id)
+    return tokenizer
+
+
+def _end_with(model: Any, token: int | list[int]) -> None:
+    """Have a model end its texts with this token too."""
+    model.config.get_text_config().eos_token_id = token
+    known = getattr(model.generation_config, "eos_token_id", None)
+    others = known if isinstance(known, list) else [known]
+    model.generation_config.eos_token_id = [token, *(one for one in others if one not in (None, token))]
+
+
+def take_template(tokenizer: Any, path: str | None) -> None:
+    """Give a tokenizer the chat template of a file.
+
+    Raises:
+        ConfigError: it is no Jinja file.
+    """
+    if path is None:
+        return
+    if not path.endswith(_TEMPLATES) or not Path(path).is_file():
+        raise ConfigError(
+            f"chat_template_path={path!r} is no Jinja file. For the template of another tokenizer, which may add "
+            "tokens, call model, tokenizer, _ = trl.clone_chat_template(model, tokenizer, path) first, and pass both"
+        )
+    tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
+
+
+def marking_template(tokenizer: Any) -> str | None:
+    """Return TRL's template that marks the assistant's words; None if the tokenizer's own does.
+
+    Raises:
+        ConfigError: there is none for this tokenizer.
+    """
+    from trl.chat_template_utils import (
+        get_training_chat_template,
+        has_generation_markers,
+        is_chat_template_stop_token_trained,
+    )
+
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            "assistant_only_loss=True needs a chat template, and the tokenizer has none: give chat_template_path"
+        )
+    template = None
+    if not has_generation_markers(tokenizer.chat_template):
+        try:
+            template = get_training_chat_template(tokenizer)
+        except ValueError as error:
+            raise ConfigError(
+                "assistant_only_loss=True: the chat template does not mark the assistant's words, and TRL has no "
+                "version of it that does. Write {% generation %} and {% endgeneration %} around them in it"
+            ) from error
+    if not is_chat_template_stop_token_trained(tokenizer, chat_template=template):
+        logger.warning(
+            "The chat template leaves the end of the assistant's turn out of the words that have loss: the model may "
+            "not learn to stop. Move the end-of-turn token before {%% endgeneration %%}."
+        )
+    return template
+
+
+def refuse_taken(options: Mapping[str, Any], taken: Mapping[str, str], trainer: str) -> None:
+    """Refuse arguments of `dpllm.DPTrainer` that a trainer sets by itself.
+
+    Args:
+        options: given to the trainer.
+        taken: names to reasons.
+        trainer: its name.
+
+    Raises:
+        ConfigError: one of them is given.
+    """
+    for name, reason in taken.items():
+        if options.get(name) is not None:
+            raise ConfigError(f"{trainer} does not take {name}: {reason}")

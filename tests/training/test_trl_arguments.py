@@ -1,0 +1,48 @@
+"""Every field of TRL's configurations is in a table: it works, is ignored with a reason, or is refused."""
+
+import dataclasses
+
+import pytest
+
+trl = pytest.importorskip("trl")
+
+from transformers import TrainingArguments  # noqa: E402
+
+from dpllm.config import ConfigError  # noqa: E402
+from dpllm.training.trl_arguments import (  # noqa: E402
+    IGNORED,
+    REFUSED,
+    SFT,
+    WORKS,
+    checked_config,
+    own_arguments,
+    refuse,
+)
+from tests import trl_data  # noqa: E402
+
+TABLES = {"SFTConfig": SFT}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_field_of_the_installed_class_is_in_the_table_and_no_other(name):
+    """A new release may bring one that couples rows."""
+    assert set(TABLES[name]) == set(own_arguments(getattr(trl, name), TrainingArguments))
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_defaults_are_never_refused(name, tmp_path):
+    """And each entry says how the field is treated."""
+    checked_config(trl_data.arguments(getattr(trl, name), tmp_path), name, TABLES[name], "this")
+    assert all(entry.kind in (WORKS, IGNORED, REFUSED) and entry.reason for entry in TABLES[name].values())
+
+
+def test_a_field_of_a_newer_release_is_refused_where_it_has_another_value(tmp_path):
+    """It would be ignored."""
+
+    @dataclasses.dataclass
+    class Newer(trl.SFTConfig):
+        mixes_rows: bool = False
+
+    refuse(trl_data.arguments(Newer, tmp_path), SFT, TrainingArguments)
+    with pytest.raises(ConfigError, match="mixes_rows=True: dpllm does not know this argument of Newer"):
+        refuse(trl_data.arguments(Newer, tmp_path, mixes_rows=True), SFT, TrainingArguments)
