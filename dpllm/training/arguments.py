@@ -21,49 +21,11 @@ from dpllm.engines import private_config
 from dpllm.mechanism.parts import Spec
 from dpllm.privacy.plan import PrivacyPlan, make_plan
 from dpllm.report.publishing import refuse_uploads
+from dpllm.training.argument_table import ARGUMENTS, Argument, refuse_by_table
 from dpllm.training.corrected_adamw import asked_second_moment, refuse_unusable
 from dpllm.training.launch_environment import refuse_environment
 from dpllm.training.workload import workload_of
 
-# Options of TrainingArguments that would change the optimizer's input, with the reason.
-_REFUSED: dict[str, tuple[Any, str]] = {
-    "fp16": (False, "its loss scaler skips steps depending on the data; use bf16"),
-    "gradient_accumulation_steps": (
-        1,
-        "the logical batch is privacy.expected_batch_size; per_device_train_batch_size is the microbatch",
-    ),
-    "auto_find_batch_size": (False, "it repeats steps; set per_device_train_batch_size, or microbatch_tokens: auto"),
-    "label_smoothing_factor": (
-        0.0,
-        "its loss averages over the batch; pass a compute_loss_func that returns one loss per row",
-    ),
-    "neftune_noise_alpha": (
-        None,
-        "NEFTune scales its noise by the padded length, which other rows decide; leave it out",
-    ),
-    "use_liger_kernel": (False, "its fused head hides the head's weight gradient from the norms"),
-    "torch_compile": (
-        False,
-        "a compiled graph may fuse layers, so the hooks that compute the norms are lost; with "
-        "privacy.gradients=per_unit, which has no hooks, call model.compile() before DPTrainer",
-    ),
-    "load_best_model_at_end": (
-        False,
-        "the best of several checkpoints is chosen by evaluation rows, which no ε covers; keep the last",
-    ),
-    "train_sampling_strategy": (
-        "random",
-        "ε assumes that units are drawn by Poisson sampling, which has no order of batches; microbatches are sorted by "
-        "length already",
-    ),
-    "save_on_each_node": (
-        False,
-        "a checkpoint is one folder that all machines share; node-local copies lack the other nodes' shards",
-    ),
-    "dataloader_drop_last": (False, "a step's batch is the whole draw; no unit of it may be dropped"),
-    "debug": ([], "it prints values computed from private rows, which no ε covers; leave it out"),
-    "full_determinism": (False, "it fixes random seeds for the whole process, although they must be secret"),
-}
 # Errors that the classes of arguments, optimizers and schedules raise for unusable values. Any other error, such as a
 # lack of memory, is not a mistake in a recipe.
 _UNUSABLE = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, AssertionError, ImportError, OSError)
@@ -144,18 +106,22 @@ def _processes_on_cpu() -> dict[str, Any]:
     return {"ddp_backend": "gloo"} if deepspeed else {"use_cpu": True}
 
 
-def private_arguments(args: TrainingArguments) -> TrainingArguments:
+def private_arguments(args: TrainingArguments, table: Mapping[str, Argument] = ARGUMENTS) -> TrainingArguments:
     """Return a copy of the arguments for private training; raise for an option that cannot be kept private.
 
     ``max_grad_norm`` is set to 0: the Trainer's own clipping would rescale the noisy gradient. Batches are not
     replayed after a resume (``ignore_data_skip``): new ones are drawn. A DeepSpeed configuration gets the settings that
     private training needs (`dpllm.engines.private_config`).
 
+    Args:
+        args: of the private training.
+        table: the options that the trainer knows.
+
     Raises:
         ConfigError: a value out of range, or an option in conflict with the guarantee.
         EngineError: the same for an option in the DeepSpeed configuration.
     """
-    refuse_options(args)
+    refuse_options(args, table)
     if args.n_gpu > 1:
         raise ConfigError(
             f"{args.n_gpu} GPUs are visible to one process, which would use nn.DataParallel. Start one process per GPU "
@@ -169,13 +135,17 @@ def private_arguments(args: TrainingArguments) -> TrainingArguments:
     return private
 
 
-def refuse_changed(args: TrainingArguments) -> None:
+def refuse_changed(args: TrainingArguments, table: Mapping[str, Argument] = ARGUMENTS) -> None:
     """Refuse options that were set after `private_arguments` made these arguments.
+
+    Args:
+        args: of the private training.
+        table: the options that the trainer knows.
 
     Raises:
         ConfigError: as `refuse_options`; or ``max_grad_norm`` was set.
     """
-    refuse_options(args)
+    refuse_options(args, table)
     if args.max_grad_norm:
         raise ConfigError(
             f"train.max_grad_norm={args.max_grad_norm!r} cannot be used in private training: the Trainer's own "
@@ -183,31 +153,34 @@ def refuse_changed(args: TrainingArguments) -> None:
         )
 
 
-def checked_arguments(args: TrainingArguments, own_optimizer: bool) -> TrainingArguments:
+def checked_arguments(
+    args: TrainingArguments, own_optimizer: bool, table: Mapping[str, Argument] = ARGUMENTS
+) -> TrainingArguments:
     """Do as `private_arguments`, after building the optimizer, unless the caller passes one (``own_optimizer``)."""
-    private = private_arguments(args)
+    private = private_arguments(args, table)
     refuse_unusable(private, own_optimizer)
     if not own_optimizer:
         check_optimizer(args)
     return private
 
 
-def refuse_options(args: TrainingArguments) -> None:
+def refuse_options(args: TrainingArguments, table: Mapping[str, Argument] = ARGUMENTS) -> None:
     """Refuse the options that cannot be kept private on any machine.
+
+    Args:
+        args: of the private training.
+        table: the options that the trainer knows.
 
     Raises:
         ConfigError: a value out of range, or an option in conflict with the guarantee.
     """
     check_arguments(args)
-    for name, (allowed, reason) in _REFUSED.items():
-        value = getattr(args, name)
-        if value != allowed and not (allowed is None and not value):
-            raise ConfigError(f"train.{name}={value!r} cannot be used in private training: {reason}.")
+    refuse_by_table(args, table)
     accumulation = getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
     if accumulation.get("num_steps", 1) != 1:
         raise ConfigError(
             f"train.accelerator_config.gradient_accumulation_kwargs.num_steps={accumulation['num_steps']!r} cannot be "
-            f"used in private training: {_REFUSED['gradient_accumulation_steps'][1]}."
+            f"used in private training: {ARGUMENTS['gradient_accumulation_steps'].reason}."
         )
     refuse_environment()
     asked_second_moment(args)  # this refuses options that AdamW has not

@@ -29,6 +29,7 @@ from dpllm.models.tasks import task_of
 from dpllm.privacy.ledger import LEDGER_FILE
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.privacy.unused import is_used
+from dpllm.training.argument_table import ARGUMENTS, Argument
 from dpllm.training.arguments import checked_arguments, plan_for
 from dpllm.training.averaging import Averaging, checked_average, refuse_other_average
 from dpllm.training.checks import agreement
@@ -91,6 +92,7 @@ class Prepared:
         start_is_independent: bool,
         noise_memory: str,
         average: Any = None,
+        table: Mapping[str, Argument] = ARGUMENTS,
     ) -> Prepared:
         """Check the options, then read the data, and compute the plan. Called by all processes together.
 
@@ -108,13 +110,14 @@ class Prepared:
             start_is_independent: as for `PrivateRun.attach`.
             noise_memory: as for `PrivateRun`.
             average: the average of the weights that is released, as a recipe names it.
+            table: the options of ``args`` that the trainer knows.
 
         Raises:
             ConfigError, DataError, ValueError: an option or a row would make the guarantee untrue.
             DisagreementError: the processes differ.
         """
         processes, kept = Processes(), checked_average(average)
-        private = processes.together(lambda: checked_arguments(args, own_optimizer))
+        private = processes.together(lambda: checked_arguments(args, own_optimizer, table))
         own = {"train.average": repr(kept), "norm_method": repr(norm_method)}
         processes.agree({**agreement.software(), **agreement.training(args), **own})
         refuse_unreadable(dataset)  # the first access to data: all earlier errors are about options

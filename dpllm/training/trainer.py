@@ -11,7 +11,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from peft import PeftModel
@@ -44,6 +44,7 @@ from dpllm.privacy.plan import PrivacyPlan
 from dpllm.report.model_card import keep_own_card
 from dpllm.report.statement import ReleaseNotes, privacy_report
 from dpllm.training.advice import advice
+from dpllm.training.argument_table import ARGUMENTS, Argument
 from dpllm.training.arguments import refuse_changed
 from dpllm.training.attaching import AttachFirst
 from dpllm.training.averaged_trainer import AveragedTrainer
@@ -110,6 +111,9 @@ class DPTrainer(AveragedTrainer):
         ConfigError, ValueError: an option would make the guarantee untrue; raised before any training.
     """
 
+    argument_table: ClassVar[Mapping[str, Argument]] = ARGUMENTS
+    """The options of ``args`` that this trainer knows; one for a subclass of ``TrainingArguments`` adds its own."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -167,12 +171,13 @@ class DPTrainer(AveragedTrainer):
             start_is_independent=start_is_independent,
             noise_memory=noise_memory,
             average=average,
+            table=self.argument_table,
         )
         if compute_loss_func is None and hasattr(model, "config"):
             refuse_other_classes(train_dataset, task_of(model), getattr(model.config, "num_labels", 2))
         self._refuse_private_evaluation(eval_dataset)
         self._start = StartingModel.of(model)
-        self._losses = RowLosses(compute_loss_func or default_row_loss(model), pack_rows)
+        self._losses = self._row_losses(model, compute_loss_func, pack_rows)
         self._run: TrainerRun | None = None  # of the present or the last train()
         self._checkpoints = StagedCheckpoints(self.processes)
         self._interrupt = Interrupt(self.processes, lambda: self._run is not None and self._run.is_complete)
@@ -188,6 +193,10 @@ class DPTrainer(AveragedTrainer):
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_for(self._prepared.arguments, self._prepared.plan),
         )
+
+    def _row_losses(self, model: nn.Module, compute_loss_func: RowLoss | None, pack_rows: bool) -> RowLosses:
+        """Return the object that computes one loss per row; a trainer with other inputs may return its own."""
+        return RowLosses(compute_loss_func or default_row_loss(model), pack_rows)
 
     # -------------------------------------------------- the parts of the run, to read
 
@@ -249,7 +258,7 @@ class DPTrainer(AveragedTrainer):
         prepared = self._prepared
         prepared.refuse_replaced(self.train_dataset)
         self._refuse_private_evaluation(self.eval_dataset)
-        refuse_changed(self.args)
+        refuse_changed(self.args, self.argument_table)
         refuse_steering(self.args, self.callback_handler.callbacks, self.lr_scheduler, self.eval_is_public)
         folder = Path(str(self.args.output_dir))
         restart = begin_in(folder, resume_from_checkpoint, self.processes)

@@ -1,0 +1,307 @@
+"""Every option of ``TrainingArguments``: it works, it is ignored for a reason, or it is refused before data are read.
+
+Place in the flow: asked by `dpllm.training.arguments` before anything else. `python -m dpllm.training.argument_table`
+prints docs/training_arguments.md; a test compares the file with the table, and the table with the installed class.
+
+An option that is in no table may do anything, so it is refused unless it has its default: one of a later release of
+transformers, or of a subclass of ``TrainingArguments``. A trainer that reads options of such a subclass adds a table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dpllm.config.values import ConfigError, nearest, shown
+
+WORKS, IGNORED, REFUSED = "works", "ignored", "refused"
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One option.
+
+    Attributes:
+        kind: `WORKS`, `IGNORED` or `REFUSED`.
+        reason: why it is ignored or refused, as a clause; of an option that works, its meaning in private training
+            where it is not that of ``Trainer``.
+        allowed: the values of a refused option that leave it off.
+    """
+
+    kind: str
+    reason: str = ""
+    allowed: tuple[Any, ...] = ()
+
+
+def works(reason: str = "") -> Argument:
+    """Return the entry of an option that works."""
+    return Argument(WORKS, reason)
+
+
+def ignored(reason: str) -> Argument:
+    """Return the entry of an option that has no effect, with the reason."""
+    return Argument(IGNORED, reason)
+
+
+def refused(*allowed: Any, reason: str) -> Argument:
+    """Return the entry of an option that is refused unless it has one of the ``allowed`` values."""
+    return Argument(REFUSED, reason, allowed)
+
+
+_EVALUATION = "for evaluation; private steps read their rows without a DataLoader"
+_REDUCER = "the reducer of DistributedDataParallel takes no part: the clipped sums are reduced once per step"
+_FOLLOWS = "only if eval_is_public is declared: a choice must not follow results on private rows"
+_COMPILED = (
+    "a compiled graph may fuse layers, so the hooks that compute the norms are lost; with "
+    "privacy.gradients=per_unit, which has no hooks, call model.compile() before DPTrainer"
+)
+_LIGER = "its fused head hides the head's weight gradient from the norms"
+_CONVERTED = (
+    "an evaluation would convert the weights of the model themselves, and these are trained or saved afterwards; "
+    "set bf16=true, which evaluates in bf16 as well"
+)
+_GENERATION = (
+    "DPTrainer evaluates the loss and the logits and does not generate; leave it out, and call model.generate after "
+    "training"
+)
+
+_TRAINING: dict[str, Argument] = {
+    "output_dir": works("the folder of model, ledger and report; it must not hold another private run"),
+    "per_device_train_batch_size": works("rows of a microbatch; it has no influence on the result"),
+    "num_train_epochs": works("T = ceil(epochs N / b) private steps"),
+    "max_steps": works("the number of private steps T"),
+    "learning_rate": works("Trainer's default, 5e-5, is usually too small"),
+    "lr_scheduler_type": works("reduce_lr_on_plateau and greedy " + _FOLLOWS),
+    "lr_scheduler_kwargs": works(),
+    "warmup_steps": works(),
+    "optim": works("not lomo, adalomo, layerwise and schedule-free optimizers: they change weights outside of a step"),
+    "optim_args": works("also second_moment=corrected or low_passed (AdamW); unknown names are refused for AdamW"),
+    "weight_decay": works(),
+    "adam_beta1": works(),
+    "adam_beta2": works(),
+    "adam_epsilon": works(),
+    "optim_target_modules": works("the optimizer projects the private gradient"),
+    "gradient_accumulation_steps": refused(
+        1, reason="the logical batch is privacy.expected_batch_size; per_device_train_batch_size is the microbatch"
+    ),
+    "average_tokens_across_devices": ignored("each row has a loss of its own, which no other row scales"),
+    "max_grad_norm": ignored("the noisy gradient is not rescaled; a unit's gradient is clipped to privacy.clip_norm"),
+    "label_smoothing_factor": refused(
+        0.0, reason="its loss averages over the batch; pass a compute_loss_func that returns one loss per row"
+    ),
+    "bf16": works("norms, sums and noise stay float32"),
+    "fp16": refused(False, reason="its loss scaler skips steps depending on the data; use bf16"),
+    "bf16_full_eval": refused(False, reason=_CONVERTED),
+    "fp16_full_eval": refused(False, reason=_CONVERTED),
+    "tf32": works(),
+    "activation_checkpointing": works(),
+    "activation_checkpointing_kwargs": works("offload was not tried: it needs a GPU"),
+    "gradient_checkpointing": works(),
+    "gradient_checkpointing_kwargs": works(),
+    "torch_compile": refused(False, reason=_COMPILED),
+    "torch_compile_backend": refused(None, reason=_COMPILED),
+    "torch_compile_mode": refused(None, reason=_COMPILED),
+    "use_liger_kernel": refused(False, reason=_LIGER),
+    "liger_kernel_config": refused(None, reason=_LIGER),
+    "use_cache": works(),
+    "neftune_noise_alpha": refused(
+        *(None, 0, 0.0),
+        reason="NEFTune scales its noise by the padded length, which other rows decide; leave it out",
+    ),
+    "torch_empty_cache_steps": ignored("the memory is divided by microbatches: set microbatch_tokens: auto"),
+    "auto_find_batch_size": refused(
+        False, reason="it repeats steps; set per_device_train_batch_size, or microbatch_tokens: auto"
+    ),
+    "full_determinism": refused(
+        False, reason="it fixes random seeds for the whole process, although they must be secret"
+    ),
+    "seed": works("for new weights, before training; draws, noise and dropout have secret randomness"),
+    "data_seed": ignored("the draw of units is secret"),
+    "train_sampling_strategy": refused(
+        "random",
+        reason="ε assumes that units are drawn by Poisson sampling, which has no order of batches; microbatches are "
+        "sorted by length already",
+    ),
+    "length_column_name": ignored("lengths are counted"),
+    "label_names": works(),
+    "remove_unused_columns": works("for collators of transformers; any other collator gets all columns"),
+}
+_LOGGING: dict[str, Argument] = {
+    "logging_strategy": works("the report counts every loss that is written"),
+    "logging_steps": works(),
+    "logging_first_step": works(),
+    "log_on_each_node": works(),
+    "logging_nan_inf_filter": works(),
+    "include_num_input_tokens_seen": refused(
+        *("no", False), reason="the number of tokens of a step depends on the secret draw, and no ε covers it"
+    ),
+    "log_level": works(),
+    "log_level_replica": works(),
+    "disable_tqdm": works(),
+    "report_to": works("the report names each tracker; those that upload checkpoints are refused"),
+    "run_name": works(),
+    "project": works(),
+    "trackio_space_id": works(),
+    "trackio_bucket_id": works(),
+    "trackio_static_space_id": works(),
+    "debug": refused(*([], ""), reason="it prints values computed from private rows, which no ε covers; leave it out"),
+    "skip_memory_metrics": works("the report counts memory figures that are written"),
+}
+_EVALUATING: dict[str, Argument] = {
+    "eval_strategy": works("the report counts every evaluation, unless eval_is_public is declared"),
+    "eval_steps": works(),
+    "eval_delay": works(),
+    "per_device_eval_batch_size": works(),
+    "prediction_loss_only": works(),
+    "eval_on_start": works(),
+    "eval_do_concat_batches": works(),
+    "eval_use_gather_object": works(),
+    "eval_accumulation_steps": works(),
+    "include_for_metrics": works(),
+    "batch_eval_metrics": works(),
+    "metric_for_best_model": works(_FOLLOWS),
+    "greater_is_better": works(_FOLLOWS),
+    "load_best_model_at_end": refused(
+        False,
+        reason="the best of several checkpoints is chosen by evaluation rows, which no ε covers; keep the last",
+    ),
+    "sortish_sampler": refused(False, reason="units are drawn by the sampler of the plan"),
+    "predict_with_generate": refused(False, reason=_GENERATION),
+    "generation_max_length": refused(None, reason=_GENERATION),
+    "generation_num_beams": refused(None, reason=_GENERATION),
+    "generation_config": refused(None, reason=_GENERATION),
+}
+_SAVING: dict[str, Argument] = {
+    "save_only_model": works("a run that continues from such a checkpoint starts optimizer and schedule again"),
+    "save_strategy": works("best " + _FOLLOWS),
+    "save_steps": works(),
+    "save_total_limit": works(),
+    "save_on_each_node": refused(
+        False,
+        reason="a checkpoint is one folder that all machines share; node-local copies lack the other nodes' shards",
+    ),
+    "enable_jit_checkpoint": refused(
+        False, reason="dpllm itself saves a checkpoint on SIGTERM, after the step that is under way; leave it out"
+    ),
+    "resume_from_checkpoint": ignored("as by Trainer: pass it to train(); a recipe passes it"),
+    "restore_callback_states_from_checkpoint": works("a checkpoint holds only states that follow no private row"),
+    "ignore_data_skip": ignored("a run that continues draws new units"),
+    "push_to_hub": works("the model with its guarantee, from an allow-list of files"),
+    "hub_token": works(),
+    "hub_private_repo": works(),
+    "hub_model_id": works(),
+    "hub_strategy": works("with push_to_hub only end: other values upload checkpoints"),
+    "hub_always_push": ignored("nothing is uploaded during training"),
+    "hub_revision": works(),
+}
+_MACHINE: dict[str, Argument] = {
+    "use_cpu": works(),
+    "accelerator_config": works(_EVALUATION + "; gradient accumulation is refused"),
+    "parallelism_config": works("only dp_shard_size and dp_replicate_size"),
+    "dataloader_drop_last": refused(False, reason="a step's batch is the whole draw; no unit of it may be dropped"),
+    "dataloader_num_workers": works(_EVALUATION),
+    "dataloader_pin_memory": works(_EVALUATION),
+    "dataloader_persistent_workers": works(_EVALUATION),
+    "dataloader_prefetch_factor": works(_EVALUATION),
+    "dataloader_multiprocessing_context": works(_EVALUATION),
+    "dataloader_in_order": works(_EVALUATION),
+    "ddp_find_unused_parameters": ignored(_REDUCER),
+    "ddp_bucket_cap_mb": ignored(_REDUCER),
+    "ddp_broadcast_buffers": ignored(_REDUCER),
+    "ddp_static_graph": ignored(_REDUCER),
+    "ddp_backend": works(),
+    "ddp_timeout": works(),
+    "fsdp": works("FSDP2"),
+    "fsdp_config": works("FSDP2"),
+    "deepspeed": works("ZeRO-1, -2 and -3; options that conflict with the guarantee are refused by name"),
+    "do_train": ignored("as by Trainer: for scripts"),
+    "do_eval": ignored("as by Trainer: for scripts"),
+    "do_predict": ignored("as by Trainer: for scripts"),
+    "local_rank": ignored("the launcher sets the rank"),
+}
+TOPICS: dict[str, dict[str, Argument]] = {
+    "training": _TRAINING,
+    "logging": _LOGGING,
+    "evaluation": _EVALUATING,
+    "checkpoints and the Hub": _SAVING,
+    "machine": _MACHINE,
+}
+ARGUMENTS: dict[str, Argument] = {name: entry for topic in TOPICS.values() for name, entry in topic.items()}
+"""The options of ``TrainingArguments`` and ``Seq2SeqTrainingArguments``, of all supported releases."""
+
+
+def unlisted(kind: type, table: Mapping[str, Argument] = ARGUMENTS) -> list[str]:
+    """Return the options of a class of arguments that are in no table."""
+    return [field.name for field in dataclasses.fields(kind) if field.init and field.name not in table]
+
+
+def refuse_by_table(args: Any, table: Mapping[str, Argument] = ARGUMENTS) -> None:
+    """Refuse the options that the table refuses, and those that it does not have and that differ from their default.
+
+    Args:
+        args: ``TrainingArguments``, or a subclass.
+        table: the options that the trainer knows.
+
+    Raises:
+        ConfigError: an option in conflict with the guarantee, or one whose effect is not known.
+    """
+    for name, entry in table.items():
+        if entry.kind == REFUSED and hasattr(args, name):
+            value = getattr(args, name)
+            if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in entry.allowed):
+                raise ConfigError(f"train.{name}={value!r} cannot be used in private training: {entry.reason}.")
+    for name in unlisted(type(args), table):
+        if not _is_default(args, name):
+            raise ConfigError(
+                f"train.{name}={shown(getattr(args, name))} is an option of {type(args).__name__} that this trainer "
+                f"does not know{nearest(name, table)}, so its effect on the guarantee is not known. Leave it out"
+            )
+
+
+def _is_default(args: Any, name: str) -> bool:
+    """Whether an option has its default, also where the class replaces the declared one by another value."""
+    field = next(one for one in dataclasses.fields(args) if one.name == name)
+    value, default = getattr(args, name), field.default
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
+    if value == default or getattr(args, "deepspeed_plugin", None) is not None:  # a second one would set up DeepSpeed
+        return bool(value == default)
+    try:
+        return bool(value == getattr(type(args)(output_dir=args.output_dir, use_cpu=args.use_cpu), name))
+    except (TypeError, ValueError):  # a class of one's own, with arguments that have no default
+        return False
+
+
+_HEAD = """# TrainingArguments in private training
+
+Each option of transformers' `TrainingArguments` (and `Seq2SeqTrainingArguments`) works, is ignored for the reason given
+here, or is refused with an error before any data are read. In a recipe these are the keys of the section `train`.
+An option that is in no table, such as one of a later release of transformers, is refused unless it has its default.
+
+`python -m dpllm.training.argument_table` prints this file.
+"""
+
+
+def document() -> str:
+    """Return the text of docs/training_arguments.md."""
+    parts = [_HEAD]
+    for kind, title, column in (
+        (WORKS, "Works", "differs from `Trainer`, or is limited"),
+        (IGNORED, "Ignored", "because"),
+        (REFUSED, "Refused", "because"),
+    ):
+        count = sum(entry.kind == kind for entry in ARGUMENTS.values())
+        parts.append(f"\n## {title} ({count})\n\n| option | topic | {column} |\n| --- | --- | --- |\n")
+        parts += [
+            f"| `{name}` | {topic} | {entry.reason} |\n"
+            for topic, entries in TOPICS.items()
+            for name, entry in entries.items()
+            if entry.kind == kind
+        ]
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    print(document(), end="")
