@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dpllm.config.values import ConfigError, nearest, shown
+from dpllm.config.values import ConfigError, shown
 
 WORKS, IGNORED, REFUSED = "works", "ignored", "refused"
 
@@ -45,7 +45,7 @@ def ignored(reason: str) -> Argument:
     return Argument(IGNORED, reason)
 
 
-def refused(*allowed: Any, reason: str) -> Argument:
+def refused(reason: str, *allowed: Any) -> Argument:
     """Return the entry of an option that is refused unless it has one of the ``allowed`` values."""
     return Argument(REFUSED, reason, allowed)
 
@@ -84,45 +84,48 @@ _TRAINING: dict[str, Argument] = {
     "adam_epsilon": works(),
     "optim_target_modules": works("the optimizer projects the private gradient"),
     "gradient_accumulation_steps": refused(
-        1, reason="the logical batch is privacy.expected_batch_size; per_device_train_batch_size is the microbatch"
+        "the logical batch is privacy.expected_batch_size; per_device_train_batch_size is the microbatch",
+        1,
     ),
     "average_tokens_across_devices": ignored("each row has a loss of its own, which no other row scales"),
     "max_grad_norm": ignored("the noisy gradient is not rescaled; a unit's gradient is clipped to privacy.clip_norm"),
     "label_smoothing_factor": refused(
-        0.0, reason="its loss averages over the batch; pass a compute_loss_func that returns one loss per row"
+        "its loss averages over the batch; pass a compute_loss_func that returns one loss per row",
+        0.0,
     ),
     "bf16": works("norms, sums and noise stay float32"),
-    "fp16": refused(False, reason="its loss scaler skips steps depending on the data; use bf16"),
-    "bf16_full_eval": refused(False, reason=_CONVERTED),
-    "fp16_full_eval": refused(False, reason=_CONVERTED),
+    "fp16": refused("its loss scaler skips steps depending on the data; use bf16", False),
+    "bf16_full_eval": refused(_CONVERTED, False),
+    "fp16_full_eval": refused(_CONVERTED, False),
     "tf32": works(),
     "activation_checkpointing": works(),
     "activation_checkpointing_kwargs": works("offload was not tried: it needs a GPU"),
     "gradient_checkpointing": works(),
     "gradient_checkpointing_kwargs": works(),
-    "torch_compile": refused(False, reason=_COMPILED),
-    "torch_compile_backend": refused(None, reason=_COMPILED),
-    "torch_compile_mode": refused(None, reason=_COMPILED),
-    "use_liger_kernel": refused(False, reason=_LIGER),
-    "liger_kernel_config": refused(None, reason=_LIGER),
+    "torch_compile": refused(_COMPILED, False),
+    "torch_compile_backend": refused(_COMPILED, None),
+    "torch_compile_mode": refused(_COMPILED, None),
+    "use_liger_kernel": refused(_LIGER, False),
+    "liger_kernel_config": refused(_LIGER, None),
     "use_cache": works(),
     "neftune_noise_alpha": refused(
-        *(None, 0, 0.0),
-        reason="NEFTune scales its noise by the padded length, which other rows decide; leave it out",
+        "NEFTune scales its noise by the padded length, which other rows decide; leave it out",
+        None,
+        0,
+        0.0,
     ),
     "torch_empty_cache_steps": ignored("the memory is divided by microbatches: set microbatch_tokens: auto"),
     "auto_find_batch_size": refused(
-        False, reason="it repeats steps; set per_device_train_batch_size, or microbatch_tokens: auto"
+        "it repeats steps; set per_device_train_batch_size, or microbatch_tokens: auto",
+        False,
     ),
-    "full_determinism": refused(
-        False, reason="it fixes random seeds for the whole process, although they must be secret"
-    ),
+    "full_determinism": refused("it fixes random seeds for the whole process, although they must be secret", False),
     "seed": works("for new weights, before training; draws, noise and dropout have secret randomness"),
     "data_seed": ignored("the draw of units is secret"),
     "train_sampling_strategy": refused(
-        "random",
-        reason="ε assumes that units are drawn by Poisson sampling, which has no order of batches; microbatches are "
+        "ε assumes that units are drawn by Poisson sampling, which has no order of batches; microbatches are "
         "sorted by length already",
+        "random",
     ),
     "length_column_name": ignored("lengths are counted"),
     "label_names": works(),
@@ -135,7 +138,9 @@ _LOGGING: dict[str, Argument] = {
     "log_on_each_node": works(),
     "logging_nan_inf_filter": works(),
     "include_num_input_tokens_seen": refused(
-        *("no", False), reason="the number of tokens of a step depends on the secret draw, and no ε covers it"
+        "the number of tokens of a step depends on the secret draw, and no ε covers it",
+        "no",
+        False,
     ),
     "log_level": works(),
     "log_level_replica": works(),
@@ -146,7 +151,7 @@ _LOGGING: dict[str, Argument] = {
     "trackio_space_id": works(),
     "trackio_bucket_id": works(),
     "trackio_static_space_id": works(),
-    "debug": refused(*([], ""), reason="it prints values computed from private rows, which no ε covers; leave it out"),
+    "debug": refused("it prints values computed from private rows, which no ε covers; leave it out", [], ""),
     "skip_memory_metrics": works("the report counts memory figures that are written"),
 }
 _EVALUATING: dict[str, Argument] = {
@@ -164,14 +169,14 @@ _EVALUATING: dict[str, Argument] = {
     "metric_for_best_model": works(_FOLLOWS),
     "greater_is_better": works(_FOLLOWS),
     "load_best_model_at_end": refused(
+        "the best of several checkpoints is chosen by evaluation rows, which no ε covers; keep the last",
         False,
-        reason="the best of several checkpoints is chosen by evaluation rows, which no ε covers; keep the last",
     ),
-    "sortish_sampler": refused(False, reason="units are drawn by the sampler of the plan"),
-    "predict_with_generate": refused(False, reason=_GENERATION),
-    "generation_max_length": refused(None, reason=_GENERATION),
-    "generation_num_beams": refused(None, reason=_GENERATION),
-    "generation_config": refused(None, reason=_GENERATION),
+    "sortish_sampler": refused("units are drawn by the sampler of the plan", False),
+    "predict_with_generate": refused(_GENERATION, False),
+    "generation_max_length": refused(_GENERATION, None),
+    "generation_num_beams": refused(_GENERATION, None),
+    "generation_config": refused(_GENERATION, None),
 }
 _SAVING: dict[str, Argument] = {
     "save_only_model": works("a run that continues from such a checkpoint starts optimizer and schedule again"),
@@ -179,11 +184,12 @@ _SAVING: dict[str, Argument] = {
     "save_steps": works(),
     "save_total_limit": works(),
     "save_on_each_node": refused(
+        "a checkpoint is one folder that all machines share; node-local copies lack the other nodes' shards",
         False,
-        reason="a checkpoint is one folder that all machines share; node-local copies lack the other nodes' shards",
     ),
     "enable_jit_checkpoint": refused(
-        False, reason="dpllm itself saves a checkpoint on SIGTERM, after the step that is under way; leave it out"
+        "dpllm itself saves a checkpoint on SIGTERM, after the step that is under way; leave it out",
+        False,
     ),
     "resume_from_checkpoint": ignored("as by Trainer: pass it to train(); a recipe passes it"),
     "restore_callback_states_from_checkpoint": works("a checkpoint holds only states that follow no private row"),
@@ -200,7 +206,7 @@ _MACHINE: dict[str, Argument] = {
     "use_cpu": works(),
     "accelerator_config": works(_EVALUATION + "; gradient accumulation is refused"),
     "parallelism_config": works("only dp_shard_size and dp_replicate_size"),
-    "dataloader_drop_last": refused(False, reason="a step's batch is the whole draw; no unit of it may be dropped"),
+    "dataloader_drop_last": refused("a step's batch is the whole draw; no unit of it may be dropped", False),
     "dataloader_num_workers": works(_EVALUATION),
     "dataloader_pin_memory": works(_EVALUATION),
     "dataloader_persistent_workers": works(_EVALUATION),
@@ -256,7 +262,7 @@ def refuse_by_table(args: Any, table: Mapping[str, Argument] = ARGUMENTS) -> Non
         if not _is_default(args, name):
             raise ConfigError(
                 f"train.{name}={shown(getattr(args, name))} is an option of {type(args).__name__} that this trainer "
-                f"does not know{nearest(name, table)}, so its effect on the guarantee is not known. Leave it out"
+                "does not know, so its effect on the guarantee is not known. Leave it out"
             )
 
 

@@ -8,12 +8,13 @@ option is ignored without a word (`dpllm.training.trl_arguments`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from dpllm.config import ConfigError, PrivacyConfig
 from dpllm.data.examples import Tokens
 from dpllm.data.supervised import Supervised
 from dpllm.engines.processes import Processes
+from dpllm.training.argument_table import ARGUMENTS, Argument
 from dpllm.training.arguments import checked_arguments
 from dpllm.training.trainer import DPTrainer
 from dpllm.training.trl_arguments import SFT, checked_config
@@ -48,6 +49,8 @@ class DPSFTTrainer(DPTrainer):
         DataError: an example cannot be used.
     """
 
+    argument_table: ClassVar[Mapping[str, Argument]] = {**ARGUMENTS, **SFT}
+
     def __init__(
         self,
         model: Any,
@@ -63,7 +66,8 @@ class DPSFTTrainer(DPTrainer):
         checked_config(args, "SFTConfig", SFT, "DPSFTTrainer")
         refuse_taken(options, _TAKEN, "DPSFTTrainer")
         self._skips = _skips_preparation(args)
-        checked_arguments(args, own_optimizer=(options.get("optimizers") or (None,))[0] is not None)
+        own_optimizer = (options.get("optimizers") or (None,))[0] is not None
+        checked_arguments(args, own_optimizer, self.argument_table)
         model = model_for(model, args, peft_config, "DPSFTTrainer")
         tokenizer = tokenizer_for(processing_class, model, args)
         take_template(tokenizer, args.chat_template_path)

@@ -8,79 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
-
-from transformers import TrainingArguments
 
 from dpllm.config import ConfigError
 from dpllm.data.examples import require_trl
-
-WORKS, IGNORED, REFUSED = "works", "ignored", "refused"
-
-
-@dataclass(frozen=True)
-class Argument:
-    """How a private training treats one argument.
-
-    Attributes:
-        kind: `WORKS`, `IGNORED` or `REFUSED`.
-        reason: its effect, the reason, or the reason and the remedy.
-        allowed: values that are accepted although others are refused.
-    """
-
-    kind: str
-    reason: str
-    allowed: tuple[Any, ...] = ()
-
-
-def works(reason: str) -> Argument:
-    """Return an argument that has the effect that its documentation describes."""
-    return Argument(WORKS, reason)
-
-
-def ignored(reason: str) -> Argument:
-    """Return an argument that changes nothing, for this reason."""
-    return Argument(IGNORED, reason)
-
-
-def refused(reason: str, *allowed: Any) -> Argument:
-    """Return an argument whose values are errors, for this reason, except the allowed ones."""
-    return Argument(REFUSED, reason, allowed)
+from dpllm.training.argument_table import ARGUMENTS, Argument, ignored, refuse_by_table, refused, works
 
 
 def own_arguments(kind: Any, base: Any) -> list[str]:
     """Return the arguments that a dataclass has in addition to those of its base."""
     before = {item.name for item in dataclasses.fields(base)}
     return [item.name for item in dataclasses.fields(kind) if item.init and item.name not in before]
-
-
-def refuse(args: Any, table: Mapping[str, Argument], base: Any) -> None:
-    """Refuse the values that a private training cannot use.
-
-    Args:
-        args: of a dataclass.
-        table: of the arguments that its class adds to its base.
-        base: the class whose arguments another table has.
-
-    Raises:
-        ConfigError: an argument has a refused value, or is in no table and has another value than its default.
-    """
-    for name, argument in table.items():
-        if argument.kind == REFUSED and hasattr(args, name) and getattr(args, name) not in argument.allowed:
-            raise ConfigError(f"{name}={getattr(args, name)!r} cannot be used in private training: {argument.reason}")
-    unknown = set(own_arguments(type(args), base)) - set(table)
-    for item in dataclasses.fields(args):
-        if item.name in unknown and getattr(args, item.name) != _default(item):
-            name = item.name
-            raise ConfigError(
-                f"{name}={getattr(args, name)!r}: dpllm does not know this argument of {type(args).__name__}, so it "
-                "would have no effect. Leave it out"
-            )
-
-
-def _default(item: dataclasses.Field[Any]) -> Any:
-    return item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
 
 
 _ROUTER = refused(
@@ -157,4 +95,4 @@ def checked_config(args: Any, name: str, table: Mapping[str, Argument], purpose:
             f"args is of type {type(args).__name__}, and {purpose} needs trl.{name}, whose options say how rows are "
             f"made: args=trl.{name}(output_dir=..., max_steps=...)"
         )
-    refuse(args, table, TrainingArguments)
+    refuse_by_table(args, {**ARGUMENTS, **table})

@@ -9,15 +9,8 @@ trl = pytest.importorskip("trl")
 from transformers import TrainingArguments  # noqa: E402
 
 from dpllm.config import ConfigError  # noqa: E402
-from dpllm.training.trl_arguments import (  # noqa: E402
-    IGNORED,
-    REFUSED,
-    SFT,
-    WORKS,
-    checked_config,
-    own_arguments,
-    refuse,
-)
+from dpllm.training.argument_table import ARGUMENTS, IGNORED, REFUSED, WORKS, refuse_by_table  # noqa: E402
+from dpllm.training.trl_arguments import SFT, checked_config, own_arguments  # noqa: E402
 from tests import trl_data  # noqa: E402
 
 TABLES = {"SFTConfig": SFT}
@@ -43,6 +36,7 @@ def test_a_field_of_a_newer_release_is_refused_where_it_has_another_value(tmp_pa
     class Newer(trl.SFTConfig):
         mixes_rows: bool = False
 
-    refuse(trl_data.arguments(Newer, tmp_path), SFT, TrainingArguments)
-    with pytest.raises(ConfigError, match="mixes_rows=True: dpllm does not know this argument of Newer"):
-        refuse(trl_data.arguments(Newer, tmp_path, mixes_rows=True), SFT, TrainingArguments)
+    table = {**ARGUMENTS, **SFT}
+    refuse_by_table(trl_data.arguments(Newer, tmp_path), table)
+    with pytest.raises(ConfigError, match=r"mixes_rows=.* is an option of Newer that this trainer does not know"):
+        refuse_by_table(trl_data.arguments(Newer, tmp_path, mixes_rows=True), table)
