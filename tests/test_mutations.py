@@ -34,10 +34,25 @@ class Mutation:
 
 MUTATIONS = [
     Mutation(
+        "options of TrainingArguments that break the guarantee are accepted",
+        "dpllm/training/argument_table.py",
+        "if entry.kind == REFUSED and hasattr(args, name):",
+        "if False:",
+        ("tests/training/test_argument_table.py::test_a_refused_option_is_refused_before_data_are_read",),
+        quick=True,
+    ),
+    Mutation(
+        "an option that nobody has looked at is accepted",
+        "dpllm/training/argument_table.py",
+        "    for name in unlisted(type(args), table):",
+        "    for name in ():",
+        ("tests/training/test_argument_table.py::test_an_unknown_option_is_refused_unless_it_has_its_default",),
+    ),
+    Mutation(
         "options of TRL that couple rows are accepted",
-        "dpllm/training/trl_arguments.py",
-        "    refuse(args, table, TrainingArguments)",
-        "    pass",
+        "dpllm/training/argument_table.py",
+        "if entry.kind == REFUSED and hasattr(args, name):",
+        "if False:",
         ("tests/training/test_sft_trainer.py::test_options_are_refused_before_data_are_read",),
         needs="trl",
     ),
