@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import typer
 
-from dpllm.cli import auditing, budgets, cost, planning, runs, tuning
+from dpllm.cli import auditing, budgets, cost, planning, runs, training, tuning
 
 app = typer.Typer(
     name="dpllm",
@@ -18,6 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Differentially private fine-tuning of language models: the cost of a run, before and after it.",
 )
+training.register(app)
 cost.register(app)
 planning.register(app)
 runs.register(app)

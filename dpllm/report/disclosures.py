@@ -44,7 +44,7 @@ _HARMLESS = (
     *("get_eval_dataloader", "get_test_dataloader", "create_model_card", "init_hf_repo", "push_to_hub", "train"),
 )
 _KNOWN_MODULES = ("dpllm", "transformers", "builtins", "typing", "abc")
-_PRINTERS = ("PrinterCallback", "ProgressCallback", "NotebookProgressCallback")
+_PRINTERS = ("PrinterCallback", "ProgressCallback", "NotebookProgressCallback", "StepProgress")
 _RESOURCES = ("_runtime", "_samples_per_second", "_steps_per_second", "_tokens_per_second", "_model_preparation_time")
 
 

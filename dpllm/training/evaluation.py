@@ -7,6 +7,7 @@ model was never trained on them: note each with `DPTrainer.disclose`, and the re
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,7 @@ def measure(
     collator: RowCollator,
     max_rows: int = 64,
     processes: Processes | None = None,
+    moved: Callable[[int], None] | None = None,
 ) -> Measurement:
     """Return the model's perplexity over all rows; for a head its accuracy, or the mean squared error of a regression.
 
@@ -58,6 +60,7 @@ def measure(
         collator: collator of the rows; it determines the task.
         max_rows: number of rows of a forward pass.
         processes: divide the rows over these; all call this function together, with the same rows.
+        moved: called with the number of rows of each forward pass, over all processes.
 
     Raises:
         DataError: there is no row, or no target in any.
@@ -80,6 +83,8 @@ def measure(
             wide = losses.double()
             found = (float((wide * weights).sum()), float(wide.sum()), hits, float(weights.sum()))
             sums = [total + value for total, value in zip(sums, found, strict=True)]
+        if moved is not None:
+            moved(min(max_rows * size, len(order) - turn * size * max_rows))
     loss, row_loss, correct, count = processes.sum(sums) if processes else sums
     model.train(was_training)
     if count == 0:

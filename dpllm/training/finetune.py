@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 import torch.distributed
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
 from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, ModelConfig, Recipe, load_recipe, save_recipe
 from dpllm.config.mistakes import print_any_character, tell, words_of
@@ -38,7 +39,7 @@ from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
 from dpllm.models.starting_point import refuse_shared_records, shared_records_point
 from dpllm.privacy.budget import require_room
 from dpllm.privacy.ledger import LEDGER_FILE
-from dpllm.privacy.plan import format_plan
+from dpllm.privacy.plan import PrivacyPlan, format_plan
 from dpllm.privacy.rounding import format_delta, format_epsilon
 from dpllm.privacy.unused import is_used
 from dpllm.report.figures import plot_training
@@ -47,6 +48,7 @@ from dpllm.training.arguments import plan_for, training_arguments
 from dpllm.training.attaching import WhenAttached
 from dpllm.training.evaluation import Measurement, measure
 from dpllm.training.launch_environment import find_deepspeed_config
+from dpllm.training.phases import Phases
 from dpllm.training.preflight import PLAIN, check_recipe
 from dpllm.training.public_stage import start_in, train_on_public_text
 from dpllm.training.restarting import RunCompletedError, begin_in
@@ -63,15 +65,32 @@ the private training. `train.resume_from_checkpoint=true` continues a stopped ru
 continue, and does nothing if the run is completed.
 """
 console = Console(highlight=False, soft_wrap=True)
+NOISY_NORM = (
+    "noisy_grad_norm in the log is the norm of the gradient after clipping and noise: mostly the noise. It does not "
+    "tell whether the model learns; the loss does"
+)
 THREADS_OPTION = ("--num_cpu_threads_per_process", "--num-cpu-threads-per-process")
 
 
 def main() -> None:
-    """Read the command line and run; a mistake in the recipe or in the data is one line and exit code 2."""
+    """Read the command line and run."""
     parser = argparse.ArgumentParser(description=USAGE, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="the recipe, a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as privacy.target_epsilon=3")
     options = parser.parse_args()
+    carry_out(options.config, options.overrides)
+
+
+def carry_out(recipe: str | Path, overrides: Sequence[str]) -> None:
+    """Run a recipe and end the process; a mistake in the recipe or in the data is one line and exit code 2.
+
+    Args:
+        recipe: a file, or the name of a shipped recipe.
+        overrides: as for `dpllm.config.load_recipe`.
+
+    Raises:
+        SystemExit: the exit code is not 0.
+    """
     console.quiet = int(os.environ.get("RANK", "0")) > 0
     use_all_cores()
     print_any_character()
@@ -80,7 +99,7 @@ def main() -> None:
     end_with_the_launcher()
     try:
         with Terminal().taken():  # so that Ctrl-C does not end the launcher with a traceback
-            code, together = run(load_recipe(options.config, options.overrides)), True
+            code, together = run(load_recipe(recipe, overrides)), True
     except RunCompletedError as done:
         console.print(str(done), markup=False)
         code, together = 0, True
@@ -119,7 +138,8 @@ def leave(code: int, together: bool) -> None:
 
 def run(recipe: Recipe) -> int:
     """Run the recipe up to the model and its report; return the exit code, which is not 0 after most signals."""
-    began = time.monotonic()
+    began, phases = time.monotonic(), Phases(console, bars=not recipe.train.get("disable_tqdm"))
+    phases.begin("checking the recipe", "options, model and output folder")
     check_recipe(recipe)  # before anything is read
     args = training_arguments({**PLAIN, **recipe.train})
     output = Path(str(args.output_dir))
@@ -129,36 +149,18 @@ def run(recipe: Recipe) -> int:
         raise ValueError(f"{output} already holds a private run: set train.output_dir to another folder")
 
     # The private records. Their number fixes the plan before anything is trained.
-    with args.main_process_first(desc="reading the records"):
-        train_records, eval_records = load_train_and_eval(recipe.data, recipe.privacy)
-    units, average = unit_index_of(train_records, recipe.privacy), recipe.train.get("average")
-    plan = plan_for(args, recipe.privacy, units, average=average)
-    show("privacy plan", format_plan(plan))
+    train_records, eval_records, plan = read(recipe, args, phases)
     if recipe.privacy.budget_file and not resume:  # now, and not only after the public training
         require_room(recipe.privacy.budget_file, plan, str(recipe.privacy.dataset))
 
-    # The public parts: starting weights, and text for a tokenizer and for ordinary training.
-    public = [f"starting weights: {recipe.model.name}"] if recipe.model.name else []
-    public_records = public_texts = None
-    declared: list[str] = []
-    if recipe.public_pretrain:
-        public_records = load_records(recipe.public_pretrain.data)
-        shared = recipe.public_pretrain.max_shared_records
-        refuse_shared_records(train_records, recipe.data, public_records, recipe.public_pretrain.data, shared)
-        declared = shared_records_point(shared, recipe.public_pretrain.data)
-        public_texts = public_records[recipe.public_pretrain.data.text_column]
-        public.append(f"pretraining text: {recipe.public_pretrain.data.path}")
-        if recipe.model.tokenizer_vocab_size:
-            public.append(f"text that the tokenizer was trained on: {recipe.public_pretrain.data.path}")
-    tokenizer = load_tokenizer(recipe.model, public_texts)
     num_labels = num_labels_of(train_records, recipe.data)
-    start = recipe.model
-    if public_records is not None:
-        start = pretrain(recipe, tokenizer, public_records, num_labels, restart.continues)
+    start = public_start(recipe, train_records, num_labels, restart.continues, phases)
+    if recipe.public_pretrain:
         args = training_arguments({**PLAIN, **recipe.train})  # again: the engine was set up for the other training
-    model = load_base_model(start, tokenizer, num_labels)
-
-    task, num_labels = recipe.model.task, model.config.num_labels
+    tokenizer, task = start.tokenizer, recipe.model.task
+    phases.begin("tokenizing the records", "after the model was loaded")
+    model = load_base_model(start.model, tokenizer, num_labels)
+    num_labels = model.config.num_labels
     keep = [recipe.privacy.unit_column] if recipe.privacy.unit_column else []
     with args.main_process_first(desc="tokenizing the records"):
         train_rows = tokenize_records(train_records, tokenizer, recipe.data, keep, task, num_labels)
@@ -166,7 +168,8 @@ def run(recipe: Recipe) -> int:
             tokenize_records(eval_records, tokenizer, recipe.data, (), task, num_labels) if eval_records else None
         )
     collator = RowCollator(pad_token_id=tokenizer.pad_token_id, task=task)
-    before = MeasureBefore(eval_rows, collator)
+    phases.begin("checking the run", "rows, model, optimizer and ledger")
+    before = Begin(eval_rows if not resume else None, collator, phases)
     trainer = DPTrainer(
         model=prepare_model(model, recipe.model),
         args=args,
@@ -174,40 +177,106 @@ def run(recipe: Recipe) -> int:
         train_dataset=train_rows,
         processing_class=tokenizer,
         data_collator=collator,
-        callbacks=[before] if eval_rows and not resume else [],
-        public=public,
+        callbacks=[before],
+        public=start.public,
         max_tokens_per_microbatch=recipe.microbatch_tokens,
         pack_rows=recipe.pack_rows,
         eval_is_public=recipe.data.eval_is_public,
         start_is_independent=recipe.model.start_is_independent,
         noise_memory=recipe.noise_memory,
-        average=average,
+        average=recipe.train.get("average"),
         merge_adapter=recipe.merge_adapter,
     )
-    trainer.declared_points = declared
-    console.rule("private fine-tuning")
+    trainer.declared_points = start.declared
     if args.should_save:  # not earlier: a refused resume leaves the folder unchanged
         trainer.add_callback(WhenAttached(lambda: save_recipe(recipe, output / RECIPE_FILE)))
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    phases.end()
     if trainer.interrupted_by is not None:
         return stopped(trainer, trainer.interrupted_by)
     with StopRequest("training is complete; its model and report are being saved").listening():
-        finish(recipe, trainer, began, before, eval_rows, collator)
+        finish(recipe, trainer, began, before, eval_rows, collator, phases)
     return 0
+
+
+def read(
+    recipe: Recipe, args: TrainingArguments, phases: Phases
+) -> tuple[datasets.Dataset, datasets.Dataset | None, PrivacyPlan]:
+    """Read the private records, the held-out ones, and compute and print the plan."""
+    phases.begin("reading the records")
+    with args.main_process_first(desc="reading the records"):
+        train_records, eval_records = load_train_and_eval(recipe.data, recipe.privacy)
+    units = unit_index_of(train_records, recipe.privacy)
+    held_out = f", {len(eval_records):,} records held out" if eval_records else ""
+    phases.end(f"{units.num_units:,} units of privacy{held_out}")
+    phases.begin("planning", "the noise that ε needs" if recipe.privacy.target_epsilon else "")
+    plan = plan_for(args, recipe.privacy, units, average=recipe.train.get("average"))
+    phases.end()
+    show("privacy plan", format_plan(plan))
+    return train_records, eval_records, plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """The public parts of a run: the model and the tokenizer at which the private training begins.
+
+    Attributes:
+        model: the starting model.
+        tokenizer: its tokenizer.
+        public: earlier training on public data, one line each.
+        declared: open points of the report about it.
+    """
+
+    model: ModelConfig
+    tokenizer: PreTrainedTokenizerBase
+    public: list[str]
+    declared: list[str]
+
+
+def public_start(
+    recipe: Recipe, private: datasets.Dataset, num_labels: int | None, continues: bool, phases: Phases
+) -> Start:
+    """Load the starting weights, or train them on public text, without privacy.
+
+    Args:
+        recipe: the recipe.
+        private: the private records, which may not be in the public text.
+        num_labels: number of classes, if the model is a classifier.
+        continues: whether a run is continued.
+        phases: of the run.
+    """
+    public = [f"starting weights: {recipe.model.name}"] if recipe.model.name else []
+    if recipe.public_pretrain is None:
+        return Start(recipe.model, load_tokenizer(recipe.model, None), public, [])
+    text = recipe.public_pretrain.data
+    phases.begin("reading the public text", text.path)
+    records, shared = load_records(text), recipe.public_pretrain.max_shared_records
+    refuse_shared_records(private, recipe.data, records, text, shared)
+    public.append(f"pretraining text: {text.path}")
+    if recipe.model.tokenizer_vocab_size:
+        public.append(f"text that the tokenizer was trained on: {text.path}")
+    tokenizer = load_tokenizer(recipe.model, records[text.text_column])
+    model = pretrain(recipe, tokenizer, records, num_labels, continues, phases)
+    return Start(model, tokenizer, public, shared_records_point(shared, text))
 
 
 def finish(
     recipe: Recipe,
     trainer: DPTrainer,
     began: float,
-    before: "MeasureBefore",
+    before: "Begin",
     eval_rows: datasets.Dataset | None,
     collator: RowCollator,
+    phases: Phases,
 ) -> None:
     """Measure, save and show the finished model."""
     args, plan, output = trainer.args, trainer.plan, Path(str(trainer.args.output_dir))
     model: Any = trainer.model
-    after = measure(model, eval_rows, collator, processes=trainer.processes) if eval_rows else None
+    after = None
+    if eval_rows:
+        phases.begin("evaluating after", "the held-out records")
+        after = evaluated(model, eval_rows, collator, trainer.processes, phases)
+    phases.begin("report", "saving the model with its plan, ledger, report and card")
 
     # Measurements on private records are on the screen and in the picture; the report counts them.
     figures = {"before": before.result, "after": after}
@@ -220,6 +289,8 @@ def finish(
     trainer.save_model()
     if not args.should_save:
         return
+    picture = draw(trainer, output / "training.png", before.result, after)
+    phases.end()
     summary = [
         *utility.items(),
         (
@@ -228,7 +299,7 @@ def finish(
         ),
         ("unit of privacy", f"one {recipe.privacy.unit} of {plan.num_units:,}"),
     ]
-    show("done", [*summary, *results(trainer, draw(trainer, output / "training.png", before.result, after), began)])
+    show("done", [*summary, *results(trainer, picture, began)])
 
 
 def stopped(trainer: DPTrainer, number: int) -> int:
@@ -286,18 +357,36 @@ def threads_were_set() -> bool:
         return False
 
 
-class MeasureBefore(TrainerCallback):
-    """Callback that measures the held-out records before the first private step, after the model's distribution."""
+class Begin(TrainerCallback):
+    """Callback between the model's distribution and the first private step: it measures the held-out records.
 
-    def __init__(self, rows: datasets.Dataset | None, collator: RowCollator) -> None:
+    Attributes:
+        result: the figure before the training. None: there was nothing to measure.
+    """
+
+    def __init__(self, rows: datasets.Dataset | None, collator: RowCollator, phases: Phases) -> None:
         """Store the rows and the collator."""
-        self.rows, self.collator = rows, collator
+        self.rows, self.collator, self.phases = rows, collator, phases
         self.result: Measurement | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Measure once."""
-        processes = Processes() if args.world_size > 1 else None
-        self.result = measure(kwargs["model"], self.rows, self.collator, processes=processes)
+        """Measure once, and begin the phase of the private steps."""
+        if self.rows:
+            self.phases.begin("evaluating before", "the held-out records")
+            processes = Processes() if args.world_size > 1 else None
+            self.result = evaluated(kwargs["model"], self.rows, self.collator, processes, self.phases)
+        self.phases.begin("training", f"{state.max_steps - state.global_step:,} private steps")
+        self.phases.say(NOISY_NORM)
+
+
+def evaluated(
+    model: Any, rows: datasets.Dataset, collator: RowCollator, processes: Processes | None, phases: Phases
+) -> Measurement:
+    """Measure all rows, with a bar, and print the figure."""
+    with phases.bar(len(rows), "row") as moved:
+        found = measure(model, rows, collator, processes=processes, moved=moved)
+    phases.end(f"{found.name} {found.value:.4g}")
+    return found
 
 
 def pretrain(
@@ -306,6 +395,7 @@ def pretrain(
     records: datasets.Dataset,
     num_labels: int | None,
     continues: bool,
+    phases: Phases,
 ) -> ModelConfig:
     """Train on the public text, without privacy; return the trained model as the start of the private training.
 
@@ -316,7 +406,7 @@ def pretrain(
     assert public is not None
     folder = Path(recipe.train["output_dir"]).expanduser() / PRETRAINED_FOLDER
     if not (continues and (folder / "config.json").exists()):
-        console.rule(f"public pretraining on {public.data.path}")
+        phases.begin("public training", f"on {public.data.path}, without privacy")
         train_on_public_text(recipe, records, tokenizer, num_labels, folder)
     return start_in(folder, recipe.model)
 

@@ -38,6 +38,7 @@ from dpllm.training.fetching import reader, refuse_replaced, refuse_unreadable
 from dpllm.training.gradients import clipper_for
 from dpllm.training.noted import note_data, note_units
 from dpllm.training.preflight import require_positions
+from dpllm.training.progress import Batch
 from dpllm.training.rows import LossOf, TrainingRows
 from dpllm.training.run import PrivateRun
 from dpllm.training.shared_ledger import SharedLedger
@@ -214,6 +215,11 @@ class Prepared:
     def run(self, ledger: SharedLedger) -> PrivateRun:
         """Make the run that charges this ledger. Called by all processes together."""
         return PrivateRun(self.plan, self.rows, ledger, self.privacy.seed, self.noise_memory)
+
+    def expected_batch(self) -> Batch:
+        """Return the expected size of a step's batch, for the throughput on the screen."""
+        units, size = self.rows.units, self.plan.expected_batch_size
+        return Batch(size, size * float(self.rows.lengths[np.asarray(units.rows)].sum()) / units.num_units)
 
     def averaging(self) -> Averaging | None:
         """Return an empty average for a run."""

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainingArguments
+from transformers import ProgressCallback, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
@@ -55,6 +55,7 @@ from dpllm.training.interrupt import Interrupt
 from dpllm.training.outlets import StartingModel
 from dpllm.training.preflight import refuse_unwrapped_adapters
 from dpllm.training.prepared import Prepared
+from dpllm.training.progress import StepProgress
 from dpllm.training.restarting import begin_in, checkpoint_to_resume
 from dpllm.training.row_losses import RowLosses
 from dpllm.training.shared_ledger import SharedLedger
@@ -193,6 +194,8 @@ class DPTrainer(AveragedTrainer):
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_for(self._prepared.arguments, self._prepared.plan),
         )
+        if self.pop_callback(ProgressCallback) is not None:  # a notebook has another one
+            self.add_callback(StepProgress(self._prepared.expected_batch(), lambda: self.epsilon))
 
     def _row_losses(self, model: nn.Module, compute_loss_func: RowLoss | None, pack_rows: bool) -> RowLosses:
         """Return the object that computes one loss per row; a trainer with other inputs may return its own."""

@@ -1,0 +1,64 @@
+"""`dpllm train`: from a recipe to a model with its report, on this machine's GPUs or its CPU."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import dpllm
+from dpllm.cli.common import one_line_errors
+from dpllm.config import load_recipe
+from dpllm.config.shipped import recipe_file
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        epilog="Example: dpllm train quickstart\n\n"
+        "Example: dpllm train mine.yaml privacy.target_epsilon=3 train.output_dir=runs/eps3\n\n"
+        "Example: dpllm train llama3_8b_chat_lora --config fsdp2 --processes 4\n\n"
+        "Example: dpllm train mine.yaml train.resume_from_checkpoint=auto"
+    )(train)
+
+
+@one_line_errors
+def train(
+    recipe: Annotated[
+        str, typer.Argument(help="A recipe file, or the name of a shipped recipe (dpllm recipes).", show_default=False)
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Replace values of the recipe.", show_default=False),
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            help="An accelerate config: a file, or single, ddp, fsdp2, zero1, zero2, zero3, zero3_offload, cpu_ddp. "
+            "Without it: one process; on several GPUs DDP, or FSDP2 if a copy of the model does not fit on each."
+        ),
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="Number of processes, one per GPU. Without it: as many as there are GPUs.")
+    ] = None,
+) -> None:
+    """Fine-tune a language model privately, from a recipe to the model and its privacy report.
+
+    Hardware has no influence on ε: the same recipe runs on a CPU, on one GPU and on several. Ctrl-C, SIGTERM, SIGHUP
+    and SIGUSR1 end a run after the current step, with a checkpoint and a report; the exit code is then 128 + the
+    signal's number. train.resume_from_checkpoint=true continues a stopped run; "auto" starts if there is nothing to
+    continue, and does nothing if the run is completed.
+    """
+    from dpllm.cli.launching import attend, choose, is_first
+
+    say = typer.echo if is_first() else lambda line: None
+    say(f"dpllm {dpllm.__version__}: training {recipe_file(recipe)}")  # first: the rest takes seconds
+    read = load_recipe(recipe, overrides or ())
+    say(f"output in {read.train.get('output_dir')}; loading the libraries")
+    launch = choose(read, config, processes)
+    say(launch.words)
+    if launch.config is not None:
+        raise typer.Exit(attend(launch.command(recipe, overrides or ()), launch.environment))
+    from dpllm.training.finetune import carry_out
+
+    carry_out(recipe, overrides or ())

@@ -1,0 +1,84 @@
+"""The bar of a training: time left without the first step, throughput of the expected batch, and ε."""
+
+import io
+import sys
+
+import pytest
+from transformers import ProgressCallback, TrainerControl, TrainerState
+
+from dpllm.report.disclosures import receivers
+from dpllm.training import progress
+from dpllm.training.progress import Batch, StepProgress
+from tests.training.test_trainer import arguments, trainer
+
+
+class Clock:
+    """Seconds that a test sets; the bar reads them too."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def time(self):
+        return self.now
+
+
+@pytest.fixture
+def bar(monkeypatch):
+    """A bar of 10 steps with ε = the steps so far, its clock, and a function that takes a step of some seconds."""
+    clock, screen = Clock(), io.StringIO()
+    monkeypatch.setattr(progress, "time", clock)
+    monkeypatch.setattr(sys, "stderr", screen)
+    state = TrainerState(max_steps=10, is_world_process_zero=True)
+    callback = StepProgress(Batch(units=50, tokens=2000.0), lambda: float(state.global_step))
+    callback.on_train_begin(None, state, TrainerControl())
+    monkeypatch.setattr(callback.training_bar, "_time", clock.time)
+
+    def step(seconds):
+        clock.now += seconds
+        state.global_step += 1
+        callback.on_step_end(None, state, TrainerControl())
+        return callback.training_bar
+
+    yield step
+    callback.on_train_end(None, state, TrainerControl())
+
+
+def test_time_left_and_throughput_are_those_of_the_steps_after_the_first(bar):
+    """The first has checks of 1000 s; each of the others takes 2 s."""
+    bar(1000)
+    for _ in range(3):
+        shown = bar(2)
+    figures = shown.format_dict
+    assert (figures["n"] - figures["initial"]) / figures["elapsed"] == pytest.approx(0.5)
+    assert "[00:06<00:12" in str(shown)  # six more steps of 2 s
+    assert "25 units/s, 1,000 tokens/s" in str(shown)
+
+
+def test_epsilon_is_beside_the_bar_and_not_below_what_was_spent(bar):
+    """From the first step on."""
+    assert "ε 1" in str(bar(1))
+    assert "ε 3" in str([bar(1), bar(1)][-1])
+
+
+def test_a_resumed_run_goes_on_at_its_step(bar):
+    """A bar of 10 steps that begins with step 7 of them done."""
+    state = TrainerState(max_steps=10, is_world_process_zero=True, global_step=7)
+    callback = StepProgress(Batch(units=50, tokens=2000.0), lambda: 1.0)
+    callback.on_train_begin(None, state, TrainerControl())
+    assert callback.training_bar.n == callback.training_bar.initial == 7
+    state.global_step = 8
+    callback.on_step_end(None, state, TrainerControl())
+    assert callback.training_bar.n == 8
+    callback.on_train_end(None, state, TrainerControl())
+
+
+def test_every_trainer_with_a_bar_has_it_and_none_without(tmp_path):
+    """`disable_tqdm` has the printed lines; the report counts the bar as the screen."""
+    shown = trainer(tmp_path / "a", args=arguments(tmp_path / "a", disable_tqdm=False))
+    kinds = [type(one) for one in shown.callback_handler.callbacks if isinstance(one, ProgressCallback)]
+    assert kinds == [StepProgress]
+    batch = shown._prepared.expected_batch()
+    assert batch.units == shown.plan.expected_batch_size and batch.tokens > batch.units
+    assert receivers(shown.callback_handler.callbacks) == "the Trainer's state, the screen"
+    hidden = trainer(tmp_path / "b", args=arguments(tmp_path / "b", disable_tqdm=True))
+    assert not any(isinstance(one, ProgressCallback) for one in hidden.callback_handler.callbacks)
