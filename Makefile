@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: quickstart test test-deep check setup format clean
+.PHONY: quickstart test test-deep check docs setup format clean
 
 # Threads that wait for each other sleep instead of spinning: a machine that is busy otherwise stays usable.
 quickstart: $(VENV)/.quickstart
@@ -24,6 +24,11 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(MAKE) --no-print-directory docs
+
+# The documentation as a site, in build/site. A warning is an error. The variable silences the theme's notice about MkDocs 2.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -1,13 +1,18 @@
-"""The tables in docs/ speak of tests that exist."""
+"""The documentation is true: its tables speak of tests, names, messages and numbers that exist."""
 
 import ast
+import importlib.util
 import os
 import re
 import sys
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import dpllm
+from dpllm.privacy.risk import attack_risk
 from tests import children
 
 ROOT = Path(__file__).parents[1]
@@ -66,3 +71,110 @@ def test_every_attack_has_a_test_or_is_said_to_be_open():
 def test_the_table_of_attacks_is_linked():
     """From where breaks of the guarantee are reported."""
     assert "(docs/attacks.md)" in (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+
+
+# ------------------------------------------------------------ the site
+
+
+def site_hooks():
+    """The functions that fill the pages of the site; without MkDocs, which only the site's build needs."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("mkdocs", "mkdocs.structure", "mkdocs.structure.files"):
+            patch.setitem(sys.modules, name, SimpleNamespace(File=None, Files=None))
+        spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs" / "site_hooks.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module
+
+
+HOOKS = site_hooks()
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
+
+
+@pytest.mark.parametrize("page", [*PAGES, *(place for place in HOOKS.ELSEWHERE.values() if place.endswith(".md"))])
+def test_every_page_is_made(page):
+    """Each link of it leads to a file, and each count is known; `mkdocs build --strict` finds the rest."""
+    text = HOOKS.with_counts((ROOT / page).read_text(encoding="utf-8"))
+    HOOKS.with_links(text, page, page.removeprefix("docs/"))
+
+
+def test_every_page_is_in_the_navigation():
+    """MkDocs says this too, when the site is built."""
+    listed = set(re.findall(r": ([\w/]+\.(?:md|ipynb))$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
+    assert listed == {page.removeprefix("docs/") for page in PAGES} | {
+        name for name in HOOKS.ELSEWHERE if name.endswith(".md")
+    }
+
+
+@pytest.mark.parametrize("name", sorted(HOOKS.COUNTS))
+def test_the_counts_are_of_things_that_exist(name):
+    """A renamed class would count as none."""
+    assert HOOKS.COUNTS[name]() > 10
+
+
+def test_links_lead_to_pages_or_name_the_file():
+    """Also from a page that is not in docs/; pictures stay pictures."""
+    text = "[a](../docs/models.md#b) ![c](utility.svg) [`x.py`](../dpllm/x.py)".replace("dpllm/x.py", "dpllm/__init__.py")
+    assert HOOKS.with_links(text, "benchmarks/results.md", "results.md") == (
+        "[a](models.md#b) ![c](utility.svg) `x.py` (`dpllm/__init__.py`)"
+    )
+    assert HOOKS.with_links("```\n[a](b.md)\n```", "docs/models.md", "models.md") == "```\n[a](b.md)\n```"
+    with pytest.raises(ValueError, match=r"the link b\.md leads to no file"):
+        HOOKS.with_links("[a](b.md)", "docs/models.md", "models.md")
+
+
+def test_the_reference_has_every_public_name():
+    """And no other."""
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^::: dpllm\.(\w+)$", page, re.MULTILINE)) == sorted(set(dpllm.__all__) - {"__version__"})
+
+
+def text_of(node: ast.expr) -> str | None:
+    """Return a text as it is in the source, each value of it as “…”; None where it is no text."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return (text_of(node.left) or "…") + (text_of(node.right) or "…")
+    return None
+
+
+@cache
+def texts() -> list[str]:
+    """Return every text of the package's source."""
+    nodes = (node for path in (ROOT / "dpllm").rglob("*.py") for node in ast.walk(ast.parse(path.read_text("utf-8"))))
+    return [text for node in nodes if isinstance(node, ast.expr) and (text := text_of(node)) is not None]
+
+
+def messages() -> list[str]:
+    """Return the messages of the page about errors."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    return re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+
+
+@pytest.mark.parametrize("message", messages())
+def test_every_message_of_the_page_about_errors_is_in_the_source(message):
+    """Word by word; only values differ."""
+    parts = [re.escape(part) for part in message.split("…") if part.strip()]
+    assert any(re.search(".*".join(parts), text, re.DOTALL) for text in texts())
+
+
+def test_the_page_about_errors_has_messages_of_every_stage():
+    """From the recipe to the release."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    assert len(messages()) >= 50 and page.count("\n## ") >= 6
+
+
+@pytest.mark.parametrize("target", [0.5, 1.0, 3.0, 8.0])
+def test_the_table_of_odds_is_the_computed_one(target):
+    """For the plan that the page names, rounded away from the truth."""
+    page = (ROOT / "docs" / "concepts" / "epsilon.md").read_text(encoding="utf-8")
+    (row,) = re.findall(rf"^\| {target:g} \| ([\d.]+) % \| ([\d.]+) in 100 \| 1 in ([\d ]+) \|$", page, re.MULTILINE)
+    rate = 1024 / 42_061
+    noise = dpllm.calibrate_noise_multiplier(target, 1e-6, rate, 410)
+    risk = attack_risk([(dpllm.dp_sgd(sampling_rate=rate, noise_multiplier=noise), 410)])
+    computed = (100 * risk.bayes_success[0.5], 100 * risk.true_positive_rate[0.01], 1 / risk.reconstruction[1e-6])
+    shown = [float(value.replace(" ", "")) for value in row]
+    assert all(low <= high <= 1.06 * low for low, high in zip(computed[:2], shown[:2], strict=True))
+    assert shown[2] <= computed[2] <= 1.06 * shown[2]

@@ -38,7 +38,8 @@ def packages(requirements):
 
 def test_the_table_of_extras_is_that_of_the_project():
     """Every extra but the developers' is known by the modules that it installs, and the core has none of them."""
-    extras = {name: packages(wanted) for name, wanted in PROJECT["optional-dependencies"].items() if name != "dev"}
+    all_extras = PROJECT["optional-dependencies"].items()
+    extras = {name: packages(wanted) for name, wanted in all_extras if name not in ("dev", "docs")}
     assert extras == {name: {module.replace("_", "-") for module in modules} for name, modules in EXTRAS.items()}
     assert not set.union(*extras.values()) & packages(PROJECT["dependencies"])
 
@@ -53,7 +54,7 @@ def test_the_quickstart_has_no_tools_of_developers():
     """The developers' set-up has them, with everything that the quickstart and the other extras have."""
     wanted = PROJECT["optional-dependencies"]
     tools = packages(wanted["dev"])
-    assert {"mypy", "pytest", "ruff", "triton", "deepspeed"} <= tools
+    assert {"mypy", "pytest", "ruff", "triton", "deepspeed", "mkdocs-material"} <= tools
     assert not tools & packages([*PROJECT["dependencies"], *wanted["quickstart"]])
     place = ["make", "-n", "VENV=not-there"]
     quickstart = children.run([*place, "quickstart"], cwd=ROOT).stdout

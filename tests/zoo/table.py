@@ -18,7 +18,7 @@ _VERSION = re.compile(r"transformers (\d+\.\d+)")
 _HEAD = """# Which models can be fine-tuned
 
 Every class that transformers {version} has for these tasks, built from its configuration at toy size and clipped by
-dpllm. Norms and clipped sum are compared with a loop in float64 that differentiates one row at a time, each row alone
+dpllm. Norms and clipped sum are compared with a loop in float64 that differentiates one row at a time, by itself
 and without padding. `python -m tests.zoo` writes this file; `make test` repeats {sample} classes, `make test-deep` all.
 
 - **full**: every parameter is trained; **LoRA**: factors of rank 2 on all linear layers and experts but not on
