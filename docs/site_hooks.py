@@ -1,7 +1,7 @@
 """The parts of the site that are made when it is built: files from other folders, links to code, and counts.
 
-MkDocs calls the functions ``on_...``. A page may link to any file of the repository, as a reader of the repository needs
-it. In the site a link to another page leads there, and a link to code becomes the file's name.
+MkDocs calls the functions ``on_...``. A page may link to any file of the repository. In the site a link to another page
+leads there, and a link to code becomes the file's name.
 """
 
 from __future__ import annotations
