@@ -112,3 +112,37 @@ def one_by_one(
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     """The norm of a difference over all parameters."""
     return float(torch.stack([(one[n].double() - other[n].double()).square().sum() for n in one]).sum().sqrt())
+
+
+def model_and_reference() -> tuple[Any, Any]:
+    """A model, and a reference with other weights: with the same ones all log-ratios would be 0."""
+    torch.manual_seed(0)
+    made, reference = model(), model()
+    with torch.no_grad():
+        for own, its in zip(made.parameters(), reference.parameters(), strict=True):
+            its.copy_(own + 0.02 * torch.randn_like(own))
+    return made, reference
+
+
+def preferences(count: int = 4) -> dict[str, Dataset]:
+    """One data set of preferences of each shape; answers differ in length."""
+    asked, good = texts(count), texts(count)[::-1]
+    bad = [f"{text} under clouds" for text in texts(count)]
+    chats = [
+        (says("user", a), says("assistant", b), says("assistant", c)) for a, b, c in zip(asked, good, bad, strict=True)
+    ]
+    return {
+        "prompt": Dataset.from_dict({"prompt": [f"{one} " for one in asked], "chosen": good, "rejected": bad}),
+        "implicit": Dataset.from_dict(
+            {
+                "chosen": [f"{a} bridge {b}" for a, b in zip(asked, good, strict=True)],
+                "rejected": [f"{a} house {c}" for a, c in zip(asked, bad, strict=True)],
+            }
+        ),
+        "chat": Dataset.from_dict(
+            {name: [chat[place] for chat in chats] for place, name in enumerate(("prompt", "chosen", "rejected"))}
+        ),
+        "implicit_chat": Dataset.from_dict(
+            {"chosen": [a + b for a, b, _ in chats], "rejected": [a + c for a, _, c in chats]}
+        ),
+    }

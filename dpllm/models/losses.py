@@ -39,13 +39,16 @@ def take_labels(inputs: dict[str, Any]) -> Tensor:
     return labels
 
 
+def _token_losses(logits_BTV: Tensor, target_BT: Tensor) -> Tensor:
+    """Return (B, T): the cross-entropy of each target, 0 in other places."""
+    (place_N,) = torch.nonzero((target_BT != IGNORE).flatten(), as_tuple=True)
+    loss_N = _CrossEntropy.apply(logits_BTV.flatten(0, 1), target_BT.flatten()[place_N], place_N)
+    return loss_N.new_zeros(target_BT.numel()).index_put((place_N,), loss_N).view(target_BT.shape)
+
+
 def _token_mean(logits_BTV: Tensor, target_BT: Tensor) -> Tensor:
     """Return (B,): cross-entropy averaged over each row's own targets; 0 for a row without any."""
-    is_target_BT = target_BT != IGNORE
-    (place_N,) = torch.nonzero(is_target_BT.flatten(), as_tuple=True)
-    loss_N = _CrossEntropy.apply(logits_BTV.flatten(0, 1), target_BT.flatten()[place_N], place_N)
-    tokens_BT = loss_N.new_zeros(target_BT.numel()).index_put((place_N,), loss_N).view(target_BT.shape)
-    return tokens_BT.sum(1) / is_target_BT.sum(1).clamp_min(1)
+    return _token_losses(logits_BTV, target_BT).sum(1) / (target_BT != IGNORE).sum(1).clamp_min(1)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -108,6 +111,27 @@ def per_sequence_loss(logits: Tensor, labels: Tensor) -> Tensor:
     _check(logits, labels)
     # The labels are shifted, not the logits: a slice of those would be copied, and its gradient scattered back.
     return _token_mean(logits, F.pad(labels[:, 1:], (0, 1), value=IGNORE))
+
+
+def token_log_probs(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-probability of each next token that is a target.
+
+    Args:
+        logits: (B, T, V); position t predicts token t + 1.
+        labels: (B, T) token ids with -100 where a token is no target; they are shifted here.
+
+    Returns:
+        ``(log_prob, is_target)``, both (B, T): position t is about token t + 1, and 0 or false where it is no target.
+
+    Raises:
+        ValueError: shapes that do not fit.
+
+    >>> token_log_probs(torch.zeros(1, 3, 10), torch.tensor([[1, -100, 3]]))[0]
+    tensor([[ 0.0000, -2.3026,  0.0000]])
+    """
+    _check(logits, labels)
+    target_BT = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
+    return 0 - _token_losses(logits, target_BT), target_BT != IGNORE
 
 
 def packed_sequence_loss(logits: Tensor, labels: Tensor, cu_seq_lens: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from transformers import TrainingArguments
 
 from dpllm.config import ConfigError, PrivacyConfig
 from dpllm.data.lengths import Limits, row_lengths
+from dpllm.data.preferences import PairCollator
 from dpllm.data.rows import PackedCollator, unit_index_of
 from dpllm.data.units import UnitIndex
 from dpllm.engines.processes import Processes
@@ -136,16 +137,18 @@ class Prepared:
         private.max_steps = plan.num_steps
         collate: Any = collator or default_collator(tokenizer, model, task_of(model))
         refuse_other_padding(model, tokenizer, collate)
+        pairs, limits = isinstance(collate, PairCollator), Limits.of(model)
         rows = TrainingRows(
             units=drawn,
-            lengths=row_lengths(dataset, task_of(model), Limits.of(model)),
+            lengths=collate.row_lengths(dataset, limits) if pairs else row_lengths(dataset, task_of(model), limits),
             fetch=reader(dataset, model, collate, args),
             collate=PackedCollator() if pack_rows else collate,
             max_rows=args.per_device_train_batch_size if max_tokens is None else None,
             max_tokens=max_tokens,
             packed=pack_rows,
         )
-        require_positions(model, int(rows.lengths.max()), "the longest row has")
+        longest = int(rows.lengths.max()) // (PairCollator.SEQUENCES if pairs else 1)
+        require_positions(model, longest, "the longest row has")
         return cls(
             privacy=privacy,
             processes=processes,

@@ -1,7 +1,8 @@
 """The arguments that TRL's configurations add to ``TrainingArguments``, and how private trainers treat each.
 
-Place in the flow: asked by `dpllm.DPSFTTrainer` before any data are read. `tests/training/test_trl_arguments.py`
-compares the tables with the installed classes. What is said about TRL was read in version 1.16.
+Place in the flow: asked by `dpllm.DPSFTTrainer` and `dpllm.DPDPOTrainer` before any data are read.
+`tests/training/test_trl_arguments.py` compares the tables with the installed classes. What is said about TRL was read
+in version 1.16.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from dpllm.config import ConfigError
 from dpllm.data.examples import require_trl
+from dpllm.models.preference import COUPLED, KINDS
 from dpllm.training.argument_table import ARGUMENTS, Argument, ignored, refuse_by_table, refused, works
 
 
@@ -75,6 +77,34 @@ SFT: Mapping[str, Argument] = {
     ),
 }
 """Arguments of `trl.SFTConfig`."""
+
+
+DPO: Mapping[str, Argument] = {
+    **SHARED,
+    "disable_dropout": works("sets every dropout of the model to 0"),
+    "padding_free": refused(f"{_PADDING_FREE}; TRL itself pads at present. Leave it out", False),
+    "precompute_ref_log_probs": ignored("the reference is always computed once, before the first step"),
+    "precompute_ref_batch_size": ignored("each call of the reference has one pair, so that no other pair changes it"),
+    "loss_type": works(
+        f"the losses of one pair: {', '.join(KINDS)}. {', '.join(COUPLED)} couple pairs and are refused"
+    ),
+    "loss_weights": works("one for each loss"),
+    "ld_alpha": works("weights the tokens beyond the length of the shorter answer"),
+    "f_divergence_type": works("reverse_kl, forward_kl, js_divergence or alpha_divergence"),
+    "f_alpha_divergence_coef": works("of alpha_divergence"),
+    "label_smoothing": works("of exo_pair and robust"),
+    "beta": works("the strength of the tie to the reference"),
+    "use_weighting": refused(
+        "WPO's weights need the squared probabilities of the whole vocabulary, which the loss does not form. Leave it "
+        "out",
+        False,
+    ),
+    "discopop_tau": works("of discopop"),
+    "sync_ref_model": refused("the reference is computed once, before the first step. Leave it out", False),
+    "ref_model_mixup_alpha": ignored("sync_ref_model is refused"),
+    "ref_model_sync_steps": ignored("sync_ref_model is refused"),
+}
+"""Arguments of `trl.DPOConfig`."""
 
 
 def checked_config(args: Any, name: str, table: Mapping[str, Argument], purpose: str) -> None:

@@ -1,6 +1,6 @@
 """The model and the tokenizer of a trainer that takes TRL's configurations, before any data are read.
 
-Place in the flow: called by `dpllm.DPSFTTrainer` first.
+Place in the flow: called by `dpllm.DPSFTTrainer` and `dpllm.DPDPOTrainer` first.
 """
 
 from __future__ import annotations
@@ -170,5 +170,5 @@ def refuse_taken(options: Mapping[str, Any], taken: Mapping[str, str], trainer: 
         ConfigError: one of them is given.
     """
     for name, reason in taken.items():
-        if options.get(name) is not None:
+        if options.get(name):
             raise ConfigError(f"{trainer} does not take {name}: {reason}")

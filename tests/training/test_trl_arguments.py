@@ -10,10 +10,10 @@ from transformers import TrainingArguments  # noqa: E402
 
 from dpllm.config import ConfigError  # noqa: E402
 from dpllm.training.argument_table import ARGUMENTS, IGNORED, REFUSED, WORKS, refuse_by_table  # noqa: E402
-from dpllm.training.trl_arguments import SFT, checked_config, own_arguments  # noqa: E402
+from dpllm.training.trl_arguments import DPO, SFT, checked_config, own_arguments  # noqa: E402
 from tests import trl_data  # noqa: E402
 
-TABLES = {"SFTConfig": SFT}
+TABLES = {"SFTConfig": SFT, "DPOConfig": DPO}
 
 
 @pytest.mark.parametrize("name", TABLES)

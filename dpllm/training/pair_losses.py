@@ -1,0 +1,121 @@
+"""The losses of a microbatch's preference pairs, and the reference that they are compared with.
+
+Place in the flow: in the place of `dpllm.training.row_losses` for `dpllm.DPDPOTrainer`. The reference is the model at
+the start of the training, or another one, and does not change. Its log-probabilities are computed once for each pair,
+before the first step, with no other pair in the call, so that a pair's loss is a function of that pair and the weights.
+This needs no second model beside the one that is trained, and works alike on every engine.
+
+Shape suffixes: B pairs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from datasets.utils import tqdm
+from torch import Tensor, nn
+
+from dpllm.config import ConfigError
+from dpllm.data.preferences import LOG_PROBS, PairCollator
+from dpllm.engines.processes import Processes
+from dpllm.models.preference import PairLoss, answer_tokens, pair_log_probs
+from dpllm.training.made_up import in_mode
+
+
+class PairLosses:
+    """Calls the model with both answers of each pair and returns one loss per pair (B,).
+
+    Args:
+        loss: from log-probabilities.
+    """
+
+    def __init__(self, loss: PairLoss) -> None:
+        """Store the loss."""
+        self.loss = loss
+
+    def attention(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Return a context without effect: pairs are padded."""
+        del model
+        return contextlib.nullcontext()
+
+    def after(self, prepare: Callable[[Any], Any]) -> Callable[[Any, Mapping[str, Any]], Tensor]:
+        """Return this function on inputs that are prepared first, for instance moved to the model's device."""
+        return lambda model, inputs: self(model, prepare(dict(inputs)))
+
+    def __call__(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
+        """Return the losses (B,) with a graph; each is computed from its own pair.
+
+        Args:
+            model: to call.
+            inputs: of `dpllm.data.preferences.PairCollator`, on the model's device.
+        """
+        return self.scored(model, inputs)[0]
+
+    def scored(self, model: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Return the losses (B,), and the rewards (B, 2): β times the log-ratios of the two answers."""
+        log_probs_B2 = pair_log_probs(model, inputs, self.loss.tail_weight)
+        reference_B2 = inputs[LOG_PROBS].to(log_probs_B2)
+        loss_B = self.loss(log_probs_B2, reference_B2, answer_tokens(inputs))
+        return loss_B, self.loss.beta * (log_probs_B2.detach() - reference_B2)
+
+
+def reference_log_probs(
+    model: Any,
+    dataset: Any,
+    collate: PairCollator,
+    tail_weight: float | None,
+    device: torch.device,
+    processes: Processes,
+    words: str,
+) -> np.ndarray:
+    """Return (num_rows, 2): the log-probabilities of both answers of each pair. Called by all processes together.
+
+    Guarantee: the numbers of a pair depend on that pair and the model only; each call of the model has one pair. The
+    processes divide the pairs, and all get all numbers.
+
+    Args:
+        model: the reference, in one piece.
+        dataset: rows of `dpllm.data.preferences.Preferences`.
+        collate: rows to inputs.
+        tail_weight: as for `PairLoss`.
+        device: on which the model runs.
+        processes: of the run.
+        words: name of the data set, for the progress bar.
+
+    Raises:
+        ConfigError: the model's parameters are divided over processes.
+        DataError: a number is not finite.
+    """
+    if any(hasattr(p, "ds_id") or hasattr(p, "placements") for p in model.parameters()):
+        raise ConfigError(
+            "The reference has parameters that are divided over processes (ZeRO-3), so a process cannot compute its "
+            "log-probabilities alone. Compute them beforehand in one process, and give them as the columns "
+            "ref_chosen_logps and ref_rejected_logps"
+        )
+    numbers = np.arange(processes.rank, len(dataset), processes.size)
+    found = np.zeros((len(numbers), 2))
+    with torch.no_grad(), in_mode(model, training=False), _placed(model, device):
+        for place, number in enumerate(tqdm(numbers, f"reference of {words}", disable=not processes.is_main or None)):
+            inputs = {name: value.to(device) for name, value in collate([dataset[int(number)]]).items()}
+            found[place] = pair_log_probs(model, inputs, tail_weight)[0].double().cpu().numpy()
+    whole = np.zeros((len(dataset), 2))
+    for rank, share in enumerate(processes.gather(found)):
+        whole[rank :: processes.size] = share
+    return whole
+
+
+@contextlib.contextmanager
+def _placed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Have a model on a device for the duration of the block: an engine that shards it has not placed it yet."""
+    before = next(model.parameters()).device
+    if before.type != device.type:
+        model.to(device)
+    try:
+        yield
+    finally:
+        if before.type != device.type:
+            model.to(before)
