@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from dpllm.config import load_recipe
+from dpllm.config.metrics import METRICS
 from dpllm.data.records import required_columns
 from dpllm.data.rows import train_tokenizer
 from dpllm.models.load import load_base_model, load_tokenizer
@@ -108,6 +110,8 @@ def small_run(tmp_path: Path, path: Path) -> list[str]:
         "privacy.delta=1e-3",
         "model.dtype=float32",
     ]
+    if any(METRICS[name].library and not find_spec(METRICS[name].library) for name in recipe.data.metrics):
+        overrides.append("data.metrics=[]")
     if recipe.model.name is not None:
         overrides += [
             f"model.name={tiny_model(tmp_path / 'model', path.stem.split('_')[0])}",
@@ -222,6 +226,24 @@ def test_a_recipe_runs_on_a_tiny_model(path, finetune, tmp_path, capsys):
     assert json.loads((output / "privacy_report.json").read_text(encoding="utf-8"))["utility"]
     with pytest.raises(ValueError, match="already holds a private run"):
         finetune.run(load_recipe(path, overrides))
+
+
+def test_metrics_of_text_are_measured_before_and_after_and_each_is_a_disclosure(finetune, tmp_path, capsys):
+    """Two of perplexity, two of each metric; nothing of it is in the log that trackers and the Trainer see."""
+    pytest.importorskip("sacrebleu")
+    path = FOLDER / "gpt2_e2e_lora.yaml"
+    finetune.run(load_recipe(path, [*small_run(tmp_path, path), "data.metrics=[bleu, exact_match]"]))
+    printed, output = capsys.readouterr().out, tmp_path / "out"
+    for name in ("BLEU", "exact match"):
+        assert f"held-out {name} before" in printed and f"held-out {name} after" in printed
+    log = (output / "not_for_release" / "training_log.jsonl").read_text(encoding="utf-8")
+    assert "BLEU" not in log and "exact" not in log
+    disclosed = [
+        entry
+        for line in (output / "privacy_ledger.jsonl").read_text(encoding="utf-8").splitlines()
+        if "evaluation on private rows" in (entry := line)
+    ]
+    assert sum(json.loads(entry)["count"] for entry in disclosed) == 6
 
 
 def test_a_run_without_held_out_records_discloses_no_evaluation(finetune, tmp_path, capsys):

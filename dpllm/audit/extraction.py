@@ -15,22 +15,21 @@ A private model can also write training spans: those that many records share.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import datasets
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from dpllm.audit.bounds import AuditError
 from dpllm.config import ConfigError
 from dpllm.data.labels import IGNORE
+from dpllm.models.writing import LIKELIEST, continuations
 
 _SEPARATOR = -1  # between rows: no token
-_BATCH = 50  # prompts that are continued together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +228,7 @@ def sampled_extraction(
     indexes = [SpanIndex(rows["input_ids"], settings.span) for rows in (training, some, held_out)]
     found = []
     for name, prompts in _prompts(tokenizer, training, held_out, settings, rng).items():
-        texts = continuations(model, tokenizer, prompts, settings.new_tokens, settings.span, settings)
+        texts = written(model, tokenizer, prompts, settings.new_tokens, settings.span, settings)
         found.append(sample_hits(name, texts, *indexes))
     return found
 
@@ -283,7 +282,7 @@ def prefix_extraction(
             if len(ids) >= start + settings.span:
                 prompts.append(ids[:start])
                 wanted.append(ids[start : start + settings.span])
-        texts = continuations(model, tokenizer, prompts, settings.span, settings.span, None)
+        texts = written(model, tokenizer, prompts, settings.span, settings.span, None)
         hits = sum(text == own for text, own in zip(texts, wanted, strict=True))
         found.append(PrefixHits(name, len(prompts), hits))
     return found
@@ -294,7 +293,7 @@ def _first_target(labels: Sequence[int]) -> int:
     return next((place for place, label in enumerate(labels) if place > 0 and label != IGNORE), len(labels))
 
 
-def continuations(
+def written(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
@@ -319,33 +318,9 @@ def continuations(
     if context <= least:
         raise AuditError(f"the model's context of {context} tokens is too short for a span of {least}: lower the span")
     new_tokens = min(new_tokens, max(least, context - max(map(len, prompts), default=1)))
-    choose: dict[str, Any] = {"do_sample": False}
+    choose: Mapping[str, Any] = LIKELIEST
     if sampling is not None:
         choose = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": 1.0}
-    config = GenerationConfig(
-        max_new_tokens=new_tokens,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        repetition_penalty=1.0,  # ignore the model's own setting, to measure its memory
-        **choose,
-    )
-    short = [list(prompt[-(context - new_tokens) :]) for prompt in prompts]
-    device = next(model.parameters()).device
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(0 if sampling is None else sampling.seed)
-        starts = range(0, len(short), _BATCH)
-        return [text for start in starts for text in _continue(model, config, short[start : start + _BATCH])]
-
-
-@torch.no_grad()
-def _continue(model: Any, config: GenerationConfig, prompts: list[list[int]]) -> Iterator[list[int]]:
-    width = max(map(len, prompts))
-    ids = torch.tensor([[config.pad_token_id] * (width - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    device = next(model.parameters()).device
-    written = model.generate(ids.to(device), attention_mask=mask.to(device), generation_config=config)
-    for text in written[:, width:].tolist():
-        end = text.index(config.eos_token_id) + 1 if config.eos_token_id in text else len(text)
-        yield text[:end]
+    short = [prompt[-(context - new_tokens) :] for prompt in prompts]
+    seed = 0 if sampling is None else sampling.seed
+    return continuations(model, tokenizer, short, new_tokens, choose, seed)

@@ -6,9 +6,10 @@ same keys.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from dpllm.config import values
+from dpllm.config.metrics import check_names
 from dpllm.config.topics import Topic
 from dpllm.config.values import ConfigError
 
@@ -51,6 +52,8 @@ class HeldOutData(Topic):
     """Share of the records to hold out when there is neither `eval_path` nor `eval_split`."""
     eval_is_public: bool = False
     """Declares that the evaluation rows are public: a schedule may then follow them, and they are not disclosures."""
+    metrics: list[str] = field(default_factory=list)
+    """More figures of the held-out records, beside perplexity or accuracy: names of `dpllm.config.metrics.METRICS`."""
 
     def __post_init__(self) -> None:
         """Check every value, and that records held out of private ones are not called public."""
@@ -66,6 +69,7 @@ class HeldOutData(Topic):
                 "eval_fraction holds records out of the training split; with eval_path or eval_split, leave it out"
             )
         values.flag("eval_is_public", self.eval_is_public)
+        check_names("metrics", self.metrics)
         if self.eval_is_public and self.eval_fraction > 0:
             raise ConfigError(
                 "eval_is_public declares public rows, but eval_fraction holds out private records of the same people: "

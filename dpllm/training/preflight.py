@@ -20,6 +20,7 @@ from transformers.integrations import integration_utils
 
 from dpllm.config import PRETRAINED_FOLDER, ConfigError, Recipe, nearest
 from dpllm.config.extras import require
+from dpllm.config.metrics import METRICS
 from dpllm.config.output_folder import REPORTS, check_output_folder
 from dpllm.engines.errors import no_totals
 from dpllm.mechanism.catalogue import clipping_of, noise_of, with_randomness
@@ -71,6 +72,8 @@ def check_recipe(recipe: Recipe, to_train: bool = True) -> list[str]:
         refuse_sharding(None, args)
         if to_train:
             require("quantization", "model.quantization")
+    if to_train and any(METRICS[name].library for name in recipe.data.metrics):
+        require("metrics", f"data.metrics={recipe.data.metrics}")
     noise = with_randomness(noise_of(Spec.of(recipe.privacy.noise)), recipe.privacy.randomness)
     if noise.wants_total and args.deepspeed_plugin is not None:
         raise no_totals("DeepSpeed")

@@ -10,10 +10,10 @@ from dpllm.audit.bounds import AuditError
 from dpllm.audit.extraction import (
     ExtractionSettings,
     SpanIndex,
-    continuations,
     prefix_extraction,
     sample_hits,
     sampled_extraction,
+    written,
 )
 from dpllm.config import ConfigError
 from dpllm.data.rows import train_tokenizer
@@ -114,7 +114,7 @@ def test_a_continuation_is_the_models_own(memorising, tokenizer, rows, monkeypat
     """Padding on the left, batches, other prompts and settings saved with the model change nothing."""
     monkeypatch.setattr(memorising, "generation_config", GenerationConfig(repetition_penalty=9.0, max_new_tokens=1))
     prompts = [ids[:length] for ids, length in zip(rows["input_ids"][:5], (3, 9, 6, 12, 4), strict=True)]
-    found = continuations(memorising, tokenizer, prompts, 8, 8, None)
+    found = written(memorising, tokenizer, prompts, 8, 8, None)
     for prompt, text in zip(prompts, found, strict=True):
         ids = list(prompt)
         for _ in text:
@@ -124,10 +124,10 @@ def test_a_continuation_is_the_models_own(memorising, tokenizer, rows, monkeypat
 
 def test_a_long_prompt_loses_its_beginning_and_a_span_that_does_not_fit_is_refused(memorising, tokenizer):
     """The model's context bounds both."""
-    (text,) = continuations(memorising, tokenizer, [[5] * 100], 30, 20, ExtractionSettings(span=20))
+    (text,) = written(memorising, tokenizer, [[5] * 100], 30, 20, ExtractionSettings(span=20))
     assert 0 < len(text) <= 30
     with pytest.raises(AuditError, match="too short for a span of 64"):
-        continuations(memorising, tokenizer, [[5]], 64, 64, None)
+        written(memorising, tokenizer, [[5]], 64, 64, None)
 
 
 def test_a_tokenizer_without_special_tokens_has_nothing_to_begin_with(memorising, tokenizer, rows):

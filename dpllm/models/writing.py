@@ -1,0 +1,106 @@
+"""Text that a model writes after prompts, in batches.
+
+Place in the flow: used by the metrics of held-out text (`dpllm.training.held_out`), and by audits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from dpllm.engines.processes import Processes
+from dpllm.models.positions import num_positions
+
+BATCH = 50
+"""Prompts that are continued together."""
+LIKELIEST: Mapping[str, Any] = {"do_sample": False, "num_beams": 1}
+"""Always the likeliest token."""
+
+
+@torch.no_grad()
+def continuations(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int | Sequence[int],
+    choose: Mapping[str, Any] = LIKELIEST,
+    seed: int = 0,
+    processes: Processes | None = None,
+    moved: Callable[[int], None] | None = None,
+) -> list[list[int]]:
+    """Return the continuation of each prompt up to its end-of-sequence token, which is kept.
+
+    The text of an encoder-decoder is its answer to the prompt, without the token with which its decoder begins. The
+    random state of the program and the model's training or evaluation mode are restored.
+
+    Args:
+        model: a transformers model with ``generate``, on its device.
+        tokenizer: its own.
+        prompts: token ids, at least one for each prompt. The longest must leave room for a token in the model.
+        new_tokens: largest number of tokens of a continuation, one for all or one for each prompt. Beside a longer
+            prompt there may be room for fewer.
+        choose: how a token is chosen, in the names of ``transformers.GenerationConfig``.
+        seed: of samples.
+        processes: divide the prompts over these; all call this function together, with the same prompts, and all get
+            every continuation.
+        moved: called after each batch with its number of prompts, over all processes.
+    """
+    limits = [new_tokens] * len(prompts) if isinstance(new_tokens, int) else list(new_tokens)
+    settings = {
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "repetition_penalty": 1.0,  # the model's own setting would change its text
+        **choose,
+    }
+    order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
+    batches = [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
+    rank, size = (processes.rank, processes.size) if processes else (0, 1)
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    found: dict[int, list[int]] = {}
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        for turn in range(-(-len(batches) // size)):
+            # A sharded model runs on all processes or on none: one without prompts writes what nobody reads.
+            mine = turn * size + rank
+            numbers = batches[mine] if mine < len(batches) else batches[0]
+            heads, most = [list(prompts[number]) for number in numbers], [limits[number] for number in numbers]
+            texts = _continue(model, settings, heads, most, together=size > 1)
+            if mine < len(batches):
+                found |= dict(zip(numbers, texts, strict=True))
+            if moved is not None:
+                moved(min(BATCH * size, len(order) - turn * size * BATCH))
+    model.train(was_training)
+    for others in processes.gather(found) if processes else []:
+        found |= others
+    return [found[number] for number in range(len(prompts))]
+
+
+def _continue(
+    model: Any, settings: Mapping[str, Any], prompts: Sequence[list[int]], limits: Sequence[int], together: bool
+) -> list[list[int]]:
+    """Continue a batch; an encoder reads it padded at its end, a decoder at its beginning."""
+    width, encodes = max(map(len, prompts)), bool(model.config.is_encoder_decoder)
+    positions = None if encodes else num_positions(model)
+    room = max(limits) if positions is None else min(max(limits), positions - width)
+    config = GenerationConfig(max_new_tokens=room, **settings)
+    ids, mask = [], []
+    for prompt in prompts:
+        padding = [config.pad_token_id] * (width - len(prompt))
+        ids.append(prompt + padding if encodes else padding + prompt)
+        mask.append([int(place < len(prompt)) for place in range(width)][:: 1 if encodes else -1])
+    device = next(model.parameters()).device
+    written = model.generate(
+        input_ids=torch.tensor(ids, device=device),
+        attention_mask=torch.tensor(mask, device=device),
+        generation_config=config,
+        synced_gpus=together,
+    )
+    end = config.eos_token_id
+    texts = [row[:limit] for row, limit in zip(written[:, 1 if encodes else width :].tolist(), limits, strict=True)]
+    return [text[: text.index(end) + 1] if end in text else text for text in texts]

@@ -1,0 +1,211 @@
+"""Everything that a recipe measures on its held-out records: the loss's figure, and the metrics of `data.metrics`.
+
+Place in the flow: before and after the private steps, by the program of a recipe. Metrics of text let the model write
+after each different prompt, always the likeliest token, and compare its text with the completions of all records that
+have this prompt. ε covers no figure of private records: the program counts each with `DPTrainer.disclose`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import datasets
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from dpllm.config import DataConfig
+from dpllm.config.metrics import METRICS
+from dpllm.data.aligned import aligned
+from dpllm.data.labels import IGNORE
+from dpllm.data.records import DataError
+from dpllm.data.rows import RowCollator
+from dpllm.engines.processes import Processes
+from dpllm.models.writing import continuations
+from dpllm.training.evaluation import Measurement, measure
+from dpllm.training.text_metrics import TEXT_METRICS, plain
+
+Moved = Callable[[int], None] | None
+_ROWS = 64  # of a forward pass
+_LONGEST_ANSWER = 30  # tokens, as in the evaluations of SQuAD
+
+
+class HeldOut:
+    """Held-out records, and the figures that are measured on them.
+
+    Attributes:
+        rows: the tokenized records.
+        collator: of the rows.
+    """
+
+    def __init__(
+        self,
+        records: datasets.Dataset,
+        rows: datasets.Dataset,
+        collator: RowCollator,
+        config: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        """Read prompts and references, if a metric needs them.
+
+        Args:
+            records: the held-out records.
+            rows: made of them by `dpllm.data.rows.tokenize_records`.
+            collator: of the rows; it determines the task.
+            config: the recipe's section; `metrics` names the figures.
+            tokenizer: of the model.
+
+        Raises:
+            DataError: a record has an empty prompt, after which no model can write.
+        """
+        self.rows, self.collator = rows, collator
+        self._macro_f1 = "macro_f1" in config.metrics
+        self._names = [name for name in config.metrics if name in TEXT_METRICS]
+        self._texts: Completions | Answers | None = None
+        if self._names and collator.task == "question_answering":
+            self._texts = Answers(records, rows, collator, config, tokenizer)
+        elif self._names:
+            self._texts = Completions(records, rows, config, collator.task, tokenizer)
+
+    @property
+    def size(self) -> int:
+        """Number of rows that a measurement passes through the model; a prompt or a question counts as one."""
+        return len(self.rows) + (0 if self._texts is None else len(self._texts.references))
+
+    def measure(self, model: Any, processes: Processes | None = None, moved: Moved = None) -> Measurement:
+        """Return the model's figures; all processes call this together.
+
+        Args:
+            model: a transformers model on its device.
+            processes: over which the rows are divided.
+            moved: called after each batch with its number of rows, over all processes; `size` in all.
+        """
+        found = measure(model, self.rows, self.collator, processes=processes, moved=moved, macro_f1=self._macro_f1)
+        if self._texts is None:
+            return found
+        texts, references = self._texts.written(model, processes, moved), self._texts.references
+        more = {METRICS[name].title: TEXT_METRICS[name](texts, references) for name in self._names}
+        return dataclasses.replace(found, more={**found.more, **more})
+
+
+class Completions:
+    """The different prompts of records, and for each the completions of all records that have it.
+
+    Attributes:
+        references: for each prompt its completions.
+    """
+
+    def __init__(
+        self,
+        records: datasets.Dataset,
+        rows: datasets.Dataset,
+        config: DataConfig,
+        task: str,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        """Group the records by their prompts; a prompt is tokenized and truncated as in its row."""
+        self._tokenizer = tokenizer
+        places: dict[str, int] = {}
+        self.references: list[list[str]] = []
+        self._prompts: list[list[int]] = []
+        self._limits: list[int] = []
+        columns = (records[config.prompt_column], records[config.completion_column], rows["input_ids"], rows["labels"])
+        for number, (prompt, completion, ids, labels) in enumerate(zip(*columns, strict=True)):
+            if prompt not in places:
+                places[prompt] = len(places)
+                head = ids if task == "seq2seq_lm" else ids[: _first_target(labels)]
+                if not head:
+                    raise DataError(
+                        f"held-out record {number} has an empty prompt, after which the model cannot write: fill it "
+                        "in, remove the record, or leave data.metrics out"
+                    )
+                self.references.append([])
+                self._prompts.append(list(head))
+                self._limits.append(config.max_length - (0 if task == "seq2seq_lm" else len(head)))
+            self.references[places[prompt]].append(completion.strip())
+
+    def written(self, model: Any, processes: Processes | None = None, moved: Moved = None) -> list[str]:
+        """Return the model's text after each prompt."""
+        texts = continuations(model, self._tokenizer, self._prompts, self._limits, processes=processes, moved=moved)
+        return [str(self._tokenizer.decode(ids, skip_special_tokens=True)).strip() for ids in texts]
+
+
+class Answers:
+    """Questions about texts, and the answers of people; compared without case, punctuation and articles.
+
+    Attributes:
+        references: for each question its answers; one empty text if there is none.
+    """
+
+    def __init__(
+        self,
+        records: datasets.Dataset,
+        rows: datasets.Dataset,
+        collator: RowCollator,
+        config: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        """Read the answers."""
+        self._records, self._rows, self._collator = records, rows, collator
+        self._config, self._tokenizer = config, tokenizer
+        self.references = [[plain(text) for text in own["text"]] or [""] for own in records[config.answers_column]]
+
+    @torch.no_grad()
+    def written(self, model: Any, processes: Processes | None = None, moved: Moved = None) -> list[str]:
+        """Return the text of the likeliest answer to each question."""
+        rank, size = (processes.rank, processes.size) if processes else (0, 1)
+        starts = list(range(0, len(self._rows), _ROWS))
+        was_training = model.training
+        model.eval()
+        found: dict[int, list[str]] = {}
+        for turn in range(-(-len(starts) // size)):
+            # A sharded model runs on all processes or on none: one without rows answers what nobody reads.
+            mine = turn * size + rank
+            start = starts[mine] if mine < len(starts) else starts[0]
+            texts = self._answers(model, range(start, min(start + _ROWS, len(self._rows))))
+            if mine < len(starts):
+                found[start] = texts
+            if moved is not None:
+                moved(min(_ROWS * size, len(self._rows) - turn * size * _ROWS))
+        model.train(was_training)
+        for others in processes.gather(found) if processes else []:
+            found |= others
+        return [text for start in starts for text in found[start]]
+
+    def _answers(self, model: Any, numbers: range) -> list[str]:
+        device = next(model.parameters()).device
+        batch = self._collator(list(self._rows.select(numbers)))
+        labels_BT = batch.pop("labels")
+        outputs = model(**{name: tensor.to(device) for name, tensor in batch.items()})
+        scores = (outputs.start_logits.float().cpu(), outputs.end_logits.float().cpu())
+        records = self._records.select(numbers)
+        contexts = list(records[self._config.context_column])
+        tokens = aligned(self._tokenizer, list(records[self._config.question_column]), contexts)
+        texts = []
+        for row, (own, context) in enumerate(zip(tokens, contexts, strict=True)):
+            own.cut(self._config.max_length)
+            first, last = best_span(scores[0][row], scores[1][row], labels_BT[row] != IGNORE)
+            texts.append(plain(context[own.places[first][0] : own.places[last][1]] if first else ""))
+        return texts
+
+
+def best_span(start_T: Tensor, end_T: Tensor, own_T: Tensor) -> tuple[int, int]:
+    """Return first and last token of the likeliest answer of at most 30 tokens; (0, 0), the first token: no answer.
+
+    Args:
+        start_T: (T,) scores of each token as the first of the answer.
+        end_T: (T,) as the last.
+        own_T: (T,) bool: the candidates.
+    """
+    size = len(start_T)
+    allowed_TT = (own_T[:, None] & own_T[None, :]).triu().tril(_LONGEST_ANSWER - 1)
+    allowed_TT[0, 1:] = False  # "no answer" is the first token only
+    scores_TT = (start_T[:, None] + end_T[None, :]).masked_fill(~allowed_TT, -torch.inf)
+    best = int(scores_TT.argmax())
+    return best // size, best % size
+
+
+def _first_target(labels: Sequence[int]) -> int:
+    return next((place for place, label in enumerate(labels) if label != IGNORE), len(labels))
