@@ -1155,6 +1155,20 @@ MUTATIONS = [
         ("tests/training/test_outlets.py::test_pushing_takes_an_allow_list",),
     ),
     Mutation(
+        "the command publishes without looking at the report",
+        "dpllm/report/publishing.py",
+        "    require_publishable(folder, force_open_points=force_open_points)\n    names = published_files(",
+        "    names = published_files(",
+        ("tests/cli/test_releasing.py::test_open_points_and_changed_files_are_refused_before_anything_is_created",),
+    ),
+    Mutation(
+        "weights that the ledger does not name are merged under its guarantee",
+        "dpllm/training/merge_run.py",
+        "    failed = [check for check in verify(run).checks if not check.ok]\n",
+        "    failed: list[Any] = []\n",
+        ("tests/cli/test_releasing.py::test_a_folder_that_is_not_that_of_a_run_with_an_adapter_is_refused",),
+    ),
+    Mutation(
         "the rows of a resumed run are not compared",
         "dpllm/privacy/same_rows.py",
         "    if not hmac.compare_digest(str(noted[-1]), _digest(key, contents)):\n",

@@ -1,27 +1,49 @@
-"""The command line: the cost of a run, before and after it.
+"""The command line: a run from its recipe to its publication, and its cost before and after it.
 
-Place in the flow: a thin layer over accounting, plan, budget and report; nothing is computed here. With `--json` a
-command prints only one JSON object. A mistake is one line, `error: ...`, on the error stream, with exit code 2; a
-failed check (`dpllm verify`) has exit code 1.
+Place in the flow: a thin layer over training, accounting, plan, budget and report; nothing is computed here. With
+`--json` a command prints only one JSON object. A mistake is one line, `error: ...`, on the error stream, with exit code
+2; a failed check (`dpllm verify`) has exit code 1.
 """
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
-from dpllm.cli import auditing, budgets, cost, planning, runs, training, tuning
+import dpllm
+from dpllm.cli import auditing, budgets, cost, planning, recipes, releasing, runs, training, tuning
 
 app = typer.Typer(
     name="dpllm",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Differentially private fine-tuning of language models: the cost of a run, before and after it.",
+    help="Differentially private fine-tuning of language models: the run, and its cost before and after it.",
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"dpllm {dpllm.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and stop.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Differentially private fine-tuning of language models: the run, and its cost before and after it."""
+
+
 training.register(app)
+recipes.register(app)
 cost.register(app)
 planning.register(app)
 runs.register(app)
+releasing.register(app)
 tuning.register(app)
 app.add_typer(budgets.app, name="budget")
 app.add_typer(auditing.app, name="audit")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dpllm.config.values import ConfigError
 
-RECIPES, ACCELERATE_CONFIGS, LAUNCH = "recipes", "accelerate_configs", "launch"
+RECIPES, ACCELERATE_CONFIGS, LAUNCH = FOLDERS = ("recipes", "accelerate_configs", "launch")
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 

@@ -214,6 +214,22 @@ def note_selected(folder: str | Path, candidate: str) -> None:
         ledger.append_fact(SELECTED, candidate)
 
 
+def add_released(folder: str | Path, releases: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
+    """Write into a run's ledger the files of a model that was made of it, and write its report and card again.
+
+    Args:
+        folder: of the run.
+        releases: for each folder of a model, by name: its files, each with size and hash.
+
+    Raises:
+        ValueError: the ledger is damaged, or a run is writing it.
+    """
+    folder = Path(folder)
+    with _rewritten(folder), Ledger.annotate(folder / LEDGER_FILE) as ledger:
+        for name, files in releases.items():
+            ledger.append_released(name, files)
+
+
 def settle_run(path: str | Path, folder: str | Path, independent: bool = False) -> int:
     """Settle a run that crashed (see `settle_crashed`), and write its report and card again if it has them.
 

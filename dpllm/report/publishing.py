@@ -20,7 +20,8 @@ from typing import Any
 from huggingface_hub import HfApi
 
 from dpllm.config import ConfigError
-from dpllm.privacy.ledger import LEDGER_FILE
+from dpllm.privacy.identity import released_files
+from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PLAN_FILE
 from dpllm.report.checklist import REFUTED
 from dpllm.report.model_card import CARD_FILE
@@ -174,7 +175,8 @@ def require_publishable(folder: str | Path, *, force_open_points: bool = False) 
     if points and not force_open_points:
         raise PublishError(
             f"{len(points)} open point(s) in the privacy report of {folder}: {' '.join(points)} Settle them "
-            "(DPTrainer.notes, or `release:` in a recipe), or publish with force_open_points=True: the card lists them"
+            "(`dpllm report FOLDER --help`, DPTrainer.notes, or `release:` in a recipe), or publish with "
+            "--force-open-points (force_open_points=True): the card lists them"
         )
 
 
@@ -221,6 +223,62 @@ def upload(
             later = stack.pop_all()
             result.add_done_callback(lambda _: later.close())
     return result
+
+
+def published_files(folder: str | Path, vocabulary: Iterable[str] = ()) -> list[str]:
+    """Return the files of a saved model's folder that may be uploaded; its ledger tells which adapters it has.
+
+    Args:
+        folder: of a run, or of a model that was made of it.
+        vocabulary: as for `files_to_publish`.
+
+    Raises:
+        PublishError: as `files_to_publish`; or there is no such folder, or its ledger is damaged.
+    """
+    folder = Path(folder)
+    if not (folder / LEDGER_FILE).is_file():
+        raise PublishError(f"{folder} holds no {LEDGER_FILE}: give the output folder of a private run")
+    try:
+        named = released_files(read_ledger(folder / LEDGER_FILE), folder) or {}
+    except ValueError as error:
+        raise PublishError(f"{folder} cannot be published: {error}") from error
+    paths = [Path(name) for name in named if Path(name).name == "adapter_config.json" and len(Path(name).parts) < 3]
+    inner = [path.parts[0] for path in paths if len(path.parts) == 2]
+    return files_to_publish(folder, adapter=bool(paths), vocabulary=vocabulary, adapters=inner)
+
+
+def publish(
+    folder: str | Path,
+    repo_id: str,
+    *,
+    message: str,
+    private: bool | None = None,
+    force_open_points: bool = False,
+    revision: str | None = None,
+    vocabulary: Iterable[str] = (),
+) -> Any:
+    """Upload the model of a finished run to the Hub, with its guarantee and nothing else.
+
+    Args:
+        folder: of the run, or of a model that was made of it.
+        repo_id: the repository; it is created if it does not exist.
+        message: of the commit.
+        private: whether a new repository is visible to its owner only. None: the Hub's default.
+        force_open_points: as for `require_publishable`.
+        revision: the branch; None: the main one.
+        vocabulary: as for `files_to_publish`.
+
+    Returns:
+        The commit.
+
+    Raises:
+        PublishError: as `require_publishable` and `files_to_publish`; nothing is created or uploaded then.
+    """
+    require_publishable(folder, force_open_points=force_open_points)
+    names = published_files(folder, vocabulary)
+    client: Any = HfApi()
+    url = client.create_repo(repo_id, private=private, exist_ok=True)
+    return upload(folder, names, url.repo_id, message=message, revision=revision)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,123 @@
+"""`dpllm recipes`: the recipes that travel with dpllm, to list, to read and to copy."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dpllm.cli.common import AsJson, one_line_errors, show_json, show_table
+from dpllm.config import ConfigError, nearest
+from dpllm.config.shipped import FOLDERS, shipped_recipes, shipped_root
+from dpllm.config.yaml12 import read_yaml
+
+ALL = "all"
+"""In place of a name: all shipped folders."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        epilog="Example: dpllm recipes\n\nExample: dpllm recipes gpt2_e2e_lora\n\n"
+        "Example: dpllm recipes gpt2_e2e_lora --copy mine.yaml\n\n"
+        "Example: dpllm recipes all --copy work   (also accelerate configs, and scripts for clusters)"
+    )(recipes)
+
+
+@one_line_errors
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="A shipped recipe, or all.", show_default=False)] = None,
+    path: Annotated[
+        Path | None, typer.Argument(help="With --copy: the new file or a folder; default: here.", show_default=False)
+    ] = None,
+    copy: Annotated[bool, typer.Option("--copy", help="Copy the recipe; a file is never replaced.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List the shipped recipes, print one, or copy it to be changed."""
+    known = shipped_recipes()
+    if copy:
+        if name is None:
+            raise ConfigError("--copy needs the name of a recipe, or all: dpllm recipes NAME --copy")
+        made = _copied(name, path or Path("."))
+        if as_json:
+            show_json({"copied": [str(one) for one in made]})
+        elif name == ALL:
+            typer.echo("\n".join(f"copied: {one}" for one in made))
+        else:
+            typer.echo(f"copied: {made[0]} (train it with: dpllm train {made[0]})")
+        return
+    if path is not None:
+        raise ConfigError(f"{path}: a path is for --copy: add it, or leave the path out")
+    if name is not None:
+        text = _named(name).read_text(encoding="utf-8")
+        if as_json:
+            show_json({"name": name, "text": text})
+        else:
+            typer.echo(text, nl=False)
+        return
+    listed = {one: described(file.read_text(encoding="utf-8")) for one, file in known.items()}
+    if as_json:
+        show_json({"recipes": listed})
+        return
+    rows = [(one, about["mode"], about["cost"], about["what"]) for one, about in listed.items()]
+    show_table(("recipe", "mode", "cost", "what"), rows, "Recipes", left=(0, 1, 2, 3))
+    typer.echo("\nPrint one: dpllm recipes NAME; copy it: dpllm recipes NAME --copy; train it: dpllm train NAME")
+
+
+def described(text: str) -> dict[str, str]:
+    """Return what a recipe is for, its mode and its cost, from the comment at its head and its values."""
+    lines = re.match(r"(#.*\n)*", text)
+    header = " ".join((lines[0] if lines else "").replace("\n#", "\n").lstrip("# ").split())
+    found = re.search(r"Cost: (.+?)(?:[;,.] |[.]?$)", header)
+    values: dict[str, Any] = dict(read_yaml(text))
+    return {
+        "what": re.split(r"(?<=[^\s])\. (?=[^a-z])", header)[0].rstrip("."),
+        "mode": _mode(values),
+        "cost": found[1] if found else "not stated",
+    }
+
+
+def _mode(values: dict[str, Any]) -> str:
+    model, privacy = values["model"], values["privacy"]
+    how = "LoRA" if model.get("peft") else "full"
+    if model.get("quantization"):
+        how = "QLoRA"
+    elif model.get("config"):
+        how = "from scratch"
+    target = privacy.get("target_epsilon")
+    cost = f"σ = {privacy.get('noise_multiplier')}" if target is None else f"ε = {target:g}"
+    return f"{how}, {cost} per {'user' if privacy.get('unit') == 'user' else 'record'}"
+
+
+def _named(name: str) -> Path:
+    known = shipped_recipes()
+    stem = name.removesuffix(".yaml").removeprefix("recipes/")
+    if stem not in known:
+        raise ConfigError(f"{name} is no shipped recipe{nearest(stem, known)} Known are: {', '.join(known)}, {ALL}")
+    return known[stem]
+
+
+def _copied(name: str, path: Path) -> list[Path]:
+    """Copy a recipe to a file or into a folder, or all shipped folders into a folder; return the copies."""
+    if name == ALL:
+        targets = [path / folder for folder in FOLDERS]
+        _refuse_existing(targets)
+        for target in targets:
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(shipped_root() / target.name, target, ignore=ignored)
+        return targets
+    source = _named(name)
+    target = path / source.name if path.is_dir() else path
+    _refuse_existing([target])
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
+    return [target]
+
+
+def _refuse_existing(targets: list[Path]) -> None:
+    for target in targets:
+        if target.exists():
+            raise ConfigError(f"{target} exists already and is not replaced: name another file or folder")

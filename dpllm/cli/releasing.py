@@ -1,0 +1,119 @@
+"""`dpllm merge`, `dpllm push`: the model of a finished run, merged and published with its guarantee."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dpllm.cli.common import AsJson, one_line_errors, show_json
+
+Run = Annotated[Path, typer.Argument(help="The folder of a finished run.", show_default=False)]
+_MOST_NAMES = 20  # of files that stay, on the screen
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command(epilog="Example: dpllm merge runs/mine")(merge)
+    app.command(
+        epilog="Example: dpllm push runs/mine my-name/my-model --private --dry-run\n\n"
+        "Example: dpllm push runs/mine/merged my-name/my-model"
+    )(push)
+
+
+@one_line_errors
+def merge(
+    run: Run,
+    output: Annotated[
+        Path | None, typer.Argument(help="The new folder; default: merged, inside that of the run.", show_default=False)
+    ] = None,
+    num_labels: Annotated[
+        int | None, typer.Option(help="Number of classes, for a classifier whose recipe leaves it to the data.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the model of a run with its LoRA adapter merged: an ordinary model, with its own report and card.
+
+    The guarantee is that of the adapter; no ε is spent. The run keeps its adapter, and its ledger names the new files.
+    """
+    from dpllm.training.merge_run import merge_run
+
+    folder = merge_run(run, output, num_labels)
+    if as_json:
+        show_json({"run": str(run), "merged": str(folder)})
+    else:
+        typer.echo(f"{folder}: the model of {run} with its adapter merged (check it with: dpllm verify {folder})")
+
+
+@one_line_errors
+def push(
+    run: Run,
+    repo_id: Annotated[str, typer.Argument(help="The repository on the Hub, such as my-name/my-model.")],
+    private: Annotated[
+        bool | None, typer.Option("--private/--public", help="Who sees a new repository; default: the Hub's.")
+    ] = None,
+    force_open_points: Annotated[
+        bool, typer.Option("--force-open-points", help="Publish with open points; the card lists them.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List the files that would be uploaded and those that stay; upload none.")
+    ] = False,
+    message: Annotated[str, typer.Option(help="Message of the commit.")] = "Model with its privacy report",
+    revision: Annotated[str | None, typer.Option(help="The branch; default: the main one.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Upload the model of a run to the Hub with its guarantee: weights, tokenizer, card, report, plan and ledger only.
+
+    No other file leaves the machine. A run that is not private, that an audit refutes, or whose files contradict each
+    other is refused, and so is one whose report has open points. HF_ENDPOINT names another Hub; `hf auth login` logs
+    in.
+    """
+    from dpllm.report.publishing import publish, published_files, require_publishable
+
+    vocabulary = _vocabulary_of(run)
+    names = published_files(run, vocabulary)
+    taken = set(names)
+    stay = [path.relative_to(run).as_posix() for path in sorted(run.rglob("*")) if path.is_file()]
+    stay = [name for name in stay if name not in taken]
+    values = {"run": str(run), "repo_id": repo_id, "uploaded": names, "stay": stay}
+    if not as_json:
+        _say(names, stay, "would be uploaded" if dry_run else "to be uploaded")
+    if dry_run:
+        require_publishable(run, force_open_points=force_open_points)
+        result = None
+    else:
+        result = publish(
+            run,
+            repo_id,
+            message=message,
+            private=private,
+            force_open_points=force_open_points,
+            revision=revision,
+            vocabulary=vocabulary,
+        )
+    if as_json:
+        show_json({**values, "dry_run": dry_run, "commit": None if result is None else str(result)})
+    else:
+        typer.echo("Nothing was uploaded (--dry-run)." if dry_run else f"Published: {result}")
+
+
+def _vocabulary_of(run: Path) -> list[str]:
+    """Return the names of the files from which the tokenizer beside a model is loaded."""
+    if not (run / "tokenizer_config.json").is_file():
+        return []
+    from transformers import AutoTokenizer
+
+    return list((AutoTokenizer.from_pretrained(run).vocab_files_names or {}).values())
+
+
+def _say(names: list[str], stay: list[str], what: str) -> None:
+    """Print the two lists."""
+    typer.echo(f"{what}:")
+    for name in names:
+        typer.echo(f"  {name}")
+    typer.echo(f"stay here ({len(stay)} files):")
+    for name in stay[:_MOST_NAMES]:
+        typer.echo(f"  {name}")
+    if len(stay) > _MOST_NAMES:
+        typer.echo(f"  and {len(stay) - _MOST_NAMES} more")

@@ -1,0 +1,108 @@
+"""Merge the LoRA adapter of a finished run into a model of its own, with its own files of the guarantee.
+
+Place in the flow: after the run; with ``merge_adapter: true`` the run does the same at its end. The sum depends only on
+the public starting weights and on the trained adapter, so the guarantee of the adapter covers it, and no ε is spent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+from transformers import AutoTokenizer
+
+from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, TASKS, ConfigError, ModelConfig, load_recipe
+from dpllm.models.load import load_base_model
+from dpllm.models.merging import MERGED_FOLDER, merged
+from dpllm.privacy import checkpoints
+from dpllm.privacy.identity import is_finished, released_files
+from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
+from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
+from dpllm.report.model_card import add_released
+from dpllm.report.statement import notes_in, write_report
+from dpllm.report.verify import verify
+from dpllm.training.outlets import StartingModel
+from dpllm.training.public_stage import start_in
+
+ADAPTER_FILE = "adapter_config.json"
+
+
+def merge_run(run: str | Path, output: str | Path | None = None, num_labels: int | None = None) -> Path:
+    """Write the model of a run with its adapter added to its weights, not quantised; the run keeps its adapter.
+
+    The ledger of the run gets a line that names the new files by hash, and its report and card are written again.
+
+    Args:
+        run: folder of a completed run of a recipe.
+        output: the new folder. None: "merged", inside that of the run.
+        num_labels: number of classes, for a classifier whose recipe leaves it to the data.
+
+    Returns:
+        The new folder.
+
+    Raises:
+        ConfigError: the folder is not that of a completed run of a recipe with an adapter, its files are not those of
+            its ledger, its starting weights are gone, or ``output`` is not empty.
+    """
+    run = Path(run)
+    folder = run / MERGED_FOLDER if output is None else Path(output)
+    model = _checked(run, folder)
+    tokenizer = AutoTokenizer.from_pretrained(run)
+    if TASKS[model.task].needs_labels and model.num_labels is None and model.task != "regression":
+        if num_labels is None:
+            raise ConfigError(
+                f"the recipe of {run} leaves the number of classes to its data: give it (dpllm merge --num-labels)"
+            )
+        model = dataclasses.replace(model, num_labels=num_labels)
+    base: Any = load_base_model(model, tokenizer)
+    whole = merged(PeftModel.from_pretrained(base, str(run)))
+    whole.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    _write_guarantee(run, folder, whole, model)
+    return folder
+
+
+def _checked(run: Path, folder: Path) -> ModelConfig:
+    """Return the starting model of a run that can be merged into a folder."""
+    for name, what in ((LEDGER_FILE, "private run"), (RECIPE_FILE, "run of a recipe"), (ADAPTER_FILE, "run with LoRA")):
+        if not (run / name).is_file():
+            raise ConfigError(
+                f"{run} holds no {name}, so it is not the folder of a {what}. A program with DPTrainer merges with "
+                "merge_adapter=True"
+            )
+    if not is_finished(run / ".") and read_ledger(run / LEDGER_FILE).end is None:
+        raise ConfigError(f"the run in {run} has not ended: continue it with train.resume_from_checkpoint=true first")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} exists already and is not replaced: name another folder, or remove it")
+    failed = [check for check in verify(run).checks if not check.ok]
+    if failed:
+        raise ConfigError(
+            f"{run} does not pass `dpllm verify`: {failed[0].what}: {failed[0].detail}. Restore the files of the run"
+        )
+    recipe = load_recipe(run / RECIPE_FILE)
+    if recipe.public_pretrain is None:
+        if recipe.model.name is None:
+            raise ConfigError(
+                f"the adapter in {run} was trained on random weights (model.config), which were not saved, so it "
+                "cannot be merged: set merge_adapter: true in the recipe of a new run"
+            )
+        return recipe.model
+    if not (run / PRETRAINED_FOLDER / "config.json").is_file():
+        raise ConfigError(f"{run} lacks {PRETRAINED_FOLDER}/, the weights that the adapter belongs to: restore it")
+    return start_in(run / PRETRAINED_FOLDER, recipe.model)
+
+
+def _write_guarantee(run: Path, folder: Path, whole: Any, start: ModelConfig) -> None:
+    new = checkpoints.seal(folder, [path.name for path in sorted(folder.iterdir()) if path.is_file()])
+    releases = {folder.resolve().name: new}
+    if folder.resolve().parent == run.resolve():  # the run's own line names all files below it
+        named = released_files(read_ledger(run / LEDGER_FILE), run) or {}
+        releases[run.resolve().name] = {**named, **{f"{folder.name}/{name}": entry for name, entry in new.items()}}
+    add_released(run, releases)
+    plan = PrivacyPlan.load(run / PLAN_FILE)
+    plan.save(folder / PLAN_FILE)
+    (folder / LEDGER_FILE).write_bytes((run / LEDGER_FILE).read_bytes())
+    report = write_report(folder, plan, read_ledger(folder / LEDGER_FILE), notes_in(run))
+    StartingModel(start.name, start.task).write_card(folder, report, whole)
