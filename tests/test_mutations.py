@@ -34,6 +34,20 @@ class Mutation:
 
 MUTATIONS = [
     Mutation(
+        "the batch of a new recipe follows the number of records of a user",
+        "dpllm/tuning/new_recipe.py",
+        "batch, steps = rules.batch_and_steps(num_units)",
+        "batch, steps = rules.batch_and_steps(len(records))",
+        ("tests/tuning/test_new_recipe.py::test_settings_do_not_depend_on_lengths_or_on_rows_per_user",),
+    ),
+    Mutation(
+        "a new recipe is computed from the weights of a private run",
+        "dpllm/tuning/new_recipe.py",
+        "    refuse_private_start(wishes.model, wishes.start_is_independent)\n",
+        "",
+        ("tests/tuning/test_new_recipe.py::test_a_model_that_saw_private_records_is_refused",),
+    ),
+    Mutation(
         "options of TrainingArguments that break the guarantee are accepted",
         "dpllm/training/argument_table.py",
         "if entry.kind == REFUSED and hasattr(args, name):",

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 import dpllm
-from dpllm.cli import auditing, budgets, cost, planning, recipes, releasing, runs, training, tuning
+from dpllm.cli import auditing, budgets, cost, planning, recipes, releasing, runs, starting, training, tuning
 
 app = typer.Typer(
     name="dpllm",
@@ -38,6 +38,7 @@ def _options(
     """Differentially private fine-tuning of language models: the run, and its cost before and after it."""
 
 
+starting.register(app)
 training.register(app)
 recipes.register(app)
 cost.register(app)

@@ -132,7 +132,8 @@ def run_suggest(path: Path, recipe: Recipe, options: SuggestOptions, as_json: bo
     run = suggested_run(recipe, units)
     rehearsal: Rehearsal | None = None
     if section is None:
-        suggestion = run.with_rate(run.rate_for(size_of_model(recipe.model)), _before_the_stage(recipe))
+        rate = run.rate_for(size_of_model(recipe.model))
+        suggestion = run.with_rate(rate, (*_before_the_stage(recipe), run.range_around(rate)))
     else:
         suggestion, rehearsal = _rehearse(run, section, options)
     read = options.num_units is None
@@ -286,10 +287,15 @@ def _show(
         head, [(row.key, flow(row.value), flow(row.before)) for row in rows], f"Settings for {path}", left=(0, 1, 2)
     )
     console.print()
-    seen: dict[str, list[str]] = {}
-    for row in rows:
-        seen.setdefault(row.reason, []).append(row.key)
-    for reason, keys in seen.items():
+    for reason, keys in _by_reason(rows).items():
+        console.print(f"{', '.join(keys)}: {reason}")
+    console.print()
+    kept = [(row.key, flow(row.value), flow(row.before)) for row in suggestion.guides]
+    show_table(
+        ("kept as in the recipe", "by the rule", "in the recipe"), kept, "Rules for a new recipe", left=(0, 1, 2)
+    )
+    console.print()
+    for reason, keys in _by_reason(suggestion.guides).items():
         console.print(f"{', '.join(keys)}: {reason}")
     for note in suggestion.notes:
         console.print(f"Note: {note}")
@@ -304,6 +310,14 @@ def _show(
     if suggestion.overrides:
         console.print("\nTo be added to the command of the run:")
         console.print(suggestion.pasteable, soft_wrap=True)
+
+
+def _by_reason(settings: Sequence[Setting]) -> dict[str, list[str]]:
+    """Return reason -> keys that have it."""
+    seen: dict[str, list[str]] = {}
+    for setting in settings:
+        seen.setdefault(setting.reason, []).append(setting.key)
+    return seen
 
 
 def _show_trials(rehearsal: Rehearsal, console: Console) -> None:

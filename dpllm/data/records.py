@@ -84,7 +84,12 @@ def load_records(config: DataConfig) -> datasets.Dataset:
         DataError: no record, a missing column, a null, a column of the wrong kind, a file that cannot be decoded, or
             two equal files.
     """
-    return _finish(_load(config.path, config, config.split), config, config.path, config.limit)
+    return _finish(read_unchecked(config), config, config.path, config.limit)
+
+
+def read_unchecked(config: DataConfig) -> datasets.Dataset:
+    """Return the training records as they are read, before any check of their columns; as `load_records` otherwise."""
+    return _load(config.path, config, config.split)
 
 
 def load_train_and_eval(
@@ -119,7 +124,7 @@ def load_train_and_eval(
         _refuse_shared_records(records, held_out, config, config.eval_path)
         return records, held_out
     if config.eval_split is not None:
-        if config.path.startswith("builtin:") or _local_files(config.path):
+        if config.path.startswith("builtin:") or local_files(config.path):
             raise ConfigError(
                 f"eval_split={config.eval_split!r} names a split of a Hub data set, but {config.path} is not one: "
                 "give the file with the held-out records as eval_path, or set eval_fraction"
@@ -359,7 +364,7 @@ def _refuse_shared_files(config: DataConfig) -> None:
         ConfigError: names both.
     """
     trained, held_out = (
-        [] if path.startswith("builtin:") else [Path(file) for file in _local_files(path)]
+        [] if path.startswith("builtin:") else [Path(file) for file in local_files(path)]
         for path in (config.path, str(config.eval_path))
     )
     by_size = {file.stat().st_size for file in trained}
@@ -408,7 +413,7 @@ def _files_named(path: str) -> list[str]:
     if path.startswith("builtin:"):
         return []
     try:
-        return _local_files(path)
+        return local_files(path)
     except ConfigError:  # it has no such file now
         return [str(Path(path).expanduser())]
 
@@ -419,13 +424,13 @@ def _load(path: str, config: DataConfig, split: str) -> datasets.Dataset:
         if corpus not in BUILTIN:
             raise ConfigError(f"unknown corpus {path!r}{nearest(corpus, BUILTIN) or '.'} Known: {', '.join(BUILTIN)}")
         return datasets.Dataset.from_list(BUILTIN[corpus]())
-    files = _local_files(path)
+    files = local_files(path)
     if files:
         return _load_local(path, files, split, config.encoding)
     return _load_hub(path, config.name, split)
 
 
-def _local_files(path: str) -> list[str]:
+def local_files(path: str) -> list[str]:
     """Return the files of a local path; none when the path is a Hub name."""
     place = Path(path).expanduser()
     if place.is_dir():

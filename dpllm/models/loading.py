@@ -19,6 +19,7 @@ from torch import nn
 from dpllm.config.values import ConfigError, nearest
 
 _SHOWN = 3
+_ADAPTER, _CONFIG = "adapter_config.json", "config.json"
 
 
 def load_pretrained(auto: Any, name: str, new_head: bool, **options: Any) -> Any:
@@ -85,8 +86,47 @@ def refuse_mismatch(model: nn.Module, info: Mapping[str, Any], name: str, new_he
         )
 
 
+def is_path(name: str) -> bool:
+    """Whether a name can only be that of a folder: a Hub id is ``name`` or ``owner/name``, and begins with a letter.
+
+    >>> [is_path(name) for name in ("./model", "~/model", "/models/gpt2", "a/b/c", "models/", "openai-community/gpt2")]
+    [True, True, True, True, True, False]
+    """
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name or name.endswith("/")
+
+
+def require_folder(what: str, name: str) -> None:
+    """Make sure that a name which can only be a path is that of a folder with a model; nothing is loaded.
+
+    Args:
+        what: "model" or "tokenizer", for the message.
+        name: of a recipe.
+
+    Raises:
+        ConfigError: there is no such folder, it is a file, or it holds only an adapter.
+    """
+    folder = Path(name)
+    if folder.is_file():
+        raise ConfigError(f"the {what} {name!r} cannot be loaded: it is a file. Give the folder that holds it")
+    if not folder.is_dir() and is_path(name):
+        whole = folder.expanduser()
+        remedy = f"Write the whole path, {whole}" if whole.is_dir() else "Correct it, or give a Hub id (owner/name)"
+        raise ConfigError(
+            f"the {what} {name!r} cannot be loaded: there is no such folder (seen from {Path.cwd()}). {remedy}"
+        )
+    if what == "model" and (folder / _ADAPTER).is_file() and not (folder / _CONFIG).is_file():
+        raise ConfigError(
+            f"the model {name!r} cannot be loaded: the folder holds a LoRA adapter and not a whole model. Give the "
+            "model that it was trained on, or a model with the adapter merged into it"
+        )
+
+
 def not_loaded(what: str, name: str, error: Exception) -> ConfigError:
     """Return the error for a model or tokenizer that cannot be read, with the reason in one line."""
+    try:
+        require_folder(what, name)
+    except ConfigError as missing:
+        return missing
     local = Path(name).is_dir()
     offline = " (HF_HUB_OFFLINE is set: only files in the cache are found)" if HF_HUB_OFFLINE else ""
     kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
@@ -96,8 +136,8 @@ def not_loaded(what: str, name: str, error: Exception) -> ConfigError:
             "together (config.json, weights, tokenizer files): copy the folder again"
         )
     return ConfigError(
-        f"the {what} {name!r} cannot be loaded{offline}: {kind}{one_line(error)}. Give a local folder, or a Hub name "
-        "that can be reached"
+        f"the {what} {name!r} cannot be loaded{offline}: no folder here has this name, and the Hub does not give it: "
+        f"{kind}{one_line(error)}. Give a local folder, or a Hub name that can be reached"
     )
 
 

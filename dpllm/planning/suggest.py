@@ -66,10 +66,13 @@ class Suggestion:
     Attributes:
         settings: one for each key.
         notes: remarks on them, one sentence or two each.
+        guides: settings that stay as the recipe has them, with the value of the rule for a new recipe
+            (`dpllm.planning.rules`). They are no part of `overrides`.
     """
 
     settings: tuple[Setting, ...]
     notes: tuple[str, ...] = ()
+    guides: tuple[Setting, ...] = ()
 
     @property
     def overrides(self) -> list[str]:
@@ -93,6 +96,10 @@ class Suggestion:
                 for item in self.settings
             ],
             "overrides": self.overrides,
+            "guides": [
+                {"key": item.key, "rule": item.value, "in_the_recipe": item.before, "reason": item.reason}
+                for item in self.guides
+            ],
             "notes": list(self.notes),
         }
 

@@ -14,6 +14,8 @@ _CONSTANT = " and ".join(f"train.{name}={value}" for name, value in WARM_UP.item
 _LITTLE_MOMENTUM = 0.5
 _FALLEN = 0.5
 """A learning rate that ends below this share of its largest value falls."""
+_TRAINERS_RATE = 5e-5
+"""The default of ``TrainingArguments.learning_rate``."""
 
 
 def advice(plan: PrivacyPlan, rule: UpdateRule) -> list[str]:
@@ -28,9 +30,15 @@ def advice(plan: PrivacyPlan, rule: UpdateRule) -> list[str]:
         return []
     if largest == 0:
         return ["The learning rate is 0 in every step: the run spends ε and trains nothing. Set train.warmup_steps=0."]
+    found = []
+    if largest == _TRAINERS_RATE and rule.divides:
+        found.append(
+            "The learning rate is 5e-05, the default of TrainingArguments, which is for training without noise. In "
+            "private training the best measured rates are at least 10 times as large. Set train.learning_rate; dpllm "
+            "plan RECIPE --suggest computes one."
+        )
     correlated = plan.mechanism.noise.tensors_kept > 0
     falls = rule.rates[-1] < _FALLEN * largest
-    found = []
     if correlated and rule.momentum < _LITTLE_MOMENTUM:
         found.append(
             f"The optimizer's momentum is {rule.momentum:g}. Correlated noise needs momentum, or steps follow noise "

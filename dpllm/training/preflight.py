@@ -26,6 +26,7 @@ from dpllm.engines.errors import no_totals
 from dpllm.mechanism.catalogue import clipping_of, noise_of, with_randomness
 from dpllm.mechanism.parts import Noise, Spec, require_entries
 from dpllm.models.load import load_tokenizer, skeleton
+from dpllm.models.loading import require_folder
 from dpllm.models.packing import refuse_unpackable
 from dpllm.models.positions import num_positions
 from dpllm.models.quantization import refuse_sharding
@@ -79,6 +80,9 @@ def check_recipe(recipe: Recipe, to_train: bool = True) -> list[str]:
         raise no_totals("DeepSpeed")
     if recipe.privacy.budget_file is not None:
         read_budget(recipe.privacy.budget_file)
+    for what, name in (("model", recipe.model.name), ("tokenizer", recipe.model.tokenizer)):
+        if name is not None:
+            require_folder(what, name)
     if recipe.model.name is not None and not Path(recipe.model.name).is_dir() and not to_train:
         check_output_folder("train.output_dir", str(args.output_dir))
         return [

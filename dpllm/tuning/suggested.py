@@ -19,6 +19,7 @@ from dpllm.mechanism.blt import BltNoise
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Noise, Spec
 from dpllm.mechanism.workload import Workload
+from dpllm.planning import rules
 from dpllm.planning.suggest import (
     CLIP_NORM,
     WARM_UP_SHARE,
@@ -38,6 +39,7 @@ from dpllm.training.workload import UpdateRule
 _ADAMW = {"optim": "adamw_torch", "adam_beta1": 0.9, "adam_beta2": 0.999, "weight_decay": 0.0}
 _FEW_STEPS = 10
 _ABOVE_EPSILON = 100
+_PEFT_RANK = 8  # of LoraConfig
 RATE = "train.learning_rate"
 
 
@@ -82,7 +84,11 @@ class Suggested:
             notes: further remarks, which come first.
         """
         found = [*_notes(self.recipe, self.plan), *self._about_a_fixed_order()]
-        return Suggestion((rate, *self.settings), (*notes, *found))
+        return Suggestion((rate, *self.settings), (*notes, *found), _guides(self.recipe, self.plan))
+
+    def range_around(self, rate: Setting) -> str:
+        """Return a remark on the learning rates around the computed one."""
+        return rules.range_words(float(rate.value), self.recipe.model.peft is not None, self.step_ratio != 1)
 
     def _about_a_fixed_order(self) -> list[str]:
         """Return the remark on units that cannot be sampled."""
@@ -250,8 +256,33 @@ def _noise_reason(predicted: Prediction | None) -> str:
     )
 
 
+def _guides(recipe: Recipe, plan: PrivacyPlan) -> tuple[Setting, ...]:
+    """Return the rules for settings that a suggestion keeps: b, T, δ, k and the rank."""
+    privacy, num_units = recipe.privacy, plan.num_units
+    by_example = privacy.sampling == "example"
+    found = []
+    if not by_example:
+        batch, steps = rules.batch_and_steps(num_units)
+        reason = rules.batch_reason(num_units, batch, steps)
+        found += [
+            Setting("privacy.expected_batch_size", batch, reason, plan.expected_batch_size),
+            Setting("train.max_steps", steps, reason, plan.num_steps),
+        ]
+    found.append(Setting("privacy.delta", rules.delta_for(num_units), rules.delta_reason(num_units), plan.delta))
+    if privacy.max_rows_per_unit is not None:
+        rows = privacy.max_rows_per_unit if by_example else rules.ROWS_PER_UNIT
+        found.append(
+            Setting("privacy.max_rows_per_unit", rows, rules.rows_reason(rows, by_example), privacy.max_rows_per_unit)
+        )
+    if recipe.model.peft is not None:
+        found.append(
+            Setting("model.peft.r", rules.RANK, rules.rank_reason(rules.RANK), recipe.model.peft.get("r", _PEFT_RANK))
+        )
+    return tuple(found)
+
+
 def _notes(recipe: Recipe, plan: PrivacyPlan) -> tuple[str, ...]:
-    found = ["Batch size and steps are the recipe's: dpllm plan RECIPE --sweep compares others at the same ε."]
+    found = rules.need_words(plan.num_units, plan.target_epsilon or plan.epsilon, plan.unit)
     peft = recipe.model.peft
     if peft is not None:
         found.append("The rule for the learning rate was not measured with adapters: rehearse it on public text.")

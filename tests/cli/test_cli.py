@@ -435,7 +435,7 @@ def test_the_plan_gives_advice_on_the_optimizer(tmp_path: Path) -> None:
     """About Adam's learning rate, and each setting that was measured worse; none about the defaults."""
     path = recipe_of_records(tmp_path)
     arguments = ["plan", str(path), "privacy.max_batch_size=60", "privacy.noise={kind: banded, bands: 4}"]
-    arguments += ["train.average=ema"]
+    arguments += ["train.average=ema", "train.learning_rate=1e-3"]
     assert as_json(arguments)["advice"] == []
     worse = [*arguments, "train.adam_beta1=0.0", "train.warmup_steps=0"]
     advice = as_json(worse)["advice"]
@@ -449,7 +449,12 @@ def test_the_plan_names_a_low_passed_second_moment(tmp_path: Path) -> None:
     """Its first moment has no bias correction, so no warm-up is advised; a wrong option is refused."""
     path = recipe_of_records(tmp_path)
     arguments = ["plan", str(path), "privacy.max_batch_size=60", "privacy.noise={kind: banded, bands: 4}"]
-    arguments += ["train.average=ema", "train.warmup_steps=0", "train.optim_args=second_moment=low_passed"]
+    arguments += [
+        "train.average=ema",
+        "train.learning_rate=1e-3",
+        "train.warmup_steps=0",
+        "train.optim_args=second_moment=low_passed",
+    ]
     found = as_json(arguments)
     assert found["second_moment"] == "low_passed" and found["advice"] == []
     assert "second moment of the optimizer" in run(arguments)

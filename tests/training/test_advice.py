@@ -22,7 +22,9 @@ GOOD = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 0.1}
 
 def advice_of(noise, average="ema", num_steps=30, sigma=1.0, **options):
     """Return the advice of a recipe's ``train`` section, which gets the default schedule."""
-    section = with_schedule({"output_dir": "out", "report_to": "none", "use_cpu": True, **options})
+    section = with_schedule(
+        {"output_dir": "out", "report_to": "none", "use_cpu": True, "learning_rate": 1e-3, **options}
+    )
     args = training_arguments({**section, "max_steps": num_steps})
     config = PrivacyConfig(noise_multiplier=sigma, clip_norm=1.0, expected_batch_size=8, noise=noise)
     plan = plan_for(args, config, UnitIndex.one_row_per_unit(60), average=average)
@@ -65,6 +67,15 @@ def test_each_setting_that_was_measured_worse_gets_one_line(noise, average, opti
     """The line says what to write, and following it ends the advice."""
     (line,) = advice_of(noise, average, **options)
     assert all(part in line for part in words) and "\n" not in line and "Set train." in line
+
+
+@pytest.mark.parametrize("rate", [5e-5, None])
+def test_the_default_rate_of_a_trainer_is_named(rate):
+    """It is for training without noise; another rate, and an optimizer that does not divide by the noise, stay."""
+    (line,) = advice_of("independent", learning_rate=rate)
+    assert "5e-05, the default of TrainingArguments" in line and "Set train.learning_rate" in line
+    assert advice_of("independent", learning_rate=6e-5) == []
+    assert advice_of("independent", learning_rate=rate, optim="sgd", lr_scheduler_type="linear", average=None) == []
 
 
 def test_several_settings_get_several_lines():

@@ -1,0 +1,433 @@
+"""`dpllm init`: a recipe for one's own records, from a few questions or from options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from dpllm.cli.common import one_line_errors
+from dpllm.config.data_section import FORMATS
+from dpllm.config.values import between, integer, nearest
+
+if TYPE_CHECKING:
+    from dpllm.config import DataConfig
+    from dpllm.data.columns import Columns
+    from dpllm.models.at_hand import ModelAtHand
+    from dpllm.tuning.new_recipe import NewRecipe, Wishes
+
+EPSILON = 8.0
+ASKED_FORMATS = tuple(name for name in FORMATS if name in ("text", "prompt_completion", "chat", "classification"))
+_ALIASES = {"prompt+completion": "prompt_completion", "text+label": "classification", "messages": "chat"}
+_COLUMNS = {
+    "text": ("text_column",),
+    "prompt_completion": ("prompt_column", "completion_column"),
+    "chat": ("messages_column",),
+    "classification": ("text_column", "label_column"),
+}
+_RECORD = "record"
+
+Column = Annotated[str | None, typer.Option(help="Its column; found by its name without it.", show_default=False)]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        "init",
+        epilog="Example: dpllm init\n\n"
+        "Example: dpllm init --data notes.jsonl --model models/gpt2 --unit-column patient_id --epsilon 8 --yes\n\n"
+        "Example: dpllm init --data tickets.csv --format prompt_completion --prompt-column question "
+        "--completion-column answer --model openai-community/gpt2 --output tickets.yaml --yes",
+    )(init)
+
+
+@one_line_errors
+def init(
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="The private records: .jsonl, .json, .csv, .tsv, .parquet or .txt; a file, folder or pattern."
+        ),
+    ] = None,
+    format: Annotated[
+        str | None, typer.Option(help="text, prompt_completion, chat or classification (a text and its label).")
+    ] = None,
+    text_column: Column = None,
+    prompt_column: Column = None,
+    completion_column: Column = None,
+    messages_column: Column = None,
+    label_column: Column = None,
+    classes: Annotated[
+        str | None, typer.Option(help="Of a classification: the names of the classes, in order, or their number.")
+    ] = None,
+    unit_column: Annotated[
+        str | None,
+        typer.Option(help="Protect all records with the same value in this column together, such as patient_id."),
+    ] = None,
+    unit: Annotated[
+        str | None, typer.Option(help="record protects each record by itself; user needs a column.")
+    ] = None,
+    max_rows_per_unit: Annotated[int | None, typer.Option(help="k: how many records of one user may be used.")] = None,
+    model: Annotated[str | None, typer.Option(help="A folder with a transformers model, or a Hub id.")] = None,
+    adapter: Annotated[
+        bool | None,
+        typer.Option("--adapter/--full", help="Train a LoRA adapter, or all weights.", show_default="by the size"),
+    ] = None,
+    rank: Annotated[int | None, typer.Option(help="Rank of the adapter; 16 without it.")] = None,
+    epsilon: Annotated[float | None, typer.Option(help="ε of the whole run; 8 without it.")] = None,
+    max_length: Annotated[int | None, typer.Option(help="The most tokens of a row; at most 512 without it.")] = None,
+    held_out: Annotated[float | None, typer.Option(help="Share of the units to hold out; 0 holds out none.")] = None,
+    encoding: Annotated[str, typer.Option(help="Encoding of a text file, such as latin-1.")] = "utf-8",
+    start_is_independent: Annotated[
+        bool,
+        typer.Option("--start-is-independent", help="Declare that the model holds nothing of the private records."),
+    ] = False,
+    output: Annotated[Path | None, typer.Option(help="The recipe to write; recipe.yaml without it.")] = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Ask nothing: take the proposal for each missing option.")
+    ] = False,
+) -> None:
+    """Write a recipe for your own records: it asks what it needs, and computes the other settings with a reason each.
+
+    It reads the records here and writes only the recipe. Of the records, only their public number and the names and
+    kinds of their columns determine a setting.
+    """
+    options = _Options(unit_column, unit, max_rows_per_unit, adapter, rank, max_length, held_out, start_is_independent)
+    options.check()
+    columns = {
+        "text_column": text_column,
+        "prompt_column": prompt_column,
+        "completion_column": completion_column,
+        "messages_column": messages_column,
+        "label_column": label_column,
+    }
+    ask = _Questions(yes)
+    path = ask.value("data", data, "The private records (file, folder or pattern)", None, _some_text)
+    target = _checked_output(output) if output is not None else None
+    typer.echo(f"reading the first records of {path}")
+    section, found = _data(ask, path, encoding, format, columns)
+    of_user = _unit(ask, options, found, section)
+    of_classes = _classes(ask, section.format, classes)
+    name, at_hand = _model(ask, model)
+    value = ask.value("epsilon", epsilon, "ε of the whole run (up to 1 strong, up to 10 reasonable)", EPSILON, _epsilon)
+    if target is None:
+        target = ask.value("output", None, "The recipe to write", "recipe.yaml", _checked_output)
+    from dpllm.tuning.new_recipe import Wishes, new_recipe
+
+    wishes = Wishes(
+        data=section,
+        model=name,
+        epsilon=value,
+        output_dir=str(Path("runs") / target.stem),
+        unit_column=of_user,
+        rows=max_rows_per_unit,
+        classes=of_classes,
+        adapter=adapter,
+        rank=rank,
+        max_length=max_length,
+        held_out=held_out,
+        start_is_independent=start_is_independent,
+    )
+    typer.echo(f"reading all records of {path}, and computing the noise")
+    made = new_recipe(wishes, at_hand)
+    notes = _write(target, made)
+    _show(target, wishes, made, notes)
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The options that are numbers or choices, checked before anything is read."""
+
+    unit_column: str | None
+    unit: str | None
+    max_rows_per_unit: int | None
+    adapter: bool | None
+    rank: int | None
+    max_length: int | None
+    held_out: float | None
+    start_is_independent: bool
+
+    def check(self) -> None:
+        """Check ranges and combinations.
+
+        Raises:
+            ValueError: an option is out of range, or contradicts another one.
+        """
+        if self.unit not in (None, _RECORD, "user"):
+            raise ValueError(f"--unit must be record or user, got {self.unit!r}")
+        if self.unit == _RECORD and self.unit_column is not None:
+            raise ValueError("--unit record protects single records, and --unit-column names users: give one of them")
+        if self.unit == _RECORD and self.max_rows_per_unit is not None:
+            raise ValueError("--max-rows-per-unit belongs to users: omit it, or give --unit-column")
+        if self.rank is not None and self.adapter is False:
+            raise ValueError("--rank belongs to an adapter, and --full trains all weights: give one of them")
+        for name, number, least in (("max-rows-per-unit", self.max_rows_per_unit, 1), ("rank", self.rank, 1)):
+            if number is not None:
+                integer(f"--{name}", number, least)
+        if self.max_length is not None:
+            integer("--max-length", self.max_length, 2)
+        if self.held_out is not None:
+            between("--held-out", self.held_out, 0, 1, below=True)
+
+
+@dataclass(frozen=True)
+class _Questions:
+    """Asks for a value that no option gives; with --yes it takes the proposal.
+
+    Attributes:
+        yes: whether nothing is asked.
+    """
+
+    yes: bool
+
+    def value(
+        self, option: str, given: Any, words: str, proposal: Any, check: Callable[[Any], Any], note: str = ""
+    ) -> Any:
+        """Return a checked value; a wrong answer is asked again, a wrong option is an error.
+
+        Args:
+            option: name of the option, without dashes.
+            given: its value; None: it was not given.
+            words: the question.
+            proposal: the value without an answer; None: there is none.
+            check: returns the value as it is used, or raises ValueError.
+            note: printed above the question.
+
+        Raises:
+            ValueError: the option is wrong, or there is neither an option nor an answer nor a proposal.
+        """
+        if given is not None:
+            return check(given)
+        if self.yes:
+            if proposal is None:
+                raise ValueError(f"--{option} is missing, and there is no proposal for it: give --{option}")
+            return check(proposal)
+        if note:
+            typer.echo(note)
+        while True:
+            try:
+                answer = typer.prompt(words, default=proposal)
+            except typer.Abort as error:
+                typer.echo("")
+                raise ValueError(
+                    f"the questions ended at --{option}, and nothing was written: give --{option}, or take the "
+                    "proposals with --yes"
+                ) from error
+            try:
+                return check(answer)
+            except ValueError as error:
+                typer.echo(f"  {error}")
+
+
+def _data(
+    ask: _Questions, path: str, encoding: str, form: str | None, given: dict[str, str | None]
+) -> tuple[DataConfig, Columns]:
+    """Return the section ``data`` without its length, and the columns of the file."""
+    from dpllm.config import DataConfig
+    from dpllm.data.columns import columns_of
+
+    found = columns_of(path, encoding=encoding)
+    kinds = ", ".join(f"{name} ({kind})" for name, kind in found.kinds.items())
+    typer.echo(f"columns: {kinds}")
+    proposal = _format_of_options(given) or found.guessed_format()
+    chosen = ask.value("format", form, f"Format: {', '.join(ASKED_FORMATS)}", proposal, _format)
+    other = [key for key, name in given.items() if name is not None and key not in _COLUMNS[chosen]]
+    if other:
+        raise ValueError(
+            f"--{other[0].replace('_', '-')} does not belong to the format {chosen}, whose columns are "
+            f"{' and '.join('--' + key.replace('_', '-') for key in _COLUMNS[chosen])}"
+        )
+    names: dict[str, Any] = {}
+    for key in _COLUMNS[chosen]:
+        option = key.replace("_", "-")
+        proposed = found.proposed(key, list(names.values()))
+        words = f"Column of the {key.removesuffix('_column')}"
+        names[key] = ask.value(option, given[key], words, proposed, lambda name: _column(path, found, name))
+    return DataConfig(path=path, format=chosen, max_length=2, encoding=encoding, **names), found
+
+
+def _unit(ask: _Questions, options: _Options, found: Columns, section: DataConfig) -> str | None:
+    """Return the column of the user's id; None: records are the units."""
+    if options.unit == _RECORD:
+        return None
+    proposal = found.people[0] if found.people else None
+    check = lambda name: _column(section.path, found, name)  # noqa: E731
+    if options.unit_column is not None:
+        return check(options.unit_column)
+    if options.unit == "user" or options.max_rows_per_unit is not None:
+        return ask.value("unit-column", None, "Column with the user's id", proposal, check)
+    note = (
+        "Who is protected: one record by itself, or all records of one person together? If a person may have several "
+        "records, name the column of their ids."
+    )
+    answer = ask.value(
+        "unit-column",
+        None,
+        f"Column with the person's id, or {_RECORD}",
+        proposal or _RECORD,
+        lambda name: name if name == _RECORD else check(name),
+        note,
+    )
+    if answer == _RECORD and _RECORD not in found.kinds:
+        return None
+    if ask.yes:
+        typer.echo(f"all records with the same {answer} are protected together (--unit record: each by itself)")
+    return str(answer)
+
+
+def _classes(ask: _Questions, form: str, given: str | None) -> int | list[str] | None:
+    if form != "classification":
+        if given is not None:
+            raise ValueError(f"--classes belongs to the format classification, and the format is {form}: omit it")
+        return None
+    words = "Names of the classes, in order, separated by commas, or their number"
+    return ask.value("classes", given, words, None, _class_names)
+
+
+def _model(ask: _Questions, given: str | None) -> tuple[str, ModelAtHand | None]:
+    """Return the name of the model, and its facts if it is here."""
+
+    def check(name: str) -> tuple[str, ModelAtHand | None]:
+        from dpllm.models.at_hand import model_at_hand
+
+        place = Path(_some_text(name)).expanduser()
+        path = str(place) if place.is_dir() else name
+        return path, model_at_hand(path)
+
+    return ask.value("model", given, "The model (a folder, or a Hub id such as openai-community/gpt2)", None, check)
+
+
+def _write(target: Path, made: NewRecipe) -> list[str]:
+    """Write the recipe after it was read back and checked; return the parts that were not checked."""
+    from dpllm.config import load_recipe
+    from dpllm.training.preflight import check_recipe
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    trial = target.with_name(f".{target.name}.new")
+    try:
+        trial.write_text(made.text(), encoding="utf-8")
+        notes = check_recipe(load_recipe(trial), to_train=False)
+        trial.rename(target)
+    finally:
+        trial.unlink(missing_ok=True)
+    return notes
+
+
+def _show(target: Path, wishes: Wishes, made: NewRecipe, notes: Sequence[str]) -> None:
+    from dpllm.planning.suggest import flow
+    from dpllm.privacy.rounding import format_delta, format_epsilon
+
+    plan, look, console = made.plan, made.look, Console(highlight=False, soft_wrap=True)
+    noun = "users" if plan.unit == "user" else "records"
+    of = f", by {wishes.unit_column}" if plan.unit == "user" else ""
+    rows = [
+        ("records", f"{look.records:,}"),
+        ("protected", f"{made.population:,} {noun}{of}; {plan.num_units:,} are trained on, the others are held out"),
+        ("guarantee", f"ε = {format_epsilon(plan.epsilon)} at δ = {format_delta(plan.delta)}, for each of them"),
+        ("steps", f"{plan.num_steps} of {plan.expected_batch_size:,} {noun} on average"),
+        ("noise", f"{flow(made.value('privacy.noise'))}, σ = {plan.noise_multiplier:.4g}"),
+        ("learning rate", f"{made.value('train.learning_rate'):g}"),
+        ("trained", "an adapter" if any(item.key == "model.peft" for item in made.settings) else "all weights"),
+        ("row", f"at most {made.value('data.max_length')} tokens"),
+    ]
+    console.print(f"\n[bold]{escape(str(target))}[/bold]")
+    for name, value in rows:
+        console.print(f"  [dim]{name:<13}[/dim]  {escape(value)}")
+    how = "counted by the model's tokenizer" if look.measured else "estimated, 4 characters a token"
+    seen = [
+        f"tokens of a record: half have at most {look.tokens[0]:,}, 95 % at most {look.tokens[1]:,} ({how}); "
+        f"{look.cut:.0%} are longer than a row"
+    ]
+    if look.rows is not None:
+        seen.append(f"records of a user: half have at most {look.rows[0]:,}, 95 % at most {look.rows[1]:,}")
+    console.print("\n[bold]Private, for your eyes only[/bold]; no setting depends on it:")
+    for line in seen:
+        console.print(f"  {line}", markup=False)
+    console.print("  A setting that you choose because of these figures is not covered by ε.")
+    console.print(
+        f"\nDependence on private records: the settings follow from N = {plan.num_units:,}, which is public by the "
+        "definition of the guarantee, and from the names and kinds of the columns."
+    )
+    for note in (*made.notes, *notes):
+        console.print(f"Note: {note}", markup=False)
+    console.print("\n[bold]Next[/bold]")
+    for command, about in _next(target):
+        console.print(f"  {command}", markup=False, end="")
+        console.print(f"   # {about}", style="dim")
+
+
+def _next(target: Path) -> list[tuple[str, str]]:
+    import shlex
+
+    name = shlex.quote(str(target))
+    return [
+        (f"dpllm plan {name}", "the guarantee and the predicted noise; nothing is trained"),
+        (f"dpllm train {name}", "train, and write model and privacy report"),
+    ]
+
+
+def _some_text(value: Any) -> str:
+    if not str(value).strip():
+        raise ValueError("give a name")
+    return str(value).strip()
+
+
+def _format(name: str) -> str:
+    chosen = _ALIASES.get(name, name).replace("-", "_")
+    if chosen not in ASKED_FORMATS:
+        others = [one for one in FORMATS if one not in ASKED_FORMATS]
+        raise ValueError(
+            f"--format must be one of {', '.join(ASKED_FORMATS)}, got {name!r}{nearest(name, ASKED_FORMATS)}. "
+            f"For {' and '.join(others)}, begin with a recipe of your own (recipes/README.md)"
+        )
+    return chosen
+
+
+def _format_of_options(given: dict[str, str | None]) -> str | None:
+    """Return the format that the given columns imply."""
+    if given["messages_column"] is not None:
+        return "chat"
+    if given["prompt_column"] is not None or given["completion_column"] is not None:
+        return "prompt_completion"
+    if given["label_column"] is not None:
+        return "classification"
+    return "text" if given["text_column"] is not None else None
+
+
+def _column(path: str, found: Columns, name: str) -> str:
+    if name not in found.kinds:
+        raise ValueError(f"{path}: no column '{name}'{nearest(name, found.kinds)}. It has {', '.join(found.kinds)}")
+    return name
+
+
+def _class_names(text: str) -> int | list[str]:
+    if text.strip().isdecimal():
+        return integer("--classes", int(text), 2)
+    names = [name.strip() for name in text.split(",")]
+    if len(names) < 2 or not all(names) or len(set(names)) < len(names):
+        raise ValueError(f"--classes must be two or more different names, or their number, got {text!r}")
+    return names
+
+
+def _epsilon(value: Any) -> float:
+    from dpllm.mechanism.limits import MAX_TARGET_EPSILON
+
+    try:
+        number = float(value)
+    except ValueError:
+        raise ValueError(f"ε must be a number such as 8, got {value!r}") from None
+    return between("--epsilon", number, 0, MAX_TARGET_EPSILON, above=True)
+
+
+def _checked_output(path: Any) -> Path:
+    target = Path(path)
+    if target.suffix not in (".yaml", ".yml"):
+        raise ValueError(f"--output {target}: a recipe's name ends in .yaml")
+    if target.exists():
+        raise ValueError(f"--output {target} exists already, and it is not replaced: give another name, or remove it")
+    return target

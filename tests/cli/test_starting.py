@@ -1,0 +1,200 @@
+"""Tests of dpllm.cli.starting: `dpllm init` asks or takes options, and writes a recipe that loads, plans and trains."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dpllm.cli import app
+from dpllm.config import load_recipe
+from tests.cli.test_cli import run
+from tests.small_model import WORDS, save_small_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_small_model(tmp_path_factory.mktemp("model"), hidden_size=16)
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_with_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """240 notes of 120 patients."""
+    monkeypatch.chdir(tmp_path)
+    records = [
+        {"note_id": n, "patient_id": f"p{n % 120}", "note": " ".join(WORDS[: 3 + n % 9]) + f" {n}", "answer": "yes"}
+        for n in range(240)
+    ]
+    Path("notes.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def asked(answers: list[str], *arguments: str) -> str:
+    """Return the screen of a command whose questions get these answers."""
+    result = CliRunner().invoke(app, ["init", *arguments], input="".join(f"{answer}\n" for answer in answers))
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def refused(*arguments: str, answers: str = "") -> str:
+    """Return the one line of the error stream."""
+    result = CliRunner().invoke(app, ["init", *arguments], input=answers)
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ") and not Path("recipe.yaml").exists()
+    return line
+
+
+def test_without_questions_the_proposals_are_taken(model):
+    """The column of people is found by its name, so that they are protected; the screen names all dependences."""
+    shown = asked([], "--data", "notes.jsonl", "--model", str(model), "--yes")
+    recipe = load_recipe("recipe.yaml")
+    assert (recipe.privacy.unit, recipe.privacy.unit_column) == ("user", "patient_id")
+    assert (recipe.data.format, recipe.data.text_column, recipe.privacy.target_epsilon) == ("text", "note", 8)
+    assert recipe.train["output_dir"] == "runs/recipe" and recipe.model.name == str(model)
+    words = " ".join(shown.split())
+    assert "note_id (number), patient_id (text), note (text)" in words
+    assert "all records with the same patient_id are protected together (--unit record" in words
+    assert "no setting depends on it" in words and "public by the definition of the guarantee" in words
+    assert "114 are trained on" in words and "ε = 7.99" in words
+    assert "120 users, by patient_id" in words and "records of a user: half have at most 2" in words
+    lines = [line.strip() for line in shown.rstrip().splitlines()]
+    assert lines[-2].startswith("dpllm plan recipe.yaml") and "dpllm train recipe.yaml" in lines[-1]
+    command = shlex.split(lines[-2], comments=True)
+    assert "114" in run(command[1:])  # it runs as it is printed
+    assert not Path("runs").exists()
+
+
+def test_questions_have_proposals_and_are_asked_again(model):
+    """A wrong answer gets the error and the question once more; Enter takes the proposal."""
+    answers = ["nowhere.jsonl"]
+    error = refused(answers="nowhere.jsonl\n")
+    assert "no such file" in error
+    answers = [
+        "notes.jsonl",
+        "poem",
+        "",
+        "nota",
+        "note",
+        "record",
+        "./nomodel",
+        str(model),
+        "-1",
+        "3",
+        "a.txt",
+        "x.yaml",
+    ]
+    shown = asked(answers)
+    assert "got 'poem'" in shown and "no column 'nota'; did you mean 'note'" in shown
+    assert "there is no such folder" in shown and "must be > 0" in shown and "a recipe's name ends in .yaml" in shown
+    assert "[patient_id]" in shown and "[note]" in shown and "[8.0]" in shown
+    recipe = load_recipe("x.yaml")
+    assert recipe.privacy.unit == "sequence" and recipe.privacy.target_epsilon == 3
+    assert recipe.train["output_dir"] == "runs/x"
+
+
+def test_columns_that_are_given_decide_the_format(model):
+    """A prompt and a completion; each record by itself."""
+    given = ["--data", "notes.jsonl", "--model", str(model), "--prompt-column", "note", "--unit", "record", "--yes"]
+    shown = asked([], *given, "--completion-column", "answer", "--output", "new/folder/q.yaml", "--max-length", "32")
+    recipe = load_recipe("new/folder/q.yaml")
+    assert (recipe.data.format, recipe.data.completion_column) == ("prompt_completion", "answer")
+    assert recipe.privacy.unit == "sequence" and recipe.data.max_length == 32
+    assert "240 records" in shown and [path.name for path in Path("new/folder").iterdir()] == ["q.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--yes"], "--data is missing"),
+        (["--data", "notes.jsonl", "--yes"], "--model is missing"),
+        (["--data", "absent.jsonl", "--yes"], "absent.jsonl: no such file or folder"),
+        (["--data", "notes.jsonl", "--model", "./nomodel", "--yes"], "there is no such folder"),
+        (["--data", "notes.jsonl", "--text-column", "nota", "--yes"], "no column 'nota'; did you mean 'note'"),
+        (["--data", "notes.jsonl", "--unit-column", "patient", "--yes"], "did you mean 'patient_id'"),
+        (["--data", "notes.jsonl", "--format", "poem", "--yes"], "--format must be one of"),
+        (
+            ["--data", "notes.jsonl", "--format", "text", "--label-column", "note", "--yes"],
+            "--label-column does not belong",
+        ),
+        (["--data", "notes.jsonl", "--label-column", "answer", "--yes"], "--classes is missing"),
+        (["--data", "notes.jsonl", "--classes", "a,b", "--yes"], "--classes belongs to the format classification"),
+        (
+            ["--data", "notes.jsonl", "--label-column", "answer", "--classes", "a", "--yes"],
+            "two or more different names",
+        ),
+        (["--unit", "patient"], "--unit must be record or user"),
+        (["--unit", "record", "--unit-column", "patient_id"], "give one of them"),
+        (["--unit", "record", "--max-rows-per-unit", "3"], "belongs to users"),
+        (["--full", "--rank", "3"], "--rank belongs to an adapter"),
+        (["--rank", "0"], "--rank must be at least 1"),
+        (["--max-length", "1"], "--max-length must be at least 2"),
+        (["--held-out", "1"], "--held-out must be < 1"),
+        (["--data", "notes.jsonl", "--output", "notes.jsonl"], "a recipe's name ends in .yaml"),
+        (["--data", "notes.jsonl", "--output", "there.yaml"], "exists already"),
+    ],
+)
+def test_mistakes_are_one_line_with_the_remedy(arguments, message):
+    """And nothing is written."""
+    Path("there.yaml").write_text("mine")
+    assert message in refused(*arguments)
+    assert Path("there.yaml").read_text() == "mine" and sorted(p.name for p in Path().iterdir()) == [
+        "notes.jsonl",
+        "there.yaml",
+    ]
+
+
+@pytest.mark.parametrize("epsilon", ["0", "-1", "nan", "inf", "1001"])
+def test_an_epsilon_out_of_range_is_refused(model, epsilon):
+    """Before all records are read."""
+    assert "--epsilon must be" in refused("--data", "notes.jsonl", "--model", str(model), "--epsilon", epsilon, "--yes")
+
+
+def test_few_records_are_refused(model):
+    """With the number that is needed."""
+    Path("few.jsonl").write_text('{"text": "a b c"}\n' * 9)
+    message = refused("--data", "few.jsonl", "--model", str(model), "--yes")
+    assert "9 records are too few" in message and "Collect more" in message
+
+
+def test_the_end_of_the_questions_is_no_answer():
+    """A script without a terminal gets the option that is missing."""
+    message = refused("--data", "notes.jsonl", answers="\n\n")
+    assert "the questions ended at --unit-column, and nothing was written" in message and "--yes" in message
+
+
+def test_a_model_that_cannot_be_trained_privately_is_found_now(model, monkeypatch):
+    """The recipe is checked before it is written."""
+    from dpllm.training import preflight
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("this model cannot be clipped")
+
+    monkeypatch.setattr(preflight, "_check_mechanism", refuse)
+    assert "cannot be clipped" in refused("--data", "notes.jsonl", "--model", str(model), "--yes")
+    assert [path.name for path in Path().iterdir()] == ["notes.jsonl"]
+
+
+def test_the_help_has_examples_and_explains_each_option():
+    """Without the documents."""
+    shown = " ".join(run(["init", "--help"]).replace("│", " ").split())
+    assert "Example: dpllm init --data notes.jsonl" in shown
+    for option in ("--unit-column", "--epsilon", "--max-rows-per-unit", "--yes", "--held-out", "--adapter"):
+        assert option in shown
+
+
+@pytest.mark.deep
+def test_the_recipe_trains_and_its_folder_verifies(model, monkeypatch):
+    """As it was written, with nothing added but what this machine needs; ε and units are those that were shown."""
+    from dpllm.training import finetune
+
+    shown = asked([], "--data", "notes.jsonl", "--model", str(model), "--yes")
+    recipe = load_recipe("recipe.yaml", ["train.use_cpu=true", "train.disable_tqdm=true"])
+    assert finetune.run(recipe) == 0
+    assert "matches its ledger" in run(["verify", "runs/recipe"])
+    report = json.loads(Path("runs/recipe/privacy_report.json").read_text(encoding="utf-8"))
+    assert report["statement"]["epsilon"] <= 8 and report["statement"]["unit"] == "user"
+    assert report["accounting"]["parameters"]["num_steps_charged"] == recipe.train["max_steps"]
+    assert f"{report['accounting']['parameters']['num_units']} are trained on" in shown
