@@ -34,6 +34,27 @@ class Mutation:
 
 MUTATIONS = [
     Mutation(
+        "texts are generated from a folder that does not verify, beside its ε",
+        "dpllm/cli/generating.py",
+        "    failed = standing.failed\n",
+        "    failed = None\n",
+        ("tests/cli/test_generating.py::test_a_folder_that_does_not_verify_is_refused",),
+    ),
+    Mutation(
+        "a run without privacy has a guarantee beside its texts",
+        "dpllm/report/standing.py",
+        "if plan.seeded or contents.seeded or math.isinf(spent):",
+        "if False:",
+        ("tests/report/test_standing.py::test_a_run_without_privacy_has_no_guarantee",),
+    ),
+    Mutation(
+        "the padding of a batch of prompts is seen",
+        "dpllm/models/generation.py",
+        "[0] * (longest - len(row)) + [1] * len(row)",
+        "[1] * longest",
+        ("tests/models/test_generation.py::test_a_text_does_not_depend_on_the_batch",),
+    ),
+    Mutation(
         "the batch of a new recipe follows the number of records of a user",
         "dpllm/tuning/new_recipe.py",
         "batch, steps = rules.batch_and_steps(num_units)",

@@ -12,7 +12,19 @@ from typing import Annotated
 import typer
 
 import dpllm
-from dpllm.cli import auditing, budgets, cost, planning, recipes, releasing, runs, starting, training, tuning
+from dpllm.cli import (
+    auditing,
+    budgets,
+    cost,
+    generating,
+    planning,
+    recipes,
+    releasing,
+    runs,
+    starting,
+    training,
+    tuning,
+)
 
 app = typer.Typer(
     name="dpllm",
@@ -46,6 +58,7 @@ planning.register(app)
 runs.register(app)
 releasing.register(app)
 tuning.register(app)
+generating.register(app)
 app.add_typer(budgets.app, name="budget")
 app.add_typer(auditing.app, name="audit")
 

@@ -70,6 +70,27 @@ def encode_chats(
     return examples
 
 
+def prompt_of_chat(messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return messages as the text that the assistant's next words follow, by the template and date of the training.
+
+    Args:
+        messages: with `role` and `content`.
+        tokenizer: with a chat template.
+
+    Raises:
+        ConfigError: the template refuses the messages.
+        DataError: a message has no role or content.
+    """
+    try:
+        return _render(_clean(messages, 0), tokenizer, opened=True)
+    except _REFUSALS as error:
+        if isinstance(error, DataError):
+            raise
+        raise ConfigError(
+            f"the chat template refuses these messages ({' '.join(str(error).split())}): correct their roles or order"
+        ) from error
+
+
 def _clean(chat: Sequence[Mapping[str, Any]], number: int) -> list[dict[str, Any]]:
     """Return the messages without the empty fields that storing them in a table adds."""
     check_chat(chat, number)

@@ -117,7 +117,7 @@ def require_folder(what: str, name: str) -> None:
     if what == "model" and (folder / _ADAPTER).is_file() and not (folder / _CONFIG).is_file():
         raise ConfigError(
             f"the model {name!r} cannot be loaded: the folder holds a LoRA adapter and not a whole model. Give the "
-            "model that it was trained on, or a model with the adapter merged into it"
+            "model that it was trained on"
         )
 
 

@@ -110,13 +110,8 @@ def verify(folder: str | Path) -> Verification:
     """
     folder = Path(folder)
     checks: list[Check] = []
-    plan = _tried(checks, "the plan is there and fits its hash", lambda: PrivacyPlan.load(folder / PLAN_FILE), _of_plan)
-    contents = _tried(
-        checks, "the ledger is there and its lines are chained", lambda: read_ledger(folder / LEDGER_FILE), _of_ledger
-    )
+    plan, contents = check_ledger(folder, checks)
     recorded = _tried(checks, f"{JSON_FILE} can be read", lambda: _read_json(folder / JSON_FILE), _of_report)
-    if plan is not None and contents is not None:
-        checks += _ledger_checks(plan, contents)
     if contents is not None and recorded is not None:
         checks.append(_step_count(contents, recorded))
     if contents is not None:
@@ -148,6 +143,25 @@ def verify(folder: str | Path) -> Verification:
     if (folder / CARD_FILE).is_file():
         checks.append(_file_check(folder / CARD_FILE, due, _card_check, comparable))
     return Verification(folder, tuple(checks))
+
+
+def check_ledger(folder: Path, checks: list[Check]) -> tuple[PrivacyPlan | None, LedgerContents | None]:
+    """Read plan and ledger, and compare them; the checks are added to a list.
+
+    Args:
+        folder: of a run or of a checkpoint.
+        checks: of the folder so far.
+
+    Returns:
+        Plan and ledger; None for one that cannot be read.
+    """
+    plan = _tried(checks, "the plan is there and fits its hash", lambda: PrivacyPlan.load(folder / PLAN_FILE), _of_plan)
+    contents = _tried(
+        checks, "the ledger is there and its lines are chained", lambda: read_ledger(folder / LEDGER_FILE), _of_ledger
+    )
+    if plan is not None and contents is not None:
+        checks += _ledger_checks(plan, contents)
+    return plan, contents
 
 
 def _tried(checks: list[Check], what: str, load: Callable[[], Any], found: Callable[[Any], str]) -> Any:

@@ -1,0 +1,332 @@
+"""`dpllm generate` and `dpllm chat`: text from a released model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dpllm.cli.common import one_line_errors
+from dpllm.config.values import integer, nearest
+
+if TYPE_CHECKING:
+    from dpllm.models.generation import Prompt, Sampling, TextGenerator
+
+Folder = Annotated[
+    Path, typer.Argument(help="The folder of a run, or of a model that a run released.", show_default=False)
+]
+NewTokens = Annotated[int, typer.Option(help="The most tokens of a text.")]
+Temperature = Annotated[float, typer.Option(help="1: the model's own distribution; 0: the likeliest token.")]
+TopP = Annotated[float, typer.Option(help="Draw from the likeliest tokens with this much probability together.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of the draws; from the operating system without it.")]
+Template = Annotated[
+    bool | None,
+    typer.Option(
+        "--template/--no-template",
+        help="Put prompts into the chat template, or leave them as they are.",
+        show_default="as the recipe of the run, or the template if there is one",
+    ),
+]
+Unverified = Annotated[
+    bool, typer.Option("--unverified", help="Go on although the folder has no guarantee that its ledger bears out.")
+]
+COVERED = (
+    "Generated text is post-processing of the released weights: it costs no ε, however much of it is made. Prompts are "
+    "not covered: do not publish text that answers a private prompt."
+)
+_END, _AGAIN = ("/exit", "/quit"), "/reset"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command(
+        epilog='Example: dpllm generate runs/quickstart --prompt "The people" -n 5\n\n'
+        "Example: dpllm generate runs/quickstart --prompts prompts.jsonl --output texts.jsonl --temperature 0.8"
+    )(generate)
+    app.command(epilog="Example: dpllm chat runs/quickstart")(chat)
+
+
+@one_line_errors
+def generate(
+    folder: Folder,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="A prompt; may be repeated. Without one a text begins from nothing.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="A file of prompts: .txt, a line each, or .jsonl, .json, .csv, .tsv, .parquet.")
+    ] = None,
+    prompt_column: Annotated[
+        str | None, typer.Option(help="Column of the file: texts, or lists of messages; prompt without it.")
+    ] = None,
+    number: Annotated[int, typer.Option("--number", "-n", help="Texts for each prompt.")] = 1,
+    max_new_tokens: NewTokens = 128,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
+    batch_size: Annotated[int, typer.Option(help="The most texts that are made together.")] = 16,
+    template: Template = None,
+    output: Annotated[Path | None, typer.Option(help="Write the texts into this .jsonl file, a line each.")] = None,
+    unverified: Unverified = False,
+) -> None:
+    """Sample texts from a released model, and state its guarantee.
+
+    The guarantee is recomputed from the folder's ledger, and the weights are compared with it. A folder that fails is
+    refused. Generated text has the same guarantee as the model. Texts go to the screen or to --output; all else goes
+    to the error stream.
+    """
+    integer("--number", number, 1)
+    integer("--batch-size", batch_size, 1)
+    if prompt and prompts is not None:
+        raise ValueError("--prompt and --prompts both give prompts: give one of them")
+    if prompt_column is not None and prompts is None:
+        raise ValueError("--prompt-column names a column of --prompts: add --prompts FILE, or omit it")
+    if output is not None and output.exists():
+        raise ValueError(f"--output {output} exists already, and it is not replaced: give another name, or remove it")
+    _say(f"checking {folder}")
+    _check(folder, unverified)
+    asked: Sequence[Prompt] = [*(prompt or ())] or [""]
+    if prompts is not None:
+        asked = _read(prompts, prompt_column)
+    model, sampling = _load(folder, max_new_tokens, temperature, top_p, seed)
+    in_chat = _uses_template(folder, model, template)
+    ready = [_as_chat(one) if in_chat and isinstance(one, str) and one else one for one in asked]
+    repeated = [one for one in ready for _ in range(number)]
+    made = (text for batch in model.sample(repeated, sampling, batch_size) for text in batch)
+    lines = (
+        {"prompt": asked[place // number], "sample": place % number, "text": text} for place, text in enumerate(made)
+    )
+    if output is None:
+        for line in lines:
+            _print(line, len(asked) > 1 or bool(asked[0]))
+        return
+    _write(output, lines, len(repeated))
+    _say(f"{len(repeated):,} texts are in {output}")
+
+
+@one_line_errors
+def chat(
+    folder: Folder,
+    max_new_tokens: NewTokens = 256,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
+    template: Template = None,
+    unverified: Unverified = False,
+) -> None:
+    """Talk to a released model, to get an impression of it.
+
+    The words appear as they are made. Without a chat template the model continues the text so far. /reset forgets the
+    conversation, /exit (or Ctrl-C, or the end of the input) ends.
+    """
+    _say(f"checking {folder}")
+    _check(folder, unverified)
+    model, sampling = _load(folder, max_new_tokens, temperature, top_p, seed)
+    in_chat = _uses_template(folder, model, template)
+    how = (
+        "by its chat template"
+        if in_chat
+        else "by continuing the text: it has no chat template, or was not trained with it"
+    )
+    _say(f"The model answers {how}. /reset forgets, /exit ends.")
+    from transformers import TextStreamer
+
+    streamer = TextStreamer(
+        model.tokenizer, skip_prompt=not model.has_decoder, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    talk = _Talk(model, in_chat, max_new_tokens)
+    try:
+        while True:
+            said = _line()
+            if said is None or said.strip() in _END:
+                break
+            if said.strip() == _AGAIN:
+                talk.forget()
+            elif said.strip():
+                talk.answer(said, lambda prompt: model.stream(prompt, sampling, streamer))
+    except KeyboardInterrupt:
+        typer.echo("")
+
+
+class _Talk:
+    """A conversation: messages, or one text that grows.
+
+    Attributes:
+        messages: so far, with a template.
+        text: so far, without one.
+    """
+
+    def __init__(self, model: TextGenerator, in_chat: bool, max_new_tokens: int) -> None:
+        self._model, self._in_chat, self._new = model, in_chat, max_new_tokens
+        self.messages: list[dict[str, str]] = []
+        self.text = ""
+
+    def forget(self) -> None:
+        """Begin again."""
+        self.messages, self.text = [], ""
+        _say("The conversation is forgotten.")
+
+    def answer(self, said: str, stream: Callable[[Prompt], str]) -> None:
+        """Add what was said, and the model's answer; a ``stream`` function prints the answer and returns it."""
+        if not self._in_chat:
+            self.text += said
+            self._forget_the_beginning()
+            self.text += stream(self.text)
+            return
+        self.messages.append({"role": "user", "content": said})
+        while len(self.messages) > 2 and self._model.room_for(self.messages) < self._new:
+            del self.messages[:2]  # the oldest turn
+        self.messages.append({"role": "assistant", "content": stream(self.messages)})
+
+    def _forget_the_beginning(self) -> None:
+        """Keep the last part of the text that leaves room for an answer; at least half of what the model sees."""
+        short = self._new - self._model.room_for(self.text)
+        if short > 0 and self._model.sees is not None:
+            ids = self._model.encode(self.text)
+            kept = ids[-max(len(ids) - short, self._model.sees // 2) :]
+            self.text = str(self._model.tokenizer.decode(kept, skip_special_tokens=True))
+
+
+def _check(folder: Path, unverified: bool) -> None:
+    """Print the guarantee of a folder.
+
+    Raises:
+        ValueError: the ledger does not bear it out, and this was not accepted.
+    """
+    from dpllm.report.standing import standing_of
+    from dpllm.tuning.record import RECORD_FILE
+
+    if (folder / RECORD_FILE).is_file():
+        raise ValueError(
+            f"{folder} is the folder of a tuning: give {folder / 'released'}, which holds the released model"
+        )
+    remedy = f"`dpllm verify {folder}` shows every check. --unverified goes on without a guarantee"
+    try:
+        standing = standing_of(folder)
+    except ValueError as error:
+        if not unverified or not folder.is_dir():
+            words = str(error)
+            raise ValueError(words if not folder.is_dir() else f"{words}. --unverified goes on without one") from error
+        _say(f"NO GUARANTEE: {error}.")
+        return
+    failed = standing.failed
+    if failed is not None or not standing.private:
+        found = standing.words.rstrip(".") if failed is None else f"a check fails: {failed.what}: {failed.detail}"
+        if not unverified:
+            raise ValueError(f"{folder}: {found}. {remedy}")
+        _say(f"NO GUARANTEE: {found}.")
+        return
+    _say(standing.words)
+    _say(COVERED)
+
+
+def _load(
+    folder: Path, max_new_tokens: int, temperature: float, top_p: float, seed: int | None
+) -> tuple[TextGenerator, Sampling]:
+    from transformers.utils import logging as transformers_logging
+
+    from dpllm.models.generation import Sampling, load_generator
+    from dpllm.tuning.rehearsal import quiet
+
+    sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    _say("loading the model")
+    transformers_logging.disable_progress_bar()
+    try:
+        with quiet():
+            return load_generator(folder), sampling
+    finally:
+        transformers_logging.enable_progress_bar()
+
+
+def _uses_template(folder: Path, model: TextGenerator, wanted: bool | None) -> bool:
+    """Return whether prompts go into the chat template: as wanted, as in the run's recipe, or if there is one."""
+    if wanted and not model.has_template:
+        raise ValueError(f"--template: the tokenizer in {folder} has no chat template. Omit --template")
+    if wanted is not None:
+        return wanted
+    from dpllm.config import RECIPE_FILE, load_recipe
+
+    if not model.has_template or not (folder / RECIPE_FILE).is_file():
+        return model.has_template
+    return load_recipe(folder / RECIPE_FILE).data.format == "chat"
+
+
+def _as_chat(prompt: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt}]
+
+
+def _read(path: Path, column: str | None) -> list[Prompt]:
+    """Return the prompts of a file.
+
+    Raises:
+        ValueError: the file cannot be read, has no such column, or a row has no prompt.
+    """
+    from dpllm.data.readers import READERS, read_tables
+
+    if path.suffix not in READERS:
+        raise ValueError(f"--prompts {path}: its ending is none of {', '.join(READERS)}")
+    if not path.is_file():
+        raise ValueError(f"--prompts {path}: there is no such file")
+    found: list[Prompt] = []
+    for table in read_tables(path, "utf-8"):
+        names = table.column_names
+        known = [name for name in ("prompt", "messages", "text") if name in names]
+        chosen = column or (names[0] if len(names) == 1 else next(iter(known), None))
+        if chosen is None or chosen not in names:
+            asked = f"no column '{column}'{nearest(str(column), names)}" if column else "no column named prompt"
+            raise ValueError(f"--prompts {path}: {asked}. It has {', '.join(names)}: name one with --prompt-column")
+        found += table.column(chosen).to_pylist()
+    wrong = next((place for place, one in enumerate(found) if not _is_prompt(one)), None)
+    if wrong is not None or not found:
+        place = "it holds none" if wrong is None else f"record {wrong} is neither a text nor a list of messages"
+        raise ValueError(f"--prompts {path}: a prompt is needed in each record, and {place}")
+    return found
+
+
+def _is_prompt(value: Any) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(one, dict) and {"role", "content"} <= set(one) for one in value)
+    return isinstance(value, str)
+
+
+def _write(path: Path, lines: Iterator[dict[str, Any]], total: int) -> None:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "x", encoding="utf-8") as file, Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("generating", total=total)
+        for line in lines:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            progress.advance(task)
+
+
+def _print(line: dict[str, Any], with_prompt: bool) -> None:
+    """Print one text, below its prompt."""
+    if with_prompt:
+        asked = line["prompt"]
+        typer.echo(f"> {asked if isinstance(asked, str) else asked[-1]['content']}")
+    typer.echo(line["text"])
+    typer.echo("")
+
+
+def _line() -> str | None:
+    """Return a line that was typed; None at the end of the input."""
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 - input() then edits the line
+        try:
+            return input("> ")
+        except EOFError:
+            return None
+    said = sys.stdin.readline()
+    return said.rstrip("\n") if said else None
+
+
+def _say(text: str) -> None:
+    """Print about the run, apart from the texts."""
+    typer.echo(text, err=True)

@@ -1,0 +1,88 @@
+"""The guarantee of a folder with a released model, in one sentence, and whether its ledger bears it out.
+
+Place in the flow: before a released model is used (`dpllm generate`, `dpllm chat`). It checks the parts of the
+guarantee: plan, ledger, and the files of the model. `dpllm verify` checks the report and the card too, which takes
+longer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from dpllm.privacy.accounting import epsilon
+from dpllm.privacy.ledger import LEDGER_FILE
+from dpllm.privacy.rounding import format_delta, format_epsilon
+from dpllm.privacy.stated import stated_history
+from dpllm.report.statement import JSON_FILE
+from dpllm.report.verify import TOLERANCE, Check, check_ledger
+from dpllm.report.verify_release import release_checks
+
+_STATED = "the report states the ε of the ledger"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The guarantee of a folder.
+
+    Attributes:
+        words: one sentence.
+        private: whether there is a guarantee at all: a run without noise or with a fixed seed has none.
+        checks: plan, ledger, the files of the model, and the stated ε.
+    """
+
+    words: str
+    private: bool
+    checks: tuple[Check, ...]
+
+    @property
+    def failed(self) -> Check | None:
+        """The first check that failed; None if all hold."""
+        return next((check for check in self.checks if not check.ok), None)
+
+
+def standing_of(folder: str | Path) -> Standing:
+    """Return the guarantee of a folder, computed from its ledger.
+
+    Args:
+        folder: of a run, of a checkpoint, or a copy of one that was published.
+
+    Raises:
+        ValueError: it is no folder, or holds no ledger.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder. Give the folder of a run, or of a model that a run released")
+    if not (folder / LEDGER_FILE).is_file():
+        raise ValueError(f"{folder} holds no {LEDGER_FILE}, so it has no guarantee that could be checked")
+    checks: list[Check] = []
+    plan, contents = check_ledger(folder, checks)
+    if plan is None or contents is None:
+        return Standing("No guarantee: plan or ledger cannot be read.", False, tuple(checks))
+    checks += [Check(*result) for result in release_checks(folder, contents)]
+    if any(step != plan.event for step, _ in contents.history):
+        return Standing("No guarantee: the ledger charges steps of another plan.", False, tuple(checks))
+    spent = epsilon(stated_history(plan, contents), plan.delta, plan.adjacency)
+    checks.append(_stated(folder, spent))
+    unit = "record" if plan.unit == "sequence" else "user"
+    if plan.seeded or contents.seeded or math.isinf(spent):
+        reason = "no noise was added" if math.isinf(spent) else "a fixed seed, which is for tests, made the noise"
+        return Standing(f"NOT PRIVATE: {reason}.", False, tuple(checks))
+    words = (
+        f"ε = {format_epsilon(spent)} at δ = {format_delta(plan.delta)} ({plan.adjacency}) for each {unit} of "
+        f"{plan.num_units:,}, recomputed from the ledger of {contents.num_steps:,} steps."
+    )
+    return Standing(words, True, tuple(checks))
+
+
+def _stated(folder: Path, spent: float) -> Check:
+    """Compare the ε of the report, to the tolerance of other versions of the numeric packages."""
+    try:
+        stated = json.loads((folder / JSON_FILE).read_text(encoding="utf-8"))["statement"]["epsilon"]
+        value = math.inf if stated == "inf" else float(stated)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return Check(_STATED, False, f"{JSON_FILE} cannot be read ({type(error).__name__})")
+    same = value == spent or math.isclose(value, spent, rel_tol=TOLERANCE)
+    return Check(_STATED, same, f"ε = {value:g}" if same else f"it states {value:g}, and the ledger gives {spent:g}")
