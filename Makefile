@@ -10,8 +10,7 @@ RUN := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
 # Threads that wait for each other sleep instead of spinning: a machine that is busy otherwise stays usable.
 quickstart: $(VENV)/.quickstart
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/accelerate launch --config_file accelerate_configs/single.yaml recipes/finetune.py \
-	    --config recipes/quickstart.yaml train.output_dir=$(RUN)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/dpllm train quickstart train.output_dir=$(RUN)
 
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not deep"

@@ -144,7 +144,7 @@ class TestEveryRecipe:
     def test_it_says_what_it_is_and_how_it_is_run(self, path):
         """The header names the source, the cost and the command."""
         header = "\n".join(line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
-        assert f"accelerate launch recipes/finetune.py --config recipes/{path.name}" in header
+        assert re.search(rf"(dpllm train|accelerate launch recipes/finetune.py --config) recipes/{path.name}", header)
         assert "Cost:" in header and ("arXiv" in header or "Source:" in header)
 
     def test_it_can_be_planned(self, path):
@@ -464,7 +464,9 @@ def test_the_program_explains_itself(finetune, monkeypatch, capsys):
     with pytest.raises(SystemExit) as caught:
         finetune.main()
     assert caught.value.code == 0
-    assert "accelerate launch recipes/finetune.py --config recipes/quickstart.yaml" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "dpllm train quickstart" in shown
+    assert "accelerate launch recipes/finetune.py --config recipes/quickstart.yaml" in shown
 
 
 SHARED = Path(os.environ.get("DPLLM_SHARED_DATA", Path(__file__).parents[2] / "shared" / "data"))

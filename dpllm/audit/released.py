@@ -1,6 +1,6 @@
 """A model folder as input of the attacks: weights, tokenizer, recipe, records and, if there is one, the ledger.
 
-Place in the flow: first of the attacks on a finished model. `load_released` reads the output of `recipes/finetune.py`
+Place in the flow: first of the attacks on a finished model. `load_released` reads the output of `dpllm train`
 and `recipes/compare.py`; `draw_sample` draws records that were trained on and the same number that were not.
 """
 
@@ -75,7 +75,7 @@ def load_released(folder: str | Path, device: str | torch.device | None = None) 
     if not (folder / RECIPE_FILE).is_file():
         raise AuditError(
             f"{folder} holds no {RECIPE_FILE}, so the model's training records are unknown. Give the output folder of "
-            "recipes/finetune.py, or copy the recipe into this folder"
+            "dpllm train, or copy the recipe into this folder"
         )
     recipe = load_recipe(folder / RECIPE_FILE)
     if recipe.model.task != "causal_lm":

@@ -78,10 +78,10 @@ Picture = Annotated[Path | None, typer.Option(help="With --sweep: write a PNG.")
 def register(app: typer.Typer) -> None:
     """Add the command."""
     app.command(
-        epilog="Example: dpllm plan recipes/quickstart.yaml privacy.target_epsilon=3\n\n"
-        "Example: dpllm plan recipes/llama3_8b_chat_lora.yaml --memory --gpus 8 --engine fsdp2\n\n"
-        "Example: dpllm plan recipes/quickstart.yaml --sweep privacy.noise=independent --picture sweep.png\n\n"
-        "Example: dpllm plan recipes/quickstart.yaml --suggest --rehearse --output runs/suggested\n\n"
+        epilog="Example: dpllm plan quickstart privacy.target_epsilon=3\n\n"
+        "Example: dpllm plan llama3_8b_chat_lora --memory --gpus 8 --engine fsdp2\n\n"
+        "Example: dpllm plan quickstart --sweep privacy.noise=independent --picture sweep.png\n\n"
+        "Example: dpllm plan quickstart --suggest --rehearse --output runs/suggested\n\n"
         "Example: dpllm plan --sweep --num-units 1000000 --epsilon 8 --expected-batch-size 4096 --steps 500"
     )(plan)
 

@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,9 +27,7 @@ _PRIVATE = (
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command(epilog="Example: dpllm tune recipes/gpt2_e2e_lora.yaml --search search.yaml data.eval_is_public=true")(
-        tune
-    )
+    app.command(epilog="Example: dpllm tune gpt2_e2e_lora --search search.yaml data.eval_is_public=true")(tune)
 
 
 @one_line_errors
@@ -42,8 +41,11 @@ def tune(
         Path, typer.Option(help="The search file: the distribution of the number of runs, and the candidates.")
     ] = Path("search.yaml"),
     launch: Annotated[
-        str, typer.Option(help="The command that trains a recipe; --config and the file are added to it.")
-    ] = "accelerate launch recipes/finetune.py",
+        str,
+        typer.Option(
+            help="The command that trains a recipe. {recipe} is its file; without it, --config FILE is added."
+        ),
+    ] = "dpllm train {recipe}",
     plan_only: Annotated[
         bool, typer.Option("--plan-only", help="Print the ε of the tuning and stop; nothing is drawn.")
     ] = False,
@@ -108,14 +110,18 @@ def _cost(prepared: Tuning) -> tuple[dict[str, Any], list[tuple[str, str]]]:
 
 
 def _runner(launch: str, environment: dict[str, str]) -> Callable[[Path, Path], int]:
-    command = shlex.split(launch)
-    if not command:
+    words = shlex.split(launch)
+    if not words:
         raise ValueError("--launch is empty: give the command that trains a recipe")
+    if words[0] == "dpllm":  # this installation, also where it is not on the path
+        words[:1] = [sys.executable, "-m", "dpllm"]
+    if not any("{recipe}" in word for word in words):
+        words += ["--config", "{recipe}"]
 
     def run(recipe: Path, log: Path) -> int:
         with open(log, "ab") as file, _ends_with_us() as started:
             process = subprocess.Popen(
-                [*command, "--config", str(recipe)],
+                [word.replace("{recipe}", str(recipe)) for word in words],
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=environment,

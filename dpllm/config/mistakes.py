@@ -1,6 +1,6 @@
 """How an error is shown to a user: one line for a mistake, a traceback for a fault of the library.
 
-Place in the flow: around the programs (`recipes/finetune.py`, `recipes/compare.py`, the command line). A mistake in a
+Place in the flow: around the programs (the command line, `recipes/compare.py`). A mistake in a
 recipe, in the data or on the disk is printed as one line, ``error: ...``, with exit code 2. Anything else is a fault of
 the program: one line says so, the whole traceback follows, and the exit code is 1.
 """

@@ -136,7 +136,8 @@ class PrivacyMechanism(PrivacyUnit, PrivacyNumbers):
     a user separately, and the accounting assumes that every user has k rows."""
     clipping: Any = "flat"
     """How a unit's contribution is bounded: "flat" scales it down to `clip_norm` if its norm is larger; the table in
-    `recipes/README.md` has all kinds. Options go into a mapping: {kind: automatic, stability: 0.01}."""
+    `recipes/README.md` has all kinds (`dpllm recipes all --copy`). Options go into a mapping:
+    {kind: automatic, stability: 0.01}."""
     noise: Any = "independent"
     """How the noise of the steps is correlated (`docs/correlated_noise.md`): "independent" (DP-SGD); "banded", with the
     noise of earlier steps, where the units are drawn from one of several groups in turn; or "blt", for units that

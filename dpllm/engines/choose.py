@@ -35,7 +35,7 @@ def engine_for(model: Any, optimizer: Any) -> Engine:
     if len(devices) > 1:
         raise EngineError(
             f"The model's layers are spread over {sorted(devices)} (device_map), a pipeline within one process. Load "
-            "it without device_map, and shard it with accelerate_configs/fsdp2.yaml"
+            "it without device_map, and shard it with FSDP2 (dpllm train --config fsdp2)"
         )
     trainable = {name: p for name, p in inner.named_parameters() if p.requires_grad}
     shards = TensorShards.of(inner, trainable)
@@ -52,7 +52,7 @@ def engine_for(model: Any, optimizer: Any) -> Engine:
     if isinstance(model, FullyShardedDataParallel):
         raise EngineError(
             "The model is wrapped by FSDP version 1, whose flat parameters hide those of the layers. Set "
-            "fsdp_version: 2 (accelerate_configs/fsdp2.yaml)"
+            "fsdp_version: 2 (dpllm train --config fsdp2)"
         )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         if getattr(model, "_comm_hooks", None):
@@ -86,7 +86,7 @@ def _refuse_packed(model: nn.Module, sharded_by: str) -> None:
             raise EngineError(
                 f"{name} is quantised ({type(parameter).__name__}), and private sums were not verified for "
                 f"{sharded_by} with such weights. Use one process per GPU without sharding "
-                "(accelerate_configs/single.yaml or ddp.yaml), where they fit; or leave the quantization out"
+                "(dpllm train --config single or ddp), where they fit; or leave the quantization out"
             )
 
 

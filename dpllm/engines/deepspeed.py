@@ -105,7 +105,7 @@ def _check_rest(config: Mapping[str, Any]) -> None:
     if stage not in (1, 2, 3):
         raise EngineError(
             f"The DeepSpeed configuration has zero_optimization.stage={stage}; 1, 2 and 3 can be kept private. "
-            "For replicated parameters use accelerate_configs/ddp.yaml"
+            "For replicated parameters use DDP (dpllm train --config ddp)"
         )
     optimizer = str(config.get("optimizer", {}).get("type", "")).lower()
     if any(part in optimizer for part in _COMPRESSING):
@@ -272,7 +272,7 @@ def _check_engine(engine: Any) -> None:
     if any(kind.__name__ == "PipelineEngine" for kind in type(engine).__mro__):
         raise EngineError(
             "DeepSpeed's PipelineEngine spreads the layers of one unit, and so its norm, over processes. Use "
-            "ZeRO without a pipeline (accelerate_configs/zero3.yaml)"
+            "ZeRO without a pipeline (dpllm train --config zero3)"
         )
     found = {
         "gradient_clipping": (float(engine.gradient_clipping()), 0.0),
@@ -296,7 +296,7 @@ def _check_engine(engine: Any) -> None:
     ):
         raise EngineError(
             f"ZeRO-{engine.zero_optimization_stage()} with zero_optimization.offload_optimizer copies gradients in the "
-            "parameters' bfloat16, which rounds the sums. Offload with ZeRO-3 (accelerate_configs/zero3_offload.yaml), "
+            "parameters' bfloat16, which rounds the sums. Offload with ZeRO-3 (dpllm train --config zero3_offload), "
             "or do not offload"
         )
     private_config(copy.deepcopy(engine.config))

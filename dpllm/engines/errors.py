@@ -10,5 +10,5 @@ def no_totals(engine: str) -> EngineError:
     return EngineError(
         f"privacy.randomness='discrete' adds noise to complete sums, and {engine} never has one: the library that it "
         "uses adds up the processes' shares within its own update. Use a single process, DDP or FSDP2 "
-        "(accelerate_configs/fsdp2.yaml)"
+        "(dpllm train --config fsdp2)"
     )

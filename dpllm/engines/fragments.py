@@ -65,7 +65,7 @@ class WeightFragments:
             raise EngineError(
                 f"The processes hold {int(total)} entries of the trained weights, which have "
                 f"{sum(self.sizes.values())}: this engine divides them in a way that averages cannot follow. Leave "
-                "train.average out, or use another engine (accelerate_configs/)"
+                "train.average out, or use another engine (dpllm train --config)"
             )
 
     def read(self, name: str) -> Tensor:

@@ -166,7 +166,7 @@ def _replicas(parameters: Mapping[str, Any], num_processes: int) -> int:
             raise EngineError(
                 f"{name} is on a mesh of {mesh.size()} of {num_processes} processes ({mesh}){named}: tensor, pipeline, "
                 "context or expert parallelism splits the rows or layers of one unit, and so its norm. Use only "
-                "FSDP2 (accelerate_configs/fsdp2.yaml)"
+                "FSDP2 (dpllm train --config fsdp2)"
             )
         counts.add(num_processes // math.prod(mesh.size(dim) for dim, p in enumerate(placements) if p.is_shard()))
     if len(counts) > 1:

@@ -43,7 +43,7 @@ def _refusal(what: str, seen: float, expected: str) -> UpdateError:
         f"The gradient that reaches the optimizer is not the private sum: its {what} is {seen:.6g}, expected "
         f"{expected}. Something between private_step() and the optimizer added to it, rescaled it, or left it out "
         "(gradient clipping, a loss scaler, hooks of the engine that no longer fire, a second backward pass). Nothing "
-        "of this run may be released; remove the cause, or use another engine (accelerate_configs/)"
+        "of this run may be released; remove the cause, or use another engine (dpllm train --config)"
     )
 
 

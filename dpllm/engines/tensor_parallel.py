@@ -48,7 +48,7 @@ class TensorParallel(DataParallel):
                 f"Tensor parallelism divides the model over {shards.size} of {self.processes.size} processes; the "
                 "others would hold copies of it (data parallelism beside tensor parallelism), which was not compared "
                 "with one process. Set tp_size to the number of processes, or use FSDP2 "
-                "(accelerate_configs/fsdp2.yaml)"
+                "(dpllm train --config fsdp2)"
             )
         self.unfinished, self.lockstep, self.forms_total = False, True, True
         self._shards = shards

@@ -334,19 +334,19 @@ def _refuse_untested(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, st
         raise GhostError(
             f"The model is divided over {mesh}: other parallelism beside tensor parallelism was not compared with one "
             "process. Set tp_size to the number of processes and nothing else, or use FSDP2 "
-            "(accelerate_configs/fsdp2.yaml)."
+            "(dpllm train --config fsdp2)."
         )
     if not styles:
         raise GhostError(
             f"The model is divided over the mesh dimension {_DIMENSION!r}, and has no tp_plan of transformers, so it "
             "is not known which gradients are whole. Load it by from_pretrained(distributed_config="
-            "DistributedConfig(tp_size=…, tp_plan='auto')), or use FSDP2 (accelerate_configs/fsdp2.yaml)."
+            "DistributedConfig(tp_size=…, tp_plan='auto')), or use FSDP2 (dpllm train --config fsdp2)."
         )
     for path, style in styles.items():
         if style not in _STYLES:
             raise GhostError(
                 f"{path} has the style {style!r} in tp_plan, which was not compared with one process. Leave it out "
-                f"of tp_plan, or use FSDP2 (accelerate_configs/fsdp2.yaml). Tested are {', '.join(sorted(_STYLES))}."
+                f"of tp_plan, or use FSDP2 (dpllm train --config fsdp2). Tested are {', '.join(sorted(_STYLES))}."
             )
     config: Any = getattr(model, "config", None)
     for path, style in styles.items():

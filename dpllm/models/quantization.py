@@ -154,7 +154,7 @@ def refuse_sharding(model: nn.Module | None, args: Any) -> None:
         return
     raise ConfigError(
         f"the model is quantised, and private sums were not verified for {shards} with such weights. Launch without "
-        "sharding (accelerate_configs/single.yaml or ddp.yaml), where a quantised model needs little memory; or leave "
+        "sharding (dpllm train --config single or ddp), where a quantised model needs little memory; or leave "
         "the quantization out"
     )
 

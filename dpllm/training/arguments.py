@@ -125,7 +125,7 @@ def private_arguments(args: TrainingArguments, table: Mapping[str, Argument] = A
     if args.n_gpu > 1:
         raise ConfigError(
             f"{args.n_gpu} GPUs are visible to one process, which would use nn.DataParallel. Start one process per GPU "
-            "(accelerate launch --config_file accelerate_configs/ddp.yaml), or set CUDA_VISIBLE_DEVICES=0."
+            "(dpllm train --config ddp, or accelerate launch), or set CUDA_VISIBLE_DEVICES=0."
         )
     private = copy.copy(args)
     private.max_grad_norm = 0.0

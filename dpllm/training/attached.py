@@ -185,7 +185,7 @@ class Attached:
             raise MicrobatchTooLargeError(
                 "Memory runs out on one row, the longest. Shorten the rows (data.max_length), recompute activations "
                 "(train.gradient_checkpointing=true), train fewer parameters (LoRA), or shard the model "
-                "(accelerate_configs/fsdp2.yaml)"
+                "(dpllm train --config fsdp2)"
             )
         return fewest * int(rows.lengths[units.rows].max())
 
@@ -277,7 +277,7 @@ def attach(
         if averaging is not None and isinstance(engine, TensorParallel):
             raise EngineError(
                 f"averaging is {averaging.words!r}, and the model is tensor-parallel: averages of its slices were not "
-                "compared with one process. Leave averaging out, or use FSDP2 (accelerate_configs/fsdp2.yaml)"
+                "compared with one process. Leave averaging out, or use FSDP2 (dpllm train --config fsdp2)"
             )
         _refuse_automatic_size(rows, engine)
         gradients = chosen(gradients, inside, rows, loss_of, processes)

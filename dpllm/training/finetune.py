@@ -58,8 +58,9 @@ from dpllm.training.trainer import DPTrainer
 
 USAGE = """Fine-tune a language model privately: one program for every recipe.
 
+    dpllm train quickstart
+    dpllm train gpt2_e2e_lora privacy.target_epsilon=3 train.seed=1
     accelerate launch recipes/finetune.py --config recipes/quickstart.yaml
-    accelerate launch recipes/finetune.py --config recipes/gpt2_e2e_lora.yaml privacy.target_epsilon=3 train.seed=1
 
 Ordinary training on public text comes first if the recipe has it; the held-out records are measured before and after
 the private training. `train.resume_from_checkpoint=true` continues a stopped run; `auto` starts if there is nothing to

@@ -51,7 +51,7 @@ def refuse_environment(environment: Mapping[str, str] | None = None) -> None:
     if given.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and given.get("FSDP_VERSION", "1") == "1":
         raise ConfigError(
             "The accelerate configuration sets FSDP version 1, whose flat parameters hide the layers' parameters. Set "
-            "fsdp_version: 2 (accelerate_configs/fsdp2.yaml)"
+            "fsdp_version: 2 (dpllm train --config fsdp2)"
         )
     for short, long in _SPLITTING.items():
         size = given.get(f"PARALLELISM_CONFIG_{short}_SIZE", "1")

@@ -165,7 +165,7 @@ class Portions:
         return (
             "Memory ran out on a microbatch of a single row, which cannot be divided. Shorten the rows "
             "(data.max_length), recompute activations (train.gradient_checkpointing=true), train fewer parameters "
-            "(LoRA), or shard the model (accelerate_configs/fsdp2.yaml). The step is charged; resume from a "
+            "(LoRA), or shard the model (dpllm train --config fsdp2). The step is charged; resume from a "
             f"checkpoint. Error of the device: {shortage.message}"
         )
 

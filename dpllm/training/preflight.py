@@ -1,6 +1,6 @@
 """The checks of a recipe that need no data, before anything is read, trained or written.
 
-Place in the flow: first, in `recipes/finetune.py`, `recipes/compare.py` and `dpllm plan`. The values of a recipe were
+Place in the flow: first, in `dpllm train`, `recipes/compare.py` and `dpllm plan`. The values of a recipe were
 checked by kind and range when it was read (`dpllm.config`). Here they are checked against the libraries, the machine
 and the model: the options of both trainings, optimizer and schedule, the output folder, the budget file, the tokenizer,
 and the model, built without weights.

@@ -1,6 +1,6 @@
 """Ordinary training on public text, without privacy, before the private training.
 
-Place in the flow: between the base model and the private run, in `recipes/finetune.py` and in a rehearsal on public
+Place in the flow: between the base model and the private run, in `dpllm.training.finetune` and in a rehearsal on public
 text (`dpllm.tuning.rehearsal`).
 """
 

@@ -113,7 +113,7 @@ class TrainerRun:
             raise ConfigError(
                 "The model is tensor-parallel (tp_plan), and the Trainer divides rows and saves as if each process had "
                 "a model of its own. Use dpllm.PrivateRun with a loop of your own, or FSDP2 "
-                "(accelerate_configs/fsdp2.yaml)"
+                "(dpllm train --config fsdp2)"
             )
         if self.averaging is not None and self._checkpoint:
             self.averaging.load(self._checkpoint)

@@ -61,6 +61,13 @@ def test_a_run_gets_the_environment_of_the_start_and_writes_a_log(tmp_path):
     assert (tmp_path / "run.log").read_text() == f"['--config', '{tmp_path / 'run.yaml'}'] before\n"
 
 
+def test_without_a_command_of_ones_own_this_installation_trains(tmp_path):
+    """`dpllm train` with the file of the run, in place of {recipe}, also where no dpllm is on the path."""
+    start = _runner("dpllm train {recipe}", {"PYTHONPATH": str(ROOT)})
+    assert start(tmp_path / "nowhere.yaml", tmp_path / "log") == 2
+    assert f"{tmp_path / 'nowhere.yaml'}: cannot be read" in (tmp_path / "log").read_text()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_reaches_the_run_once_and_is_waited_for(tmp_path, number):
     """The run can save its checkpoint; its end is not noted, since the tuning is interrupted."""

@@ -659,7 +659,7 @@ def test_training_arguments_that_cannot_be_kept_private_are_refused(tmp_path, ch
             for kind in ("tp_size", "cp_size", "sp_size")
         ),
         ("full_determinism", True, "full_determinism=True.*fixes random seeds"),
-        ("_n_gpu", 2, r"2 GPUs are visible to one process.*accelerate_configs/ddp\.yaml"),
+        ("_n_gpu", 2, r"2 GPUs are visible to one process.*dpllm train --config ddp"),
     ],
 )
 def test_options_that_this_machine_would_not_even_accept_are_refused(tmp_path, name, value, match):

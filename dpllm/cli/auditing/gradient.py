@@ -14,9 +14,9 @@ from dpllm.cli.common import AsJson, one_line_errors, show
 def register(app: typer.Typer) -> None:
     """Add the command."""
     app.command(
-        epilog="Example: dpllm audit gradient --config recipes/quickstart.yaml privacy.noise=independent, or with "
-        "several processes: accelerate launch --config_file accelerate_configs/ddp.yaml -m dpllm.cli audit gradient "
-        "--config recipes/quickstart.yaml privacy.noise=independent"
+        epilog="Example: dpllm audit gradient --config quickstart privacy.noise=independent, or with several "
+        "processes: accelerate launch --config_file ddp.yaml -m dpllm.cli audit gradient --config quickstart "
+        "privacy.noise=independent"
     )(gradient)
 
 

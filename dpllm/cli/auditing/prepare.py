@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def register(app: typer.Typer) -> None:
     """Add the command."""
     app.command(
-        epilog="Example: dpllm audit prepare --config recipes/quickstart.yaml --output audits/quickstart"
-        "\n\nExample: dpllm audit prepare --config recipes/gpt2_e2e_lora.yaml --output audits/e2e --kind sampled "
+        epilog="Example: dpllm audit prepare --config quickstart --output audits/quickstart"
+        "\n\nExample: dpllm audit prepare --config gpt2_e2e_lora --output audits/e2e --kind sampled "
         "privacy.target_epsilon=3"
     )(prepare)
 
@@ -120,7 +120,7 @@ def _rows(prepared: Prepared) -> list[tuple[str, str]]:
         *([("power", power_in_words(prepared.power))] if prepared.power else []),
         ("data", str(prepared.folder / made.data_name)),
         ("secret until the audit", f"{prepared.secret_path} (mode 0600)"),
-        ("train", f"accelerate launch recipes/finetune.py --config {prepared.recipe_path}"),
+        ("train", f"dpllm train {prepared.recipe_path}"),
         ("then", f"dpllm audit run {prepared.run_folder} --canaries {prepared.secret_path}"),
     ]
 
