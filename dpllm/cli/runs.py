@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -31,6 +31,29 @@ def report(
         typer.Option(help='Note other uses of the same data, such as tuning runs; "none" if there were none.'),
     ] = None,
     audit: Annotated[str | None, typer.Option(help="Note the result of an empirical audit of the model.")] = None,
+    trained_by: Annotated[str | None, typer.Option(help="Note who trained the model and answers for it.")] = None,
+    dataset: Annotated[str | None, typer.Option(help="Note the public name of the data set.")] = None,
+    base_model: Annotated[str | None, typer.Option(help="Note the name of the model that was fine-tuned.")] = None,
+    license: Annotated[str | None, typer.Option(help="Note the license of the model, such as apache-2.0.")] = None,
+    language: Annotated[
+        list[str] | None, typer.Option(help="Note a language of the model, as an ISO code such as en. Repeatable.")
+    ] = None,
+    utility: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="Note a figure of the model that may be released: measured on public data, or covered by ε. "
+            "Repeatable.",
+        ),
+    ] = None,
+    settle: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NUMBER=STATEMENT",
+            help="Settle an open point of the report: its number, and what was checked, by whom. Report and card show "
+            "the statement. Repeatable.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check the ledger of a run, recompute ε from it, and print the privacy report.
@@ -38,12 +61,35 @@ def report(
     A note adds a fact that only people know; with one, the report's files and the open points of the model card are
     rewritten.
     """
+    from dpllm.config.hub import is_language
+    from dpllm.report.checklist import settled_by
     from dpllm.report.model_card import add_notes
-    from dpllm.report.statement import render_markdown
+    from dpllm.report.statement import notes_in, render_markdown
 
-    given = {"data_holder": data_holder, "audience": audience, "other_uses": other_uses, "audit": audit}
-    made = add_notes(output_dir, {name: text for name, text in given.items() if text is not None})
+    wrong = [code for code in language or () if not is_language(code)]
+    if wrong:
+        raise ValueError(f"--language {wrong[0]!r} is no code of a language: give one such as en, de or pt-BR")
+    given: dict[str, Any] = {"data_holder": data_holder, "audience": audience, "other_uses": other_uses}
+    given |= {"audit": audit, "trained_by": trained_by, "dataset": dataset, "base_model": base_model}
+    given |= {"license": license, "language": tuple(language) if language else None}
+    if utility:
+        given["utility"] = {**notes_in(output_dir).utility, **_figures(utility)}
+    if settle:
+        before = add_notes(output_dir, {})
+        given["settled"] = {**notes_in(output_dir).settled, **settled_by(before, settle)}
+    made = add_notes(output_dir, {name: value for name, value in given.items() if value is not None})
     typer.echo(json.dumps(made.to_dict(), ensure_ascii=False, allow_nan=False) if as_json else render_markdown(made))
+
+
+def _figures(given: list[str]) -> dict[str, str]:
+    """Return figures of the form NAME=VALUE by name."""
+    pairs = [one.partition("=") for one in given]
+    for one, (name, equals, value) in zip(given, pairs, strict=True):
+        if not (name.strip() and equals and value.strip()):
+            raise ValueError(
+                f'--utility {one!r} must be a name, =, and a value: --utility "accuracy on public data=0.83"'
+            )
+    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 @one_line_errors

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from dpllm.config import values
 from dpllm.config.data_section import DataConfig
+from dpllm.config.hub import is_language
 from dpllm.config.metrics import check_fit
 from dpllm.config.model_values import check_model_config, check_peft
 from dpllm.config.privacy_section import PrivacyConfig
@@ -126,7 +127,10 @@ class PublicPretrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReleaseConfig:
-    """Facts about a release that only people know; each one left out stays an open point of the privacy report."""
+    """Facts about a release that only people know, for the privacy report and the model card.
+
+    The report has an open point for each of the first three that is left out.
+    """
 
     data_holder: str | None = None
     """Who holds the raw data."""
@@ -134,12 +138,24 @@ class ReleaseConfig:
     """Who will see the released model."""
     other_uses: str | None = None
     """Other uses of the same data: tuning runs, earlier models, model selection; "none" where there were none."""
+    trained_by: str | None = None
+    """Who trained the model and answers for it."""
+    base_model: str | None = None
+    """Name of the model that was fine-tuned, such as its Hub id, where ``model.name`` is a folder."""
+    license: str | None = None
+    """License of the released model: the Hub's identifier, such as apache-2.0, or another name."""
+    language: str | list[str] | None = None
+    """Languages of the model: ISO codes such as en, or [en, de]."""
 
     def __post_init__(self) -> None:
         """Check the texts."""
         for item in dataclasses.fields(self):
-            if getattr(self, item.name) is not None:
-                values.text(item.name, getattr(self, item.name))
+            value = getattr(self, item.name)
+            if item.name != "language" and value is not None:
+                values.text(item.name, value)
+        for code in [self.language] if not isinstance(self.language, list) else self.language:
+            if code is not None and not (isinstance(code, str) and is_language(code)):
+                raise ConfigError(f"language must be a code such as en, de or pt-BR, or a list of them, got {code!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

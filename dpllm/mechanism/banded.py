@@ -325,8 +325,8 @@ class BandedNoise:
         return (
             f"the {draw.num_units} {drawn}s are split once, in secret, into {self.bands} groups, which the steps take "
             f"in turn; in each step every {drawn} of the group is drawn independently with probability "
-            f"q' = {self.sampler(draw).sampling_rate:.6g}, and of more than {draw.max_batch_size} drawn a uniform "
-            f"{draw.max_batch_size} stay (cyclic truncated Poisson sampling)"
+            f"q' = {self.sampler(draw).sampling_rate:.6g}, and of more than {draw.max_batch_size} drawn, "
+            f"{draw.max_batch_size} stay, chosen uniformly (cyclic truncated Poisson sampling)"
         )
 
     def words(self) -> str:

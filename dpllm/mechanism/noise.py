@@ -114,8 +114,8 @@ class IndependentNoise:
         if draw.rows_per_unit is not None:
             return each + ", whoever wrote it"
         return (
-            f"{each}, and of more than {draw.max_batch_size} drawn a uniform {draw.max_batch_size} stay (truncated "
-            "Poisson sampling)"
+            f"{each}, and of more than {draw.max_batch_size} drawn, {draw.max_batch_size} stay, chosen uniformly "
+            "(truncated Poisson sampling)"
         )
 
     def words(self) -> str:

@@ -59,6 +59,34 @@ def task_of(model: Any) -> str | None:
     return found[0] if found else None
 
 
+_IN_WORDS = {
+    "causal_lm": "a language model",
+    "seq2seq_lm": "a language model that turns a text into another",
+    "sequence_classification": "a text classifier",
+    "multi_label_classification": "a text classifier",
+    "regression": "a model that rates texts",
+    "token_classification": "a model that labels words",
+    "question_answering": "a model that finds answers in texts",
+}
+
+
+def trained_words(model: nn.Module) -> str:
+    """Return the kind of a model and which of its weights are trained, in words for the report.
+
+    Args:
+        model: with the adapter, if it has one.
+    """
+    config = getattr(model, "active_peft_config", None)
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    kind = getattr(getattr(inner, "config", None), "model_type", None) or type(inner).__name__
+    words = f"{_IN_WORDS.get(task_of(model) or '', 'a model')} ({kind})"
+    if config is not None:
+        name = str(getattr(config.peft_type, "value", config.peft_type)).replace("_", " ").lower()
+        return f"an adapter ({'LoRA' if name == 'lora' else name}) for {words}"
+    whole = all(parameter.requires_grad for parameter in model.parameters())
+    return words if whole else f"a part of {words}"
+
+
 _ROW_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "causal_lm": per_sequence_loss,
     "seq2seq_lm": seq2seq_loss,

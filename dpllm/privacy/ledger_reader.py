@@ -27,8 +27,9 @@ ENTROPY = {
 }
 """Words of a ledger for the entropy of a run that has no seed, for each generator of noise."""
 
-LEDGER_FORMAT = 2
-"""Format of a start's line: 2 since reports print δ rounded up. Lines of earlier versions name none."""
+LEDGER_FORMAT = 3
+"""Format of a start's line: 2 since reports print δ rounded up, 3 since they have a first screen (a report of
+format 4). Lines of earlier versions name none."""
 
 CHAIN_START = hashlib.sha256(b"dpllm privacy ledger, format 1").hexdigest()[:16]
 _CHAIN_LENGTH = 16

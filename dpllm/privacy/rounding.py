@@ -52,6 +52,49 @@ def format_epsilon(value: float) -> str:
     return up(value) if math.isfinite(value) else "infinite: no privacy"
 
 
+def one_in(delta: float) -> str:
+    """Return δ as "1 in N" for people: two significant figures, N rounded down, so that the printed δ holds.
+
+    >>> one_in(3e-7), one_in(1e-4), one_in(9.99e-6), one_in(2.5e-10), one_in(0.3)
+    ('1 in 3.3 million', '1 in 10,000', '1 in 100,000', '1 in 4 billion', '1 in 3.3')
+    """
+    if not 0 < delta <= 1:
+        return "0" if delta == 0 else f"{delta:g}"
+    number = _two_figures_down(1 / delta)
+    for size, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if size <= number < 1000 * size:
+            return f"1 in {number / size:.4g} {name}"
+    if number >= 1e6:
+        return f"1 in {number:.1e}"
+    return f"1 in {number:,.0f}" if number >= 100 else f"1 in {number:g}"
+
+
+def _two_figures_down(value: float) -> float:
+    exact = Decimal(value)
+    last = Decimal(1).scaleb(exact.adjusted() - 1)  # a unit of the second figure
+    return float((exact / last + Decimal(_SAME)).to_integral_value(ROUND_FLOOR) * last)
+
+
+def format_percent(share: float) -> str:
+    """Return a probability in percent for people, rounded up: two significant figures, or more above 99%.
+
+    Above 99%, the distance from 100% has a figure, so that a bound below 1 is not printed as 100%.
+
+    >>> format_percent(0.50571), format_percent(0.0109), format_percent(0.99012), format_percent(0.99994)
+    ('51%', '1.1%', '99.1%', '99.994%')
+    >>> format_percent(0.5), format_percent(1.0), format_percent(0.0)
+    ('50%', '100%', '0%')
+    """
+    percent = 100 * min(1.0, max(0.0, share))
+    if percent == 0 or percent > 100 - 1e-9:
+        return f"{percent:.0f}%"
+    digits = max(0, 1 - math.floor(math.log10(percent)))
+    if percent > 99:
+        digits = max(1, -math.floor(math.log10(100 - percent) + _SAME))
+        digits += up(percent, digits) == up(100.0, digits)
+    return f"{float(up(percent, digits)):.12g}%"
+
+
 def format_delta(value: float) -> str:
     """Return δ for people with three significant digits, rounded up, so that a printed pair of ε and δ holds.
 

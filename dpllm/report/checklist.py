@@ -1,29 +1,26 @@
-"""What a privacy report must answer, line by line, and which lines are still open.
+"""What a privacy report must answer, which points are open, and what clears each.
 
 Place in the flow: below report; reads the report's values and computes nothing. The questions follow Ponomareva et al.,
-"How to DP-fy ML" (JAIR 77, 2023), section 5.3. A line that nothing answers is a reason not to release yet.
+"How to DP-fy ML" (JAIR 77, 2023), section 5.3. An open point is a reason not to release yet, and each can be cleared:
+by a note, by a statement of people who checked it (`dpllm report --settle`), or by another run. What is never for
+release, however carefully people look, is no open point but in the list of files that are not to be published
+(`dpllm.report.disclosures.kept_files`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from dpllm.mechanism.catalogue import from_fields
-from dpllm.privacy.rounding import format_delta, up
-from dpllm.report.disclosures import DESTINATIONS, not_kept
-from dpllm.report.models import (
-    Accounting,
-    Checkable,
-    CrossCheck,
-    Definition,
-    Findings,
-    Line,
-    PrivacyReport,
-    Setting,
-    Statement,
-    Strength,
-)
+from dpllm.privacy.ledger_reader import ENTROPY_SEEDED
+from dpllm.privacy.rounding import up
+from dpllm.report.definition import NOT_SELECTED
+from dpllm.report.disclosures import DESTINATIONS, kept_files, not_kept
+from dpllm.report.front import front
+from dpllm.report.models import Checkable, CrossCheck, Findings, PrivacyReport
+from dpllm.report.models_front import KeptFiles, Line, Settled
 
 MOST_DIFFERENCE = 0.01
 """Two accountants that differ by more than this share of ε disagree."""
@@ -31,39 +28,86 @@ REFUTED = "FAIL"
 """What the summary of an audit begins with when the audit refutes the claim."""
 _LEAST_DIFFERENCE = 0.002  # the PRV estimate is itself no more accurate than that
 
-_Lines = list[tuple[str, str | None]]
+_REPORT_IT = "nothing clears this for this model: report it (SECURITY.md)"
+
+
+class Point(NamedTuple):
+    """A reason not to release yet."""
+
+    text: str
+    """What is open."""
+    how: str | None
+    """The command or setting that clears it; None: people settle it, with the command that notes their statement."""
+
+
+class _Asked(NamedTuple):
+    section: str
+    question: str
+    answer: object
+    how: str | None = None
 
 
 def completed(findings: Findings) -> PrivacyReport:
-    """Return a report with its checklist and its open points.
+    """Return a report with its first screen, its checklist and its open points.
 
     Args:
-        findings: everything else of the report; a checklist and open points that it has already are made again.
+        findings: everything else of the report; what follows from it is made again.
     """
-    lines = checklist(findings)
+    asked = list(_asked(findings))
+    settled = findings.noted.settled
+    points = list(_points(findings, asked))
+    by_people = [point for point in points if point.how is None and point.text in settled]
+    left = [point for point in points if point not in by_people]
     parts = {name: getattr(findings, name) for name in Findings.model_fields}
-    return PrivacyReport(**parts, checklist=lines, open_points=open_points(findings, lines))
+    return PrivacyReport(
+        **parts,
+        front=front(findings, len(left)),
+        checklist=tuple(
+            Line(section=line.section, question=line.question, filled=line.answer is not None) for line in asked
+        ),
+        open_points=tuple(point.text for point in left),
+        how_to_clear=tuple(
+            _note("settle", f"{number}=what was checked, and by whom") if point.how is None else point.how
+            for number, point in enumerate(left, start=1)
+        ),
+        settled_points=tuple(Settled(point=point.text, answer=settled[point.text]) for point in by_people),
+        do_not_publish=tuple(
+            KeptFiles(files=files, why=why) for files, why in kept_files(_destinations(findings), _is_audited(findings))
+        ),
+    )
 
 
-def checklist(findings: Findings) -> tuple[Line, ...]:
-    """Return every line, with its answer.
+def settled_by(report: PrivacyReport, answers: Sequence[str]) -> dict[str, str]:
+    """Return the points that people settle, with their statements, in the form of `ReleaseNotes.settled`.
+
+    Guarantee: only a point that asks people to check something can be settled. One that another command clears, such as
+    a question that nobody answered, or one that nothing clears, is refused.
 
     Args:
-        findings: a report, all but its checklist and its open points.
+        report: whose open points the answers count.
+        answers: ``NUMBER=STATEMENT`` each; the number as the report prints it, from 1.
+
+    Raises:
+        ValueError: an answer has another form or no statement, there is no such point, or it is cleared otherwise.
     """
-    sections = {
-        "setting": _setting(findings.setting, findings.definition),
-        "definition": _definition(findings.definition),
-        "accounting": _accounting(findings.statement, findings.accounting, is_sampled(findings.checkable)),
-        "strength": _strength(findings.strength),
-        "checkable": _checkable(findings.checkable, findings.noted_open_points),
-        "utility": _utility(findings.utility),
-    }
-    return tuple(
-        Line(section=section, question=question, answer=answer, filled=answer is not None)
-        for section, lines in sections.items()
-        for question, answer in lines
-    )
+    settled = {}
+    for answer in answers:
+        number, equals, words = answer.partition("=")
+        if not equals or not number.strip().isdecimal() or not words.strip():
+            raise ValueError(
+                f"--settle {answer!r} must be the number of an open point, =, and what was checked, by whom: "
+                '--settle "1=each person has one row; checked by A. Meyer"'
+            )
+        place = int(number)
+        if not 1 <= place <= len(report.open_points):
+            raise ValueError(
+                f"--settle {answer!r} names point {place}, and the report has {len(report.open_points)} open points"
+            )
+        point, how = report.open_points[place - 1], report.how_to_clear[place - 1]
+        if "--settle" not in how:
+            raise ValueError(f"point {place} is not settled by a statement ({point} Cleared by: {how})")
+        settled[point] = " ".join(words.split())
+    return settled
 
 
 def is_sampled(checkable: Checkable) -> bool:
@@ -71,40 +115,56 @@ def is_sampled(checkable: Checkable) -> bool:
     return from_fields(checkable.runs[-1].planned_step).words().is_sampled
 
 
-def open_points(findings: Findings, lines: Sequence[Line]) -> tuple[str, ...]:
-    """Return the reasons not to release yet.
+def is_seeded(checkable: Checkable) -> bool:
+    """Return whether sampling or noise of a start came from a fixed seed."""
+    return checkable.plan.seeded or any(run.entropy == ENTROPY_SEEDED for run in checkable.runs)
 
-    Args:
-        findings: a report, all but its checklist and its open points.
-        lines: its checklist.
-    """
-    points = []
+
+def _points(findings: Findings, asked: Iterable[_Asked]) -> Iterator[Point]:
+    """Yield the reasons not to release yet."""
     if not findings.statement.private:
-        points.append("This run is not private. Do not release it as such.")
+        again = (
+            "without `privacy.seed`" if is_seeded(findings.checkable) else "with noise: set `privacy.target_epsilon`"
+        )
+        yield Point("This run is not private. Do not release it as such.", f"train again {again}")
     if findings.checkable.ended is None:
-        points.append("The run has not ended, or ended in a crash. Resume it, or release nothing of it.")
+        yield Point(
+            "The run has not ended, or ended in a crash. Resume it, or release nothing of it.",
+            "the command that started the run, with `train.resume_from_checkpoint=true`",
+        )
     steps = findings.accounting.steps
     if steps.charged > steps.planned:
-        points.append(f"{steps.charged} steps were charged, more than the {steps.planned} planned.")
+        yield Point(
+            f"{steps.charged} steps were charged, more than the {steps.planned} planned.",
+            "restore the plan and the ledger of the run from a copy, then `dpllm report OUTPUT_DIR`",
+        )
     audit = findings.strength.audit
     if audit is not None and audit.startswith(REFUTED):
-        points.append("An audit of this model refutes the claim. Do not release it (see below).")
-    points += findings.noted_open_points
-    points += disagreements(findings.accounting.cross_checks)
-    points += [f"Not filled in: {line.question}" for line in lines if not line.filled]
-    away = _not_kept(findings.definition)
+        yield Point("An audit of this model refutes the claim. Do not release it (see below).", _REPORT_IT)
+    for text in findings.noted_open_points:
+        yield Point(text, "release the run that `dpllm tune` selected" if text == NOT_SELECTED else None)
+    for text in disagreements(findings.accounting.cross_checks):
+        yield Point(text, _REPORT_IT)
+    for line in asked:
+        if line.answer is None:
+            yield Point(f"Not filled in: {line.question}", line.how)
+    away = not_kept([item.what for item in findings.definition.written_out_and_not_covered], _destinations(findings))
     if away:
-        points.append(
+        yield Point(
             "Some results that depend on the private data were written out, are not covered by ε, and may be outside "
-            f"this run's folder or in this report: {'; '.join(away)}. Keep them from whoever gets the model."
+            f"this run's folder: {'; '.join(away)}. Make sure that nobody sees them who may not see the private data.",
+            None,
         )
-    return tuple(points)
 
 
-def _not_kept(definition: Definition) -> list[str]:
-    """Return which of the results that were written out are not known to stay with the run."""
-    destinations = [value for fact in definition.facts if fact.name == DESTINATIONS for value in fact.values]
-    return not_kept([item.what for item in definition.written_out_and_not_covered], map(str, destinations))
+def _destinations(findings: Findings) -> list[str]:
+    """Return where logged figures went, as the run noted it."""
+    facts = findings.definition.facts
+    return [str(value) for fact in facts if fact.name == DESTINATIONS for value in fact.values]
+
+
+def _is_audited(findings: Findings) -> bool:
+    return findings.strength.audit != findings.strength.audit_noted  # an audit wrote its results into the folder
 
 
 def disagreements(checks: Sequence[CrossCheck]) -> list[str]:
@@ -130,106 +190,72 @@ def disagreements(checks: Sequence[CrossCheck]) -> list[str]:
     return lines
 
 
-def _setting(setting: Setting, definition: Definition) -> _Lines:
-    return [
-        ("Which setting of differential privacy, and who is trusted?", setting.model),
-        ("Who holds the raw data?", setting.data_holder),
-        ("Who will see the released model?", setting.audience),
-        ("Which data set is it (its public name)?", definition.dataset),
-    ]
+def _asked(findings: Findings) -> Iterator[_Asked]:
+    """Yield every question, the section of the page that answers it, the answer, and how people give it."""
+    setting, definition, strength = findings.setting, findings.definition, findings.strength
+    yield _Asked("setting", "Which setting of differential privacy, and who is trusted?", setting.model)
+    yield _Asked("setting", "Who holds the raw data?", setting.data_holder, _release("data_holder", "data-holder"))
+    yield _Asked("setting", "Who will see the released model?", setting.audience, _release("audience", "audience"))
+    yield _Asked(
+        "setting",
+        "Which data set is it (its public name)?",
+        definition.dataset,
+        f"{_note('dataset')}, or `privacy.dataset` in the recipe before a run",
+    )
+    yield _Asked("definition", "Which uses of the data does the guarantee cover?", definition.data_accesses_covered)
+    yield _Asked(
+        "definition",
+        "Which other uses had the same data (tuning runs, earlier models, model selection)? Their ε adds up.",
+        definition.other_uses_of_the_data,
+        f'{_release("other_uses", "other-uses")}; "none" if there were none',
+    )
+    yield _Asked("definition", "What may be released under the guarantee?", definition.released_under_the_guarantee)
+    yield _Asked("not-covered", "What was written out that the guarantee does not cover?", True)
+    yield _Asked("not-covered", "What does the guarantee never cover?", definition.never_covered)
+    yield _Asked("definition", "What is one unit of privacy?", definition.unit)
+    yield _Asked("definition", "Which data sets are neighbours?", definition.adjacency)
+    yield _Asked("definition", "What is taken as public?", definition.public)
+    yield _Asked("definition", "What did the run find out about itself?", True)
+    for question in (
+        "What is the guarantee?",
+        "What is ε under each adjacency that the sampler supports?",
+        "How was it accounted for, with which tool, version and discretization?",
+        "How were steps, phases and runs composed?",
+        "How many steps were asked for, planned and taken, and why did it stop?",
+        "What is ε at other δ?",
+        "What is ρ of zero-concentrated privacy?",
+        "With which parameters did the mechanism run?",
+        "Why this δ?",
+        "What does the number rest on, and how did the run ensure it?",
+    ):
+        yield _Asked("accounting", question, True)
+    checks = [check for check in findings.accounting.cross_checks if check.epsilon is not None]
+    yield _Asked("accounting", "What do other accountants say?", checks or None, None)
+    yield _Asked("strength", "How strong is the guarantee, and what can an attacker achieve at most?", True)
+    yield _Asked(
+        "strength",
+        "What did an empirical audit find?",
+        strength.audit if strength.tier == "weak" else True,  # it is asked for above ε = 10
+        f"`dpllm audit --help` names the audits; {_note('audit')} notes another one",
+    )
+    for question in (
+        "With which code did it run?",
+        "What identifies the configuration?",
+        "What identifies the record of the run?",
+        "Which command checks everything again?",
+    ):
+        yield _Asked("checkable", question, True)
+    yield _Asked(
+        "utility",
+        "How useful is it: held-out metric, the same without privacy, hardware and cost?",
+        findings.utility or findings.utility_elsewhere or None,
+        _note("utility", "accuracy on public data=…"),
+    )
 
 
-def _definition(definition: Definition) -> _Lines:
-    written = definition.written_out_and_not_covered
-    counts = "; ".join(f"{item.what}: {item.count} times" for item in written)
-    never = "; ".join(item.what for item in definition.never_covered)
-    facts = "; ".join(f"{fact.name}: {fact.in_words}" for fact in definition.facts)
-    lines: _Lines = [
-        ("Which uses of the data does the guarantee cover?", "; ".join(definition.data_accesses_covered)),
-        (
-            "Which other uses had the same data (tuning runs, earlier models, model selection)? Their ε adds up.",
-            definition.other_uses_of_the_data,
-        ),
-        ("What may be released under the guarantee?", "; ".join(definition.released_under_the_guarantee)),
-        ("What was written out that the guarantee does not cover?", counts or "nothing that the ledger knows of"),
-        ("What does the guarantee never cover?", never),
-        ("What is one unit of privacy?", definition.unit),
-        ("Which data sets are neighbours?", definition.adjacency),
-        ("What is taken as public?", "; ".join(definition.public)),
-        ("What did the run find out about itself?", facts or "no facts noted"),
-    ]
-    return lines
+def _release(key: str, option: str) -> str:
+    return f"{_note(option)}, or `release.{key}` in the recipe before a run"
 
 
-def _accounting(statement: Statement, accounting: Accounting, sampled: bool) -> _Lines:
-    by_adjacency = accounting.epsilon
-    values = ", ".join(f"{name}: ε = {up(value)}" for name, value in by_adjacency.items())
-    checks = [
-        f"{check.name}: ε = {up(check.epsilon)}" for check in accounting.cross_checks if check.epsilon is not None
-    ]
-    charged = {f"entry {entry.entry} of {entry.file}" for entry in accounting.budget}
-    budget = f"; charged to the budget of the data set: {', '.join(sorted(charged))}" if charged else ""
-    rho = accounting.zcdp_rho
-    parameters = accounting.parameters
-    share = f"{parameters.sampling_rate:.6g}"
-    drawn = f"q = {share}, expected batch " if sampled else f"a share of {share} of the units in each step, batch "
-    return [
-        ("What is the guarantee?", f"ε = {up(statement.epsilon)}, δ = {format_delta(statement.delta)}"),
-        ("What is ε under each adjacency that the sampler supports?", values),
-        (
-            "How was it accounted for, with which tool, version and discretization?",
-            f"{accounting.kind}; {accounting.tool} {accounting.tool_version}, discretization "
-            f"{accounting.discretization:g}; each step as {accounting.event}",
-        ),
-        ("What do other accountants say?", "; ".join(checks) or None),
-        ("How were steps, phases and runs composed?", accounting.composition + budget),
-        ("How many steps were asked for, planned and taken, and why did it stop?", accounting.steps.words),
-        (
-            "What is ε at other δ?",
-            "; ".join(f"δ = {format_delta(row.delta)}: ε = {up(row.zero_out)}" for row in accounting.curve)
-            + " (zero-out)",
-        ),
-        (
-            "What is ρ of zero-concentrated privacy?",
-            "infinite" if math.isinf(rho) else f"{rho:.6g}, without the gain from sampling",
-        ),
-        (
-            "With which parameters did the mechanism run?",
-            f"N = {parameters.num_units}, {drawn}{parameters.expected_batch_size}, "
-            + (f"at most {parameters.max_batch_size}, " if sampled else "nothing is sampled, ")
-            + f"T = {parameters.num_steps_charged}, σ = {parameters.noise_multiplier:.6g}, "
-            f"C = {parameters.clip_norm:g}",
-        ),
-        ("Why this δ?", parameters.why_this_delta),
-        (
-            "What does the number rest on, and how did the run ensure it?",
-            "; ".join(f"{item.assumption}: {item.how_ensured}" for item in accounting.assumptions),
-        ),
-    ]
-
-
-def _strength(strength: Strength) -> _Lines:
-    audit = strength.audit
-    if audit is None and strength.tier != "weak":
-        audit = "none noted; it is asked for above ε = 10"
-    return [
-        ("How strong is the guarantee?", f"{strength.tier}: {strength.words}"),
-        ("What can an attacker achieve at most?", " ".join(strength.in_plain_words)),
-        ("What did an empirical audit find?", audit),
-    ]
-
-
-def _checkable(checkable: Checkable, open_points: Sequence[str]) -> _Lines:
-    noted = " ".join(open_points) or "nothing"
-    return [
-        ("With which code did it run?", checkable.versions.in_words),
-        ("What identifies the configuration?", f"the plan, SHA-256 {checkable.plan_hash}"),
-        ("What identifies the record of the run?", f"the ledger, SHA-256 {checkable.ledger_sha256}"),
-        ("Which command checks everything again?", checkable.verify),
-        ("What did the run itself note as a reason not to release yet?", noted),
-    ]
-
-
-def _utility(utility: Mapping[str, object] | None) -> _Lines:
-    named = "; ".join(f"{name}: {value}" for name, value in utility.items()) if utility else None
-    return [("How useful is it: held-out metric, the same without privacy, hardware and cost?", named)]
+def _note(option: str, value: str = "…") -> str:
+    return f'`dpllm report OUTPUT_DIR --{option} "{value}"`'

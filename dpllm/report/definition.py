@@ -13,6 +13,7 @@ from dpllm.data.units import ONE_ROW
 from dpllm.mechanism.selection import Selection
 from dpllm.privacy.ledger import LedgerContents
 from dpllm.report.models import Assumption, Definition, Fact, NeverCovered, WrittenOut
+from dpllm.report.release_notes import ReleaseNotes
 
 if TYPE_CHECKING:
     from dpllm.privacy.plan import PrivacyPlan
@@ -24,6 +25,13 @@ RELEASED_WEIGHTS = "released weights"
 """The ledger's fact of that name: an average of the weights; without it, the weights after the last step."""
 SELECTED = "selected by a private tuning"
 """The ledger's fact of that name: the candidate of the run that a private tuning released."""
+TRAINED_MODEL = "trained model"
+"""The ledger's fact of that name: the kind of model, and which of its weights were trained."""
+NOT_SELECTED = (
+    "This run belongs to a private tuning, which has not selected it. Only the run that `dpllm tune` selects is "
+    "covered by this ε; release nothing of this one."
+)
+"""The open point of a run of a private tuning that was not selected. People cannot settle it."""
 ROWS_LEFT_OUT = "rows left out by the bound on rows per user"
 """The ledger's diagnostic of that name."""
 
@@ -69,21 +77,29 @@ _OTHER_RUNS = NeverCovered(
 )
 _RELEASED = (
     "the final weights",
-    "every checkpoint",
-    "the sequence of noisy gradients, and the optimizer's state, which is computed from them "
-    "(`noisy_grad_norm` in the logs is the norm of a noisy gradient)",
+    "the weights of every checkpoint",
+    "the sequence of noisy gradients with their norms, which the logs show, and the optimizer's state, which is "
+    "computed from them",
 )
 _AVERAGES = "averages of the weights after the steps, which are computed from those weights only"
 
 
-def define(plan: PrivacyPlan, contents: LedgerContents, other_uses: str | None) -> Definition:
+def define(plan: PrivacyPlan, contents: LedgerContents, notes: ReleaseNotes) -> Definition:
     """Return the definition of a run.
 
     Args:
         plan: the plan of the run.
         contents: what its ledger says.
-        other_uses: other uses of the same data, as people noted them; None: unknown.
+        notes: what people noted.
+
+    Raises:
+        ValueError: people noted another name of the data set than the plan has.
     """
+    if plan.dataset and notes.dataset and notes.dataset != plan.dataset:
+        raise ValueError(
+            f"the note dataset is {notes.dataset!r}, and the plan of the run names the data set {plan.dataset!r}: "
+            "leave the note out"
+        )
     public = ["the number of units N, and all settings in this report"]
     if plan.sampling == "example":
         public[0] = (
@@ -91,16 +107,16 @@ def define(plan: PrivacyPlan, contents: LedgerContents, other_uses: str | None) 
             "this number is published and must be public), and all settings in this report"
         )
     return Definition(
-        dataset=plan.dataset,
+        dataset=plan.dataset or notes.dataset,
         unit=_unit(plan, contents),
         adjacency=ADJACENCY_WORDS[plan.adjacency],
         mechanism=mechanism(plan),
         public=(*public, *contents.public),
         data_accesses_covered=(
-            f"the {contents.num_steps} training steps in the ledger, of {len(contents.runs)} run(s)",
+            f"the {contents.num_steps} training steps in the ledger, of {_starts(len(contents.runs))}",
             *(() if plan.selection is None else ("the other runs of the tuning, none of which is released",)),
         ),
-        other_uses_of_the_data=other_uses,
+        other_uses_of_the_data=notes.other_uses,
         released_under_the_guarantee=(*_RELEASED, *([_AVERAGES] if RELEASED_WEIGHTS in contents.notes.facts else [])),
         written_out_and_not_covered=tuple(
             WrittenOut(what=what, count=count) for what, count in sorted(_written_out(contents).items())
@@ -108,6 +124,10 @@ def define(plan: PrivacyPlan, contents: LedgerContents, other_uses: str | None) 
         never_covered=_never_covered(plan),
         facts=tuple(Fact(name=name, values=tuple(values)) for name, values in sorted(_facts(contents).items())),
     )
+
+
+def _starts(number: int) -> str:
+    return "1 start of the run" if number == 1 else f"{number} starts of the run"
 
 
 def _never_covered(plan: PrivacyPlan) -> tuple[NeverCovered, ...]:
@@ -154,7 +174,7 @@ def _unit(plan: PlannedUnit, contents: LedgerContents) -> str:
     return (
         f"one user: all records with the same id in column '{plan.unit_column}', of which at most "
         f"{plan.max_rows_per_unit} rows{which} were used. A person with several ids is several units. Ids are "
-        f"compared as they are written, unless privacy.normalize_ids was set. {_OTHERS}"
+        f"compared as they are written, unless the recipe normalised them. {_OTHERS}"
     )
 
 
@@ -210,16 +230,13 @@ def selection_points(plan: PrivacyPlan, contents: LedgerContents) -> tuple[str, 
     """Return the open point of a run that no tuning has selected: its ε holds for the selected run only."""
     if plan.selection is None or SELECTED in contents.notes.facts:
         return ()
-    return (
-        "This run belongs to a private tuning, which has not selected it. Only the run that `dpllm tune` selects is "
-        "covered by this ε; release nothing of this one.",
-    )
+    return (NOT_SELECTED,)
 
 
 def assumptions(plan: PrivacyPlan, contents: LedgerContents) -> tuple[Assumption, ...]:
     """Return what the numbers rest on, and for each how the run ensured it."""
     entropy = ", ".join(dict.fromkeys(run["entropy"] for run in contents.runs))
-    torn = f"; {contents.torn_steps} step(s) torn by a crash are charged" if contents.torn_steps else ""
+    torn = f"; steps torn by a crash are charged: {contents.torn_steps}" if contents.torn_steps else ""
     parts, drawn = plan.mechanism, "row" if plan.sampling == "example" else "unit"
     sampling, *noise = parts.noise.ensured(parts.draw, drawn, plan.noise_stddev)
     pairs = (

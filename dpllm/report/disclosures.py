@@ -14,11 +14,15 @@ TRAINING_LOSS = "training loss (mean of a logging interval)"
 FINAL_LOSS = "training loss (mean of the run)"
 EVALUATION_DURING = "evaluation during training"
 EVALUATION_OUTSIDE = "evaluation on private rows, before or after training"
+HELD_OUT = "evaluation on private rows"
+"""Of a recipe's held-out records, before and after the training."""
 PREDICTION = "predictions on private rows"
 RESOURCES = "running time, throughput or memory use of the training"
 OTHER = "other figures that the program logged"
 LOG_FILE = "not_for_release/training_log.jsonl"
 """Where a run keeps its losses and metrics, relative to its folder."""
+UTILITY_FILE = "not_for_release/utility.json"
+"""Where a run keeps figures of its model that ε does not cover, relative to its folder."""
 LOGGED = f"losses and metrics in {LOG_FILE} (not for release)"
 
 DESTINATIONS = "logged figures went to"
@@ -29,9 +33,33 @@ GRADIENT_NORM = "noisy_grad_norm"
 """Name in the logs of the norm of the private gradient: after clipping and noise. It is covered by ε, as everything
 that is computed from the private gradient is, and says little about the norms that the clip norm is compared with."""
 
-# Figures that only `Trainer.log` writes, and that no file holds that `dpllm.report.publishing` uploads. Evaluations and
-# predictions are not among them: people note such figures in the report, which is published.
-_KEPT = frozenset({TRAINING_LOSS, FINAL_LOSS, RESOURCES, LOGGED})
+_TENSORBOARD = "TensorBoard"
+
+# Figures that no file holds that `dpllm.report.publishing` uploads, where nothing but `_LOCAL` received them.
+# Predictions are not among them: the program that asked for them has them, and may write them anywhere.
+_KEPT = frozenset({TRAINING_LOSS, FINAL_LOSS, RESOURCES, LOGGED, EVALUATION_DURING, EVALUATION_OUTSIDE, HELD_OUT})
+_LOCAL = frozenset({_SCREEN, _STATE, _TENSORBOARD})
+_NOT_FOR_RELEASE = (
+    (
+        "not_for_release/",
+        "losses, metrics and figures on private rows, and secret keys: ε covers none of them",
+    ),
+    (
+        "checkpoint-*/",
+        "states of the training beside the weights of a step. ε covers those weights, and not every file beside them",
+    ),
+    ("training.png", "a picture of the training losses"),
+    (
+        "optimizer.pt, scheduler.pt, rng_state*.pth, trainer_state.json, training_args.bin",
+        "states and settings of the training, of which nobody checks each entry",
+    ),
+)
+_EVENT_FILES = ("the folder of TensorBoard (`runs/`, unless another was set)", "losses and metrics of private rows")
+_AUDIT_FILES = ("audit.json, attacks.json, canaries.json and their pictures", "scores of single private records")
+_ANY_OTHER = (
+    "every other file that `dpllm push` does not upload",
+    "it uploads weights, configuration, tokenizer, card, report, plan and ledger only. Nothing is known of other files",
+)
 ON_PRIVATE_ROWS = "on_private_rows"
 """Name in the logs that marks an evaluation on private rows, in a run whose own evaluation rows are declared public."""
 _COVERED = frozenset(
@@ -118,11 +146,12 @@ def receivers(callbacks: Iterable[Any]) -> str:
 
 
 def not_kept(written: Iterable[str], destinations: Iterable[str]) -> list[str]:
-    """Return which of these results may be outside the run's machine, or would go there with the published model.
+    """Return which of these results may be outside the run's machine.
 
-    Training losses stay with the run where nothing but the screen, the Trainer's state and `LOG_FILE` received them:
-    none of these is uploaded (`dpllm.report.publishing`). An integration, such as TensorBoard or a tracker, may show
-    them to others. Where nobody noted the destinations, as in a training loop of one's own, nothing is known to stay.
+    Losses and evaluations stay with the run where nothing but the screen, the Trainer's state, files of the run and
+    TensorBoard's event files received them: none of these is uploaded (`dpllm.report.publishing`), and `kept_files`
+    lists them. A tracker may show them to others. Where nobody noted the destinations, as in a training loop of one's
+    own, nothing is known to stay.
 
     Args:
         written: results that ε does not cover, in the report's words.
@@ -130,14 +159,37 @@ def not_kept(written: Iterable[str], destinations: Iterable[str]) -> list[str]:
 
     >>> not_kept([TRAINING_LOSS, PREDICTION], ["the Trainer's state, the screen"])
     ['predictions on private rows']
-    >>> not_kept([TRAINING_LOSS], ["TensorBoard, the Trainer's state"])
+    >>> not_kept([TRAINING_LOSS, EVALUATION_DURING], ["TensorBoard, the Trainer's state"])
+    []
+    >>> not_kept([TRAINING_LOSS], ["WandB, the Trainer's state"])
     ['training loss (mean of a logging interval)']
     >>> not_kept([TRAINING_LOSS], [])
     ['training loss (mean of a logging interval)']
     """
-    places = {place for value in destinations for place in value.split(", ")}
-    local = bool(places) and places <= {_SCREEN, _STATE}
+    places = _places(destinations)
+    local = bool(places) and places <= _LOCAL
     return [what for what in written if not (local and what in _KEPT)]
+
+
+def _places(destinations: Iterable[str]) -> set[str]:
+    return {place for value in destinations for place in value.split(", ")}
+
+
+def kept_files(destinations: Iterable[str], audited: bool) -> list[tuple[str, str]]:
+    """Return the files of a run's folder that are not for release, each with the reason.
+
+    They are the files that `dpllm.report.publishing` never uploads: this list is for people who copy a folder by hand.
+
+    Args:
+        destinations: as for `not_kept`.
+        audited: whether an audit wrote its results into the folder.
+    """
+    return [
+        *_NOT_FOR_RELEASE,
+        *([_EVENT_FILES] if _TENSORBOARD in _places(destinations) else []),
+        *([_AUDIT_FILES] if audited else []),
+        _ANY_OTHER,
+    ]
 
 
 def own_callbacks(callbacks: Iterable[Any]) -> list[str]:

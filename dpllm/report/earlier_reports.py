@@ -1,13 +1,15 @@
-"""Reports that earlier versions wrote, in the form of today's: for `dpllm verify`.
+"""Reports that earlier versions wrote, in the form of format 3: for `dpllm verify`.
 
 Place in the flow: before the comparisons of `dpllm.report.verify`. A report of format 2 lacks keys that were added
 since, and some of its sentences had other words. It is held to the keys of its own format. Then its numbers, names and
 hashes are compared with those that are computed today; a sentence may have other words, and must have the same numbers.
+Its pages and its card are made again with the templates of those versions (`dpllm.report.earlier_pages`).
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -16,6 +18,9 @@ from pydantic import Field, create_model
 
 from dpllm.privacy.ledger_reader import LEDGER_FORMAT, LedgerContents
 from dpllm.privacy.rounding import format_delta, nearest_delta
+from dpllm.report import earlier_pages
+from dpllm.report.checklist import is_seeded
+from dpllm.report.front import unit_of
 from dpllm.report.kinds import Count
 from dpllm.report.models import (
     Accounting,
@@ -45,21 +50,41 @@ def _earlier(today: type[Part], without: tuple[str, ...] = (), **changed: Any) -
     return create_model(today.__name__, __base__=Part, __doc__=today.__doc__, **{**kept, **changed})
 
 
+class _Answer(Part):
+    """A line of the checklist, with the answer that the page repeated."""
+
+    section: str = Field(description="Which part of the report it belongs to.")
+    question: str = Field(description="The question.")
+    answer: str | None = Field(description="The answer; null: not filled in.")
+    filled: bool = Field(description="Whether there is an answer.")
+
+
 _left_out = Field(description="Rows that the bound on rows per user left out; depends on the private data.")
+_in_words = Field(description="The bounds as sentences.")
+_Strength3 = _earlier(Strength, in_plain_words=(tuple[str, ...], _in_words))
+_ADDED_IN_4 = (
+    *("front", "how_to_clear", "settled_points", "do_not_publish"),
+    *("utility_elsewhere", "noted"),
+)
+_Format3 = _earlier(
+    PrivacyReport, without=_ADDED_IN_4, format=Literal[3], strength=_Strength3, checklist=tuple[_Answer, ...]
+)
 _Run = _earlier(Run, without=("file",))
 _Format2 = _earlier(
-    PrivacyReport,
+    _Format3,
     without=("noted_open_points",),
     format=Literal[2],
     definition=_earlier(Definition, without=("facts",), rows_left_out=(Count | None, _left_out)),
     accounting=_earlier(Accounting, steps=_earlier(Steps, without=("stated",))),
-    strength=_earlier(Strength, without=("audit_noted",)),
+    strength=_earlier(_Strength3, without=("audit_noted",)),
     checkable=_earlier(Checkable, runs=tuple[_Run, ...]),  # type: ignore[valid-type]
 )
 
-EARLIER_FORMATS: dict[int, type[Part]] = {2: _Format2}
+EARLIER_FORMATS: dict[int, type[Part]] = {2: _Format2, 3: _Format3}
 """Formats of reports that are verified beside today's, and their keys."""
 
+_ROUNDED_UP = 2  # format of the first ledgers whose reports round δ up
+_NO_FILE = 2  # format of the last reports whose ledgers note no file
 _DROPPED_LINES = ("Rows left out by the bound on rows per user",)
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[+-]?\d+)?")
 
@@ -70,17 +95,39 @@ def format_of(recorded: Mapping[str, Any] | None) -> int | None:
     return number if isinstance(number, int) and not isinstance(number, bool) else None
 
 
-def in_todays_form(recorded: Mapping[str, Any], due: Mapping[str, Any], keep_words: bool) -> dict[str, Any]:
-    """Return an earlier report with the keys of today's.
+def due_then(report: PrivacyReport) -> Any:
+    """Return the report that a version of format 3 would have made of the same values."""
+    statement = report.statement
+    values = {name: value for name, value in report.to_dict().items() if name not in _ADDED_IN_4}
+    sentences = earlier_pages.attack_sentences(
+        report.strength, statement.adjacency, unit_of(statement.unit), is_seeded(report.checkable)
+    )
+    lines = earlier_pages.checklist(report, sentences)
+    values |= {"format": 3, "checklist": lines, "open_points": earlier_pages.open_points(report, lines)}
+    values["strength"] = {**values["strength"], "in_plain_words": sentences}
+    return _read(values)
+
+
+def then_of(values: Mapping[str, Any]) -> Any:
+    """Return the report of format 3 that plain values are."""
+    return _read(values)
+
+
+def _read(values: Mapping[str, Any]) -> Any:
+    return _Format3.model_validate_json(json.dumps(values), strict=True)
+
+
+def in_format_3(recorded: Mapping[str, Any], due: Mapping[str, Any], keep_words: bool) -> dict[str, Any]:
+    """Return an earlier report with the keys of format 3.
 
     Args:
         recorded: of an earlier format.
-        due: as it is computed today.
+        due: as it is computed today, in format 3 (`due_then`).
         keep_words: keep sentences with the same numbers in the words of the record, and its checklist, as its pages
             show them. Otherwise they have today's words, so that what differs is no matter of words.
 
     Returns:
-        What was recorded; keys that only today's form has as they are due; none that only the earlier form had.
+        What was recorded; keys that only format 3 has as they are due; none that only the earlier form had.
     """
     form = _merged(recorded, due, keep_words)
     form["format"] = due["format"]
@@ -101,10 +148,23 @@ def rounds_to_nearest(contents: LedgerContents | None) -> bool:
     A report is not older than its ledger, whose lines name their format. In today's reports, a δ that is rounded down
     is an edit: the printed pair of ε and δ does not hold.
     """
-    return contents is not None and contents.notes.format < LEDGER_FORMAT
+    return contents is not None and contents.notes.format < _ROUNDED_UP
 
 
-def deltas_rounded_up(text: str, due: PrivacyReport) -> str:
+def is_as_old(contents: LedgerContents, written: int) -> bool:
+    """Return whether a version that wrote reports of an earlier format can have written the report of a ledger.
+
+    Of the sentences of earlier reports only the numbers are compared, so a later ledger has none.
+
+    Args:
+        contents: of the ledger.
+        written: the format of the report.
+    """
+    older = contents.notes.format < LEDGER_FORMAT
+    return older and (written > _NO_FILE or all(run.get("file") is None for run in contents.runs))
+
+
+def deltas_rounded_up(text: str, due: Any) -> str:
     """Return a text with each δ as it is printed today; earlier versions rounded it to the nearest number.
 
     Args:
@@ -118,7 +178,7 @@ def deltas_rounded_up(text: str, due: PrivacyReport) -> str:
     return text.replace(f"δ = {nearest_delta(times_units)}/N", f"δ = {format_delta(times_units)}/N")
 
 
-def sentences_rounded_up(value: Any, due: PrivacyReport) -> Any:
+def sentences_rounded_up(value: Any, due: Any) -> Any:
     """Return the values of a report's JSON, and in their sentences each δ as it is printed today."""
     if isinstance(value, Mapping):
         return {key: sentences_rounded_up(one, due) for key, one in value.items()}

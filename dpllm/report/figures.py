@@ -99,6 +99,7 @@ def plot_tradeoff(
     false_positive_rates: Sequence[float],
     true_positive_rates: Sequence[float],
     from_epsilon_and_delta: Sequence[float],
+    narrow: bool = False,
 ) -> str:
     """Return the trade-off of the best attack as an SVG text, both axes logarithmic.
 
@@ -106,12 +107,13 @@ def plot_tradeoff(
         false_positive_rates: (n,) share of the units outside the data that an attack accuses, each above 0.
         true_positive_rates: (n,) largest share of the units in the data that it finds.
         from_epsilon_and_delta: (n,) what the pair (ε, δ) alone would allow.
+        narrow: draw it for a narrow screen.
 
     Raises:
         ConfigError: the lists differ in length, or are empty.
     """
     _same_length(false_positive_rates, true_positive_rates, from_epsilon_and_delta)
-    with _svg_panel("tradeoff") as (panel, text):
+    with _svg_panel("tradeoff", narrow) as (panel, text):
         panel.plot(false_positive_rates, from_epsilon_and_delta, ":", color=ORANGE, linewidth=1.6)
         panel.plot(false_positive_rates, true_positive_rates, "-", color=BLUE, linewidth=2.2)
         panel.plot(false_positive_rates, false_positive_rates, "--", color=GREY, linewidth=1.2)
@@ -129,7 +131,7 @@ def plot_tradeoff(
 
 
 def plot_epsilon_over_steps(
-    steps: Sequence[int], epsilons: Sequence[float], target_epsilon: float | None = None
+    steps: Sequence[int], epsilons: Sequence[float], target_epsilon: float | None = None, narrow: bool = False
 ) -> str:
     """Return ε over the steps of a run as an SVG text.
 
@@ -137,6 +139,7 @@ def plot_epsilon_over_steps(
         steps: (n,) numbers of steps.
         epsilons: (n,) ε after so many.
         target_epsilon: the budget, drawn as a line.
+        narrow: draw it for a narrow screen.
 
     Raises:
         ConfigError: the lists differ in length, or are empty.
@@ -144,7 +147,7 @@ def plot_epsilon_over_steps(
     _same_length(steps, epsilons)
     from matplotlib.ticker import MaxNLocator
 
-    with _svg_panel("steps") as (panel, text):
+    with _svg_panel("steps", narrow) as (panel, text):
         panel.plot([0, *steps], [0.0, *epsilons], ".-", color=ORANGE, linewidth=2.0, markersize=7)
         names = ["ε spent"]
         if target_epsilon is not None:
@@ -160,7 +163,11 @@ def plot_epsilon_over_steps(
 
 
 def plot_epsilon_curve(
-    epsilons: Sequence[float], deltas: Mapping[str, Sequence[float | None]], delta: float, headline: float
+    epsilons: Sequence[float],
+    deltas: Mapping[str, Sequence[float | None]],
+    delta: float,
+    headline: float,
+    narrow: bool = False,
 ) -> str:
     """Return ε over δ as an SVG text, a curve per adjacency.
 
@@ -169,12 +176,13 @@ def plot_epsilon_curve(
         deltas: adjacency to (n,) the δ that belongs to each ε; None where it is too small to be known.
         delta: δ of the headline, marked by a point.
         headline: ε of the headline.
+        narrow: draw it for a narrow screen.
 
     Raises:
         ConfigError: the lists differ in length, or are empty.
     """
     _same_length(epsilons, *deltas.values())
-    with _svg_panel("delta") as (panel, text):
+    with _svg_panel("delta", narrow) as (panel, text):
         names = []
         for (name, values), (style, colour) in zip(deltas.items(), (("-", BLUE), ("--", ORANGE)), strict=True):
             known = [(at, value) for value, at in zip(epsilons, values, strict=True) if at]
@@ -223,19 +231,21 @@ def _legend(panel: Any, names: Sequence[str], place: str) -> None:
 
 
 @contextmanager
-def _svg_panel(name: str) -> Iterator[tuple[Any, list[str]]]:
+def _svg_panel(name: str, narrow: bool) -> Iterator[tuple[Any, list[str]]]:
     """Give a panel to draw on, and a list that holds the SVG text afterwards.
 
     Args:
-        name: of the picture; names inside the text start with it, so that several pictures can stand in one page.
+        name: of the picture; names inside the text start with it, so that several pictures can be in one page.
+        narrow: for a screen of 390 pixels, where letters of the wide picture would be too small.
     """
     from matplotlib import style
     from matplotlib.figure import Figure
 
     texts: list[str] = []
+    name = f"{name}-narrow" if narrow else name
     settings = {"svg.hashsalt": f"dpllm {name}", "svg.fonttype": "none", "font.size": 11.0}
     with style.context(["default", settings]):
-        figure = Figure(figsize=(7, 4.2))
+        figure = Figure(figsize=(3.7, 3.5) if narrow else (7, 4.2))
         panel = figure.add_subplot()
         _open_frame(panel)
         yield panel, texts

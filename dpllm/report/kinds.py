@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import (
     AfterValidator,
     AllowInfNan,
+    BaseModel,
     BeforeValidator,
+    ConfigDict,
     Field,
     GetCoreSchemaHandler,
     JsonValue,
@@ -30,6 +32,12 @@ from dpllm.mechanism.selection import Selection
 
 INFINITE = "inf"
 """The infinite ε in JSON, which has no number for it; in Python it is `math.inf`."""
+
+
+class Part(BaseModel):
+    """A part of a report: frozen, and without a key that it does not know."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 @dataclass(frozen=True)

@@ -5,16 +5,18 @@ Place in the flow: after `report`; everything printed here is in the report's JS
 
 from __future__ import annotations
 
+from typing import Any
+
 from dpllm.report.models import PrivacyReport
-from dpllm.report.pages import template
+from dpllm.report.pages import shown_beside, template
 
 
 def render_markdown(report: PrivacyReport) -> str:
     """Return the page of a report."""
-    return template("privacy_report.md").render(report=report, title=title_of(report))
+    return template("privacy_report.md").render(report=report, title=title_of(report), **shown_beside(report))
 
 
-def title_of(report: PrivacyReport) -> str:
+def title_of(report: Any) -> str:
     """Return the title of the page: whether there is a guarantee at all."""
     if report.statement.private:
         return "Privacy report"

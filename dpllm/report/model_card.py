@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import json
 import math
 import os
 import re
@@ -29,19 +30,23 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from dpllm.config import TASKS, nearest
+from dpllm.config.hub import license_metadata
 from dpllm.privacy.checkpoints import MANIFEST_FILE
 from dpllm.privacy.crashed import settle_crashed
 from dpllm.privacy.identity import adopt
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.rounding import up
+from dpllm.report import earlier_pages
 from dpllm.report.checklist import is_sampled
 from dpllm.report.definition import SELECTED
+from dpllm.report.earlier_reports import EARLIER_FORMATS, due_then, format_of, in_format_3, then_of
 from dpllm.report.models import PlanOfGenerator, PlanOfParts, PlanOfSelection, PrivacyReport
 from dpllm.report.pages import part, template
 from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, notes_in, privacy_report, write_report
 
 CARD_FILE = "README.md"
+CARD_TEMPLATE = "model_card.md"
 TAGS = ("differential-privacy", "dp-sgd", "dpllm")
 """Tags of a private model; one that is not private has the last alone."""
 
@@ -79,12 +84,13 @@ def write_model_card(
     Args:
         folder: holds the model, and already the report, the plan and the ledger.
         report: as `dpllm.report.statement.privacy_report` returns it.
-        base_model: Hub id or folder of the model that was fine-tuned; None: from the earlier card, or unnamed.
+        base_model: Hub id or folder of the model that was fine-tuned. A folder, or None: the name that people noted in
+            the report; otherwise, for None, from the earlier card, or unnamed.
         task: of `dpllm.config.TASKS`; None: another, whose class the configuration names.
         adapter: whether the folder holds a PEFT adapter rather than a model.
         num_labels: number of classes; needed for an adapter of a classifier, whose base model has no such head.
-        language: ISO codes; None: unknown, and left out.
-        license: the Hub's identifier; None: unknown, and left out.
+        language: ISO codes; None: those that people noted in the report, or left out.
+        license: the Hub's identifier, or the name of another license; None: as for the language.
         tags: for the metadata, beside those of dpllm and those of the earlier card.
         datasets: public data sets for the metadata; a name that is no Hub id is left out.
 
@@ -108,14 +114,16 @@ def write_model_card(
         )
     path = folder / CARD_FILE
     earlier = metadata_in(path)
-    base = _hub_id(base_model) or (_hub_id(earlier.get("base_model")) if base_model is None else None)
+    base = _hub_id(base_model) or _hub_id(report.noted.base_model)
+    if base is None and base_model is None:
+        base = _hub_id(earlier.get("base_model"))
     if tags:
         kept = earlier.get("tags") or []
         earlier["tags"] = [*tags, *([kept] if isinstance(kept, str) else kept)]
     if datasets:
         earlier["datasets"] = list(datasets)
     data = _metadata(earlier, report, base, task, adapter, language, license)
-    card = template("model_card.md").render(
+    card = template(CARD_TEMPLATE).render(
         metadata=data.to_yaml(),
         report=report,
         base=base,
@@ -157,8 +165,9 @@ def add_notes(folder: str | Path, noted: Mapping[str, Any]) -> PrivacyReport:
     before = privacy_report(plan, contents, notes)
     if not noted:
         return before
+    shown = _as_recorded(folder, before)
     after = write_report(folder, plan, contents, dataclasses.replace(notes, **noted))
-    renew_open_points(folder, before, after)
+    renew_card(folder, shown, after)
     return after
 
 
@@ -259,46 +268,69 @@ def _has_report(folder: Path) -> bool:
 @contextlib.contextmanager
 def _rewritten(folder: Path) -> Iterator[None]:
     """Write report and card again after the block has added lines to the ledger."""
-    before = add_notes(folder, {})
+    shown = _as_recorded(folder, add_notes(folder, {}))
     yield
     plan, contents = PrivacyPlan.load(folder / PLAN_FILE), read_ledger(folder / LEDGER_FILE)
-    after = write_report(folder, plan, contents, notes_in(folder))
-    renew_open_points(folder, before, after)
-    card = folder / CARD_FILE
-    if card.is_file():
-        _replace(card, _renewed(card.read_text(encoding="utf-8"), before, after))
+    renew_card(folder, shown, write_report(folder, plan, contents, notes_in(folder)))
 
 
-def _renewed(card: str, before: PrivacyReport, after: PrivacyReport) -> str:
-    """Return the text of a card with the guarantee of another report, and the ledger's hash there; the rest stays."""
-    for name in ("guarantee", "check_it"):
-        for old, new in zip(*(_part(name, report).split("\n\n") for report in (before, after)), strict=True):
-            card = card.replace(old, new, 1)
-    card = card.replace(before.checkable.ledger_sha256, after.checkable.ledger_sha256)
-    metadata = privacy_metadata(after)
-    if metadata == privacy_metadata(before):
-        return card
-    parsed = ModelCard(card, ignore_metadata_errors=True)
-    parsed.data["differential_privacy"] = metadata
-    return str(parsed)
+def _as_recorded(folder: Path, before: PrivacyReport) -> Any:
+    """Return the report whose card is in a folder: in the format, and with the words, of the version that wrote it."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        recorded = json.loads((folder / JSON_FILE).read_text(encoding="utf-8"))
+        if format_of(recorded) in EARLIER_FORMATS:
+            due = due_then(before).model_dump(mode="json", by_alias=True)
+            return then_of(in_format_3(recorded, due, keep_words=True))
+    return before
 
 
-def renew_open_points(folder: str | Path, before: PrivacyReport, after: PrivacyReport) -> None:
-    """Put the open points of a report that people added to into the card, if there is a card.
+def renew_card(folder: str | Path, before: Any, after: PrivacyReport) -> None:
+    """Put the guarantee, the open points and the notes of another report into the card, if there is a card.
+
+    The rest of the card stays as it is, also what people wrote.
 
     Args:
         folder: of a run or of a checkpoint.
-        before: the report whose open points the card has.
+        before: the report whose card it is; it may have an earlier format.
         after: the report as it is now.
     """
     path = Path(folder) / CARD_FILE
-    if not path.is_file():
-        return
-    old, new = (_part("open_points", report) for report in (before, after))
+    if path.is_file():
+        card = path.read_text(encoding="utf-8")
+        renewed = _renewed(card, before, after)
+        if renewed != card:
+            _replace(path, renewed)
+
+
+def _renewed(card: str, before: Any, after: PrivacyReport) -> str:
+    """Return the text of a card with the guarantee of another report; the rest stays."""
+    form = _template_of(before)
+    for name in ("guarantee", "not_covered", "check_it"):
+        card = card.replace(_part(name, before, form), _part(name, after), 1)
+    old, new = _part("open_points", before, form), _part("open_points", after)
+    where = f"{old}\n\n" if old else f"{_PRIVACY_HEADING}\n\n"  # which follows them
     if old != new:
-        where = f"{old}\n\n" if old else f"{_PRIVACY_HEADING}\n\n"  # which follows them
-        kept = "" if old else where
-        _replace(path, path.read_text(encoding="utf-8").replace(where, (f"{new}\n\n" if new else "") + kept, 1))
+        card = card.replace(where, (f"{new}\n\n" if new else "") + ("" if old else where), 1)
+    card = card.replace(before.checkable.ledger_sha256, after.checkable.ledger_sha256)
+    metadata = {"differential_privacy": privacy_metadata(after), **_noted_metadata(after)}
+    if metadata == {"differential_privacy": privacy_metadata(before), **_noted_metadata(before)}:
+        return card
+    parsed = ModelCard(card, ignore_metadata_errors=True)
+    for key, value in metadata.items():
+        parsed.data[key] = value
+    return str(parsed)
+
+
+def _template_of(report: Any) -> str:
+    return CARD_TEMPLATE if isinstance(report, PrivacyReport) else earlier_pages.CARD_TEMPLATE
+
+
+def _noted_metadata(report: Any) -> dict[str, Any]:
+    """Return the metadata that follow from what people noted; reports of earlier formats have none."""
+    if not isinstance(report, PrivacyReport):
+        return {}
+    languages = {"language": list(report.noted.language)} if report.noted.language else {}
+    return {**languages, **license_metadata(report.noted.license)}
 
 
 def keep_own_card(folder: str | Path) -> Path | None:
@@ -372,8 +404,8 @@ def _metadata(
         "base_model_relation": None if base is None else "adapter" if adapter else "finetune",
         "library_name": "peft" if adapter else "transformers",
         "pipeline_tag": TASKS[task].pipeline_tag if task else None,
-        "language": [language] if isinstance(language, str) else list(language) if language else None,
-        "license": license,
+        "language": ([language] if isinstance(language, str) else list(language or report.noted.language)) or None,
+        **license_metadata(license or report.noted.license),
         "datasets": data_sets or None,
     }
     known = {key: value for key, value in own.items() if value is not None}
@@ -391,7 +423,7 @@ def _tags(earlier: Any, private: bool) -> list[str]:
     return [*own, *(tag for tag, base in named.items() if base is None or _hub_id(base[1]))]
 
 
-def privacy_metadata(report: PrivacyReport) -> dict[str, Any]:
+def privacy_metadata(report: Any) -> dict[str, Any]:
     """Return the guarantee for programs; a run that is not private has an infinite ε, whatever would hold otherwise."""
     statement, accounting = report.statement, report.accounting
     parameters = accounting.parameters
@@ -421,7 +453,7 @@ def privacy_metadata(report: PrivacyReport) -> dict[str, Any]:
     }
 
 
-def _rounds(report: PrivacyReport) -> dict[str, Any]:
+def _rounds(report: Any) -> dict[str, Any]:
     """Return the options of correlated noise, and the numbers from which ε is recomputed: of rounds, not of steps.
 
     The noise multiplier of a round is given where it is not that of a step: if a run with BLT noise was resumed, its
@@ -445,24 +477,36 @@ def _rounds(report: PrivacyReport) -> dict[str, Any]:
     }
 
 
-def guarantee_section(report: PrivacyReport) -> list[str]:
-    """Return the blocks of Markdown that state the guarantee."""
-    return _part("guarantee", report).split("\n\n")
+def guarantee_section(report: Any) -> list[str]:
+    """Return the blocks of Markdown that state the guarantee.
+
+    Args:
+        report: of today's format, or of an earlier one.
+    """
+    return _part("guarantee", report, _template_of(report)).split("\n\n")
 
 
-def _part(name: str, report: PrivacyReport, **context: Any) -> str:
+def points_listed(report: Any) -> list[str]:
+    """Return the points that a card must list: those that are open, and those that people settled."""
+    settled = getattr(report, "settled_points", ())
+    return [*report.open_points, *(f"{item.point} Settled: {item.answer}" for item in settled)]
+
+
+def _part(name: str, report: Any, card: str = CARD_TEMPLATE, **context: Any) -> str:
     """Return a part of the card; the names are those of the blocks in its template."""
-    return part("model_card.md", name, report=report, **context)
+    return part(card, name, report=report, **context)
 
 
-def own_lines(report: PrivacyReport, base: Any = None) -> set[str]:
+def own_lines(report: Any, base: Any = None) -> set[str]:
     """Return every line that dpllm writes into the card of a report, whatever the model's kind.
 
     Args:
-        report: as `dpllm.report.statement.privacy_report` returns it.
+        report: as `dpllm.report.statement.privacy_report` returns it, or of an earlier format.
         base: Hub id of the base model, as the card names it.
     """
-    texts = [_part(name, report) for name in ("open_points", "guarantee", "not_covered", "check_it")]
-    for name in (None, _hub_id(base)):
-        texts += [_part("title", report, base=name, adapter=adapter) for adapter in (False, True)]
+    card = _template_of(report)
+    texts = [_part(name, report, card) for name in ("open_points", "guarantee", "not_covered", "check_it")]
+    for template_of in dict.fromkeys((card, earlier_pages.CARD_TEMPLATE)):  # a title stays when notes are added
+        for name in (None, _hub_id(base)):
+            texts += [_part("title", report, template_of, base=name, adapter=adapter) for adapter in (False, True)]
     return {line.strip() for text in texts for line in text.split("\n")}

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag, ValidationError
+from pydantic import ConfigDict, Discriminator, Field, JsonValue, Tag, ValidationError
 
 from dpllm.report.kinds import (
     Adjacency,
@@ -24,6 +24,7 @@ from dpllm.report.kinds import (
     NoiseSpec,
     NotNegative,
     OneOf,
+    Part,
     Positive,
     Probability,
     Rate,
@@ -33,18 +34,14 @@ from dpllm.report.kinds import (
     Sha256,
     Unit,
 )
+from dpllm.report.models_front import Front, KeptFiles, Line, Noted, Settled
 
-FORMAT: Final = 3
-"""Format of the report's JSON. Format 2 had no facts of the run and no open points of the ledger."""
+FORMAT: Final = 4
+"""Format of the report's JSON. Format 2 had no facts of the run and no open points of the ledger. Format 3 had no first
+screen, no way to settle a point, no list of files that are not for release, and answers in its checklist; its sentences
+about attacks are the table of the first screen now."""
 TIERS = ("strong", "reasonable", "weak", "none")
 _MOST_LISTED = 12
-SECTIONS = ("setting", "definition", "accounting", "strength", "checkable", "utility")
-
-
-class Part(BaseModel):
-    """A part of a report: frozen, and without a key that it does not know."""
-
-    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class _ByAdjacency(Part):
@@ -184,26 +181,28 @@ class DrawNumbers(Part):
     sampling: Sampling = Field(description="What is drawn and clipped as a whole: units, or rows.")
     num_units: AtLeastOne = Field(description="N, the number of units; public.")
     num_examples: AtLeastOne | None = Field(
-        description="Rows there are to draw with example-level sampling; null otherwise."
+        description="Rows there are to draw, with example-level sampling; null otherwise."
     )
-    sampling_rate: Rate = Field(description="q.")
+    sampling_rate: Rate = Field(description="q, the share of units, or of rows, that a step draws on average.")
     expected_batch_size: AtLeastOne = Field(description="b, which the noisy sum is divided by.")
-    max_batch_size: AtLeastOne = Field(description="B_max.")
+    max_batch_size: AtLeastOne = Field(description="B_max, the most that a step draws.")
 
 
 class Parameters(DrawNumbers):
     """Every parameter of the mechanism."""
 
-    num_steps_planned: AtLeastOne = Field(description="T planned.")
-    num_steps_charged: Count = Field(description="T taken.")
-    noise_multiplier: NotNegative = Field(description="σ.")
-    clip_norm: Positive = Field(description="C.")
-    noise_stddev: NotNegative = Field(description="σC; σ_g C where the clip threshold adapts.")
-    target_epsilon: Positive | None = Field(description="The ε that the run may cost, or null.")
+    num_steps_planned: AtLeastOne = Field(description="T, the steps planned.")
+    num_steps_charged: Count = Field(description="T, the steps taken.")
+    noise_multiplier: NotNegative = Field(description="σ, the noise multiplier.")
+    clip_norm: Positive = Field(description="C, the clip norm.")
+    noise_stddev: NotNegative = Field(
+        description="Standard deviation of the noise; σC, or σ_g C where the clip threshold adapts."
+    )
+    target_epsilon: Positive | None = Field(description="The ε that the run may cost; null without a limit.")
     delta: Probability = Field(description="δ.")
-    why_this_delta: str = Field(description="δ in terms of 1/N.")
-    max_rows_per_unit: AtLeastOne | None = Field(description="k; null at sequence level.")
-    rows_kept: RowsKept = Field(description="Which k rows of a user; null at sequence level.")
+    why_this_delta: str = Field(description="Why this δ.")
+    max_rows_per_unit: AtLeastOne | None = Field(description="k, the most rows of one user; null at sequence level.")
+    rows_kept: RowsKept = Field(description="Which rows of a user with more were kept; null at sequence level.")
 
 
 class Assumption(Part):
@@ -259,7 +258,6 @@ class Strength(Part):
         description="Largest probability of guessing a unit's contents with the release (arXiv:2302.07225), by the "
         "probability of guessing them without it."
     )
-    in_plain_words: tuple[str, ...] = Field(description="The same as sentences.")
     audit: str | None = Field(description="What an empirical audit found; null: none noted.")
     audit_noted: str | None = Field(description="What people noted of an audit; null: nothing.")
 
@@ -444,19 +442,10 @@ class Checkable(Part):
     versions: Versions = Field(description="Versions of the software; null: not installed.")
 
 
-class Line(Part):
-    """A line that every report must answer (Ponomareva et al., JAIR 2023)."""
-
-    section: Annotated[str, OneOf(SECTIONS)] = Field(description="Which part of the report it belongs to.")
-    question: str = Field(description="The question.")
-    answer: str | None = Field(description="The answer; null: not filled in.")
-    filled: bool = Field(description="Whether there is an answer.")
-
-
 class Findings(Part):
-    """A report but for its checklist and its open points, which follow from the rest."""
+    """A report but for its first screen, its checklist and its open points, which follow from the rest."""
 
-    format: Literal[3] = Field(description="Format of the report; changes when a key does.")
+    format: Literal[4] = Field(description="Format of the report; changes when a key does.")
     statement: Statement = Field(description="The guarantee in one place.")
     setting: Setting = Field(description="Who is trusted with what.")
     definition: Definition = Field(description="The definition as this run instantiates it.")
@@ -466,8 +455,12 @@ class Findings(Part):
     checkable: Checkable = Field(description="How to check all of it.")
     noted_open_points: tuple[str, ...] = Field(description="Reasons not to release that the run noted in its ledger.")
     utility: dict[str, JsonValue] | None = Field(
-        description="Held-out metric, the same without privacy, hardware, cost: name to value; null: not filled in."
+        description="Figures of the model that may be released: name to value; null: not filled in."
     )
+    utility_elsewhere: tuple[str, ...] = Field(
+        description="Names of figures that ε does not cover; they are in a file of the run that is not for release."
+    )
+    noted: Noted = Field(description="Facts that only people know, beside those of the setting and the definition.")
 
 
 class PrivacyReport(Findings):
@@ -476,17 +469,21 @@ class PrivacyReport(Findings):
     All bounds are upper bounds.
     """
 
+    front: Front = Field(description="The first screen: what happened, in sentences.")
     checklist: tuple[Line, ...] = Field(
         min_length=1, description="Every line that a report must answer (Ponomareva et al., JAIR 2023)."
     )
-    open_points: tuple[str, ...] = Field(description="Reasons not to release yet.")
+    open_points: tuple[str, ...] = Field(description="Reasons not to release yet; each can be cleared.")
+    how_to_clear: tuple[str, ...] = Field(description="For each open point, the command or setting that clears it.")
+    settled_points: tuple[Settled, ...] = Field(description="Points that people settled, with what they checked.")
+    do_not_publish: tuple[KeptFiles, ...] = Field(description="Files of the run's folder that are not for release.")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that JSON can hold; an infinite ε is "inf"."""
         return self.model_dump(mode="json", by_alias=True)
 
     def with_part(self, name: str, **values: Any) -> Self:
-        """Return the report with other values in one of its parts; checklist and open points stay as they are."""
+        """Return the report with other values in one of its parts; what follows from it stays as it is."""
         return self.model_copy(update={name: getattr(self, name).model_copy(update=values)})
 
     @classmethod

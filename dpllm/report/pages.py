@@ -7,12 +7,19 @@ from __future__ import annotations
 
 import importlib.resources
 import math
+import re
 from functools import cache
 from typing import Any
 
 import jinja2
+import markupsafe
 
-from dpllm.privacy.rounding import format_delta, format_epsilon, up
+from dpllm.privacy.rounding import format_delta, format_epsilon, one_in, up, up_significant
+from dpllm.report.disclosures import UTILITY_FILE
+from dpllm.report.front import bounds, unit_of
+from dpllm.report.glossary import GLOSSARY
+from dpllm.report.models import Parameters, PrivacyReport
+from dpllm.report.models_front import SECTIONS
 
 NOT_FILLED = "**not filled in**"
 
@@ -40,9 +47,10 @@ def template(name: str) -> jinja2.Template:
         finalize=None if is_html else _in_one_line,
     )
     environment.filters.update(
-        epsilon=_epsilon, delta=format_delta, chance=_chance, rho=_rho, cell=_cell, verbatim=_Verbatim
+        **{"epsilon": _epsilon, "delta": format_delta, "one_in": one_in, "chance": _chance, "share": _share},
+        **{"rho": _rho, "cell": _cell, "verbatim": _Verbatim, "width": _width, "code": _code},
     )
-    environment.globals["not_filled"] = NOT_FILLED
+    environment.globals.update(not_filled=NOT_FILLED, sections=SECTIONS, glossary=GLOSSARY, utility_file=UTILITY_FILE)
     text = importlib.resources.files("dpllm").joinpath(f"report/templates/{name}").read_text(encoding="utf-8")
     return environment.from_string(text)
 
@@ -57,6 +65,33 @@ def part(name: str, block: str, **context: Any) -> str:
     """
     page = template(name)
     return "".join(page.blocks[block](page.new_context(context))).strip()
+
+
+def shown_beside(report: PrivacyReport) -> dict[str, Any]:
+    """Return what the pages show beside the report's own values, made from these: all bounds, named parameters."""
+    statement = report.statement
+    return {
+        "bounds": [row for _, row in bounds(report.strength, statement.adjacency, unit_of(statement.unit))],
+        "parameters": [
+            ((Parameters.model_fields[name].description or name).removesuffix(".").partition(";")[0], value)
+            for name, value in report.accounting.parameters
+        ],
+    }
+
+
+def _share(value: float) -> str:
+    """Print a probability with four figures, rounded up."""
+    return f"{float(up_significant(min(1.0, value))):.12g}"
+
+
+def _width(value: float) -> str:
+    """Print a probability as the width of a bar."""
+    return f"{100 * value:.3g}%"
+
+
+def _code(value: str) -> markupsafe.Markup:
+    """Escape a text, and show what is between backticks as code."""
+    return markupsafe.Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(markupsafe.escape(value))))
 
 
 def _in_one_line(value: Any) -> str:

@@ -174,9 +174,9 @@ def require_publishable(folder: str | Path, *, force_open_points: bool = False) 
         )
     if points and not force_open_points:
         raise PublishError(
-            f"{len(points)} open point(s) in the privacy report of {folder}: {' '.join(points)} Settle them "
-            "(`dpllm report FOLDER --help`, DPTrainer.notes, or `release:` in a recipe), or publish with "
-            "--force-open-points (force_open_points=True): the card lists them"
+            f"{len(points)} open point(s) in the privacy report of {folder}: {' '.join(points)} Clear them as "
+            f"{MARKDOWN_FILE} says beside each, or publish with --force-open-points (force_open_points=True): the card "
+            "lists them"
         )
 
 
@@ -300,8 +300,13 @@ def _looked_at(report: Mapping[str, Any]) -> tuple[bool, str, list[str]]:
     return (
         bool(report["statement"]["private"]),
         str(report["strength"]["audit"] or ""),
-        [str(point) for point in report["open_points"]],
+        [f"{point} Cleared by: {how}." for point, how in zip(report["open_points"], _ways(report), strict=True)],
     )
+
+
+def _ways(report: Mapping[str, Any]) -> list[str]:
+    """Return what clears each open point; reports of earlier versions do not say it."""
+    return [str(how) for how in report.get("how_to_clear") or ["`dpllm report FOLDER`"] * len(report["open_points"])]
 
 
 def _audit_failed(path: Path) -> bool:

@@ -12,11 +12,10 @@ import json
 import math
 import os
 import platform
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import dpllm
 from dpllm.config.versions import installed_version
@@ -29,7 +28,7 @@ from dpllm.privacy import accounting, comparison
 from dpllm.privacy.accounting import merge
 from dpllm.privacy.identity import COMPLETED, STOPPED_EARLY
 from dpllm.privacy.ledger import Ledger, LedgerContents, read_ledger
-from dpllm.privacy.risk import attack_risk, in_plain_words
+from dpllm.privacy.risk import attack_risk
 from dpllm.privacy.rounding import format_delta, up
 from dpllm.privacy.stated import planned_steps, stated_history
 from dpllm.report.checklist import REFUTED, completed
@@ -54,48 +53,18 @@ from dpllm.report.models import (
     Strength,
     Versions,
 )
+from dpllm.report.release_notes import JSON_FILE as JSON_FILE
+from dpllm.report.release_notes import ReleaseNotes as ReleaseNotes
+from dpllm.report.release_notes import notes_in as notes_in
+from dpllm.report.release_notes import notes_of as notes_of
 
 if TYPE_CHECKING:
     from dpllm.privacy.plan import PrivacyPlan
 
 MARKDOWN_FILE = "privacy_report.md"
-JSON_FILE = "privacy_report.json"
 HTML_FILE = "privacy_report.html"
 
 _CURVE_FACTORS = (1.0, 0.1, 0.01)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReleaseNotes:
-    """What only people know about a release; None stays an open point of the report."""
-
-    data_holder: str | None = None
-    """Who holds the raw data."""
-    audience: str | None = None
-    """Who will see the released model."""
-    other_uses: str | None = None
-    """Other uses of the same data: tuning runs, earlier models, model selection."""
-    audit: str | None = None
-    """What an empirical audit of the model found; asked for where ε is above 10."""
-    utility: Mapping[str, Any] = field(default_factory=dict)
-    """Held-out metric, the same without privacy, hardware, cost: name to value."""
-
-    def __post_init__(self) -> None:
-        """Refuse what no report can hold, before a run is trained for it.
-
-        Raises:
-            ValueError: a note is no text, or a figure is nothing that JSON can hold.
-        """
-        for name in ("data_holder", "audience", "other_uses", "audit"):
-            value = getattr(self, name)
-            if not isinstance(value, str | None):
-                raise ValueError(f"the note {name} must be a text, got {value!r} ({type(value).__name__})")
-        try:
-            json.dumps(dict(self.utility), allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"utility must hold texts and finite numbers, got {dict(self.utility)!r} ({error})"
-            ) from error
 
 
 def privacy_report(
@@ -127,13 +96,15 @@ def privacy_report(
             data_holder=notes.data_holder,
             audience=notes.audience,
         ),
-        definition=define(plan, contents, notes.other_uses),
+        definition=define(plan, contents, notes),
         accounting=_accounting(plan, contents, epsilons),
         strength=_strength(plan, contents, headline, seeded, notes.audit),
         curves=curves(history, plan.delta, plan.adjacency, headline, plan.target_epsilon),
         checkable=_checkable(plan, contents),
         noted_open_points=(*contents.notes.open_points, *selection_points(plan, contents)),
         utility=json.loads(json.dumps(dict(notes.utility), allow_nan=False)) or None,
+        utility_elsewhere=tuple(notes.utility_elsewhere),
+        noted=notes.noted(),
     )
     return completed(findings)
 
@@ -166,44 +137,6 @@ def write_report(
 def json_text(report: PrivacyReport) -> str:
     """Return the text of the JSON file."""
     return json.dumps(report.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def notes_in(folder: str | Path) -> ReleaseNotes:
-    """Return what people noted in the report that lies in a folder; nothing where there is none.
-
-    Args:
-        folder: of a run or of a checkpoint.
-
-    Raises:
-        ValueError: the file is damaged or of another kind.
-    """
-    path = Path(folder) / JSON_FILE
-    if not path.is_file():
-        return ReleaseNotes()
-    try:
-        return notes_of(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f"{path} is not a whole privacy report ({type(error).__name__}: {error}), so the notes in it cannot be "
-            "read: restore it from a copy, or delete it and note again with `dpllm report`"
-        ) from error
-
-
-def notes_of(report: Mapping[str, Any]) -> ReleaseNotes:
-    """Return what people noted in a report; nothing where it has another format than today's.
-
-    Args:
-        report: as the JSON file holds it.
-    """
-    if report.get("format") not in (2, FORMAT):
-        return ReleaseNotes()
-    return ReleaseNotes(
-        data_holder=report["setting"]["data_holder"],
-        audience=report["setting"]["audience"],
-        other_uses=report["definition"]["other_uses_of_the_data"],
-        audit=report["strength"].get("audit_noted", report["strength"]["audit"] if report["format"] == 2 else None),
-        utility=report["utility"] or {},
-    )
 
 
 def _replace(path: Path, text: str) -> None:
@@ -296,7 +229,7 @@ def _accounting(plan: PrivacyPlan, contents: LedgerContents, epsilons: EpsilonBy
     return Accounting(
         kind="privacy loss distributions (PLD), discretized pessimistically (connect the dots), composed by FFT; "
         f"{'that of the selection follows from Rényi divergences; ' if plan.selection is not None else ''}"
-        f"computed by dpllm.mechanism.pld and {accounting.TOOL}, to whose results tests hold it",
+        f"computed by dpllm.mechanism.pld and {accounting.TOOL}; tests compare both",
         event=event(plan),
         tool=accounting.TOOL,
         tool_version=accounting.tool_version(),
@@ -442,9 +375,6 @@ def _parameters(plan: PrivacyPlan, contents: LedgerContents) -> Parameters:
 def _strength(plan: PrivacyPlan, contents: LedgerContents, epsilon: float, seeded: bool, audit: str | None) -> Strength:
     risk = attack_risk(stated_history(plan, contents), plan.adjacency)
     tier, words = _tier(epsilon, seeded)
-    sentences = in_plain_words(risk, "record" if plan.unit == "sequence" else "user")
-    if seeded:
-        sentences = ["Not with the fixed seed of this run, but with secret randomness: " + line for line in sentences]
     return Strength(
         tier=tier,
         words=words,
@@ -452,7 +382,6 @@ def _strength(plan: PrivacyPlan, contents: LedgerContents, epsilon: float, seede
         bayes_success={f"{prior:g}": value for prior, value in risk.bayes_success.items()},
         true_positive_rate={f"{rate:g}": value for rate, value in risk.true_positive_rate.items()},
         reconstruction={f"{prior:g}": value for prior, value in risk.reconstruction.items()},
-        in_plain_words=tuple(sentences),
         audit=_audits(contents, audit),
         audit_noted=audit,
     )
@@ -472,7 +401,7 @@ def _tier(epsilon: float, seeded: bool) -> tuple[str, str]:
     if epsilon <= 10:
         return (
             "reasonable",
-            "ε between 1 and 10 is a reasonable guarantee; the bounds below say what it allows.",
+            "ε between 1 and 10 is a reasonable guarantee; the bounds on attacks say what it allows.",
         )
     return (
         "weak",

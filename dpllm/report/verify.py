@@ -24,19 +24,30 @@ from dpllm.config.versions import installed_version
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerContents, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.rounding import format_epsilon
+from dpllm.report import earlier_pages
 from dpllm.report.checklist import completed
 from dpllm.report.earlier_reports import (
     EARLIER_FORMATS,
     deltas_rounded_up,
+    due_then,
     format_of,
-    in_todays_form,
+    in_format_3,
     in_todays_lines,
+    is_as_old,
     rounds_to_nearest,
     sentences_rounded_up,
+    then_of,
 )
 from dpllm.report.html import draw_figures, render_html
 from dpllm.report.markdown import render_markdown
-from dpllm.report.model_card import CARD_FILE, guarantee_section, metadata_in, own_lines, privacy_metadata
+from dpllm.report.model_card import (
+    CARD_FILE,
+    guarantee_section,
+    metadata_in,
+    own_lines,
+    points_listed,
+    privacy_metadata,
+)
 from dpllm.report.models import FORMAT, Part, PrivacyReport, Versions, complaints, listed
 from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, ReleaseNotes, notes_of, privacy_report
 from dpllm.report.verify_release import foreign_claims, missing_points, release_checks
@@ -118,30 +129,25 @@ def verify(folder: str | Path) -> Verification:
         checks += [Check(*result) for result in release_checks(folder, contents)]
     if recorded is not None:
         checks.append(_schema_check(recorded))
-        if contents is not None and format_of(recorded) in EARLIER_FORMATS:
-            checks.append(_age_check(contents))
-    due = _recomputed(checks, plan, contents, recorded)
+        if contents is not None and (written := format_of(recorded)) in EARLIER_FORMATS and written is not None:
+            checks.append(_age_check(contents, written))
+    due: Any = _recomputed(checks, plan, contents, recorded)
     earlier = format_of(recorded) in EARLIER_FORMATS
+    if due is not None and earlier:
+        due = due_then(due)
     nearest = rounds_to_nearest(contents)
     if due is not None and recorded is not None:
-        printed = sentences_rounded_up(recorded, due) if nearest else recorded
-        found = in_todays_form(printed, due.to_dict(), keep_words=False) if earlier else printed
-        right = due.to_dict()
+        printed, right = sentences_rounded_up(recorded, due) if nearest else recorded, _plain(due)
+        found = in_format_3(printed, right, keep_words=False) if earlier else printed
         checks.append(_json_check(found, sentences_rounded_up(right, due) if nearest else right, recorded))
         if checks[-1].ok:  # so that rounding of numbers that other versions computed can't matter
-            form = in_todays_form(printed, due.to_dict(), keep_words=True) if earlier else printed
             with contextlib.suppress(ValueError):  # a number just out of its range, which the schema's check named
-                due = PrivacyReport.read(form)
-
-    def comparable(text: str) -> str:
-        """Return a file's text, or the text due in its place, in the one form in which both are compared."""
-        lines = in_todays_lines(text) if earlier else text
-        return deltas_rounded_up(lines, due) if nearest and due is not None else lines
-
+                due = then_of(in_format_3(printed, right, keep_words=True)) if earlier else PrivacyReport.read(printed)
+    pages = None if due is None else _Pages(due, earlier, nearest)
     for name, compare in ((MARKDOWN_FILE, _markdown_check), (HTML_FILE, _html_check)):
-        checks.append(_file_check(folder / name, due, compare, comparable))
+        checks.append(_file_check(folder / name, pages, compare))
     if (folder / CARD_FILE).is_file():
-        checks.append(_file_check(folder / CARD_FILE, due, _card_check, comparable))
+        checks.append(_file_check(folder / CARD_FILE, pages, _card_check))
     return Verification(folder, tuple(checks))
 
 
@@ -164,6 +170,36 @@ def check_ledger(folder: Path, checks: list[Check]) -> tuple[PrivacyPlan | None,
     return plan, contents
 
 
+@dataclass(frozen=True)
+class _Pages:
+    """The pages that are due, in the form of the version that wrote those in the folder."""
+
+    report: Any
+    """Today's report, or one of format 3."""
+    earlier: bool
+    """Whether an earlier version wrote the folder's report."""
+    nearest: bool
+    """Whether that version may have rounded δ to nearest."""
+
+    def comparable(self, text: str) -> str:
+        """Return a file's text, or the text due in its place, in the one form in which both are compared."""
+        lines = in_todays_lines(text) if self.earlier else text
+        return deltas_rounded_up(lines, self.report) if self.nearest else lines
+
+    def markdown(self) -> str:
+        """Return the Markdown page."""
+        return earlier_pages.render_markdown(self.report) if self.earlier else render_markdown(self.report)
+
+    def html(self) -> str:
+        """Return the page with its pictures."""
+        figures = draw_figures(self.report)
+        return earlier_pages.render_html(self.report, figures) if self.earlier else render_html(self.report, figures)
+
+
+def _plain(report: Any) -> dict[str, Any]:
+    return dict(report.model_dump(mode="json", by_alias=True))
+
+
 def _tried(checks: list[Check], what: str, load: Callable[[], Any], found: Callable[[Any], str]) -> Any:
     """Return what was loaded, or None, and note which."""
     try:
@@ -184,7 +220,7 @@ def _of_plan(plan: PrivacyPlan) -> str:
 
 
 def _of_ledger(contents: LedgerContents) -> str:
-    return f"{contents.num_steps} steps of {len(contents.runs)} run(s), SHA-256 {contents.sha256[:12]}"
+    return f"{contents.num_steps} steps, {len(contents.runs)} start(s), SHA-256 {contents.sha256[:12]}"
 
 
 def _of_report(report: Mapping[str, Any]) -> str:
@@ -267,9 +303,9 @@ def _schema_check(recorded: Mapping[str, Any]) -> Check:
     return Check(what, not lines, listed(lines) if lines else found)
 
 
-def _age_check(contents: LedgerContents) -> Check:
+def _age_check(contents: LedgerContents, written: int) -> Check:
     """Whether an earlier version can have written the report: of its sentences only the numbers are compared."""
-    older = all(run.get("file") is None for run in contents.runs)
+    older = is_as_old(contents, written)
     return Check(
         f"{JSON_FILE} is as old as the ledger",
         older,
@@ -403,12 +439,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
-def _file_check(
-    path: Path,
-    due: PrivacyReport | None,
-    compare: Callable[[Path, str, PrivacyReport, Callable[[str], str]], tuple[bool, str]],
-    comparable: Callable[[str], str],
-) -> Check:
+def _file_check(path: Path, pages: _Pages | None, compare: Callable[[Path, str, _Pages], tuple[bool, str]]) -> Check:
     what = f"{path.name} says the same"
     try:
         text = path.read_text(encoding="utf-8")
@@ -416,22 +447,22 @@ def _file_check(
         return Check(what, False, f"{path} cannot be read ({error.strerror})")
     except UnicodeDecodeError:
         return Check(what, False, f"{path} is no UTF-8 text")
-    if due is None:
+    if pages is None:
         return Check(what, False, "there is nothing to compare it with, since plan or ledger cannot be used")
     try:
-        return Check(what, *compare(path, comparable(text), due, comparable))
+        return Check(what, *compare(path, pages.comparable(text), pages))
     except ValueError as error:
         return Check(what, False, _in_words(error))
 
 
-def _markdown_check(_path: Path, text: str, due: PrivacyReport, comparable: Callable[[str], str]) -> tuple[bool, str]:
-    return _same_text(text, comparable(render_markdown(due)), "exactly")
+def _markdown_check(_path: Path, text: str, pages: _Pages) -> tuple[bool, str]:
+    return _same_text(text, pages.comparable(pages.markdown()), "exactly")
 
 
-def _html_check(_path: Path, text: str, due: PrivacyReport, comparable: Callable[[str], str]) -> tuple[bool, str]:
+def _html_check(_path: Path, text: str, pages: _Pages) -> tuple[bool, str]:
     """Compare the pictures too, where the program that drew them is the one installed."""
-    drawn, here = due.checkable.versions.matplotlib, installed_version("matplotlib")
-    page = comparable(render_html(due, draw_figures(due)))
+    drawn, here = pages.report.checkable.versions.matplotlib, installed_version("matplotlib")
+    page = pages.comparable(pages.html())
     if drawn == here:
         return _same_text(text, page, "exactly, with its pictures")
     without = re.compile(r"<svg.*?</svg>", flags=re.DOTALL)
@@ -447,8 +478,8 @@ def _same_text(found: str, due: str, how: str) -> tuple[bool, str]:
     return False, f"line {number} is {_short(one)} and should be {_short(other)}"
 
 
-def _card_check(path: Path, text: str, due: PrivacyReport, _comparable: Callable[[str], str]) -> tuple[bool, str]:
-    found = metadata_in(path).get("differential_privacy", _ABSENT)
+def _card_check(path: Path, text: str, pages: _Pages) -> tuple[bool, str]:
+    due, found = pages.report, metadata_in(path).get("differential_privacy", _ABSENT)
     blocks = [block for block in guarantee_section(due) if block not in text]
     if found is _ABSENT:
         claims, words = foreign_claims(text, ())
@@ -458,7 +489,7 @@ def _card_check(path: Path, text: str, due: PrivacyReport, _comparable: Callable
     right = json.loads(json.dumps(privacy_metadata(due)))
     lines = [_difference(*found_) for found_ in _differences(found, right, "differential_privacy", 0.0)]
     lines += [f"its text lacks {_short(block)}" for block in blocks]
-    lines += [f"its open points lack {_short(point)}" for point in missing_points(text, due.open_points)]
+    lines += [f"its open points lack {_short(point)}" for point in missing_points(text, points_listed(due))]
     foreign, words = foreign_claims(text, own_lines(due, metadata_in(path).get("base_model")))
     lines += [f"another claim: {_short(line)}" for line in foreign]
     if lines:

@@ -27,9 +27,10 @@ from dpllm.ghost.checks import no_gradient
 from dpllm.models.ended import RunWeights, sums_of_trained
 from dpllm.models.quantization import BASE_STORED_AS, make_ready, stored_as
 from dpllm.models.starting_point import check_start, note_trained
+from dpllm.models.tasks import trained_words
 from dpllm.privacy.identity import RunName, run_in
 from dpllm.privacy.plan import PrivacyPlan
-from dpllm.report.definition import RELEASED_WEIGHTS
+from dpllm.report.definition import RELEASED_WEIGHTS, TRAINED_MODEL
 from dpllm.training.averaging import Averaging
 from dpllm.training.checks import agreement
 from dpllm.training.checks.independence import IndependenceCheck, IndependenceError
@@ -309,6 +310,7 @@ def attach(
             _attach_average(averaging, attached, model, plan, ledger, processes)
             undo.callback(averaging.detach)
             ledger.append_fact(RELEASED_WEIGHTS, averaging.words)
+        ledger.append_fact(TRAINED_MODEL, trained_words(inside))
         ledger.append_fact(METHOD, in_words(clipper))
         if moment is not None:
             ledger.append_fact(SECOND_MOMENT_FACT, moment)

@@ -42,8 +42,9 @@ from dpllm.privacy.ledger import LEDGER_FILE
 from dpllm.privacy.plan import PrivacyPlan, format_plan
 from dpllm.privacy.rounding import format_delta, format_epsilon
 from dpllm.privacy.unused import is_used
+from dpllm.report.disclosures import HELD_OUT
 from dpllm.report.figures import plot_training
-from dpllm.report.statement import ReleaseNotes
+from dpllm.report.release_notes import ReleaseNotes, keep_utility
 from dpllm.training.arguments import plan_for, training_arguments
 from dpllm.training.attaching import WhenAttached
 from dpllm.training.evaluation import Measurement
@@ -190,7 +191,7 @@ def run(recipe: Recipe) -> int:
         average=recipe.train.get("average"),
         merge_adapter=recipe.merge_adapter,
     )
-    trainer.declared_points = start.declared
+    trainer.declared_points, trainer.notes = start.declared, noted(recipe)
     if args.should_save:  # not earlier: a refused resume leaves the folder unchanged
         trainer.add_callback(WhenAttached(lambda: save_recipe(recipe, output / RECIPE_FILE)))
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
@@ -263,6 +264,13 @@ def public_start(
     return Start(model, tokenizer, public, shared_records_point(shared, text))
 
 
+def noted(recipe: Recipe) -> ReleaseNotes:
+    """Return the notes of a recipe; a base model from the Hub is named by its id."""
+    name = recipe.model.name if recipe.model.name and not Path(recipe.model.name).exists() else None
+    values = dataclasses.asdict(recipe.release)
+    return ReleaseNotes(**{**values, "base_model": recipe.release.base_model or name})
+
+
 def finish(
     recipe: Recipe,
     trainer: DPTrainer,
@@ -279,18 +287,23 @@ def finish(
         after = evaluated(trainer.model, held_out, trainer.processes, phases)
     phases.begin("report", "saving the model with its plan, ledger, report and card")
 
-    # Measurements on private records are on the screen and in the picture; the report counts them.
+    # Measurements on private records are on the screen, in the picture and in a file that is not for release. The
+    # report counts them. It prints those on public records only, and no duration, which depends on the private records.
     found = {"before": before, "after": after}
     utility = {
         f"held-out {name} {when}": f"{value:.4g}"
         for when, measured in found.items()
         for name, value in (measured.figures.items() if measured else ())
     }
-    if utility and not recipe.data.eval_is_public:
-        trainer.disclose("evaluation on private rows", len(utility))
+    public = recipe.data.eval_is_public
+    if utility and not public:
+        trainer.disclose(HELD_OUT, len(utility))
     hardware = str(args.device) if args.world_size == 1 else f"{args.world_size} processes, {args.device.type}"
-    cost = {"seconds in all": round(time.monotonic() - began), "hardware": hardware}
-    trainer.notes = ReleaseNotes(**dataclasses.asdict(recipe.release), utility={**utility, **cost})
+    kept = {**({} if public else utility), "seconds in all": round(time.monotonic() - began)}
+    if args.should_save:
+        keep_utility(output, kept)
+    figures = {**(utility if public else {}), "hardware": hardware}
+    trainer.notes = dataclasses.replace(trainer.notes, utility=figures, utility_elsewhere=tuple(kept))
     trainer.save_model()
     if not args.should_save:
         return

@@ -331,8 +331,15 @@ def test_what_people_know_is_noted(folder: Path) -> None:
     assert asked not in card and "Who will see the released model?" in card and card.endswith("\n\n## Privacy\n")
     for name in ("privacy_report.md", "privacy_report.html", "privacy_report.json"):
         assert "the clinic" in (folder / name).read_text()
-    again = as_json(["report", str(folder), "--audience", "the public"])
+    again = as_json(["report", str(folder), "--audience", "the public", "--utility", "accuracy on public data=0.83"])
     assert again["setting"]["data_holder"] == "the clinic", "earlier notes are kept"
+    given = ["--dataset", "notes", "--trained-by", "IT", "--license", "mit", "--language", "en", "--language", "de"]
+    last = as_json(["report", str(folder), *given, "--base-model", "org/base"])
+    assert (last["definition"]["dataset"], last["noted"]["language"]) == ("notes", ["en", "de"])
+    assert last["utility"] == {"accuracy on public data": "0.83"} and last["open_points"] == []
+    assert "is no code of a language" in refuse(["report", str(folder), "--language", "English"])
+    assert "must be a name, =, and a value" in refuse(["report", str(folder), "--utility", "0.83"])
+    assert "the report has 0 open points" in refuse(["report", str(folder), "--settle", "1=fine"])
 
 
 def test_budget_is_made_and_shown(tmp_path: Path) -> None:

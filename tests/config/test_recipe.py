@@ -154,6 +154,10 @@ def test_what_people_know_about_a_release_is_a_section(tmp_path: Path) -> None:
     recipe = load_recipe(path, ["release.data_holder=the clinic", "release.other_uses=none"])
     assert recipe.release == ReleaseConfig(data_holder="the clinic", other_uses="none")
     assert recipe_to_dict(recipe)["release"]["audience"] is None
+    languages = load_recipe(path, ["release.language=[en, pt-BR]", "release.license=mit"]).release
+    assert languages == ReleaseConfig(language=["en", "pt-BR"], license="mit")
+    with pytest.raises(ConfigError, match="language must be a code such as en"):
+        load_recipe(path, ["release.language=English"])
     with pytest.raises(ConfigError, match="audience must be a text"):
         load_recipe(path, ["release.audience=3"])
     with pytest.raises(ConfigError, match=r"unknown key 'release\.audiance'; did you mean 'release\.audience'"):

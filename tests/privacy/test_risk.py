@@ -10,7 +10,7 @@ from scipy import stats
 
 from dpllm.mechanism.events import Step
 from dpllm.privacy.accounting import epsilon
-from dpllm.privacy.risk import AttackRisk, attack_risk, in_plain_words, tradeoff_curve
+from dpllm.privacy.risk import attack_risk, tradeoff_curve
 
 
 def plain(sigma: float, rate: float) -> Step:
@@ -155,15 +155,3 @@ def test_tradeoff_of_a_gaussian_is_the_exact_one() -> None:
     rates, found = tradeoff_curve([(plain(1.0, 1.0), 1)], "zero-out", [1e-4, 1e-2, 0.3], 1e-3)
     exact = stats.norm.sf(stats.norm.isf(rates) - 1.0)
     assert (exact <= found).all() and (found <= exact * 1.01).all()
-
-
-def test_words_round_up() -> None:
-    """A sentence never states less than the bound, and names the success of blind guessing."""
-    words = in_plain_words(
-        AttackRisk("replace-one", 0.1, {0.5: 0.55001, 0.01: 0.990001}, {0.01: 0.020001}, {1e-6: 3.41e-6, 0.25: 0.5})
-    )
-    assert "which of two units" in words[0] and "55.1%" in words[0]
-    assert "99.01%" in words[1] and "99%" in words[1]
-    assert "2.01%" in words[2] and "blind guessing finds 1%" in words[2]
-    assert "out of a million equally likely ones is right in at most 3.5 of a million such cases" in words[3]
-    assert "out of 4 equally likely ones is right in at most 2 of 4 such cases" in words[4]

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from dpllm.config import PrivacyConfig
-from dpllm.mechanism.events import Step
 from dpllm.privacy.ledger import LedgerContents
 from dpllm.privacy.plan import make_plan
-from dpllm.report.checklist import checklist, completed, disagreements
-from dpllm.report.models import CrossCheck, PrivacyReport
+from dpllm.report.checklist import completed, disagreements, settled_by
+from dpllm.report.definition import NOT_SELECTED
+from dpllm.report.disclosures import DESTINATIONS, EVALUATION_DURING, TRAINING_LOSS
+from dpllm.report.models import CrossCheck, Fact, PrivacyReport, WrittenOut
+from dpllm.report.models_front import SECTIONS
 from dpllm.report.statement import ReleaseNotes, privacy_report
 
 
@@ -36,21 +38,70 @@ def check(epsilon: Any, ours: Any, bounds: Any = (0.0, 9.0)) -> list[CrossCheck]
 
 
 def test_each_line_is_answered_or_open(report: PrivacyReport) -> None:
-    """A line is filled exactly if it has an answer, and each open line is a reason not to release."""
-    lines = checklist(report)
-    assert lines == report.checklist
-    assert {line.section for line in lines} == {
-        "setting",
-        "definition",
-        "accounting",
-        "strength",
-        "checkable",
-        "utility",
-    }
+    """Each line names the section that answers it, and each open line is a reason not to release."""
+    lines = report.checklist
+    assert {line.section for line in lines} < set(SECTIONS)
     for line in lines:
-        assert line.filled == (line.answer is not None) and line.question.rstrip(".").strip()
+        assert line.question.rstrip(".").strip()
         assert line.filled != (f"Not filled in: {line.question}" in report.open_points)
-    assert next(line for line in lines if "raw data" in line.question).answer == "the clinic"
+    assert next(line for line in lines if "raw data" in line.question).filled
+    assert len(report.how_to_clear) == len(report.open_points) == 4
+
+
+def test_each_open_point_says_what_clears_it(report: PrivacyReport) -> None:
+    """A note, another run, or a statement of people; what the command says clears exactly that point."""
+    for point, how in zip(report.open_points, report.how_to_clear, strict=True):
+        assert how and ("dpllm report OUTPUT_DIR --" in how) == point.startswith("Not filled in"), (point, how)
+    place = next(at for at, point in enumerate(report.open_points) if "Who will see" in point)
+    assert '--audience "…"' in report.how_to_clear[place] and "`release.audience`" in report.how_to_clear[place]
+
+
+def test_people_settle_only_what_they_are_asked_to_check(report: PrivacyReport) -> None:
+    """Their statement takes the place of the point; nothing else can be settled, and a statement cannot be empty."""
+    asked = completed(report.model_copy(update={"noted_open_points": ("Rows have one length: confirm it.",)}))
+    place = asked.open_points.index("Rows have one length: confirm it.") + 1
+    assert (
+        asked.how_to_clear[place - 1] == f'`dpllm report OUTPUT_DIR --settle "{place}=what was checked, and by whom"`'
+    )
+    settled = settled_by(asked, [f"{place}= Each is a record; A. Meyer\n"])
+    assert settled == {"Rows have one length: confirm it.": "Each is a record; A. Meyer"}
+    after = completed(asked.with_part("noted", settled=settled))
+    assert after.open_points == tuple(one for one in asked.open_points if "one length" not in one)
+    assert [(item.point, item.answer) for item in after.settled_points] == [*settled.items()]
+    other = next(at for at, point in enumerate(asked.open_points, 1) if point.startswith("Not filled in"))
+    for answer, words in (
+        (f"{other}=fine", "is not settled by a statement"),
+        ("99=fine", "names point 99"),
+        ("0=fine", "names point 0"),
+        (f"{place}= ", "must be the number of an open point"),
+        ("fine", "must be the number of an open point"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            settled_by(asked, [answer])
+
+
+def test_a_refuted_or_unselected_run_is_never_settled(report: PrivacyReport) -> None:
+    """A statement about a point that nothing clears changes nothing."""
+    refuted = completed(
+        report.with_part("strength", audit="FAIL: ε is at least 9", audit_noted="FAIL: ε is at least 9")
+    )
+    unselected = completed(report.model_copy(update={"noted_open_points": (NOT_SELECTED,)}))
+    for found in (refuted, unselected):
+        forged = completed(found.with_part("noted", settled=dict.fromkeys(found.open_points, "fine")))
+        assert forged.open_points == found.open_points and forged.settled_points == ()
+
+
+def test_files_that_are_not_for_release_follow_the_run(report: PrivacyReport) -> None:
+    """TensorBoard's files and an audit's are listed where there are any; they are no open point."""
+    files = " ".join(item.files for item in report.do_not_publish)
+    assert "not_for_release/" in files and "TensorBoard" not in files and "audit.json" not in files
+    fact = Fact(name=DESTINATIONS, values=("TensorBoard, the Trainer's state",))
+    written = (WrittenOut(what=TRAINING_LOSS, count=3), WrittenOut(what=EVALUATION_DURING, count=1))
+    logged = report.with_part("definition", facts=(fact,), written_out_and_not_covered=written)
+    logged = completed(logged.with_part("strength", audit="consistent: ε is at least 0.1"))
+    files = " ".join(item.files for item in logged.do_not_publish)
+    assert "TensorBoard" in files and "audit.json" in files
+    assert logged.open_points == report.open_points
 
 
 def test_more_steps_than_planned_is_an_open_point(report: PrivacyReport) -> None:
@@ -85,10 +136,3 @@ def test_disagreement_reaches_the_open_points(report: PrivacyReport) -> None:
     """The line stands among the reasons not to release."""
     edited = completed(report.with_part("accounting", cross_checks=tuple(check(1.0, 5.0))))
     assert any("accountants disagree" in point for point in edited.open_points)
-
-
-def test_step_is_what_the_fixture_says(report: PrivacyReport) -> None:
-    """The parameters' line repeats the plan's numbers."""
-    step = Step(num_units=1000, sampling_rate=0.02, max_batch_size=52, noise_multiplier=2.0)
-    line = next(line for line in report.checklist if line.question.startswith("With which parameters"))
-    assert f"q = {step.sampling_rate:g}, expected batch 20, at most {step.max_batch_size}, T = 5" in line.answer

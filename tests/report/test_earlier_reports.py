@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from dpllm.report.earlier_reports import EARLIER_FORMATS, in_todays_form
+from dpllm.privacy.ledger import LEDGER_FILE, Ledger
+from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
+from dpllm.report.earlier_reports import EARLIER_FORMATS, in_format_3
 from dpllm.report.html import draw_figures
-from dpllm.report.models import PrivacyReport, complaints
+from dpllm.report.model_card import add_notes
+from dpllm.report.models import FORMAT, PrivacyReport, complaints
 from dpllm.report.verify import verify
 
 WRITTEN = Path(__file__).with_name("earlier_reports")
@@ -45,31 +48,68 @@ def test_an_untouched_folder_verifies(number, tmp_path):
     assert result.ok, failed(tmp_path / "run")
     details = {check.what: check.detail for check in result.checks}
     assert f"in format {number}, of an earlier version" in details["privacy_report.json fits the published schema"]
-    assert "the ledger names no files (an older run" in details["the model's files are those that were saved"]
+    named = {2: "the ledger names no files (an older run", 3: "there are none, and the ledger names none"}
+    assert named[number] in details["the model's files are those that were saved"]
     assert json.loads((WRITTEN / f"format{number}" / "privacy_report.json").read_text())["format"] == number
     assert EARLIER_FORMATS[number].model_json_schema()["properties"]["format"]["const"] == number
 
 
 @pytest.mark.parametrize(
-    ("name", "pattern", "by"),
+    ("number", "name", "pattern", "by"),
     [
-        ("privacy_report.json", r'"epsilon": 0\.(\d+)', r'"epsilon": 0.0\1'),
-        ("privacy_report.json", r"with ε = 0\.", "with ε = 0.0"),
-        ("privacy_report.json", r'"num_units": 1000', '"num_units": 1001'),
-        ("privacy_report.json", r'"ledger_sha256": "..', '"ledger_sha256": "00'),
-        ("privacy_report.md", r"one user", "one record"),
-        ("privacy_report.html", r"ε = 0\.", "ε = 0.0"),
-        ("README.md", r"epsilon: 0\.", "epsilon: 0.0"),
-        ("README.md", r"\Z", "\nIt satisfies ε = 0.01.\n"),
+        *(
+            (3, *edit)
+            for edit in (
+                ("privacy_report.json", r'"epsilon": (\d)\.(\d+)', r'"epsilon": \1.0\2'),
+                ("privacy_report.json", r"at most (\d+)\.(\d)% of the time when", r"at most \1.\2\2% of the time when"),
+                ("privacy_report.md", r"blind guessing", "guessing"),
+                ("privacy_report.html", r"such a person finds at most", "such a person finds"),
+                ("privacy_report.html", r'd="M \d', 'd="M 7'),
+                ("README.md", r"- Every id in column", "- Each id in column"),
+            )
+        ),
+        (2, "privacy_report.json", r'"epsilon": 0\.(\d+)', r'"epsilon": 0.0\1'),
+        (2, "privacy_report.json", r"with ε = 0\.", "with ε = 0.0"),
+        (2, "privacy_report.json", r'"num_units": 1000', '"num_units": 1001'),
+        (2, "privacy_report.json", r'"ledger_sha256": "..', '"ledger_sha256": "00'),
+        (2, "privacy_report.md", r"one user", "one record"),
+        (2, "privacy_report.html", r"ε = 0\.", "ε = 0.0"),
+        (2, "README.md", r"epsilon: 0\.", "epsilon: 0.0"),
+        (2, "README.md", r"\Z", "\nIt satisfies ε = 0.01.\n"),
     ],
 )
-def test_an_edit_is_found(name, pattern, by, folder):
+def test_an_edit_is_found(number, name, pattern, by, tmp_path):
     """Of a number, of a number in a sentence, of a page, of the card."""
+    folder = whole(number, tmp_path / "run")
     path = folder / name
-    text, count = re.subn(pattern, by, path.read_text(encoding="utf-8"), count=1)
-    assert count == 1
+    before = path.read_text(encoding="utf-8")
+    text, count = re.subn(pattern, by, before, count=1)
+    assert count == 1 and text != before
     path.write_text(text, encoding="utf-8")
     assert any(what.startswith(name) for what in failed(folder))
+
+
+@pytest.mark.parametrize("number", EARLIER_FORMATS)
+def test_a_note_writes_the_report_again_in_todays_form(number, tmp_path):
+    """Its card has today's guarantee and open points, so that the folder verifies."""
+    folder = whole(number, tmp_path / "run")
+    add_notes(folder, {"audience": "the staff"})
+    assert failed(folder) == {}
+    report = json.loads((folder / "privacy_report.json").read_text())
+    assert report["format"] == FORMAT and report["setting"]["audience"] == "the staff"
+    card = (folder / "README.md").read_text()
+    assert report["front"]["odds"] in card and "such a person finds" not in card
+
+
+def test_an_earlier_report_beside_a_later_ledger_is_found(folder):
+    """Of its sentences only the numbers are compared, so a report could be made to look old and say anything."""
+    plan, path = PrivacyPlan.load(folder / PLAN_FILE), folder / LEDGER_FILE
+    path.unlink()
+    with Ledger.create(path, plan) as ledger:
+        ledger.append_end("completed")
+    assert (
+        "`dpllm report FOLDER` makes the report again" in failed(folder)["privacy_report.json is as old as the ledger"]
+    )
 
 
 def test_the_remedy_is_named(folder):
@@ -86,9 +126,9 @@ def test_sentences_may_have_other_words_and_not_other_numbers():
     """Names and hashes have to be the same."""
     due = {"format": 3, "a": "holds 5 rows", "b": "one", "new": 1, "checklist": []}
     found = {"format": 2, "a": "has 5 rows", "b": "two", "old": 2, "checklist": []}
-    assert in_todays_form(found, due, keep_words=False) == {**due, "b": "two"}
-    assert in_todays_form(found, due, keep_words=True) == {**due, "a": "has 5 rows", "b": "two"}
-    assert in_todays_form({**found, "a": "has 6 rows"}, due, keep_words=False)["a"] == "has 6 rows"
+    assert in_format_3(found, due, keep_words=False) == {**due, "b": "two"}
+    assert in_format_3(found, due, keep_words=True) == {**due, "a": "has 5 rows", "b": "two"}
+    assert in_format_3({**found, "a": "has 6 rows"}, due, keep_words=False)["a"] == "has 6 rows"
 
 
 def test_each_format_has_its_own_keys():

@@ -15,9 +15,11 @@ from dpllm.config import PrivacyConfig
 from dpllm.privacy.ledger import Ledger, read_ledger
 from dpllm.privacy.plan import make_plan
 from dpllm.privacy.rounding import format_epsilon
+from dpllm.report.glossary import GLOSSARY, linked
 from dpllm.report.html import draw_figures, render_html
 from dpllm.report.models import PrivacyReport
-from dpllm.report.pages import template
+from dpllm.report.models_front import SECTIONS
+from dpllm.report.pages import shown_beside, template
 from dpllm.report.statement import HTML_FILE, ReleaseNotes, privacy_report, write_report
 
 NOTES = ReleaseNotes(
@@ -71,7 +73,7 @@ class Page(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
-        self.words += " " if tag in ("td", "dd", "p", "li", "h1", "title", "pre") else ""
+        self.words += " " if tag in ("td", "dt", "dd", "p", "li", "h1", "title", "pre") else ""
 
     def handle_data(self, data: str) -> None:
         if self.open[-1:] != ["style"]:
@@ -93,18 +95,25 @@ def test_page_stands_by_itself(page: str) -> None:
 
 
 def test_statement_and_tier_come_first(page: str, report: PrivacyReport) -> None:
-    """Before everything else: the title, the statement, and how strong it is."""
-    words = " ".join(Page(page).words.split())
-    assert words.startswith(f"Privacy report Privacy report {report.statement.words} Strength: strong")
+    """Before everything else: what was trained on what, by whom, when, the unit, the odds; then what is not done."""
+    words, front = " ".join(Page(page).words.split()), report.front
+    for line in (front.what, front.who, front.when, front.protected, front.odds, front.numbers, front.not_covered):
+        place = words.index(" ".join(line.split()))
+        assert place < words.index(front.to_do)
+    assert words.index(front.to_do) < words.index(report.open_points[0]) < words.index("Do not publish these files")
+    assert "strong" in words[: words.index(front.to_do)]
 
 
 def test_everything_of_the_report_is_on_the_page(page: str, report: PrivacyReport) -> None:
     """Every sentence, assumption, parameter, checklist line and hash, and ε rounded up."""
     words = " ".join(Page(page).words.split())
-    lines = [*report.strength.in_plain_words, *report.open_points, report.definition.mechanism]
+    lines = [*report.open_points, report.definition.mechanism, report.statement.words]
+    lines += [how.replace("`", "") for how in report.how_to_clear]
+    lines += [f"{row.attack} {row.without} {row.with_the_model}" for row in report.front.table]
+    lines += [f"{item.files} {item.why}".replace("`", "") for item in report.do_not_publish]
+    lines += [f"{entry.term} {entry.words}" for entry in GLOSSARY]
     lines += [item.how_ensured for item in report.accounting.assumptions]
     lines += [line.question for line in report.checklist]
-    lines += [line.answer for line in report.checklist if line.filled]
     lines += [item.what for item in report.definition.never_covered]
     lines += [report.checkable.plan_hash, report.checkable.ledger_sha256]
     lines += [report.checkable.verify, report.checkable.recompute_from_the_numbers]
@@ -113,9 +122,46 @@ def test_everything_of_the_report_is_on_the_page(page: str, report: PrivacyRepor
     lines += ["training loss 3", "units with a non-finite gradient 4"]
     for line in lines:
         assert " ".join(line.split()) in words, line
-    for name, value in report.accounting.parameters:
-        assert f"{name} {'–' if value is None else value}" in words
+    for name, value in shown_beside(report)["parameters"]:
+        assert f"{name} {'–' if value is None else value}" in words and "_" not in name.replace("B_max", "")
     assert page.count('class="missing">not filled in') == 2 * sum(not line.filled for line in report.checklist)
+    for name in SECTIONS:
+        assert page.count(f'id="{name}"') == 1
+    assert {line.section for line in report.checklist} <= set(SECTIONS)
+
+
+def test_nothing_is_said_twice(page: str, report: PrivacyReport) -> None:
+    """The checklist points to the sections, and a sentence about the numbers is there once."""
+    words = " ".join(Page(page).words.split())
+    for line in (report.definition.unit, report.definition.mechanism, report.front.odds, report.statement.words):
+        assert words.count(" ".join(line.split())) == 1, line
+
+
+def test_the_first_use_of_a_word_of_the_field_is_explained(page: str) -> None:
+    """It is a link to the glossary, once, before any other use in the text; headings and pictures have none."""
+    found = Page(page)
+    targets = [attributes["href"] for tag, attributes in found.tags if attributes.get("class") == "term"]
+    assert len(targets) == len(set(targets)) and {"#g-epsilon", "#g-delta", "#g-unit", "#g-noise"} <= set(targets)
+    for target in targets:
+        assert f'<dt id="{target[1:]}">' in page
+    assert re.search(r"<h[123][^>]*>[^<]*<a", page) is None
+    first = page.index("ε", page.index("<body>"))
+    assert page[:first].endswith('<a class="term" href="#g-epsilon">')
+    assert linked("<body><p>clipped <code>noise</code> and noise</p>") == (
+        '<body><p><a class="term" href="#g-clipping">clipped</a> <code>noise</code> and '
+        '<a class="term" href="#g-noise">noise</a></p>'
+    )
+
+
+def test_a_phone_gets_pictures_and_tables_of_its_own(page: str, report: PrivacyReport) -> None:
+    """Each picture is there in two sizes, of which a screen shows one; letters keep their size."""
+    figures = draw_figures(report)
+    for name in ("tradeoff", "epsilon_over_delta", "epsilon_over_steps"):
+        wide, narrow = (re.search(r'viewBox="0 0 ([\d.]+) ', figures[end]) for end in (name, f"{name}_narrow"))
+        assert wide is not None and narrow is not None and float(narrow[1]) < 0.6 * float(wide[1])
+    assert "figure .wide { display: none; }" in page and "table.stack" in page and 'name="viewport"' in page
+    ids = re.findall(r' id="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
 
 
 def test_what_people_noted_is_escaped(page: str) -> None:
@@ -130,7 +176,7 @@ def test_three_pictures_with_captions_and_words(page: str, report: PrivacyReport
     """Each picture has a caption, and says in words what it shows."""
     found = Page(page)
     pictures = [attributes for tag, attributes in found.tags if attributes.get("role") == "img"]
-    assert len(pictures) == 3 == page.count("<figcaption>") == page.count("<svg ")
+    assert len(pictures) == 2 * page.count("<figcaption>") == page.count("<svg ") == 6
     alternatives = " ".join(str(attributes["aria-label"]) for attributes in pictures)
     assert "false positive rate" in alternatives and "over δ" in alternatives
     assert f"rising to {format_epsilon(report.statement.epsilon)} after 6 steps" in alternatives
@@ -161,7 +207,7 @@ def test_not_private_is_said_first_thing(tmp_path: Path, change: dict[str, Any])
     found = Page(text)
     assert "<title>NOT PRIVATE" in text and "<h1>NOT PRIVATE" in text and '<header class="none">' in text
     drawn = "seed" in change
-    assert text.count("<svg ") == 3 * drawn and found.words.count("there is no finite ε to draw") == 3 * (not drawn)
+    assert text.count("<svg ") == 6 * drawn and found.words.count("there is no finite ε to draw") == 3 * (not drawn)
     assert ("would hold only with noise from secret randomness" in found.words) == drawn
 
 

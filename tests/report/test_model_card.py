@@ -29,9 +29,11 @@ from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan, make_plan
 from dpllm.privacy.rounding import format_epsilon
-from dpllm.report.model_card import TAGS, write_model_card
+from dpllm.report.model_card import TAGS, add_notes, own_lines, write_model_card
 from dpllm.report.models import PrivacyReport
 from dpllm.report.statement import ReleaseNotes, write_report
+from dpllm.report.verify import verify
+from dpllm.report.verify_release import foreign_claims
 
 IDS = torch.tensor([[1, 5, 6, 2]])
 
@@ -95,7 +97,7 @@ def test_statement_and_numbers_are_those_of_the_report(tmp_path: Path) -> None:
     report = evidence(tmp_path)
     card = ModelCard.load(write_model_card(tmp_path, report, base_model="org/base", task="causal_lm", adapter=False))
     assert report.statement.words in card.text and "NOT PRIVATE" not in card.text
-    for line in (*report.strength.in_plain_words, *report.open_points, report.definition.unit):
+    for line in (report.front.odds, report.front.numbers, *report.open_points, report.definition.unit):
         assert line in card.text
     for item in report.definition.never_covered:
         assert f"- {item.what}: {item.advice}" in card.text
@@ -197,8 +199,6 @@ def test_metadata_of_a_resumed_run_with_blt_noise_give_epsilon_again(tmp_path: P
     assert float(format_epsilon(epsilon([(one, found["rounds"])], found["delta"]))) == found["epsilon"]
     assert found["noise_multiplier_of_a_round"] < found["noise_multiplier"]
     assert "sampling_rate" not in found and 0 < found["share_of_units_in_a_step"] < 1  # nothing is sampled
-    (line,) = (one for one in report.checklist if one.question == "With which parameters did the mechanism run?")
-    assert line.answer is not None and "nothing is sampled" in line.answer and "q = " not in line.answer
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"noise_multiplier": 0}])
@@ -353,14 +353,54 @@ def test_code_loads_an_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_adapter_of_a_local_base_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder is not named: the reader is told to put one in, and the code works once it is."""
+    """The card does not name the folder, which says much about the machine; its code finds it in PEFT's file."""
     folder, base = tmp_path / "run", tmp_path / "base"
     tuned = adapter(llama(), base, folder, task_type="CAUSAL_LM")
     path = write_model_card(folder, evidence(folder), base_model=str(base), task="causal_lm", adapter=True)
     text = path.read_text()
-    assert str(base) not in text and "no name on the Hub" in text and "base_model" not in ModelCard(text).data.to_dict()
-    path.write_text(text.replace("path/to/the/base/model", str(base)))
+    assert str(base) not in text and "not on the Hub" in text and "base_model" not in ModelCard(text).data.to_dict()
+    assert "write its folder there in place of this name" in text
     assert same(execute(path, monkeypatch)["model"], tuned)
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_base_model_license_and_language_that_people_noted(tmp_path: Path, private: bool) -> None:
+    """They are in the metadata as the Hub accepts them; a local base model is named by its name on the Hub."""
+    notes = ReleaseNotes(base_model="org/base-2b", license="The Clinic's 1.0", language=("en", "de"))
+    report = evidence(tmp_path, notes, **({} if private else {"seed": 1}))
+    path = write_model_card(tmp_path, report, base_model=str(tmp_path), task="causal_lm", adapter=True)
+    card = ModelCard.load(path)
+    data = card.data.to_dict()
+    assert (data["base_model"], data["base_model_relation"]) == ("org/base-2b", "adapter")
+    assert (data["license"], data["license_name"]) == ("other", "the-clinic-s-1.0")
+    assert data["language"] == ["en", "de"]
+    assert "[`org/base-2b`](https://huggingface.co/org/base-2b)" in card.text and str(tmp_path) not in card.text
+    assert foreign_claims(path.read_text(), own_lines(report, "org/base-2b")) == ([], [])
+
+
+def test_a_license_that_is_noted_later_reaches_the_card(tmp_path: Path) -> None:
+    """`dpllm report --license` rewrites the metadata, and leaves the rest of the card."""
+    path = write_model_card(tmp_path, evidence(tmp_path), base_model=None, task="causal_lm", adapter=False)
+    path.write_text(path.read_text() + "\nA line of its owner.\n")
+    add_notes(tmp_path, {"license": "MIT", "language": ("fr",)})
+    card = ModelCard.load(path)
+    assert (card.data.license, card.data.language) == ("mit", ["fr"]) and "A line of its owner." in card.text
+    assert {check.what for check in verify(tmp_path).checks if not check.ok} == set()
+
+
+def test_what_people_settled_is_in_the_card(tmp_path: Path) -> None:
+    """The point leaves the open ones, and its statement takes its place; a card without it does not verify."""
+    report = evidence(tmp_path)
+    path = write_model_card(tmp_path, report, base_model=None, task="causal_lm", adapter=False)
+    point = next(one for one in report.open_points if "may be outside" in one)
+    after = add_notes(tmp_path, {"settled": {point: "Only the clinic sees them; A. Meyer."}})
+    assert (
+        point not in after.open_points
+        and f"- {point} Settled: Only the clinic sees them; A. Meyer." in path.read_text()
+    )
+    assert {check.what for check in verify(tmp_path).checks if not check.ok} == set()
+    path.write_text(path.read_text().replace(" Settled: Only the clinic", " Settled: Nobody"))
+    assert [check.what for check in verify(tmp_path).checks if not check.ok] == ["README.md says the same"]
 
 
 def test_adapter_of_another_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

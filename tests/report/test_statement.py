@@ -20,6 +20,8 @@ from dpllm.privacy.ledger import Ledger, LedgerContents, LedgerError, read_ledge
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan, make_plan
 from dpllm.report.disclosures import DESTINATIONS, TRAINING_LOSS, receivers
 from dpllm.report.models import BudgetEntry, PrivacyReport, WrittenOut, complaints, report_schema
+from dpllm.report.models_front import SECTIONS
+from dpllm.report.pages import shown_beside
 from dpllm.report.statement import ReleaseNotes, notes_in, notes_of, privacy_report, render_markdown, write_report
 from dpllm.report.verify import verify
 
@@ -164,7 +166,7 @@ def test_headline_follows_the_adjacency(tmp_path: Path) -> None:
     assert report.statement.epsilon == report.accounting.epsilon.replace_one
     assert report.statement.epsilon > report.accounting.epsilon.zero_out
     assert "been another record" in report.statement.words
-    assert "which of two records" in report.strength.in_plain_words[0]
+    assert "which of two records" in report.front.odds and "which of two records" in report.front.table[0].attack
 
 
 def test_curve_falls_as_delta_rises(tmp_path: Path) -> None:
@@ -204,8 +206,9 @@ def test_what_the_reporting_guide_asks_for(tmp_path: Path) -> None:
         "public constant",
         "operating system",
         "chained by hashes",
-        "blind guessing",
+        "without the model",
         "out of a million equally likely",
+        "1 in 10,000",
         "| PRV | 0.14",
         "Steps: 20 of 20 planned steps were taken; the run ended: completed",
         "dpllm verify OUTPUT_DIR",
@@ -216,8 +219,8 @@ def test_what_the_reporting_guide_asks_for(tmp_path: Path) -> None:
     ):
         assert words in page, words
     for line in report.checklist:
-        assert line.filled and f"| {line.question} |" in page
-    for name, value in report.accounting.parameters:
+        assert line.filled and f"| {line.question} | {SECTIONS[line.section]} |" in page
+    for name, value in shown_beside(report)["parameters"]:
         assert f"| {name} | {'-' if value is None else value} |" in page
 
 
@@ -228,7 +231,8 @@ def test_what_is_missing_is_a_reason_not_to_release(tmp_path: Path) -> None:
     assert len(report.open_points) == 5
     assert sum(not line.filled for line in report.checklist) == 5
     page = render_markdown(report)
-    assert "a reason not to release" in page and page.count("| **not filled in** |") == 5
+    assert "5 points are open. Do not release" in page and page.count("| **not filled in** |") == 5
+    assert page.count("Cleared by: ") == 5
 
 
 def test_disclosures_and_diagnostics_are_listed_with_counts(tmp_path: Path) -> None:
@@ -256,6 +260,10 @@ def test_training_losses_that_stay_with_the_run_are_listed_and_no_open_point(tmp
     assert not any("written out" in point for point in report.open_points)
     ledger.append_fact(DESTINATIONS, "TensorBoard, the Trainer's state")
     report = write_report(tmp_path, plan, ledger)
+    assert not any("written out" in point for point in report.open_points)
+    assert any("TensorBoard" in item.files for item in report.do_not_publish)
+    ledger.append_fact(DESTINATIONS, "WandB, the Trainer's state")
+    report = write_report(tmp_path, plan, ledger)
     ledger.close()
     assert any(TRAINING_LOSS in point for point in report.open_points)
 
@@ -279,7 +287,7 @@ def test_seeded_run_is_not_private_first_thing(tmp_path: Path) -> None:
     report = report_of(tmp_path, seed=1)
     assert not report.statement.private and report.statement.words.startswith("NOT PRIVATE")
     assert report.strength.tier == "none"
-    assert all(line.startswith("Not with the fixed seed") for line in report.strength.in_plain_words)
+    assert report.front.odds == report.statement.words and report.front.table == ()
     page = render_markdown(report)
     assert page.startswith("# NOT PRIVATE") and "fixed seed (NOT PRIVATE)" in page and "satisfies" not in page
 
@@ -341,8 +349,8 @@ def test_crash_and_resume_are_charged(tmp_path: Path) -> None:
         report = write_report(tmp_path, plan, resumed)
     assert report.statement.epsilon == plan.epsilon and report.checkable.ended == "completed"
     assert report.checkable.torn_lines == (6,)
-    assert "of 2 run(s)" in render_markdown(report)
-    assert "1 step(s) torn by a crash are charged" in render_markdown(report)
+    assert "of 2 starts of the run" in render_markdown(report) and "was resumed once" in report.front.when
+    assert "steps torn by a crash are charged: 1" in render_markdown(report)
 
 
 def test_user_level_words(tmp_path: Path) -> None:
@@ -544,9 +552,8 @@ def test_facts_and_open_points_of_the_ledger_are_in_every_form(tmp_path: Path) -
     report = json.loads((tmp_path / "privacy_report.json").read_text())
     assert report["definition"]["facts"] == [{"name": "largest difference of a row's loss", "values": [2.5e-6, 3e-6]}]
     assert "All rows have 128 tokens: add a column record." in report["open_points"]
-    answers = {line["question"]: line["answer"] for line in report["checklist"]}
-    point = answers["What did the run itself note as a reason not to release yet?"]
-    assert point == "All rows have 128 tokens: add a column record."
+    (point,) = report["noted_open_points"]
+    assert "--settle" in report["how_to_clear"][report["open_points"].index(point)]
     for name in ("privacy_report.md", "privacy_report.html"):
         text = (tmp_path / name).read_text()
         assert "Facts of the run" in text and "2.5e-06, then 3e-06" in text and point in text

@@ -23,7 +23,7 @@ from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan, make_plan
 from dpllm.report.checklist import completed
 from dpllm.report.html import draw_figures, render_html
 from dpllm.report.markdown import render_markdown
-from dpllm.report.model_card import CARD_FILE, add_audit, adopt_run, renew_open_points, write_model_card
+from dpllm.report.model_card import CARD_FILE, add_audit, adopt_run, renew_card, write_model_card
 from dpllm.report.models import PrivacyReport
 from dpllm.report.statement import (
     HTML_FILE,
@@ -142,7 +142,7 @@ def test_a_resume_by_todays_version_makes_the_ledger_todays(tmp_path: Path) -> N
     adopt(tmp_path)
     with Ledger.open(tmp_path / LEDGER_FILE, PrivacyPlan.load(tmp_path / PLAN_FILE)):
         pass
-    assert read_ledger(tmp_path / LEDGER_FILE).notes.format == LEDGER_FORMAT == 2
+    assert read_ledger(tmp_path / LEDGER_FILE).notes.format == LEDGER_FORMAT == 3
 
 
 def test_checking_changes_nothing(good: Path) -> None:
@@ -202,7 +202,7 @@ def test_ledger_that_went_on(run: Path) -> None:
         (r'"advantage": 0\.', '"advantage": 0.0', "strength.advantage is 0.0"),
         (r'"torn_lines": \[\]', '"torn_lines": [3]', "checkable.torn_lines is [3] and should be []"),
         (r'"filled": false', '"filled": true', ".filled is true and should be false"),
-        (r'"format": 3,', '"format": 3, "note": "x",', "note does not belong there"),
+        (r'"format": 4,', '"format": 4, "note": "x",', "note does not belong there"),
         (r'"adjacency": "zero-out",\s*"epsilon_by', '"epsilon_by', "statement.adjacency is missing"),
     ],
 )
@@ -223,10 +223,10 @@ def test_schema_is_checked(run: Path) -> None:
 
 def test_a_report_of_a_later_version_is_refused_in_one_line(run: Path) -> None:
     """Its format is named, and the other checks go on; whatever the format is, it is no fault."""
-    for text in ("4", "[3]", "true", '"3"', "3.5", "null"):
+    for text in ("5", "[3]", "true", '"3"', "3.5", "null"):
         edit(run / JSON_FILE, r'"format": [^\n]*,\n', f'"format": {text},\n')
         found = failed(verify(run))[f"{JSON_FILE} fits the published schema"]
-        assert found.startswith(f"it has format {text}, and this version of dpllm reads 2, 3") and "\n" not in found
+        assert found.startswith(f"it has format {text}, and this version of dpllm reads 2, 3, 4") and "\n" not in found
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_json_that_is_no_report(run: Path, text: str) -> None:
     ("name", "pattern"),
     [
         (MARKDOWN_FILE, r"\| zero-out \| 0\.\d"),
-        (HTML_FILE, r"<dd>0\.\d"),
+        (HTML_FILE, r'class="rate">\d'),
         (HTML_FILE, r'd="M \d'),
     ],
 )
@@ -410,7 +410,7 @@ def test_pictures_of_another_matplotlib_are_left_out(run: Path) -> None:
     result = verify(run)
     [check] = [check for check in result.checks if check.what == f"{HTML_FILE} says the same"]
     assert result.ok and check.detail.startswith("without its pictures, which matplotlib 3.8.0 drew")
-    edit(run / HTML_FILE, r"<dd>0\.", "<dd>1.")
+    edit(run / HTML_FILE, r'class="rate">\d', 'class="rate">0')
     assert list(failed(verify(run))) == [f"{HTML_FILE} says the same"]
 
 
@@ -585,14 +585,14 @@ def test_a_folder_that_is_adopted_agrees_with_its_ledger(released: Path) -> None
             assert ADOPTED in (released / name).read_text(encoding="utf-8")
 
 
-def test_open_points_come_and_go_in_a_card(tmp_path: Path) -> None:
+def test_open_points_come_and_go_in_a_card(good: Path, tmp_path: Path) -> None:
     """They are before the guarantee, whether or not the card had any."""
-    card = tmp_path / CARD_FILE
+    card, report = tmp_path / CARD_FILE, PrivacyReport.read(json.loads((good / JSON_FILE).read_text()))
     card.write_text("# A model\n\n## Privacy\n\nWords.\n")
 
     def renew(before: list[str], after: list[str]) -> str:
-        reports = (PrivacyReport.model_construct(open_points=tuple(points)) for points in (before, after))
-        renew_open_points(tmp_path, *reports)
+        reports = (report.model_copy(update={"open_points": tuple(points)}) for points in (before, after))
+        renew_card(tmp_path, *reports)
         return card.read_text(encoding="utf-8")
 
     assert "# A model" in renew([], ["one", "two"]) and "- one\n- two\n\n## Privacy\n" in card.read_text()

@@ -16,7 +16,7 @@ from dpllm.config import ConfigError
 from dpllm.privacy.ledger import read_ledger
 from dpllm.privacy.rounding import format_epsilon
 from dpllm.report.disclosures import EVALUATION_OUTSIDE, FINAL_LOSS, PREDICTION, TRAINING_LOSS, own_methods
-from dpllm.report.model_card import metadata_in
+from dpllm.report.model_card import add_notes, metadata_in
 from dpllm.report.publishing import PublishError, files_to_publish, require_publishable
 from dpllm.report.statement import ReleaseNotes
 from dpllm.report.verify import verify
@@ -241,17 +241,17 @@ class Tracker(TrainerCallback):
         """Send them."""
 
 
-@pytest.mark.parametrize("case", ["tracker", "evaluation", "own words"])
+@pytest.mark.parametrize("case", ["tracker", "prediction", "own words"])
 def test_pushing_refuses_figures_that_went_elsewhere_unless_forced(tmp_path, hub, case):
-    """Figures sent to a tracker, noted by people, or disclosed by a program are open points."""
+    """Figures sent to a tracker, predicted, or disclosed by a program are open points until people settle them."""
     run = trainer(
         tmp_path, args=arguments(tmp_path, max_steps=1), config=privacy(dataset="notes"), eval_dataset=rows(8)
     )
     if case == "tracker":
         run.add_callback(Tracker())
     run.train()
-    if case == "evaluation":
-        run.evaluate()
+    if case == "prediction":
+        run.predict(rows(8))
     if case == "own words":
         run.disclose("a table of losses for the paper", 1)
     run.notes = settled()
@@ -261,6 +261,38 @@ def test_pushing_refuses_figures_that_went_elsewhere_unless_forced(tmp_path, hub
     assert not hub.uploads
     assert run.push_to_hub(force_open_points=True).startswith("commit to someone/")
     assert "open points" in hub.uploads[0][1]["README.md"].decode()
+    points = run.privacy_report()["open_points"]  # with a tracker, its callback too
+    add_notes(tmp_path, {"settled": dict.fromkeys(points, "Only we see them; A. Meyer.")})
+    run.push_to_hub()
+    card = hub.uploads[1][1]["README.md"].decode()
+    assert "has open points" not in card
+    for point in points:
+        assert f"- {point} Settled: Only we see them; A. Meyer.\n" in card
+
+
+def test_an_evaluation_that_stays_with_the_run_is_no_open_point(tmp_path, hub):
+    """Its figures are in files that are not uploaded, and the report names those files."""
+    run = trainer(
+        tmp_path, args=arguments(tmp_path, max_steps=1), config=privacy(dataset="notes"), eval_dataset=rows(8)
+    )
+    run.train()
+    loss = run.evaluate()["eval_loss"]
+    run.notes = settled()
+    run.save_model()
+    report = run.privacy_report()
+    assert report["open_points"] == [] and any("not_for_release/" in item["files"] for item in report["do_not_publish"])
+    run.push_to_hub()
+    files = hub.uploads[0][1]
+    assert not any(
+        f"{loss:.4f}"[:6] in text.decode(errors="ignore") for name, text in files.items() if name in GUARANTEE
+    )
+    left = {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*")} - {
+        name.split("/")[0] for name in files
+    }
+    listed = " ".join(item["files"] for item in report["do_not_publish"])
+    for name in left:
+        kind = "checkpoint-*" if name.startswith("checkpoint-") else name
+        assert kind in listed, name
 
 
 @pytest.mark.parametrize("names", [["mine"], ["default", "mine"]])

@@ -1,0 +1,230 @@
+"""The first screen of a report: what was trained on what, by whom, when, for whom it is safe, and how safe.
+
+Place in the flow: under `dpllm.report.checklist`, which completes a report. The reader is a person who answers for the
+data and writes no program. Each number is computed from the report's values, and rounded to two figures to the side on
+which the sentence still holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from datetime import datetime
+
+from dpllm.privacy.rounding import format_percent, one_in, up_significant
+from dpllm.report.definition import TRAINED_MODEL
+from dpllm.report.models import Findings, Strength
+from dpllm.report.models_front import Front, Odds
+
+_ON_THE_FRONT = ("0.5", "0.01", "1e-06")  # of `bounds`: one of each kind of attack
+_MONTHS = (
+    *("January", "February", "March", "April", "May", "June", "July"),
+    *("August", "September", "October", "November", "December"),
+)
+
+
+def front(findings: Findings, num_open: int) -> Front:
+    """Return the first screen.
+
+    Args:
+        findings: a report, all but what follows from it.
+        num_open: number of open points.
+    """
+    holds = findings.statement.private and findings.accounting.steps.charged > 0
+    return Front(
+        what=_what(findings),
+        who=_who(findings),
+        when=_when(findings),
+        protected=_protected(findings),
+        odds=_odds(findings) if holds else findings.statement.words,
+        table=tuple(_on_the_front(findings)) if holds else (),
+        numbers=_numbers(findings) if holds else findings.strength.words,
+        not_covered=_not_covered(findings),
+        to_do="Nothing: no point of this report is open."
+        if num_open == 0
+        else "One point is open. Do not release the model before it is cleared."
+        if num_open == 1
+        else f"{num_open} points are open. Do not release the model before each is cleared.",
+    )
+
+
+def bounds(strength: Strength, adjacency: str, unit: str) -> Iterator[tuple[str, Odds]]:
+    """Yield every bound on an attack that a report has, with the key under which its JSON has it.
+
+    Args:
+        strength: the part of the report with the bounds.
+        adjacency: of the headline.
+        unit: "record" or "user".
+    """
+    asked = f"whether the data of one {unit} was used" if adjacency == "zero-out" else f"which of two {unit}s was used"
+    for name, at_most in strength.bayes_success.items():
+        chance = float(name)
+        before = "a coin toss beforehand" if chance == 0.5 else f"beforehand the chance is {format_percent(chance)}"
+        yield name, _row(f"Say {asked} ({before})", max(chance, 1 - chance), at_most)
+    for name, at_most in strength.true_positive_rate.items():
+        share = float(name)
+        yield (
+            name,
+            _row(
+                f"Find the {unit}s whose data was used, while wrongly accusing {format_percent(share)} of all others",
+                share,
+                at_most,
+            ),
+        )
+    for name, at_most in strength.reconstruction.items():
+        one = float(name)
+        yield name, _row(f"Pick the data of one {unit} out of {_number(one)} equally likely ones", one, at_most)
+
+
+def _row(attack: str, without: float, at_most: float) -> Odds:
+    return Odds(
+        attack=attack,
+        without=_chance(without),
+        with_the_model=_chance(at_most),
+        share_without=without,
+        at_most=min(1.0, at_most),
+    )
+
+
+def _chance(share: float) -> str:
+    """Print a chance, rounded up: as a percentage, or as cases in a million where it is tiny.
+
+    >>> _chance(0.505), _chance(1e-3), _chance(1.234e-6)
+    ('51%', '0.1%', '1.3 in a million')
+    """
+    if not 0 < share < 1e-4:
+        return format_percent(share)
+    return f"{float(up_significant(share * 1e6, 2)):.4g} in a million"
+
+
+def _number(one: float) -> str:
+    return {1e-3: "a thousand", 1e-6: "a million"}.get(one, f"{1 / one:,.4g}")
+
+
+def _on_the_front(findings: Findings) -> Iterator[Odds]:
+    statement = findings.statement
+    for name, row in bounds(findings.strength, statement.adjacency, unit_of(statement.unit)):
+        kind = "Say" if name == "0.5" else "Find" if name == "0.01" else "Pick"
+        if name in _ON_THE_FRONT and row.attack.startswith(kind):
+            yield row
+
+
+def unit_of(unit: str) -> str:
+    """Return the word for a unit: "record" or "user"."""
+    return "record" if unit == "sequence" else "user"
+
+
+def _what(findings: Findings) -> str:
+    definition, noted = findings.definition, findings.noted
+    unit, number = unit_of(findings.statement.unit), findings.accounting.parameters.num_units
+    model = next((str(fact.values[-1]) for fact in definition.facts if fact.name == TRAINED_MODEL), "a model")
+    base = f", based on {noted.base_model}," if noted.base_model else ""
+    data = f"the data set “{definition.dataset}”" if definition.dataset else "a data set without a public name"
+    words = [f"{model[0].upper()}{model[1:]}{base} was trained on {data}: private texts of {number:,} {unit}s."]
+    if findings.checkable.plan.format == 5:
+        words.append("It is the best of a secret, random number of training runs.")
+    known = f"starting weights: {noted.base_model}"
+    public = [line for line in definition.public[1:] if line != known]
+    if public:
+        words.append(f"Taken as public: {'; '.join(public)}.")
+    return " ".join(words)
+
+
+def _who(findings: Findings) -> str:
+    facts = (
+        ("Trained by", findings.noted.trained_by),
+        ("raw data held by", findings.setting.data_holder),
+        ("model meant for", findings.setting.audience),
+    )
+    return "; ".join(f"{name}: {'not noted' if value is None else value}" for name, value in facts) + "."
+
+
+def _when(findings: Findings) -> str:
+    runs, steps = findings.checkable.runs, findings.accounting.steps
+    words = [f"Training began on {_date(runs[0].started_at)}"]
+    if len(runs) > 1:
+        times = "once" if len(runs) == 2 else f"{len(runs) - 1} times"
+        words.append(f", was resumed {times}, the last time on {_date(runs[-1].started_at)},")
+    taken = (
+        f"all {steps.planned:,} planned steps"
+        if steps.charged == steps.planned
+        else f"{steps.charged:,} of {steps.planned:,} planned steps"
+    )
+    words.append(f" and took {taken}.")
+    if findings.checkable.ended is None:
+        words.append(" It has not ended, or it crashed.")
+    elif steps.charged != steps.planned:
+        words.append(f" It ended early ({findings.checkable.ended}).")
+    return "".join(words)
+
+
+def _date(text: str) -> str:
+    """Return a date in words; a text that is no date as it is.
+
+    >>> _date("2026-11-23T14:29:00+00:00"), _date("now")
+    ('23 November 2026', 'now')
+    """
+    try:
+        day = datetime.fromisoformat(text)
+    except ValueError:
+        return text
+    return f"{day.day} {_MONTHS[day.month - 1]} {day.year}"
+
+
+def _protected(findings: Findings) -> str:
+    plan = findings.checkable.plan
+    if plan.unit == "user":
+        which = (
+            f"Every single user: all records with the same id in the column “{plan.unit_column}”, of which at most "
+            f"{plan.max_rows_per_unit} were used."
+        )
+    elif findings.definition.unit.startswith("one row"):
+        which = "Every single row of the training data, as it was given to the run."
+    else:
+        which = "Every single record of the training data."
+    spread = "with several ids" if plan.unit == "user" else "with several records"
+    return f"{which} A person {spread}, or of whom others write, is protected less."
+
+
+def _odds(findings: Findings) -> str:
+    statement, success = findings.statement, findings.strength.bayes_success.get("0.5", 1.0)
+    unit = unit_of(statement.unit)
+    asked = (
+        f"whether one {unit}’s data was used" if statement.adjacency == "zero-out" else f"which of two {unit}s was used"
+    )
+    return (
+        f"With the help of the model, someone who knows all other data and every setting can say {asked} and be right "
+        f"at most {format_percent(success)} of the time; tossing a coin is right 50% of the time."
+    )
+
+
+def _numbers(findings: Findings) -> str:
+    statement = findings.statement
+    return (
+        f"In numbers: ε = {two_figures(statement.epsilon)} and δ = {one_in(statement.delta)}. {findings.strength.words}"
+    )
+
+
+def two_figures(epsilon: float) -> str:
+    """Return ε with at least two figures, rounded up.
+
+    >>> two_figures(7.9994), two_figures(0.0809), two_figures(math.inf)
+    ('8.0', '0.081', 'infinite')
+    """
+    return up_significant(epsilon, 2) if math.isfinite(epsilon) else "infinite"
+
+
+def _not_covered(findings: Findings) -> str:
+    written = findings.definition.written_out_and_not_covered
+    counted = "; ".join(f"{item.what} ({_times(item.count)})" for item in written)
+    first = f"The run wrote out results that ε does not cover: {counted}." if written else ""
+    budgets = sorted({entry.file for entry in findings.accounting.budget})
+    shared = f" This run is charged to the budget {', '.join(budgets)}, which adds them up." if budgets else ""
+    return (
+        f"{first} ε is about this run and its released weights. It covers neither other runs on the same data nor "
+        f"private records that the starting model had already seen.{shared}"
+    ).strip()
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count:,} times"

@@ -1,0 +1,151 @@
+"""Tests of dpllm.report.front: every kind of run on the first screen."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpllm.config import PrivacyConfig
+from dpllm.data.units import ONE_ROW
+from dpllm.privacy.ledger import Ledger, read_ledger
+from dpllm.privacy.plan import make_plan
+from dpllm.report.definition import TRAINED_MODEL, UNITS_MADE_OF
+from dpllm.report.disclosures import TRAINING_LOSS
+from dpllm.report.front import bounds
+from dpllm.report.html import draw_figures, render_html
+from dpllm.report.markdown import render_markdown
+from dpllm.report.models import PrivacyReport
+from dpllm.report.statement import ReleaseNotes, privacy_report
+
+NUM_STEPS = 12
+NOTES = ReleaseNotes(
+    data_holder="the clinic", audience="its staff", trained_by="research IT", base_model="org/base", dataset="notes"
+)
+
+
+def report_of(
+    tmp_path: Path,
+    notes: ReleaseNotes = NOTES,
+    starts: tuple[int, ...] = (NUM_STEPS,),
+    end: str | None = "completed",
+    facts: tuple[tuple[str, str], ...] = (),
+    budget: dict[str, str] | None = None,
+    **change: Any,
+) -> PrivacyReport:
+    """Return the report of a run that took steps up to each of some numbers, in a start each."""
+    config = {"noise_multiplier": 2.0, "clip_norm": 0.5, "expected_batch_size": 20, "delta": 3e-7, **change}
+    plan = make_plan(PrivacyConfig(**config), num_units=1000, num_steps=NUM_STEPS)
+    path, first = tmp_path / "privacy_ledger.jsonl", 0
+    for start in starts:
+        public = ["starting weights: org/base", "pretraining text: old speeches"]
+        opened = Ledger.open(path, plan) if first else Ledger.create(path, plan, public=public, budget=budget)
+        with opened as ledger:
+            for number in range(first, start):
+                ledger.append_step(number, plan.event)
+            for name, value in facts:
+                ledger.append_fact(name, value)
+            if end is not None:
+                ledger.append_end(end)
+        first = start
+    return privacy_report(plan, read_ledger(path), notes)
+
+
+def test_the_first_screen_of_a_finished_run(tmp_path: Path) -> None:
+    """What, who, when, for whom and how safe, in sentences; the base model is not named twice."""
+    report = report_of(tmp_path, facts=((TRAINED_MODEL, "a LoRA adapter for a language model (gpt2)"),))
+    front = report.front
+    assert front.what == (
+        "A LoRA adapter for a language model (gpt2), based on org/base, was trained on the data set “notes”: private "
+        "texts of 1,000 records. Taken as public: pretraining text: old speeches."
+    )
+    assert front.who == "Trained by: research IT; raw data held by: the clinic; model meant for: its staff."
+    assert re.fullmatch(r"Training began on \d+ [A-Z][a-z]+ \d{4} and took all 12 planned steps\.", front.when)
+    assert front.protected.startswith("Every single record of the training data.")
+    assert "δ = 1 in 3.3 million" in front.numbers and "strong" in front.numbers
+    assert front.not_covered.startswith("ε is about this run")
+    assert report_of_open(report) == front.to_do
+
+
+def report_of_open(report: PrivacyReport) -> str:
+    return f"{len(report.open_points)} points are open. Do not release the model before each is cleared."
+
+
+def test_numbers_on_the_front_hold(tmp_path: Path) -> None:
+    """Two figures each, never below the bound, and without the model exactly the success of blind guessing."""
+    report = report_of(tmp_path)
+    success = report.strength.bayes_success["0.5"]
+    (printed,) = re.findall(r"at most ([\d.]+)% of the time", report.front.odds)
+    assert success <= float(printed) / 100 < success + 0.01
+    assert [row.share_without for row in report.front.table] == [0.5, 0.01, 1e-6]
+    known = {*report.strength.bayes_success.values(), *report.strength.true_positive_rate.values()}
+    assert {row.at_most for row in report.front.table} <= known | {*report.strength.reconstruction.values()}
+    for _, row in bounds(report.strength, "zero-out", "record"):
+        number, _, unit = row.with_the_model.partition("%")
+        share = float(number) / 100 if not unit and "%" in row.with_the_model else None
+        share = float(number.split()[0]) / 1e6 if share is None else share
+        assert row.at_most <= share * (1 + 1e-9) and share < row.at_most * 1.11 + 1e-9
+    (epsilon,) = re.findall(r"ε = ([\d.]+) ", report.front.numbers)
+    assert report.statement.epsilon <= float(epsilon) < report.statement.epsilon * 1.11
+
+
+def test_users_and_rows(tmp_path: Path) -> None:
+    """The column and the bound of users; rows where nothing says which record they are from."""
+    for name in ("users", "rows"):
+        (tmp_path / name).mkdir()
+    users = report_of(tmp_path / "users", unit="user", unit_column="patient", max_rows_per_unit=4)
+    assert "same id in the column “patient”, of which at most 4 were used" in users.front.protected
+    assert "texts of 1,000 users" in users.front.what and "one user’s data" in users.front.odds
+    rows = report_of(tmp_path / "rows", facts=((UNITS_MADE_OF, ONE_ROW),), adjacency="replace-one")
+    assert rows.front.protected.startswith("Every single row of the training data, as it was given")
+    assert "which of two records was used" in rows.front.odds
+
+
+def test_a_run_that_was_resumed_and_stopped(tmp_path: Path) -> None:
+    """The number of starts, the steps that were taken, and why it ended."""
+    when = report_of(tmp_path, starts=(3, 5, 7), end="interrupted").front.when
+    assert "was resumed 2 times, the last time on " in when
+    assert "and took 7 of 12 planned steps. It ended early (interrupted)." in when
+    assert report_of_unended(tmp_path / "running").front.when.endswith("It has not ended, or it crashed.")
+
+
+def report_of_unended(folder: Path) -> PrivacyReport:
+    folder.mkdir()
+    return report_of(folder, starts=(4,), end=None)
+
+
+def test_results_that_were_written_out_and_the_budget(tmp_path: Path) -> None:
+    """Each with its number; the budget adds up other runs."""
+    report = report_of(tmp_path, budget={"file": "letters.json", "entry": "a1b2"})
+    with Ledger.annotate(tmp_path / "privacy_ledger.jsonl") as ledger:
+        ledger.append_disclosure(TRAINING_LOSS, 1)
+        ledger.append_disclosure("a table", 3)
+    plan = make_plan(
+        PrivacyConfig(noise_multiplier=2.0, clip_norm=0.5, expected_batch_size=20, delta=3e-7), 1000, NUM_STEPS
+    )
+    report = privacy_report(plan, read_ledger(tmp_path / "privacy_ledger.jsonl"), NOTES)
+    assert f"ε does not cover: a table (3 times); {TRAINING_LOSS} (once)." in report.front.not_covered
+    assert "charged to the budget letters.json" in report.front.not_covered
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"noise_multiplier": 0}, {"starts": (0,)}])
+def test_without_a_guarantee_no_odds_are_printed(tmp_path: Path, change: dict[str, Any]) -> None:
+    """The front says why, as the statement does, and no page has a table of odds on it."""
+    report = report_of(tmp_path, **change)
+    assert report.front.odds == report.statement.words and report.front.table == ()
+    assert "with it, at most</th>" not in render_html(report, draw_figures(report)).partition("<main>")[0]
+
+
+@pytest.mark.parametrize("change", [{}, {"seed": 1}, {"noise": {"kind": "banded", "bands": 4}}])
+def test_sentences_are_for_people(tmp_path: Path, change: dict[str, Any]) -> None:
+    """No name of a program's variable, no "run(s)", no number of more than two figures but counts and dates."""
+    report = report_of(tmp_path, **change)
+    front = report.front.model_dump(exclude={"table", "when", "what"})
+    for name, words in front.items():
+        assert not re.search(r"[a-z]_[a-z]|\(s\)", words), words
+        for number in re.findall(r"\d+\.\d+", words) if report.statement.private else ():
+            assert len(number.replace(".", "").lstrip("0")) <= 2, (name, number)
+    text = render_markdown(report).partition("## How the numbers were computed")[0]
+    assert "(s)" not in text and "such a person" not in text
