@@ -1150,6 +1150,20 @@ MUTATIONS = [
         ("tests/report/test_verify.py::test_other_weights_in_the_folder",),
     ),
     Mutation(
+        "people settle a point that says that an audit refutes the claim",
+        "dpllm/report/checklist.py",
+        'Do not release it (see below).", _REPORT_IT)',
+        'Do not release it (see below).", None)',
+        ("tests/report/test_checklist.py::test_a_refuted_or_unselected_run_is_never_settled",),
+    ),
+    Mutation(
+        "an earlier form of a report is accepted beside a later ledger",
+        "dpllm/report/earlier_reports.py",
+        "    older = contents.notes.format < LEDGER_FORMAT\n",
+        "    older = True\n",
+        ("tests/report/test_earlier_reports.py::test_an_earlier_report_beside_a_later_ledger_is_found",),
+    ),
+    Mutation(
         "ids in a CSV file are read as numbers",
         "dpllm/data/readers.py",
         "pa.array([cell or None for cell in column], pa.string())",

@@ -70,7 +70,7 @@ _IN_WORDS = {
 }
 
 
-def trained_words(model: nn.Module) -> str:
+def trained_words(model: Any) -> str:
     """Return the kind of a model and which of its weights are trained, in words for the report.
 
     Args:

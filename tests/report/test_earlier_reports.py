@@ -101,8 +101,10 @@ def test_a_note_writes_the_report_again_in_todays_form(number, tmp_path):
     assert report["front"]["odds"] in card and "such a person finds" not in card
 
 
-def test_an_earlier_report_beside_a_later_ledger_is_found(folder):
+@pytest.mark.parametrize("number", EARLIER_FORMATS)
+def test_an_earlier_report_beside_a_later_ledger_is_found(number, tmp_path):
     """Of its sentences only the numbers are compared, so a report could be made to look old and say anything."""
+    folder = whole(number, tmp_path / "run")
     plan, path = PrivacyPlan.load(folder / PLAN_FILE), folder / LEDGER_FILE
     path.unlink()
     with Ledger.create(path, plan) as ledger:
