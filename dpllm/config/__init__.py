@@ -16,6 +16,7 @@ from dpllm.config.recipe import Recipe as Recipe
 from dpllm.config.recipe import ReleaseConfig as ReleaseConfig
 from dpllm.config.recipe import load_recipe as load_recipe
 from dpllm.config.recipe import nearest as nearest
+from dpllm.config.recipe import read_section as read_section
 from dpllm.config.recipe import recipe_to_dict as recipe_to_dict
 from dpllm.config.recipe import save_recipe as save_recipe
 from dpllm.config.tasks import TASKS as TASKS

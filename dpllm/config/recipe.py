@@ -277,6 +277,24 @@ def _names(section: type) -> list[str]:
     return [item.name for item in dataclasses.fields(section)]
 
 
+def read_section(section: type[_Section], raw: Mapping[str, Any], source: str, name: str) -> _Section:
+    """Make one section of its mapping, with the errors of a recipe.
+
+    Args:
+        section: its class, such as `PrivacyConfig`.
+        raw: keys and values.
+        source: where the mapping is from, for messages.
+        name: of the section.
+
+    Raises:
+        ConfigError: a key is unknown, missing or unusable; the message names it.
+
+    >>> read_section(ReleaseConfig, {"audience": "anyone"}, "DPTrainer", "release").audience
+    'anyone'
+    """
+    return _build(section, raw, source, f"{name}.")
+
+
 def _build(section: type[_Section], raw: Mapping[str, Any], source: str, prefix: str) -> _Section:
     """Make the dataclass of a section from its mapping; `prefix` is the dotted path of the section with a final dot."""
     known = _names(section)

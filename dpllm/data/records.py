@@ -280,12 +280,12 @@ def _finish(records: datasets.Dataset, config: DataConfig, source: str, limit: i
     if limit is not None:
         records = records.select(range(min(limit, len(records))))
     if config.format == "classification" and config.label_column in records.column_names:
-        records = _with_classes(records, config, source)
+        records = with_class_numbers(records, config, source)
     check_records(records, config, source)
     return records
 
 
-def _with_classes(records: datasets.Dataset, config: DataConfig, source: str) -> datasets.Dataset:
+def with_class_numbers(records: datasets.Dataset, config: DataConfig, source: str) -> datasets.Dataset:
     """Turn text labels into class numbers: by the names in the recipe, or by reading them as decimal digits.
 
     Raises:

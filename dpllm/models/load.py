@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -282,18 +282,55 @@ def prepare_model(base: PreTrainedModel, model: ModelConfig) -> PreTrainedModel 
     return prepared
 
 
+def with_adapter(base: nn.Module, config: Any, task: str | None) -> PeftModel:
+    """Return a model with a new adapter, as the argument ``peft_config`` of a Trainer describes it.
+
+    Args:
+        base: without an adapter.
+        config: a `peft.PeftConfig`. It is not changed; a missing ``task_type`` is that of the model's task.
+        task: one of `dpllm.config.TASKS`. None: unknown.
+
+    Raises:
+        ConfigError: the model has an adapter, or the adapter does not fit it or would start from private data.
+    """
+    name = "peft_config"
+    if not isinstance(config, PeftConfig):
+        raise ConfigError(
+            f"{name} is of type {type(config).__name__}: pass a description of PEFT, peft.LoraConfig(...)"
+        )
+    if isinstance(base, PeftModel):
+        raise ConfigError(f"{name} describes an adapter, and the model has one already: leave {name} out")
+    _refuse_data_driven(name, getattr(config, "init_lora_weights", None))
+    config = copy.deepcopy(config)
+    if task is not None:
+        config.task_type = config.task_type or TASKS[task].peft
+        if TASKS[task].labels == "tokens" and getattr(config, "target_modules", None) == "all-linear":
+            config.exclude_modules = getattr(config, "exclude_modules", None) or _HEADS
+    if isinstance(config, LoraConfig):
+        check_adapter_names(base, config, name)
+    try:
+        adapted: PeftModel = get_peft_model(base, config)
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise ConfigError(f"{name} does not fit this model: {one_line(error)}") from error
+    return adapted
+
+
+def _refuse_data_driven(name: str, kind: Any) -> None:
+    """Refuse an initialisation of LoRA that is computed from data."""
+    if isinstance(kind, str) and kind.lower() in DATA_DRIVEN_INIT:
+        raise ConfigError(
+            f"{name}: init_lora_weights={kind!r} starts from statistics of the private data, which ε would not "
+            "cover: use true, 'gaussian', 'pissa' or 'olora'"
+        )
+
+
 def _lora_config(model: ModelConfig) -> LoraConfig:
     arguments = copy.deepcopy(dict(model.peft or {}))
     known = [field.name for field in dataclasses.fields(LoraConfig)]
     for key in arguments:
         if key not in known:
             raise ConfigError(f"model.peft: LoraConfig has no argument '{key}'{nearest(str(key), known)}")
-    kind = arguments.get("init_lora_weights")
-    if isinstance(kind, str) and kind.lower() in DATA_DRIVEN_INIT:  # a recipe has no data to compute it from
-        raise ConfigError(
-            f"model.peft: init_lora_weights={kind!r} starts from statistics of the private data, which ε would not "
-            "cover: use true, 'gaussian', 'pissa' or 'olora'"
-        )
+    _refuse_data_driven("model.peft", arguments.get("init_lora_weights"))
     arguments.setdefault("task_type", TASKS[model.task].peft)
     if TASKS[model.task].labels == "tokens" and arguments.get("target_modules") == "all-linear":
         arguments.setdefault("exclude_modules", _HEADS)

@@ -141,8 +141,13 @@ def not_loaded(what: str, name: str, error: Exception) -> ConfigError:
     )
 
 
-def check_adapter_names(base: nn.Module, config: LoraConfig) -> None:
+def check_adapter_names(base: nn.Module, config: LoraConfig, source: str = "model.peft") -> None:
     """Make sure that every module that LoRA names is in the model; peft skips unknown names silently.
+
+    Args:
+        base: to which the adapter is added.
+        config: describes the adapter.
+        source: name of the description, for the message.
 
     Raises:
         ConfigError: no module ends in a given name.
@@ -156,7 +161,7 @@ def check_adapter_names(base: nn.Module, config: LoraConfig) -> None:
             if not any(name == module or name.endswith(f".{module}") for name in names):
                 last = {name.rsplit(".", 1)[-1] for name in names}
                 raise ConfigError(
-                    f"model.peft: {key} names '{module}', and the model has no such module"
+                    f"{source}: {key} names '{module}', and the model has no such module"
                     f"{nearest(str(module), last) or '.'} Its modules end in {', '.join(sorted(last)[:12])}"
                 )
 

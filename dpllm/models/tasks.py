@@ -49,13 +49,18 @@ def task_of(model: Any) -> str | None:
     A model that writes text about images or sound has the task of its decoder.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    found = [task for task, names in _NAMES.items() if type(inner).__name__ in names]
+    return task_of_class(type(inner).__name__, getattr(inner, "config", None))
+
+
+def task_of_class(name: str, config: Any) -> str | None:
+    """Return the task of a class of transformers with this name and configuration; None for any other class."""
+    found = [task for task, names in _NAMES.items() if name in names]
     if len(found) > 1:
-        one_value = getattr(inner.config, "num_labels", 2) == 1
-        problem = getattr(inner.config, "problem_type", None) or ("regression" if one_value else None)
+        one_value = getattr(config, "num_labels", 2) == 1
+        problem = getattr(config, "problem_type", None) or ("regression" if one_value else None)
         found = [task for task in found if TASKS[task].problem_type == problem] or found
-    if not found and type(inner).__name__ in _WRITERS:
-        found = ["seq2seq_lm" if inner.config.is_encoder_decoder else "causal_lm"]
+    if not found and name in _WRITERS:
+        found = ["seq2seq_lm" if getattr(config, "is_encoder_decoder", False) else "causal_lm"]
     return found[0] if found else None
 
 

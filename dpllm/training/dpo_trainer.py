@@ -24,6 +24,7 @@ from dpllm.models.tasks import RowLoss
 from dpllm.training.argument_table import ARGUMENTS, Argument
 from dpllm.training.arguments import checked_arguments
 from dpllm.training.pair_losses import PairLosses, reference_log_probs
+from dpllm.training.rows_trainer import read_privacy
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.trainer import DPTrainer
 from dpllm.training.trl_arguments import DPO, checked_config
@@ -86,7 +87,7 @@ class DPDPOTrainer(DPTrainer):
         self,
         model: Any,
         args: Any,
-        privacy: PrivacyConfig,
+        privacy: PrivacyConfig | Mapping[str, Any],
         train_dataset: Any,
         eval_dataset: Any = None,
         processing_class: Any = None,
@@ -97,6 +98,7 @@ class DPDPOTrainer(DPTrainer):
         """Make the pairs, compute the plan, set up the Trainer, and compute the reference."""
         checked_config(args, "DPOConfig", DPO, "DPDPOTrainer")
         self.loss = pair_loss_of(args)
+        privacy = read_privacy(privacy)
         refuse_taken(options, _TAKEN, "DPDPOTrainer")
         own_optimizer = (options.get("optimizers") or (None,))[0] is not None
         checked_arguments(args, own_optimizer, self.argument_table)
@@ -138,6 +140,9 @@ class DPDPOTrainer(DPTrainer):
             [self._reference_of(reference, examples[name], pairs[name], collate, name) for name in examples]
         )
         self.compute_metrics = rewards_of
+
+    def row_maker(self, model: Any, tokenizer: Any, keys: Mapping[str, Any]) -> None:
+        """Return None: the rows are made before."""
 
     def _pairs(self, examples: Mapping[str, Any], keep: list[str]) -> dict[str, Any]:
         """Return the rows of each data set, numbered one after the other; those for evaluation keep no column."""

@@ -87,33 +87,45 @@ def _refuse_text_labels(dataset: Any) -> None:
             raise DataError(CLASS_AS_TEXT.format(name=name))
 
 
-def refuse_unreadable(dataset: Any) -> None:
+def refuse_unreadable(dataset: Any, words: str = "train_dataset") -> None:
     """Check that rows can be read by their numbers, and that they are dictionaries.
+
+    Args:
+        dataset: the rows.
+        words: name of the data set, for messages.
 
     Raises:
         ConfigError: the data set is a stream or missing, or its rows are of another kind.
     """
+    if dataset is None:
+        raise ConfigError(f"{words} is missing: pass rows with input_ids, or with texts and a tokenizer")
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ConfigError(
-            f"train_dataset is of type {type(dataset).__name__}, whose rows cannot be read by number. A private step "
-            "draws its rows from the whole data set: load the data without streaming, or store them first "
-            "(datasets.Dataset.from_generator)"
+            f"{words} is of type {type(dataset).__name__}, whose rows cannot be read by number. ε is computed for "
+            "steps that draw from all N units at random, so N must be known and every row within reach; a stream "
+            "shows its rows in its own order. Load the data without streaming, or store them: "
+            "datasets.Dataset.from_list(list(stream)), or .from_generator(...) if they do not fit in memory"
         )
     if hasattr(dataset, "iloc"):
         raise ConfigError(
-            f"train_dataset is of type {type(dataset).__name__}, a table whose rows cannot be read by number: pass "
+            f"{words} is of type {type(dataset).__name__}, a table whose rows cannot be read by number: pass "
             "datasets.Dataset.from_pandas(table, preserve_index=False)"
         )
     if isinstance(dataset, Mapping):
         raise ConfigError(
-            f"train_dataset is of type {type(dataset).__name__}, with the keys {', '.join(map(str, dataset))}, and not "
+            f"{words} is of type {type(dataset).__name__}, with the keys {', '.join(map(str, dataset))}, and not "
             "a list of rows: pass one of its splits (data['train']), or make rows of its columns "
             "(datasets.Dataset.from_dict)"
         )
     row = dataset[0] if not hasattr(dataset, "column_names") and len(dataset) else {}
+    if isinstance(row, str):
+        raise ConfigError(
+            f"Row 0 of {words} is a text, and a row is a dictionary: pass [{{'text': text}} for text in texts], and "
+            "processing_class, the tokenizer"
+        )
     if not isinstance(row, Mapping) and not hasattr(row, "keys"):
         raise ConfigError(
-            f"Row 0 of train_dataset is of type {type(row).__name__}. Pass rows that are dictionaries with input_ids, "
+            f"Row 0 of {words} is of type {type(row).__name__}. Pass rows that are dictionaries with input_ids, "
             "and labels if these are not the input itself"
         )
 

@@ -27,9 +27,10 @@ from dpllm.mechanism.catalogue import clipping_of, noise_of, with_randomness
 from dpllm.mechanism.parts import Noise, Spec, require_entries
 from dpllm.models.load import load_tokenizer, skeleton
 from dpllm.models.loading import require_folder
+from dpllm.models.merging import refuse_unmergeable
 from dpllm.models.packing import refuse_unpackable
 from dpllm.models.positions import num_positions
-from dpllm.models.quantization import refuse_sharding
+from dpllm.models.quantization import make_ready, refuse_sharding
 from dpllm.models.starting_point import refuse_steering
 from dpllm.privacy.budget import read_budget
 from dpllm.training.arguments import check_optimizer, refuse_options, training_arguments
@@ -140,6 +141,24 @@ def require_positions(model: nn.Module, longest: int, what: str) -> None:
         raise ConfigError(
             f"{what} {longest} tokens, but the model has {most} positions: set data.max_length={most} or less"
         )
+
+
+def refuse_unusable_model(model: nn.Module, args: TrainingArguments, merges: bool) -> None:
+    """Refuse a model that a Trainer cannot train privately, save or continue; quantised layers are made ready.
+
+    Args:
+        model: to train.
+        args: of the training.
+        merges: whether the model is also written with its adapter merged.
+
+    Raises:
+        ConfigError: it cannot; the message has the remedy.
+    """
+    refuse_unwrapped_adapters(model)
+    refuse_sharding(model, args)
+    make_ready(model)
+    if merges:
+        refuse_unmergeable(model, args)
 
 
 def refuse_unwrapped_adapters(model: nn.Module) -> None:

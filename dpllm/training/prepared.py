@@ -30,9 +30,9 @@ from dpllm.models.tasks import task_of
 from dpllm.privacy.ledger import LEDGER_FILE
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.privacy.unused import is_used
-from dpllm.training.argument_table import ARGUMENTS, Argument
+from dpllm.training.argument_table import Argument
 from dpllm.training.arguments import checked_arguments, plan_for
-from dpllm.training.averaging import Averaging, checked_average, refuse_other_average
+from dpllm.training.averaging import Averaging, refuse_other_average
 from dpllm.training.checks import agreement
 from dpllm.training.corrected_adamw import refuse_other_second_moment, require_asked, words_for
 from dpllm.training.fetching import reader, refuse_replaced, refuse_unreadable
@@ -43,6 +43,33 @@ from dpllm.training.progress import Batch
 from dpllm.training.rows import LossOf, TrainingRows
 from dpllm.training.run import PrivateRun
 from dpllm.training.shared_ledger import SharedLedger
+
+
+def agreed_arguments(
+    args: TrainingArguments,
+    own_optimizer: bool,
+    table: Mapping[str, Argument],
+    average: Average | None,
+    norm_method: NormMethod | None,
+) -> TrainingArguments:
+    """Check the options before any data are read; return a copy for private training. On all processes together.
+
+    Args:
+        args: arguments of the Trainer; they are not changed.
+        own_optimizer: whether the caller passes an optimizer.
+        table: the options of ``args`` that the trainer knows.
+        average: the average of the weights that is released.
+        norm_method: as for `PrivateRun.attach`.
+
+    Raises:
+        ConfigError, ValueError: an option would make the guarantee untrue.
+        DisagreementError: the processes differ.
+    """
+    processes = Processes()
+    private = processes.together(lambda: checked_arguments(args, own_optimizer, table))
+    own = {"train.average": repr(average), "norm_method": repr(norm_method)}
+    processes.agree({**agreement.software(), **agreement.training(args), **own})
+    return private
 
 
 @dataclass(frozen=True)
@@ -93,14 +120,13 @@ class Prepared:
         norm_method: NormMethod | None,
         start_is_independent: bool,
         noise_memory: str,
-        average: Any = None,
-        table: Mapping[str, Argument] = ARGUMENTS,
+        average: Average | None = None,
     ) -> Prepared:
-        """Check the options, then read the data, and compute the plan. Called by all processes together.
+        """Read the data and compute the plan. Called by all processes together.
 
         Args:
             model: to train.
-            args: arguments of the Trainer; they are not changed.
+            args: as `agreed_arguments` returns them.
             privacy: the privacy guarantee.
             dataset: the private rows.
             tokenizer: for padding.
@@ -111,18 +137,14 @@ class Prepared:
             norm_method: as for `PrivateRun.attach`.
             start_is_independent: as for `PrivateRun.attach`.
             noise_memory: as for `PrivateRun`.
-            average: the average of the weights that is released, as a recipe names it.
-            table: the options of ``args`` that the trainer knows.
+            average: the average of the weights that is released.
 
         Raises:
             ConfigError, DataError, ValueError: an option or a row would make the guarantee untrue.
             DisagreementError: the processes differ.
         """
-        processes, kept = Processes(), checked_average(average)
-        private = processes.together(lambda: checked_arguments(args, own_optimizer, table))
-        own = {"train.average": repr(kept), "norm_method": repr(norm_method)}
-        processes.agree({**agreement.software(), **agreement.training(args), **own})
-        refuse_unreadable(dataset)  # the first access to data: all earlier errors are about options
+        processes = Processes()
+        refuse_unreadable(dataset)
         units = unit_index_of(dataset, privacy, _draw_of_rows(processes, privacy))
         drawn = units.each_row() if privacy.sampling == "example" else units
         processes.agree(
@@ -133,8 +155,8 @@ class Prepared:
                 "train.max_steps, train.num_train_epochs": (args.max_steps, args.num_train_epochs),
             }
         )
-        plan = plan_for(args, privacy, units, own_optimizer, kept)
-        private.max_steps = plan.num_steps
+        plan = plan_for(args, privacy, units, own_optimizer, average)
+        args.max_steps = plan.num_steps
         collate: Any = collator or default_collator(tokenizer, model, task_of(model))
         refuse_other_padding(model, tokenizer, collate)
         pairs, limits = isinstance(collate, PairCollator), Limits.of(model)
@@ -152,7 +174,7 @@ class Prepared:
         return cls(
             privacy=privacy,
             processes=processes,
-            arguments=private,
+            arguments=args,
             dataset=dataset,
             units=units,
             plan=plan,
@@ -161,7 +183,7 @@ class Prepared:
             norm_method=norm_method,
             start_is_independent=start_is_independent,
             noise_memory=noise_memory,
-            average=kept,
+            average=average,
         )
 
     def refuse_replaced(self, dataset: Any) -> None:

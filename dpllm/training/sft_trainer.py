@@ -16,6 +16,7 @@ from dpllm.data.supervised import Supervised
 from dpllm.engines.processes import Processes
 from dpllm.training.argument_table import ARGUMENTS, Argument
 from dpllm.training.arguments import checked_arguments
+from dpllm.training.rows_trainer import read_privacy
 from dpllm.training.trainer import DPTrainer
 from dpllm.training.trl_arguments import SFT, checked_config
 from dpllm.training.trl_inputs import marking_template, model_for, refuse_taken, take_template, tokenizer_for
@@ -55,7 +56,7 @@ class DPSFTTrainer(DPTrainer):
         self,
         model: Any,
         args: Any,
-        privacy: PrivacyConfig,
+        privacy: PrivacyConfig | Mapping[str, Any],
         train_dataset: Any,
         eval_dataset: Any = None,
         processing_class: Any = None,
@@ -64,6 +65,7 @@ class DPSFTTrainer(DPTrainer):
     ) -> None:
         """Make the rows, compute the plan, and set up the Trainer."""
         checked_config(args, "SFTConfig", SFT, "DPSFTTrainer")
+        privacy = read_privacy(privacy)
         refuse_taken(options, _TAKEN, "DPSFTTrainer")
         self._skips = _skips_preparation(args)
         own_optimizer = (options.get("optimizers") or (None,))[0] is not None
@@ -91,6 +93,9 @@ class DPSFTTrainer(DPTrainer):
             processing_class=tokenizer,
             **options,
         )
+
+    def row_maker(self, model: Any, tokenizer: Any, keys: Mapping[str, Any]) -> None:
+        """Return None: the rows are made before."""
 
     def _rows_of(self, dataset: Any) -> Any:
         """Return the rows of examples for evaluation; a name, or rows that are tokenised, as they are."""

@@ -25,6 +25,7 @@ from dpllm.config.output_folder import check_output_folder
 from dpllm.config.values import choice
 from dpllm.data.lengths import refuse_other_classes
 from dpllm.data.own_rows import refuse_own_rows
+from dpllm.data.raw_rows import read_keys
 from dpllm.data.units import UnitIndex
 from dpllm.engines import whole_state
 from dpllm.engines.processes import Processes
@@ -32,9 +33,9 @@ from dpllm.engines.weights import require_finite
 from dpllm.ghost import NormMethod
 from dpllm.mechanism.limits import NOISE_MEMORIES
 from dpllm.models.ended import note_changes
-from dpllm.models.merging import MERGED_FOLDER, merged, refuse_unmergeable
+from dpllm.models.given import GivenModel
+from dpllm.models.merging import MERGED_FOLDER, merged
 from dpllm.models.packing import refuse_unpackable
-from dpllm.models.quantization import make_ready, refuse_sharding
 from dpllm.models.starting_point import check_start, refuse_steering
 from dpllm.models.tasks import RowLoss, default_row_loss, task_of
 from dpllm.privacy.accounting import epsilon
@@ -47,17 +48,17 @@ from dpllm.training.advice import advice
 from dpllm.training.argument_table import ARGUMENTS, Argument
 from dpllm.training.arguments import refuse_changed
 from dpllm.training.attaching import AttachFirst
-from dpllm.training.averaged_trainer import AveragedTrainer
-from dpllm.training.averaging import LAST_FOLDER
+from dpllm.training.averaging import LAST_FOLDER, checked_average
 from dpllm.training.corrected_adamw import optimizer_for
 from dpllm.training.fetching import refuse_ignored
 from dpllm.training.interrupt import Interrupt
 from dpllm.training.outlets import StartingModel
-from dpllm.training.preflight import refuse_unwrapped_adapters
-from dpllm.training.prepared import Prepared
+from dpllm.training.preflight import refuse_unusable_model
+from dpllm.training.prepared import Prepared, agreed_arguments
 from dpllm.training.progress import StepProgress
 from dpllm.training.restarting import begin_in, checkpoint_to_resume
 from dpllm.training.row_losses import RowLosses
+from dpllm.training.rows_trainer import RowsTrainer, read_privacy, require_arguments
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.staged import StagedCheckpoints
 from dpllm.training.trainer_run import LogicalBatches, TrainerRun
@@ -67,7 +68,7 @@ from dpllm.training.workload import UpdateRule
 logger = logging.get_logger(__name__)
 
 
-class DPTrainer(AveragedTrainer):
+class DPTrainer(RowsTrainer):
     """Fine-tunes a transformers model with differential privacy.
 
     Guarantee: the released weights (each checkpoint and the final model) satisfy the (ε, δ) of `privacy_report` for
@@ -75,16 +76,22 @@ class DPTrainer(AveragedTrainer):
     them.
 
     Args:
-        model: any transformers model, PEFT-wrapped or not.
-        args: ``per_device_train_batch_size`` is the microbatch, ``max_steps`` the number of private steps T (or
-            ``num_train_epochs``, then T = ceil(epochs N / b)). ``gradient_accumulation_steps`` stays 1: the logical
-            batch is ``privacy.expected_batch_size``. ``optim_args="second_moment=corrected"``, or ``low_passed``, is
-            AdamW without the known noise in its second moment (`dpllm.training.corrected_adamw`).
-        privacy: the privacy guarantee.
-        train_dataset: tokenized rows with ``input_ids`` and ``labels`` (without labels, a causal language model
-            learns all its input).
+        model: any transformers model, PEFT-wrapped or not; its folder or its name on the Hub, which is loaded for the
+            task that it was saved for; or a dictionary with the keys of a recipe's section ``model``, such as
+            ``{"name": ..., "task": "sequence_classification", "quantization": "nf4", "peft": {...}}``.
+        args: each option works, is ignored for a reason, or is refused before data are read
+            (docs/training_arguments.md). ``per_device_train_batch_size`` is the microbatch, ``max_steps`` the number of
+            private steps T (or ``num_train_epochs``, then T = ceil(epochs N / b)). ``gradient_accumulation_steps``
+            stays 1: the logical batch is ``privacy.expected_batch_size``. ``optim_args="second_moment=corrected"``, or
+            ``low_passed``, is AdamW without the known noise in its second moment (`dpllm.training.corrected_adamw`).
+        privacy: the privacy guarantee, or a dictionary with the keys of a recipe's section ``privacy``.
+        train_dataset: rows that can be read by number, with ``input_ids`` and ``labels`` (without labels, a causal
+            language model learns all its input); or with raw columns, of which the tokenizer makes rows
+            (`dpllm.data.raw_rows`): ``text``; ``prompt`` and ``completion``; ``messages``; ``text`` and ``label``. A
+            stream is refused: steps draw from all N units.
         eval_dataset: rows for evaluation; its results are not covered by the guarantee.
-        processing_class: the tokenizer, for padding and for saving.
+        processing_class: the tokenizer, for raw columns, for padding and for saving. None: for a model that is given by
+            its name, the one beside its weights.
         data_collator: rows to inputs, one row each; the default pads to the longest row. A collator of transformers
             receives the columns that the model takes (``remove_unused_columns``), any other collator all columns.
         compute_loss_func: ``(outputs, labels) -> (B,)`` losses, each computed only from its own row; the default fits
@@ -107,6 +114,15 @@ class DPTrainer(AveragedTrainer):
             (`dpllm.mechanism.averages`). After `train` the model holds it. ε does not depend on it.
         merge_adapter: whether a save after `train` also writes the model with its LoRA adapter added to its weights,
             in the folder "merged" with its own copy of the guarantee; not quantised, also if the base is.
+        model_init: a function without arguments that returns the model, in place of ``model``. It is called once,
+            before the plan is made, and may not read the data.
+        peft_config: describes a new adapter for the model.
+        compute_metrics: as for ``Trainer``; results on private rows are not covered, and the report counts them.
+        preprocess_logits_for_metrics: as for ``Trainer``.
+        data: how raw columns become rows: keys of a recipe's section ``data``, such as ``{"text_column": "note",
+            "max_length": 512, "class_names": ["no", "yes"]}``. By default a row has as many tokens as tokenizer and
+            model allow, at most 1,024. Names of classes are public facts and are never collected from the labels; they
+            are written into the model's configuration.
 
     Raises:
         ConfigError, ValueError: an option would make the guarantee untrue; raised before any training.
@@ -117,10 +133,10 @@ class DPTrainer(AveragedTrainer):
 
     def __init__(
         self,
-        model: nn.Module,
-        args: TrainingArguments,
-        privacy: PrivacyConfig,
-        train_dataset: Any,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        privacy: PrivacyConfig | Mapping[str, Any] | None = None,
+        train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
         data_collator: Callable[[list[Any]], Mapping[str, Any]] | None = None,
@@ -136,47 +152,55 @@ class DPTrainer(AveragedTrainer):
         noise_memory: str = "auto",
         average: Any = None,
         merge_adapter: bool = False,
+        model_init: Callable[[], nn.Module] | None = None,
+        peft_config: Any = None,
+        compute_metrics: Callable[[Any], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        data: Mapping[str, Any] | None = None,
     ) -> None:
         """Compute the plan and set up the Trainer."""
         refuse_ignored(self)
-        if not isinstance(model, nn.Module):
-            raise ConfigError(
-                f"model is of type {type(model).__name__}: pass the model itself, as from_pretrained gives it"
-            )
-        refuse_unwrapped_adapters(model)
-        refuse_sharding(model, args)
-        make_ready(model)
-        if merge_adapter:
-            refuse_unmergeable(model, args)
+        args, privacy, keys = require_arguments(args), read_privacy(privacy), read_keys(data)
+        refuse_steering(args, callbacks or [], optimizers[1], eval_is_public)
+        kept, own = checked_average(average), optimizers[0] is not None
+        choice("noise_memory", noise_memory, NOISE_MEMORIES)
+        if isinstance(max_tokens_per_microbatch, int) and max_tokens_per_microbatch < 1:
+            raise ConfigError(f"max_tokens_per_microbatch must be at least 1, got {max_tokens_per_microbatch}")
+        arguments = agreed_arguments(args, own, self.argument_table, kept, norm_method)
+        private = [train_dataset] + ([] if eval_is_public or eval_dataset is None else [eval_dataset])
+        given = GivenModel.of(
+            model, model_init, peft_config, processing_class, keys.get("class_names"), args.seed, private
+        )
+        model, processing_class = given.model, given.tokenizer
+        refuse_unusable_model(model, args, merge_adapter)
         self._merges = merge_adapter
         self.public, self.eval_is_public = list(public), eval_is_public
         self.notes = ReleaseNotes()  # facts about the release that only people know; set them before save_model()
-        if isinstance(max_tokens_per_microbatch, int) and max_tokens_per_microbatch < 1:
-            raise ConfigError(f"max_tokens_per_microbatch must be at least 1, got {max_tokens_per_microbatch}")
         if pack_rows:
             refuse_unpackable(model, task_of(model), data_collator, compute_loss_func)
-        choice("noise_memory", noise_memory, NOISE_MEMORIES)
-        refuse_steering(args, callbacks or [], optimizers[1], eval_is_public)
         check_start(model, args.output_dir, start_is_independent)
+        self._maker = self.row_maker(model, processing_class, keys)
+        if keys and self._maker is None:
+            raise ConfigError(f"data is for dpllm.DPTrainer; the options of {type(self).__name__} are in args")
+        rows, held_out = self._make_rows(train_dataset, eval_dataset, privacy, data_collator)
         self._prepared = Prepared.of(
             model,
-            args,
+            arguments,
             privacy,
-            train_dataset,
+            rows,
             tokenizer=processing_class,
             collator=data_collator,
             max_tokens=max_tokens_per_microbatch,
             pack_rows=pack_rows,
-            own_optimizer=optimizers[0] is not None,
+            own_optimizer=own,
             norm_method=norm_method,
             start_is_independent=start_is_independent,
             noise_memory=noise_memory,
-            average=average,
-            table=self.argument_table,
+            average=kept,
         )
         if compute_loss_func is None and hasattr(model, "config"):
-            refuse_other_classes(train_dataset, task_of(model), getattr(model.config, "num_labels", 2))
-        self._refuse_private_evaluation(eval_dataset)
+            refuse_other_classes(rows, task_of(model), getattr(model.config, "num_labels", 2))
+        self._refuse_private_evaluation(held_out)
         self._start = StartingModel.of(model)
         self._losses = self._row_losses(model, compute_loss_func, pack_rows)
         self._run: TrainerRun | None = None  # of the present or the last train()
@@ -185,14 +209,16 @@ class DPTrainer(AveragedTrainer):
         self._log_keeper = LogKeeper(str(args.output_dir))
         super().__init__(
             model=model,
-            args=self._prepared.arguments,
+            args=arguments,
             data_collator=self._prepared.collate,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
+            train_dataset=rows,
+            eval_dataset=held_out,
             processing_class=processing_class,
+            compute_metrics=compute_metrics,
             callbacks=[self._log_keeper, *(callbacks or []), self._interrupt, AttachFirst(self)],
             optimizers=optimizers,
-            optimizer_cls_and_kwargs=optimizer_for(self._prepared.arguments, self._prepared.plan),
+            optimizer_cls_and_kwargs=optimizer_for(arguments, self._prepared.plan),
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
         if self.pop_callback(ProgressCallback) is not None:  # a notebook has another one
             self.add_callback(StepProgress(self._prepared.expected_batch(), lambda: self.epsilon))
@@ -260,6 +286,12 @@ class DPTrainer(AveragedTrainer):
             )
         prepared = self._prepared
         prepared.refuse_replaced(self.train_dataset)
+        if self.model_init is not None:
+            raise ConfigError(
+                "model_init was set on the DPTrainer, and the model that it makes was not checked: pass it to the "
+                "constructor, which calls it once"
+            )
+        self._make_later_rows()
         self._refuse_private_evaluation(self.eval_dataset)
         refuse_changed(self.args, self.argument_table)
         refuse_steering(self.args, self.callback_handler.callbacks, self.lr_scheduler, self.eval_is_public)

@@ -55,7 +55,7 @@ def test_a_replaced_data_set_is_refused(tmp_path):
     ("dataset", "says"),
     [
         (rows().to_iterable_dataset(), "of type IterableDataset, whose rows cannot be read by number"),
-        (None, "of type NoneType, whose rows cannot be read by number"),
+        (None, "train_dataset is missing: pass rows with input_ids, or with texts and a tokenizer"),
         (
             torch.utils.data.TensorDataset(torch.ones(64, 4)),
             "Row 0 of train_dataset is of type tuple. Pass rows that are dict",
@@ -74,9 +74,17 @@ def test_a_data_set_of_another_kind_is_refused(dataset, says, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("model", [None, "org/model"])
-def test_what_is_no_model_is_refused(model, tmp_path):
-    with pytest.raises(ConfigError, match=rf"model is of type {type(model).__name__}: pass the model itself"):
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (None, "give exactly one of model and model_init, got neither"),
+        ("org/model", "the model 'org/model' cannot be loaded .*Give a local folder, or a Hub name"),
+        ("./nomodel", r"the model '\./nomodel' cannot be loaded: there is no such folder"),
+        (7, "model is of type int: give the model itself, as from_pretrained returns it"),
+    ],
+)
+def test_what_is_no_model_is_refused(model, says, tmp_path):
+    with pytest.raises(ConfigError, match=says):
         DPTrainer(model, arguments(tmp_path), privacy(), [])
 
 

@@ -1,0 +1,234 @@
+"""Rows of raw columns: the texts, conversations or classes of a data set that a Trainer was given.
+
+Place in the flow: between `dpllm.DPTrainer` and the tokenization. A recipe names the form of its records; here it is
+read from the names of the columns, which are public, or given with the same keys as in a recipe's section ``data``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import datasets
+import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
+
+from dpllm.config import TASKS, ConfigError, DataConfig, RecordFormat, read_section
+from dpllm.config.tasks import labels_of
+from dpllm.data.lengths import TOKENS
+from dpllm.data.records import DataError, check_records, required_columns, with_class_numbers
+from dpllm.data.tokenization import tokenize_records
+
+KEYS = (*(item.name for item in dataclasses.fields(RecordFormat)), "max_length", "long_records", "class_names")
+"""Keys of a recipe's section ``data`` that say how a record becomes rows, and not where it is."""
+LONGEST = 1024
+"""The most tokens of a row, if nobody says and the model has room for as many."""
+_ABOUT = "how raw columns become rows: keys of a recipe's section data, such as data={'text_column': 'note'}"
+
+
+def read_keys(data: Any) -> dict[str, Any]:
+    """Return the argument ``data`` of a Trainer as a dictionary.
+
+    Raises:
+        ConfigError: it is no mapping, or has a key that says where records are.
+    """
+    if data is None:
+        return {}
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"data is of type {type(data).__name__}: pass a dictionary that says {_ABOUT}")
+    for key in data:
+        if key in (item.name for item in dataclasses.fields(DataConfig)) and key not in KEYS:
+            raise ConfigError(f"data has the key {key!r}, which is for a recipe: pass the rows as train_dataset")
+    read_section(DataConfig, {"path": "train_dataset", "max_length": LONGEST, **data}, "DPTrainer", "data")
+    return {key: value for key, value in data.items() if value is not None}
+
+
+def is_raw(dataset: Any, rows: Any) -> bool:
+    """Whether token ids were made of the columns of a data set."""
+    return rows is not dataset and TOKENS not in _columns(dataset)
+
+
+@dataclass(frozen=True)
+class RowMaker:
+    """How the rows of a data set become rows of token ids.
+
+    Attributes:
+        tokenizer: None: rows have token ids.
+        task: of the model, one of `dpllm.config.TASKS`; None: unknown, rows have token ids.
+        source: the column of the model's own input, such as ``input_ids``.
+        num_labels: classes, or values, of the model's head.
+        class_names: names of the classes in the model's configuration. None: it has only numbers.
+        longest: the most tokens that a row may have.
+        keys: keys of a recipe's section ``data``, of `KEYS`.
+    """
+
+    tokenizer: Any
+    task: str | None
+    source: str = TOKENS
+    num_labels: int | None = None
+    class_names: list[str] | None = None
+    longest: int = LONGEST
+    keys: Mapping[str, Any] = field(default_factory=dict)
+
+    def rows(self, dataset: Any, words: str, keep: Sequence[str] = ()) -> Any:
+        """Return rows with token ids and class numbers; a data set that has them already is returned as it is.
+
+        Every row is made of its own record. The classes are those of ``data.class_names`` or of the model, and are
+        never collected from the labels.
+
+        Args:
+            dataset: rows that can be read by number.
+            words: name of the data set, for messages.
+            keep: columns that are copied, such as the user's id.
+
+        Raises:
+            ConfigError: the columns do not fit the task, or several forms fit; there is no tokenizer.
+            DataError: a record cannot be used; the message gives its number.
+        """
+        columns = _columns(dataset)
+        if not columns:  # empty, which is refused later
+            return dataset
+        if self.source in columns or self.task is None:
+            unused = sorted(self.keys.keys() - {"class_names"})
+            if unused:
+                raise ConfigError(
+                    f"data={{{unused[0]!r}: ...}} says how raw columns become rows, but {words} has the column "
+                    f"'{self.source}': leave data out, or pass the raw columns only"
+                )
+            return self._with_numbers(dataset, columns, words)
+        config = self._config(columns, words)
+        tokenizer = self._require_tokenizer(words, columns)
+        records = _table(dataset, [*required_columns(config), *keep], words)
+        if config.format == "classification":
+            records = with_class_numbers(records, self._named(records, config), words)
+        config = self._named(records, config)
+        check_records(records, config, words)
+        return tokenize_records(records, tokenizer, config, keep, self.task, self.num_labels)
+
+    def _config(self, columns: Sequence[str], words: str) -> DataConfig:
+        limit = min(LONGEST, self.longest, int(getattr(self.tokenizer, "model_max_length", LONGEST)))
+        given = {"path": words, "max_length": limit, **self.keys}
+        if "format" not in given:
+            given["format"] = self._format(columns, words)
+        return read_section(DataConfig, given, "DPTrainer", "data")
+
+    def _format(self, columns: Sequence[str], words: str) -> str:
+        """Return the form of the records whose columns are all there."""
+        forms = TASKS[str(self.task)].formats
+        names = {form: required_columns(self._of(form)) for form in forms}
+        found = [form for form in forms if set(names[form]) <= set(columns)]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise ConfigError(
+                f"{words} has the columns {', '.join(columns)}, which fit the forms {' and '.join(found)}: say which, "
+                f"data={{'format': {found[0]!r}}}"
+            )
+        wanted = "; ".join(f"{' and '.join(own)} ({form})" for form, own in names.items())
+        raise ConfigError(
+            f"{words} has the columns {', '.join(columns)}. A model for {self.task} learns from {self.source}, or from "
+            f"the columns {wanted}. Name yours with data={{'{_first_key(forms[0])}': ...}}, or pass a model for "
+            "another task (model={'name': ..., 'task': ...})"
+        )
+
+    def _of(self, form: str) -> RecordFormat:
+        return RecordFormat(**{k: v for k, v in self.keys.items() if k.endswith("_column")}, format=form)
+
+    def _named(self, records: datasets.Dataset, config: DataConfig) -> DataConfig:
+        """Return the description with the model's class names where labels are text and no names were given."""
+        if config.class_names is not None or self.class_names is None:
+            return config
+        column = config.tags_column if config.format == "tokens" else config.label_column
+        kind = records.features.get(column)
+        kind = getattr(kind, "feature", kind)
+        if not isinstance(kind, datasets.Value) or kind.dtype not in ("string", "large_string"):
+            return config
+        return dataclasses.replace(config, class_names=list(self.class_names))
+
+    def _require_tokenizer(self, words: str, columns: Sequence[str]) -> PreTrainedTokenizerBase:
+        if isinstance(self.tokenizer, PreTrainedTokenizerBase):
+            return self.tokenizer
+        if self.tokenizer is None:
+            raise ConfigError(
+                f"{words} has the columns {', '.join(columns)} and no '{self.source}', so its texts need a tokenizer: "
+                "pass processing_class=AutoTokenizer.from_pretrained(...)"
+            )
+        raise ConfigError(
+            f"processing_class is of type {type(self.tokenizer).__name__}, and the texts of {words} need a tokenizer: "
+            "pass it (processor.tokenizer), or pass rows that the processor has made"
+        )
+
+    def _with_numbers(self, dataset: Any, columns: Sequence[str], words: str) -> Any:
+        """Return tokenised rows with the number of each class that is text; all other rows as they are."""
+        names = self.keys.get("class_names", self.class_names)
+        column = next((name for name in ("label", "labels") if name in columns), None)
+        if names is None or column is None or labels_of(self.task) != "class" or _is_computed(dataset):
+            return dataset
+        if isinstance(dataset, datasets.Dataset):
+            kind = dataset.features[column]
+            if not isinstance(kind, datasets.Value) or kind.dtype not in ("string", "large_string"):
+                return dataset
+            form = RecordFormat(format="classification", label_column=column)
+            config = DataConfig(**dataclasses.asdict(form), path=words, max_length=LONGEST, class_names=list(names))
+            return with_class_numbers(dataset, config, words)
+        if not isinstance(dataset, list | tuple) or not any(isinstance(row.get(column), str) for row in dataset):
+            return dataset
+        numbers = {name: number for number, name in enumerate(names)}
+        for number, row in enumerate(dataset):
+            if row.get(column) not in numbers:
+                raise DataError(
+                    f"{words}: the {column} of row {number} is not one of data.class_names: write the same names, or "
+                    "the numbers of the classes, in all rows"
+                )
+        return [{**row, column: numbers[row[column]]} for row in dataset]
+
+
+def _first_key(form: str) -> str:
+    own = {"prompt_completion": "prompt_column", "chat": "messages_column", "tokens": "words_column"}
+    return own.get(form, "question_column" if form == "question_answering" else "text_column")
+
+
+def _is_computed(dataset: Any) -> bool:
+    """Whether the rows of a `datasets.Dataset` are made by a function when they are read."""
+    return isinstance(dataset, datasets.Dataset) and dataset.format["type"] == "custom"
+
+
+def _columns(dataset: Any) -> list[str]:
+    """Return the names of the columns of row 0; an empty list if there is no row."""
+    if isinstance(dataset, datasets.Dataset) and not _is_computed(dataset):
+        return list(dataset.column_names)
+    return [str(name) for name in dataset[0].keys()] if len(dataset) else []  # noqa: SIM118 (may be no mapping)
+
+
+def _table(dataset: Any, columns: Sequence[str], words: str) -> datasets.Dataset:
+    """Return these columns as a table; rows that are computed as they are read are each read once.
+
+    Raises:
+        DataError: a row lacks a column, or the values of a column are of several kinds.
+    """
+    columns = list(dict.fromkeys(columns))
+    if isinstance(dataset, datasets.Dataset) and not _is_computed(dataset):
+        return dataset.select_columns([name for name in columns if name in dataset.column_names])
+    found: dict[str, list[Any]] = {name: [] for name in columns}
+    for number in range(len(dataset)):
+        row = dataset[number]
+        for name in columns:
+            if name not in row:
+                raise DataError(
+                    f"{words}: row {number} has no column '{name}'; it has {', '.join(row)}: give every row the same "
+                    "columns"
+                )
+            found[name].append(row[name])
+    for name, values in found.items():
+        try:
+            pa.array(values)
+        except (pa.ArrowException, OverflowError) as error:
+            kinds = sorted({type(value).__name__ for value in itertools.islice(values, 1000)})
+            raise DataError(
+                f"{words}: the values of the column '{name}' cannot be stored together (kinds: {', '.join(kinds)}): "
+                "give all of them one kind, such as text"
+            ) from error
+    return datasets.Dataset.from_dict(found)

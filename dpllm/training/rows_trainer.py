@@ -1,0 +1,140 @@
+"""The part of the trainer that makes rows of raw columns, for training and for evaluation (`dpllm.data.raw_rows`).
+
+Place in the flow: between `dpllm.training.averaged_trainer` and `dpllm.DPTrainer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.utils.data import IterableDataset
+from transformers import TrainingArguments
+
+from dpllm.config import ConfigError, PrivacyConfig, read_section
+from dpllm.data.lengths import input_of
+from dpllm.data.raw_rows import LONGEST, RowMaker, is_raw
+from dpllm.engines.processes import Processes
+from dpllm.models.given import names_of_classes
+from dpllm.models.positions import num_positions
+from dpllm.models.tasks import task_of
+from dpllm.training.averaged_trainer import AveragedTrainer
+from dpllm.training.fetching import refuse_unreadable
+
+
+def read_privacy(privacy: Any) -> PrivacyConfig:
+    """Return the privacy guarantee of a Trainer, from an object or from the keys of a recipe's section ``privacy``.
+
+    Raises:
+        ConfigError: there is none, or it is of another kind; a key is unknown, missing or unusable.
+    """
+    if isinstance(privacy, PrivacyConfig):
+        return privacy
+    if isinstance(privacy, Mapping):
+        return read_section(PrivacyConfig, privacy, "DPTrainer", "privacy")
+    given = "missing" if privacy is None else f"of type {type(privacy).__name__}"
+    raise ConfigError(
+        f"privacy is {given}: pass dpllm.PrivacyConfig(target_epsilon=..., clip_norm=..., expected_batch_size=...), or "
+        "these as a dictionary"
+    )
+
+
+def require_arguments(args: Any) -> TrainingArguments:
+    """Return the arguments of a Trainer.
+
+    Raises:
+        ConfigError: there are none, or they are of another kind.
+    """
+    if isinstance(args, TrainingArguments):
+        return args
+    given = "missing" if args is None else f"of type {type(args).__name__}"
+    raise ConfigError(
+        f"args is {given}: pass transformers.TrainingArguments(output_dir=..., max_steps=...); model, ledger and "
+        "report go into output_dir"
+    )
+
+
+class RowsTrainer(AveragedTrainer):
+    """A Trainer that may be given raw columns."""
+
+    _maker: RowMaker | None = None
+    _made: Sequence[tuple[Any, Any]] = ()
+    """The data sets of the constructor with the rows that were made of them."""
+
+    def row_maker(self, model: Any, tokenizer: Any, keys: Mapping[str, Any]) -> RowMaker | None:
+        """Return the object that makes rows of raw columns; None in a trainer that makes its rows itself.
+
+        Args:
+            model: to train.
+            tokenizer: or None.
+            keys: of a recipe's section ``data``.
+        """
+        return RowMaker(
+            tokenizer=tokenizer,
+            task=task_of(model),
+            source=input_of(model, ""),
+            num_labels=getattr(getattr(model, "config", None), "num_labels", None),
+            class_names=names_of_classes(model),
+            longest=num_positions(model) or LONGEST,
+            keys=keys,
+        )
+
+    def _make_rows(self, train: Any, evaluation: Any, privacy: PrivacyConfig, collator: Any) -> tuple[Any, Any]:
+        """Return the rows of the private data and those for evaluation, on all processes together.
+
+        Raises:
+            ConfigError: raw columns cannot be used with a collator of the caller's own.
+        """
+        keep = [privacy.unit_column] if privacy.unit == "user" and privacy.unit_column else []
+        rows = self._rows_of_raw(train, "train_dataset", keep)
+        if collator is not None and is_raw(train, rows):
+            raise ConfigError(
+                "train_dataset has raw columns, which are tokenised and padded here, and a data_collator is given as "
+                "well: leave data_collator out, or tokenise the rows before"
+            )
+        self._made = ((train, rows),)
+        held_out = self._rows_of_raw(evaluation, "eval_dataset")
+        several = isinstance(evaluation, Mapping)
+        self._made += tuple((evaluation[key], held_out[key]) for key in evaluation) if several else ()
+        self._made += ((evaluation, held_out),)
+        return rows, held_out
+
+    def _rows_of_raw(self, dataset: Any, words: str, keep: Sequence[str] = ()) -> Any:
+        """Return rows; those that need no change, names of data sets and None are returned as they are."""
+        if dataset is None or isinstance(dataset, str) or self._maker is None:
+            return dataset
+        for raw, rows in self._made:
+            if dataset is raw or dataset is rows:
+                return rows
+        if isinstance(dataset, Mapping) and words != "train_dataset":
+            return {key: self._rows_of_raw(one, f"{words}[{key!r}]") for key, one in dataset.items()}
+        if words != "train_dataset" and not _has_columns(dataset):
+            return dataset  # a stream, or rows of another kind, as `Trainer` evaluates them
+        refuse_unreadable(dataset, words)
+        maker = self._maker
+        return Processes().together(lambda: maker.rows(dataset, words, keep))
+
+    def _make_later_rows(self) -> None:
+        """Make rows of evaluation data that were set after the constructor."""
+        self.eval_dataset = self._rows_of_raw(self.eval_dataset, "eval_dataset")
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Evaluate as ``Trainer`` does, also on raw columns; the ledger counts it, unless the rows are public."""
+        self._make_later_rows()
+        return super().evaluate(self._rows_of_raw(eval_dataset, "eval_dataset"), ignore_keys, metric_key_prefix)
+
+    def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
+        """Predict as ``Trainer`` does, also on raw columns; the ledger counts it, unless the rows are public."""
+        self._make_later_rows()
+        return super().predict(self._rows_of_raw(test_dataset, "test_dataset"), ignore_keys, metric_key_prefix)
+
+
+def _has_columns(dataset: Any) -> bool:
+    """Whether rows can be read by number and are dictionaries, or texts, which are refused."""
+    if hasattr(dataset, "column_names"):
+        return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        return False
+    return len(dataset) > 0 and isinstance(dataset[0], Mapping | str)

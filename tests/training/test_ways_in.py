@@ -1,0 +1,408 @@
+"""The ways into DPTrainer that people know from Trainer and TRL: names, raw columns, adapters, metrics."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.config import CordaConfig
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    TrainingArguments,
+)
+
+from dpllm import DPTrainer, PrivacyConfig
+from dpllm.config import ConfigError, DataConfig
+from dpllm.data.records import DataError
+from dpllm.data.rows import tokenize_records
+from dpllm.privacy.ledger import read_ledger
+from tests.conftest import tiny_llama_config
+from tests.small_model import WORDS, save_small_model
+
+pytestmark = pytest.mark.usefixtures("rows_not_compared")
+
+TEXTS = [" ".join(WORDS[start : start + length]) for start, length in [(0, 4), (3, 7), (5, 3), (8, 9), (2, 5), (9, 6)]]
+TEMPLATE = "{% for m in messages %}{{ '<s>' + m['role'] + ': ' + m['content'] + '</s>' }}{% endfor %}"
+LORA = LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights="gaussian")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(save_small_model(tmp_path_factory.mktemp("model"), hidden_size=16))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    found = AutoTokenizer.from_pretrained(folder)
+    found.chat_template = TEMPLATE
+    return found
+
+
+def options(folder, **changes):
+    settings = {
+        "output_dir": str(folder),
+        "max_steps": 1,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1.0,
+        "optim": "sgd",
+        "lr_scheduler_type": "constant",
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    return TrainingArguments(**{**settings, **changes})
+
+
+PRIVACY = {"noise_multiplier": 0.0, "clip_norm": 0.01, "expected_batch_size": 6, "delta": 1e-3}
+
+
+def made(path, model, rows, **more):
+    return DPTrainer(model, **{"args": options(path), "privacy": PRIVACY, "train_dataset": rows, **more})
+
+
+def texts(*, replaced=None):
+    rows = [{"text": text} for text in TEXTS]
+    return Dataset.from_list(rows if replaced is None else [{"text": replaced}, *rows[1:]])
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten().double() for p in model.parameters()])
+
+
+def test_a_name_and_raw_texts_are_a_run(tmp_path, folder):
+    """As TRL's quickstart: model, data, privacy. The model is saved with its tokenizer, and ε is reported."""
+    config = {**PRIVACY, "noise_multiplier": 1.0}
+    run = made(tmp_path, folder, texts(), privacy=config, peft_config=LORA)
+    assert isinstance(run.model, PeftModel) and run.privacy == PrivacyConfig(**config)
+    run.train()
+    run.save_model()
+    assert run.epsilon > 0 and (tmp_path / "tokenizer.json").exists() and (tmp_path / "adapter_config.json").exists()
+    assert len(read_ledger(tmp_path / "privacy_ledger.jsonl").history) == 1
+
+
+CASES = {
+    "text": ({"text": text} for text in TEXTS),
+    "prompt_completion": ({"prompt": text, "completion": " a red house"} for text in TEXTS),
+    "chat": (
+        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "the dog"}]} for text in TEXTS
+    ),
+}
+CASES = {name: list(rows) for name, rows in CASES.items()}
+
+
+@pytest.mark.parametrize("form", CASES)
+def test_rows_of_raw_columns_are_those_of_a_recipe(tmp_path, folder, tokenizer, form):
+    """The same function makes them, from a table, from a list and from rows that are computed as they are read."""
+
+    class Computed(torch.utils.data.Dataset):
+        def __len__(self):
+            return len(CASES[form])
+
+        def __getitem__(self, number):
+            return CASES[form][number]
+
+    records = Dataset.from_list(CASES[form])
+    wanted = tokenize_records(records, tokenizer, DataConfig(path="x", max_length=64, format=form))
+    for number, rows in enumerate((records, CASES[form], Computed())):
+        run = made(tmp_path / str(number), folder, rows, processing_class=tokenizer, eval_dataset={"a": rows})
+        assert run.train_dataset.to_list() == wanted.to_list() == run.eval_dataset["a"].to_list()
+        assert run.plan.num_units == len(TEXTS)
+
+
+def longer(row):
+    """Another record: every text in it is longer than those of all other rows."""
+    if isinstance(row, str):
+        return "seven clouds over the old bridge and one man " * 3
+    if isinstance(row, dict):
+        return {key: value if key in ("role", "label") else longer(value) for key, value in row.items()}
+    return [longer(one) for one in row]
+
+
+def head(folder):
+    config = tiny_llama_config(vocab_size=320, num_labels=2, num_hidden_layers=1, pad_token_id=None)
+    model = LlamaForSequenceClassification(config)
+    model.config.pad_token_id = 0
+    return model
+
+
+@pytest.mark.parametrize(
+    ("form", "more"),
+    [
+        ("text", {}),
+        ("chat", {}),
+        ("prompt_completion", {"peft_config": LORA}),
+        ("text", {"model_init": LlamaForCausalLM.from_pretrained}),
+        ("classes", {}),
+    ],
+    ids=["text", "chat", "peft_config", "model_init", "string labels"],
+)
+def test_neighbours_move_the_sum_by_at_most_2_c(tmp_path, folder, tokenizer, form, more):
+    """One record is replaced by a longer one. q = 1, no noise, SGD with lr 1: the weights move by the sum over b."""
+    rows = CASES[form] if form in CASES else [{"text": t, "label": ("no", "yes")[n % 2]} for n, t in enumerate(TEXTS)]
+    if "model_init" in more:
+        more = {"model_init": functools.partial(more["model_init"], folder)}
+    torch.manual_seed(0)
+    state = head(folder).state_dict() if form == "classes" else None
+    ends = []
+    for name, first in (("a", rows[0]), ("b", longer(rows[0]))):
+        model = None if "model_init" in more else folder
+        data = None
+        if state is not None:
+            model, data = head(folder), {"class_names": ["no", "yes"]}
+            model.load_state_dict(state)
+        run = made(tmp_path / name, model, [first, *rows[1:]], processing_class=tokenizer, data=data, **more)
+        start = weights(run.model)
+        run.train()
+        assert 0 < float((weights(run.model) - start).norm()) <= 0.01 * (1 + 1e-5)
+        ends.append((start, weights(run.model)))
+    assert torch.equal(ends[0][0], ends[1][0])  # the seed of the arguments makes new weights
+    assert 0 < float((ends[0][1] - ends[1][1]).norm()) <= 2 * 0.01 / 6 * (1 + 1e-4)
+
+
+def test_users_of_raw_rows_are_units(tmp_path, folder):
+    """Their ids travel with the rows; a long record that is cut is one unit."""
+    rows = texts().add_column("who", [1, 1, 2, 2, 3, 3])
+    config = {**PRIVACY, "unit": "user", "unit_column": "who", "max_rows_per_unit": 2, "expected_batch_size": 2}
+    run = made(tmp_path, folder, rows, privacy={**config, "delta": 1e-2})
+    assert run.plan.num_units == 3 and run.train_dataset["who"] == [1, 1, 2, 2, 3, 3]
+    cut = made(tmp_path, folder, texts(), data={"max_length": 4, "long_records": "split"})
+    assert cut.plan.num_units == 6 < len(cut.train_dataset)
+
+
+def test_own_names_of_columns(tmp_path, folder):
+    """The keys of a recipe's section data, with its errors."""
+    rows = texts().rename_column("text", "note")
+    run = made(tmp_path, folder, rows, data={"text_column": "note", "max_length": 5})
+    assert max(len(ids) for ids in run.train_dataset["input_ids"]) == 5
+    with pytest.raises(
+        ConfigError, match=r"has the columns note. A model for causal_lm learns from input_ids, or from "
+    ):
+        made(tmp_path, folder, rows)
+    with pytest.raises(ConfigError, match=r"unknown key 'data.text_colum'; did you mean 'data.text_column'"):
+        made(tmp_path, folder, rows, data={"text_colum": "note"})
+    with pytest.raises(ConfigError, match="data has the key 'path', which is for a recipe"):
+        made(tmp_path, folder, rows, data={"path": "notes.jsonl"})
+    with pytest.raises(ConfigError, match="data is of type str"):
+        made(tmp_path, folder, rows, data="note")
+    both = rows.add_column("messages", [CASES["chat"][0]["messages"]] * 6)
+    with pytest.raises(ConfigError, match=r"fit the forms text and chat: say which, data=\{'format': 'text'\}"):
+        made(tmp_path, folder, both, data={"text_column": "note"})
+    tokenized = made(tmp_path, folder, rows, data={"text_column": "note"}).train_dataset
+    with pytest.raises(ConfigError, match=r"train_dataset has the column 'input_ids': leave data out"):
+        made(tmp_path, folder, tokenized, data={"text_column": "note"})
+
+
+MISTAKES = {
+    "no tokenizer": ({"processing_class": None}, "columns text and no 'input_ids', so its texts need a tokenizer"),
+    "tokenizer as a name": ({"processing_class": "gpt2"}, r"processing_class is the text 'gpt2': pass the tokenizer"),
+    "processor": ({"processing_class": object()}, "processing_class is of type object, and the texts"),
+    "no arguments": ({"args": None}, r"args is missing: pass transformers\.TrainingArguments\(output_dir="),
+    "arguments as a dictionary": ({"args": {"output_dir": "x"}}, "args is of type dict"),
+    "no privacy": ({"privacy": None}, r"privacy is missing: pass dpllm\.PrivacyConfig\(target_epsilon="),
+    "no guarantee": ({"privacy": 8}, "privacy is of type int"),
+    "misspelt": (
+        {"privacy": {**PRIVACY, "epsilon": 8}},
+        "unknown key 'privacy.epsilon'; did you mean 'privacy.target_ep",
+    ),
+    "missing": ({"privacy": {"clip_norm": 1.0}}, "missing key 'privacy.expected_batch_size'; it has no default"),
+    "value": ({"privacy": {**PRIVACY, "clip_norm": -1}}, "section 'privacy': clip_norm must be > 0, got -1"),
+    "no data": ({"train_dataset": None}, "train_dataset is missing: pass rows"),
+    "texts": ({"train_dataset": TEXTS}, r"Row 0 of train_dataset is a text, .* \[\{'text': text\} for text in texts\]"),
+    "evaluation texts": ({"eval_dataset": TEXTS}, "Row 0 of eval_dataset is a text"),
+    "stream": (
+        {"train_dataset": Dataset.from_list(CASES["text"]).to_iterable_dataset()},
+        r"of type IterableDataset.* draw from all N units at random.*Dataset\.from_list\(list\(stream\)\)",
+    ),
+    "columns differ": (
+        {"train_dataset": [{"text": "a dog"}, {"note": "b"}]},
+        "row 1 has no column 'text'; it has note",
+    ),
+    "kinds differ": ({"train_dataset": [{"text": "a dog"}, {"text": 7}]}, r"'text' cannot be stored .*kinds: int, str"),
+    "no text": ({"train_dataset": [{"text": 7}]}, "train_dataset: column 'text' holds int64, but text is needed"),
+    "collator": ({"data_collator": list}, "raw columns, .* and a data_collator is given as well"),
+    "two models": ({"model_init": list}, "give exactly one of model and model_init, got both"),
+    "adapter": ({"peft_config": {"r": 2}}, r"peft_config is of type dict: pass .*LoraConfig"),
+    "module": ({"peft_config": LoraConfig(target_modules=["query"])}, "peft_config: target_modules names 'query'"),
+    "from data": (
+        {"peft_config": LoraConfig(target_modules=["q_proj"], init_lora_weights="corda", corda_config=CordaConfig())},
+        "peft_config: init_lora_weights='corda' starts from statistics of the private data",
+    ),
+    "names without classes": ({"data": {"class_names": ["a", "b"]}}, "names classes, and a LlamaForCausalLM has none"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_have_a_remedy(tmp_path, folder, name):
+    """One line, before anything is trained or written."""
+    changes, says = MISTAKES[name]
+    model = LlamaForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with pytest.raises((ConfigError, DataError), match=says) as error:
+        made(tmp_path / "run", model, **{"rows": texts(), "processing_class": tokenizer, **renamed(changes)})
+    assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
+
+
+def renamed(changes):
+    return {"rows" if key == "train_dataset" else key: value for key, value in changes.items()}
+
+
+def test_a_second_adapter_is_refused(tmp_path, folder):
+    """PEFT would stack them."""
+    model = get_peft_model(LlamaForCausalLM.from_pretrained(folder), LORA)
+    with pytest.raises(ConfigError, match="peft_config describes an adapter, and the model has one already"):
+        made(tmp_path, model, texts(), peft_config=LORA)
+    with pytest.raises(ConfigError, match="model is a description and peft_config is given as well"):
+        made(tmp_path, {"name": folder, "peft": {"r": 2}}, texts(), peft_config=LORA)
+
+
+def test_a_model_is_loaded_for_a_task(tmp_path, folder):
+    """That it was saved for, or another one that is named; classes are named, never counted."""
+    rows = [{"text": text, "label": n % 2} for n, text in enumerate(TEXTS)]
+    with pytest.raises(ConfigError, match=r"the number of classes is not known: .*public facts"):
+        made(tmp_path, {"name": folder, "task": "sequence_classification"}, rows)
+    model = {"name": folder, "task": "sequence_classification"}
+    run = made(tmp_path, model, rows, data={"class_names": ["no", "yes"]})
+    assert type(run.model) is LlamaForSequenceClassification and run.model.config.id2label == {0: "no", 1: "yes"}
+    assert run.model.config.label2id == {"no": 0, "yes": 1} and run.train_dataset["labels"] == [0, 1] * 3
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    BertForMaskedLM(BertConfig(vocab_size=320, **sizes)).save_pretrained(tmp_path / "bert")
+    with pytest.raises(ConfigError, match=r"was saved as BertForMaskedLM, which has no task: give the task as well"):
+        made(tmp_path, str(tmp_path / "bert"), rows)
+
+
+def test_string_labels_have_the_numbers_of_their_names(tmp_path, folder, tokenizer):
+    """Names of the caller or of the model; without names they are refused, never collected from the rows."""
+    words = [("no", "yes")[n % 2] for n in range(6)]
+    raw = [{"text": text, "label": word} for text, word in zip(TEXTS, words, strict=True)]
+    ids = [{"input_ids": tokenizer(text)["input_ids"], "label": word} for text, word in zip(TEXTS, words, strict=True)]
+    named = head(folder)
+    named.config.id2label, named.config.label2id = {0: "yes", 1: "no"}, {"yes": 0, "no": 1}
+    for rows in (raw, ids, Dataset.from_list(raw), Dataset.from_list(ids)):
+        column = "labels" if "text" in rows[0] else "label"
+        run = made(tmp_path, head(folder), rows, processing_class=tokenizer, data={"class_names": ["no", "yes"]})
+        assert [row[column] for row in run.train_dataset] == [0, 1] * 3
+        run = made(tmp_path, named, rows, processing_class=tokenizer)
+        assert [row[column] for row in run.train_dataset] == [1, 0] * 3
+        with pytest.raises(DataError, match=r"is text|holds text"):
+            made(tmp_path, head(folder), rows, processing_class=tokenizer).train()
+        with pytest.raises(ConfigError, match=r"names 3 classes \(a, b, c\), and the model has 2 \(LABEL_0, LABEL_1\)"):
+            made(tmp_path, head(folder), rows, data={"class_names": ["a", "b", "c"]}, processing_class=tokenizer)
+        with pytest.raises(DataError, match=r"not one of data\.class_names"):
+            made(tmp_path, head(folder), rows, data={"class_names": ["a", "no"]}, processing_class=tokenizer)
+
+
+def test_model_init_is_called_once_and_may_not_read_the_data(tmp_path, folder):
+    """Its weights would depend on rows; and a second call would make another model than the checked one."""
+    calls, rows = [], texts()
+
+    def init():
+        calls.append(1)
+        return LlamaForCausalLM.from_pretrained(folder)
+
+    run = made(tmp_path / "a", None, rows, model_init=init, processing_class=AutoTokenizer.from_pretrained(folder))
+    run.train()
+    assert calls == [1]
+    run.model_init = init
+    with pytest.raises(ConfigError, match="model_init was set on the DPTrainer"):
+        run.train()
+
+    def helper():
+        return [len(row["text"]) for number in range(1) for row in rows]
+
+    def reads():
+        return helper() and LlamaForCausalLM.from_pretrained(folder)
+
+    class Reader:
+        def __init__(self):
+            self.splits = {"train": rows}
+
+        def __call__(self):
+            return LlamaForCausalLM.from_pretrained(folder)
+
+    readers = [
+        reads,
+        lambda: next(LlamaForCausalLM.from_pretrained(folder) for row in rows),
+        lambda own=rows: LlamaForCausalLM.from_pretrained(folder),
+        functools.partial(lambda own: LlamaForCausalLM.from_pretrained(folder), rows),
+        Reader(),
+        Reader().__call__,
+    ]
+    for reader in readers:
+        with pytest.raises(ConfigError, match="model_init reads a private data set"):
+            made(tmp_path / "b", None, rows, model_init=reader)
+    with pytest.raises(ConfigError, match="model_init takes the argument 'trial'"):
+        made(tmp_path / "b", None, rows, model_init=lambda trial: init())
+    with pytest.raises(ConfigError, match="model_init returned an object of type NoneType"):
+        made(tmp_path / "b", None, rows, model_init=lambda: None)
+    with pytest.raises(ConfigError, match="model_init is of type int"):
+        made(tmp_path / "b", None, rows, model_init=7)
+
+
+def accuracy(prediction):
+    guesses, labels = prediction.predictions[:, :-1], prediction.label_ids[:, 1:]
+    return {"accuracy": float((guesses == labels)[labels != -100].mean())}
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_metrics_are_computed_and_counted(tmp_path, folder, public):
+    """On private rows each evaluation is a disclosure; on rows that are declared public none is."""
+    seen = []
+
+    def best(logits, labels):
+        seen.append(logits.shape)
+        return logits.argmax(-1)
+
+    run = made(
+        tmp_path,
+        folder,
+        texts(),
+        args=options(tmp_path, eval_strategy="steps", eval_steps=1, logging_strategy="no"),
+        eval_dataset=[{"text": "the red house sees a dog"}] * 2,
+        eval_is_public=public,
+        compute_metrics=accuracy,
+        preprocess_logits_for_metrics=best,
+    )
+    run.train()
+    assert 0 <= run.evaluate()["eval_accuracy"] <= 1 and seen[0][-1] == run.model.config.vocab_size
+    assert run.predict([{"text": "a dog"}]).metrics["test_accuracy"] >= 0
+    counted = read_ledger(run.ledger.path).disclosures
+    assert counted.get("evaluation during training", 0) == (not public)
+    assert counted.get("evaluation on private rows, before or after training", 0) == (not public)
+    assert counted["predictions on private rows"] == 1
+    logged = (tmp_path / "trainer_state.json").exists()
+    assert not logged
+
+
+def test_metrics_steer_nothing_on_private_rows(tmp_path, folder):
+    """The best checkpoint by a metric on private rows is a choice that no ε covers."""
+    args = options(
+        tmp_path, save_strategy="best", metric_for_best_model="accuracy", eval_strategy="steps", eval_steps=1
+    )
+    with pytest.raises(ConfigError, match="follows exact evaluation results"):
+        made(tmp_path, folder, texts(), args=args, eval_dataset=texts(), compute_metrics=accuracy)
+
+
+def test_raw_rows_of_the_training_are_not_declared_public(tmp_path, folder):
+    """They are compared as rows, also where they are set later."""
+    raw = texts()
+    with pytest.raises(DataError, match="6 of its 6 rows are rows of train_dataset"):
+        made(tmp_path, folder, raw, eval_dataset=texts(), eval_is_public=True)
+    run = made(tmp_path, folder, raw, eval_dataset=[{"text": "seven clouds"}], eval_is_public=True)
+    for later in (raw, texts(), list(raw)):
+        run.eval_dataset = later
+        with pytest.raises(DataError, match="6 of its 6 rows are rows of train_dataset"):
+            run.train()
+
+
+def test_evaluation_streams_and_other_rows_pass_unchanged(tmp_path, folder):
+    """As `Trainer` evaluates them."""
+    stream = made(tmp_path, folder, texts()).train_dataset.to_iterable_dataset()
+    run = made(tmp_path, folder, texts(), eval_dataset=stream)
+    assert run.eval_dataset is stream and np.isfinite(run.evaluate()["eval_loss"])
