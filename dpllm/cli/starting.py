@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,9 +135,11 @@ def init(
         start_is_independent=start_is_independent,
     )
     typer.echo(f"reading all records of {path}, and computing the noise")
-    made = new_recipe(wishes, at_hand)
-    notes = _write(target, made)
-    _show(target, wishes, made, notes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # transformers, about names of options that will change
+        made = new_recipe(wishes, at_hand)
+        notes = _write(target, made)
+    _show(target, wishes, made, notes if at_hand is not None else ())
 
 
 @dataclass(frozen=True)

@@ -102,8 +102,9 @@ def batch_reason(num_units: int, batch: int, steps: int) -> str:
     return (
         f"{batch / num_units:.1%} of the {num_units:,} units in a step on average, and {steps * batch / num_units:.1f} "
         "passes over them in all. The two plans whose settings were compared have 2.5 % and 4 to 10 passes "
-        f"(docs/correlated_noise.md). More passes cost time, not ε: the noise grows with T. T = {steps} is a multiple "
-        "of every number of bands that is compared. dpllm plan RECIPE --sweep compares other sizes at the same ε."
+        "(docs/correlated_noise.md). More steps cost time and, at the same ε, more noise in each step. "
+        f"T = {steps} is a multiple of every number of bands that is compared. dpllm plan RECIPE --sweep compares "
+        "other sizes at the same ε."
     )
 
 

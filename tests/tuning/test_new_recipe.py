@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from collections.abc import Iterable
@@ -160,6 +161,19 @@ def test_formats_that_a_model_cannot_have_are_refused(here, changes, form, messa
     asked = wishes(Path("absent.jsonl"), "m", data={"format": form})
     with pytest.raises(ConfigError, match=message):
         task_of(asked, dataclasses.replace(here, **changes))
+
+
+def test_chats_are_split_and_keep_their_column(tmp_path, base_model, here):
+    """With a tokenizer that has a template."""
+    said = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "dog"}]
+    path = write(tmp_path / "n.jsonl", ({"talk": said} for _ in range(200)))
+    data = {"format": "chat", "messages_column": "talk"}
+    with pytest.raises(ConfigError, match="has no chat template"):
+        new_recipe(wishes(path, base_model, data=data), here)
+    tokenizer = copy.deepcopy(here.tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    made = new_recipe(wishes(path, base_model, data=data), dataclasses.replace(here, tokenizer=tokenizer))
+    assert made.value("data.messages_column") == "talk" and made.value("data.long_records") == "split"
 
 
 def test_an_encoder_decoder_gets_its_task(here):
