@@ -92,9 +92,27 @@ def prompt_of_chat(messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedT
 
 
 def _clean(chat: Sequence[Mapping[str, Any]], number: int) -> list[dict[str, Any]]:
-    """Return the messages without the empty fields that storing them in a table adds."""
+    """Return the messages as no other chat has changed them."""
     check_chat(chat, number)
-    return [{key: value for key, value in message.items() if value is not None} for message in chat]
+    return [own_value(message) for message in chat]
+
+
+def own_value(value: Any) -> Any:
+    """Return a value of a table in a form that no other row of the table decides.
+
+    A table has one type for all rows: an object gets the keys of every row, filled with null and in the order of the
+    first, and whole numbers beside fractions become fractions. Here keys without a value are left out, keys are sorted,
+    and fractions that are whole numbers are whole numbers. A template that writes the arguments of a tool would
+    otherwise write those of other records, too.
+
+    >>> own_value({"day": "Monday", "city": None, "count": 2.0})
+    {'count': 2, 'day': 'Monday'}
+    """
+    if isinstance(value, Mapping):
+        return {key: own_value(value[key]) for key in sorted(value) if value[key] is not None}
+    if isinstance(value, list):
+        return [own_value(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _encode_marked(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:

@@ -20,7 +20,7 @@ from jinja2.exceptions import TemplateError
 
 from dpllm.config import ConfigError
 from dpllm.config.extras import require
-from dpllm.data.chat import with_fixed_date
+from dpllm.data.chat import own_value, with_fixed_date
 from dpllm.data.records import DataError, check_column
 from dpllm.data.scratch import store
 
@@ -91,13 +91,20 @@ class Tokens:
 def read_examples(dataset: Any, words: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the number and the columns of each example, with the keys "role" and "content" in its conversations.
 
+    Objects in a column are as no other example has changed them (`dpllm.data.chat.own_value`).
+
     Args:
         dataset: a `datasets.Dataset`.
         words: name of the data set, for messages.
     """
     trl = require_trl("this data set")
-    for number, example in enumerate(tqdm(dataset, f"tokenizing {words}")):
+    for number, row in enumerate(tqdm(dataset.with_format(None), f"tokenizing {words}")):
+        example = {name: own_value(value) if _has_objects(value) else value for name, value in row.items()}
         yield number, trl.maybe_convert_to_chatml(example)
+
+
+def _has_objects(value: Any) -> bool:
+    return isinstance(value, Mapping) or (isinstance(value, list) and bool(value) and isinstance(value[0], Mapping))
 
 
 def is_chat(number: int, example: Mapping[str, Any], parts: Sequence[str], conversational: bool | None) -> bool:

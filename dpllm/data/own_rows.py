@@ -78,10 +78,20 @@ def _inputs(dataset: Any) -> Iterator[bytes]:
                 yield values[begin:end].tobytes()
     else:
         for row in _stored_rows(dataset):
-            ids = row.get("input_ids") if isinstance(row, Mapping) else None
+            lists = _lists_of(row) if isinstance(row, Mapping) else []
             with contextlib.suppress(ValueError, TypeError):  # no numbers, which no training row has
-                if ids is not None:
-                    yield np.asarray(ids, dtype=np.int64).tobytes()
+                if lists:
+                    yield (
+                        str([len(ids) for ids in lists[:-1]])
+                        .encode()
+                        .join(np.asarray(ids, dtype=np.int64).tobytes() for ids in lists)
+                    )
+
+
+def _lists_of(row: Mapping[str, Any]) -> list[Any]:
+    """Return the tokens of a row; those of both answers if it is a pair (`dpllm.data.preferences`)."""
+    names = ["input_ids"] if "input_ids" in row else sorted(name for name in row if name.endswith("_input_ids"))
+    return [row[name] for name in names if row[name] is not None]
 
 
 def _stored_rows(dataset: Any) -> Iterator[Any]:

@@ -37,6 +37,8 @@ CLASS_AS_TEXT = (
 
 # Columns that a tokenizer leaves when it cuts a text into several rows.
 _PIECES = ("overflow_to_sample_mapping", "overflowing_tokens", "num_truncated_tokens")
+MARKS_OF_UNITS = (RECORD, *_PIECES)
+"""Columns of tokenized rows that `unit_index_of` reads: who makes other rows of them copies these columns."""
 
 
 def unit_index_of(dataset: Any, privacy: PrivacyUnit, rng: np.random.Generator | None = None) -> UnitIndex:

@@ -28,7 +28,7 @@ from dpllm.data.examples import (
 )
 from dpllm.data.labels import IGNORE
 from dpllm.data.records import DataError, keep_notes
-from dpllm.data.tokenization import RECORD
+from dpllm.data.rows import MARKS_OF_UNITS
 
 _MASKS = ("completion_mask", "assistant_masks")
 
@@ -69,8 +69,8 @@ class Supervised:
         """
         refuse_unprepared(dataset, words)
         parts = self._parts(dataset.column_names, words)
-        if RECORD in dataset.column_names and parts is None and RECORD not in keep:
-            keep = [*keep, RECORD]  # of tokenized rows: the number of the record that a row was cut from
+        if parts is None:  # tokenized rows may be pieces of one record
+            keep = [*keep, *(name for name in MARKS_OF_UNITS if name in dataset.column_names and name not in keep)]
         whole = datasets.List(datasets.Value("int32"))
         columns = {"input_ids": whole, "labels": whole}
         rows = store_rows(self._rows(dataset, parts, words), columns, dataset, keep)
@@ -107,7 +107,7 @@ class Supervised:
         without: list[int] = []
         for number, example in read_examples(dataset, words):
             if parts is None:
-                row = self._of_tokens(example)
+                row = self._of_tokens(number, example)
             else:
                 chat = is_chat(number, example, parts, chat)
                 self._refuse_said(number, chat)
@@ -143,8 +143,15 @@ class Supervised:
         completed = parts is not None and len(parts) > 1 if self.completion_only is None else self.completion_only
         return [name for name in _MASKS if name != "completion_mask" or completed]
 
-    def _of_tokens(self, example: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: list(example[name]) for name in ("input_ids", "labels", *_MASKS) if example.get(name) is not None}
+    def _of_tokens(self, number: int, example: Mapping[str, Any]) -> dict[str, Any]:
+        row = {name: example[name] for name in ("input_ids", "labels", *_MASKS) if example.get(name) is not None}
+        if not row.get("input_ids") or any(not isinstance(of, list) or None in of for of in row.values()):
+            raise DataError(f"row {number}: {', '.join(row) or 'input_ids'} must be lists of numbers: {REMEDY}")
+        lengths = {name: len(of) for name, of in row.items()}
+        if len({*lengths.values()}) > 1:
+            shown = ", ".join(f"{length} in '{name}'" for name, length in lengths.items())
+            raise DataError(f"row {number} has different numbers of tokens: {shown}. Give one label and mask per token")
+        return row
 
     def _of_texts(self, example: dict[str, Any], chat: bool) -> dict[str, Any]:
         """Return ``input_ids``, with a mask for each kind of token that may have no loss."""

@@ -21,7 +21,7 @@ from dpllm.engines.processes import Processes
 from dpllm.models.preference import PairLoss
 from dpllm.models.starting_point import check_start
 from dpllm.models.tasks import RowLoss
-from dpllm.training.argument_table import ARGUMENTS, Argument
+from dpllm.training.argument_table import ARGUMENTS, Argument, refused
 from dpllm.training.arguments import checked_arguments
 from dpllm.training.pair_losses import PairLosses, reference_log_probs
 from dpllm.training.rows_trainer import read_privacy
@@ -43,6 +43,10 @@ SHARED_PROMPTS = (
     "privacy.unit_column), or confirm that prompts need no protection."
 )
 """The open point of data in which pairs share prompts."""
+_TRAINING = "train_dataset"
+_WHOLE = {
+    "batch_eval_metrics": refused("the rewards of all pairs of an evaluation are averaged at once; leave it out", False)
+}
 _TAKEN = {
     "compute_loss_func": "args.loss_type names the loss of a pair",
     "data_collator": "a row is a pair, which it collates itself",
@@ -81,7 +85,7 @@ class DPDPOTrainer(DPTrainer):
         DataError: an example cannot be used.
     """
 
-    argument_table: ClassVar[Mapping[str, Argument]] = {**ARGUMENTS, **DPO}
+    argument_table: ClassVar[Mapping[str, Argument]] = {**ARGUMENTS, **DPO, **_WHOLE}
 
     def __init__(
         self,
@@ -118,7 +122,7 @@ class DPDPOTrainer(DPTrainer):
         if ref_model is not None:
             independent = bool(options.get("start_is_independent"))
             self._reference_points += check_start(ref_model, args.output_dir, independent)
-        examples = {"train_dataset": train_dataset, **_named(eval_dataset)}
+        examples = {_TRAINING: train_dataset, **_named(eval_dataset)}
         keep = [privacy.unit_column] if privacy.unit_column else []
         pairs = Processes().together(lambda: self._pairs(examples, keep))
         self._shares_prompts = privacy.unit == "sequence" and shares_prompts(train_dataset)
@@ -128,7 +132,7 @@ class DPDPOTrainer(DPTrainer):
             model,
             args,
             privacy,
-            pairs["train_dataset"],
+            pairs[_TRAINING],
             eval_dataset=held_out if isinstance(eval_dataset, Mapping) else next(iter(held_out.values()), None),
             processing_class=tokenizer,
             data_collator=collate,
@@ -149,7 +153,7 @@ class DPDPOTrainer(DPTrainer):
         made: dict[str, Any] = {}
         first = 0
         for name, dataset in examples.items():
-            own = keep if name == "train_dataset" else []
+            own = keep if name == _TRAINING else []
             made[name] = self._preferences.rows(dataset, name, own, first)
             first += len(made[name])
         return made
@@ -157,7 +161,7 @@ class DPDPOTrainer(DPTrainer):
     def _reference_of(self, reference: Any, examples: Any, pairs: Any, collate: PairCollator, name: str) -> np.ndarray:
         given = reference_in(examples)
         if given is not None:
-            if name == "train_dataset":
+            if name == _TRAINING:
                 self._reference_words = "log-probabilities that came with the pairs"
                 self._reference_points = [GIVEN_REFERENCE]
             return given
@@ -263,7 +267,16 @@ def _name_of(model: Any) -> str:
 
 
 def _named(dataset: Any) -> dict[str, Any]:
-    """Return data sets for evaluation by name."""
+    """Return data sets for evaluation by name.
+
+    Raises:
+        ConfigError: one has the name of the private pairs, which it would replace.
+    """
     if dataset is None:
         return {}
+    if isinstance(dataset, Mapping) and _TRAINING in dataset:
+        raise ConfigError(
+            f"eval_dataset has a data set of the name {_TRAINING!r}, which is that of the private pairs: give it "
+            "another name"
+        )
     return dict(dataset) if isinstance(dataset, Mapping) else {"eval_dataset": dataset}

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from dpllm.config import ConfigError, PrivacyConfig
+from dpllm.config.values import flag
 from dpllm.data.examples import Tokens
 from dpllm.data.supervised import Supervised
 from dpllm.engines.processes import Processes
@@ -121,12 +122,15 @@ def _skips_preparation(args: Any) -> bool:
     """Return whether rows are given as token ids and are not prepared.
 
     Raises:
-        ConfigError: ``dataset_kwargs`` has another key.
+        ConfigError: ``dataset_kwargs`` has another key, or another value than true or false.
     """
+    if not isinstance(args.dataset_kwargs, Mapping | None):
+        raise ConfigError(f"dataset_kwargs must be a dictionary, got {type(args.dataset_kwargs).__name__}")
     given = dict(args.dataset_kwargs or {})
-    skips = bool(given.pop("skip_prepare_dataset", False))
+    skips = given.pop("skip_prepare_dataset", False)
+    flag("dataset_kwargs['skip_prepare_dataset']", skips)
     if given:
         raise ConfigError(
             f"dataset_kwargs has the key {next(iter(given))!r}; only 'skip_prepare_dataset' has an effect"
         )
-    return skips
+    return bool(skips)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dpllm.config import ConfigError
+from dpllm.config.values import choice, integer
 from dpllm.data.examples import require_trl
 from dpllm.models.preference import COUPLED, KINDS
 from dpllm.training.argument_table import ARGUMENTS, Argument, ignored, refuse_by_table, refused, works
@@ -117,7 +118,7 @@ def checked_config(args: Any, name: str, table: Mapping[str, Argument], purpose:
         purpose: the trainer, for messages.
 
     Raises:
-        ConfigError: TRL is not installed; the arguments are of another class; a value is refused.
+        ConfigError: TRL is not installed; the arguments are of another class; a value is refused or out of range.
     """
     kind = getattr(require_trl(purpose), name)
     if not isinstance(args, kind):
@@ -126,3 +127,6 @@ def checked_config(args: Any, name: str, table: Mapping[str, Argument], purpose:
             f"made: args=trl.{name}(output_dir=..., max_steps=...)"
         )
     refuse_by_table(args, {**ARGUMENTS, **table})
+    if args.max_length is not None:
+        integer("args.max_length", args.max_length, 2)  # the first token of a row is no target
+    choice("args.truncation_mode", args.truncation_mode, ("keep_start", "keep_end"))

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from peft import PeftModel, get_peft_model
+from peft import PeftConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -53,6 +53,11 @@ def model_for(model: Any, args: Any, peft_config: Any, purpose: str) -> nn.Modul
         )
     if peft_config is None:
         return model
+    if not isinstance(peft_config, PeftConfig):
+        raise ConfigError(
+            f"peft_config is of type {type(peft_config).__name__}: pass a configuration of PEFT, such as "
+            "peft.LoraConfig(r=16, target_modules='all-linear')"
+        )
     if isinstance(model, PeftModel):
         raise ConfigError("peft_config describes an adapter, and the model has one already: leave peft_config out")
     adapted: nn.Module = get_peft_model(model, peft_config)
@@ -113,7 +118,7 @@ def take_template(tokenizer: Any, path: str | None) -> None:
     """Give a tokenizer the chat template of a file.
 
     Raises:
-        ConfigError: it is no Jinja file.
+        ConfigError: it is no Jinja file, or no UTF-8 text.
     """
     if path is None:
         return
@@ -122,7 +127,10 @@ def take_template(tokenizer: Any, path: str | None) -> None:
             f"chat_template_path={path!r} is no Jinja file. For the template of another tokenizer, which may add "
             "tokens, call model, tokenizer, _ = trl.clone_chat_template(model, tokenizer, path) first, and pass both"
         )
-    tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
+    try:
+        tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"chat_template_path={path!r} is no UTF-8 text: save it as UTF-8") from error
 
 
 def marking_template(tokenizer: Any) -> str | None:

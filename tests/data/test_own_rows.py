@@ -69,3 +69,13 @@ def test_parts_of_rows_that_are_computed_are_recognised_by_their_places():
     for evaluation, private in ((held_out, computed), (Subset(computed, range(4, 10)), training)):
         with pytest.raises(DataError, match="declares eval_dataset public"):
             refuse_own_rows(evaluation, private)
+
+
+def test_pairs_of_the_private_data_are_found():
+    """A row of preferences has the tokens of two answers."""
+    pairs = {"chosen_input_ids": [[1, 2], [3]] * 5, "rejected_input_ids": [[3], [1, 2]] * 5}
+    private = Dataset.from_dict({**pairs, "pair": range(10)})
+    with pytest.raises(DataError, match="10 of its 10 rows"):
+        refuse_own_rows(Dataset.from_dict({**pairs, "pair": range(10, 20)}), private)
+    refuse_own_rows(Dataset.from_dict({**pairs, "rejected_input_ids": [[9]] * 10}), private)
+    refuse_own_rows([{"chosen_input_ids": [1], "rejected_input_ids": [2, 3]}], private)

@@ -218,6 +218,17 @@ class TestChat:
         )
         assert self.said([dated], chatty) == self.said([undated], chatty)
 
+    @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["unmarked", "marked"])
+    def test_no_chat_has_keys_or_kinds_of_numbers_of_another(self, chatty, template):
+        """A table gives each object the keys of all rows, in the order of the first, and makes 1 of one row 1.0."""
+        chatty.chat_template = template.replace("</s>", "{{ m.call | tojson if m.call }}</s>")
+        calls = {"a": 1, "b": "x"}, {"c": 1, "b": "y", "a": 2.5}
+        own, other = ([{**CHAT[0], "call": call}, CHAT[1]] for call in calls)
+        rows = [{"messages": other}, {"messages": own}]
+        found = [rows_of(part, chatty, format="chat", max_length=200)[-1] for part in (rows[1:], rows)]
+        assert found[0]["input_ids"] == found[1]["input_ids"]
+        assert found[0]["labels"] == found[1]["labels"]
+
     def test_a_turn_that_later_messages_change_carries_no_loss(self, chatty):
         """Only text of the rendered chat is learned."""
         chatty.chat_template = (

@@ -79,6 +79,41 @@ def test_no_row_depends_on_another_example(shape):
     assert list(made(dataset)) == alone
 
 
+TOOLS = (
+    "{% for m in messages %}{{ m.role }}: {% for call in m.tool_calls or () %}{{ call | tojson }}{% endfor %}"
+    "{{ m.content }} {% endfor %}"
+)
+
+
+def test_no_row_has_keys_or_kinds_of_numbers_of_another_example():
+    """A table gives each object the keys of all rows, in the order of the first, and makes 1 of one row 1.0."""
+
+    def chat(**arguments):
+        call = {"name": "f", "arguments": arguments}
+        said = [{"role": "user", "content": "the"}, {"role": "assistant", "content": "a", "tool_calls": [call]}]
+        return {"messages": said}
+
+    def after(*others):
+        rows = Dataset.from_list([*others, chat(a=1, b="Monday")])
+        return Supervised(tokens=Tokens(trl_data.tokenizer(TOOLS))).rows(rows)[-1]
+
+    assert after() == after(chat(b="Tuesday", c="x", a=2.5)) == after(*SHAPES["messages"])
+
+
+def test_a_row_in_the_old_form_changes_no_other():
+    """One with `from` and `value` gives the others these keys, without values."""
+    old = [{"from": "user", "value": "the"}, {"from": "assistant", "value": "a"}]
+    mixed = Dataset.from_list([{"messages": old}, SHAPES["messages"][0]])
+    assert made(mixed)[1] == made(SHAPES["messages"])[0]
+
+
+@pytest.mark.parametrize("form", ["numpy", "torch", "pandas", "arrow"])
+@pytest.mark.parametrize("shape", ["text", "messages"])
+def test_the_format_of_a_data_set_does_not_matter(form, shape):
+    """set_format is about how rows come out."""
+    assert list(made(SHAPES[shape].with_format(form))) == list(made(SHAPES[shape]))
+
+
 def test_all_examples_have_one_shape():
     """TRL takes the shape of all from the first one: a row would change how others are read."""
     chat = trl_data.says("user", "the")
@@ -103,6 +138,9 @@ def test_all_examples_have_one_shape():
             "1 ",
         ),
         ({"text": ["a"], "image": [0]}, {}, ConfigError, "only texts are prepared here"),
+        ({"input_ids": [[5, 6], None]}, {}, DataError, "row 1: input_ids must be lists of numbers"),
+        ({"input_ids": [[5, None]]}, {}, DataError, "row 0: input_ids must be lists of numbers"),
+        ({"input_ids": [[5, 6]], "completion_mask": [[1]]}, {}, DataError, "2 in 'input_ids', 1 in 'completion_mask'"),
     ],
 )
 def test_examples_that_cannot_be_used_are_refused(columns, options, error, says):

@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM  # noqa: E402
 
 from dpllm import DPDPOTrainer  # noqa: E402
 from dpllm.config import ConfigError  # noqa: E402
+from dpllm.data.records import DataError  # noqa: E402
 from dpllm.models.preference import SIDES, pair_log_probs  # noqa: E402
 from dpllm.privacy.ledger import read_ledger  # noqa: E402
 from dpllm.report.disclosures import own_methods  # noqa: E402
@@ -201,6 +202,13 @@ def test_prompts_that_pairs_share_are_an_open_point_unless_users_are_units(tmp_p
     assert SHARED_PROMPTS not in run.privacy_report()["open_points"]
 
 
+def test_private_pairs_that_are_declared_public_are_refused(tmp_path):
+    """A schedule could follow exact losses."""
+    private = trl_data.preferences(4)["prompt"]
+    with pytest.raises(DataError, match="4 of its 4 rows are rows of train_dataset, which is private"):
+        dpo(tmp_path, private, eval_dataset=private.select([3, 2, 1, 0]), eval_is_public=True)
+
+
 def test_an_evaluation_has_rewards_and_is_counted(tmp_path):
     """On pairs whose reference is known; at the start all rewards are 0."""
     run = dpo(tmp_path, eval_dataset={"held": SHAPES["chat"]})
@@ -235,6 +243,7 @@ class Unread:
         ({"activation_offloading": True}, "activation_offloading=True"),
         ({"router_aux_loss_coef": 0.1}, "router_aux_loss_coef=0.1"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
+        ({"batch_eval_metrics": True}, "the rewards of all pairs of an evaluation are averaged at once"),
     ],
 )
 def test_options_are_refused_before_data_are_read(config, says, tmp_path):
@@ -250,6 +259,7 @@ def test_options_are_refused_before_data_are_read(config, says, tmp_path):
         ({"data_collator": print}, "does not take data_collator"),
         ({"pack_rows": True}, "does not take pack_rows"),
         ({"ref_model": "gpt2"}, "ref_model is of type str"),
+        ({"eval_dataset": {"train_dataset": None}}, "the name 'train_dataset', which is that of the private pairs"),
     ],
 )
 def test_arguments_that_it_sets_itself_or_cannot_use_are_refused(more, says, tmp_path):

@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM, TrainingArguments  # noqa: E402
 
 from dpllm import DPSFTTrainer  # noqa: E402
 from dpllm.config import ConfigError  # noqa: E402
+from dpllm.data.records import DataError  # noqa: E402
 from dpllm.training.trainer import DPTrainer  # noqa: E402
 from tests import trl_data  # noqa: E402
 
@@ -103,6 +104,15 @@ def test_token_ids_may_be_taken_as_they_are(tmp_path):
         sft(tmp_path, ids, config={"dataset_kwargs": {"add_special_tokens": False}})
 
 
+def test_pieces_of_longer_texts_need_the_number_of_their_text(tmp_path):
+    """Each piece would be a unit; the mark of a tokenizer comes through the preparation."""
+    pieces = Dataset.from_dict({"input_ids": [[5, 6, 7]] * 4, "overflow_to_sample_mapping": [0, 0, 1, 2]})
+    with pytest.raises(DataError, match="'overflow_to_sample_mapping' shows that a tokenizer cut long texts"):
+        sft(tmp_path, pieces)
+    run = sft(tmp_path, pieces.add_column("record", [0, 0, 1, 2]), privacy=trl_data.privacy(3))
+    assert run.plan.num_units == 3
+
+
 class Unread:
     """A data set that must not be touched."""
 
@@ -121,6 +131,11 @@ class Unread:
         ({"router_aux_loss_coef": 0.1}, r"router_aux_loss_coef=0.1.*tokens of all rows"),
         ({"chat_template_path": "nowhere"}, r"no Jinja file.*trl\.clone_chat_template"),
         ({"eos_token": "nothing"}, "eos_token='nothing' is no token"),
+        ({"max_length": "5"}, "max_length must be a whole number"),
+        ({"max_length": -1}, "max_length must be at least 2"),
+        ({"truncation_mode": "keep_middle"}, "truncation_mode must be one of 'keep_start', 'keep_end'"),
+        ({"dataset_kwargs": {"skip_prepare_dataset": "no"}}, "must be true or false"),
+        ({"dataset_kwargs": ["skip_prepare_dataset"]}, "dataset_kwargs must be a dictionary"),
         ({"gradient_accumulation_steps": 2}, r"gradient_accumulation_steps=2"),
         ({"model_init_kwargs": {"dtype": "bfloat16"}}, "are for a model that is given by its name"),
         ({"neftune_noise_alpha": 5.0}, "NEFTune scales its noise by the padded length"),
@@ -138,6 +153,7 @@ def test_options_are_refused_before_data_are_read(config, says, tmp_path):
     [
         ({"compute_loss_func": print}, "DPSFTTrainer does not take compute_loss_func"),
         ({"data_collator": print}, "DPSFTTrainer does not take data_collator"),
+        ({"peft_config": {"r": 2}}, "peft_config is of type dict: pass a configuration of PEFT"),
         ({"processing_class": "gpt2"}, r"processing_class is of type str"),
         ({"model": torch.nn.Linear(2, 2)}, r"trains causal language models, and this is a Linear"),
         ({"model": 3}, "model is of type int"),
@@ -167,6 +183,14 @@ def test_tokens_and_templates_of_the_arguments_are_those_of_tokenizer_and_model(
     assert run.model.generation_config.eos_token_id[0] == run.processing_class.eos_token_id
     text = SHAPES["messages"][0]["messages"][-1]["content"]
     assert run.processing_class.decode(run.train_dataset[0]["input_ids"]) == f"{text}<pad>"
+
+
+def test_a_template_in_another_encoding_is_named(tmp_path):
+    """The file is public, so its name may be in the message."""
+    (tmp_path / "latin.jinja").write_bytes(b"{# \xe9 #}")
+    with pytest.raises(ConfigError, match=r"latin\.jinja' is no UTF-8 text: save it as UTF-8"):
+        config = {"chat_template_path": str(tmp_path / "latin.jinja")}
+        sft(tmp_path, Unread(), config=config, privacy=trl_data.privacy(8))
 
 
 def test_a_template_that_does_not_mark_the_assistant_is_replaced_or_refused(tmp_path):
