@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -124,7 +125,7 @@ def init(
         data=section,
         model=name,
         epsilon=value,
-        output_dir=str(Path("runs") / target.stem),
+        output_dir=str(_new_folder(target.stem)),
         unit_column=of_user,
         rows=max_rows_per_unit,
         classes=of_classes,
@@ -303,6 +304,12 @@ def _model(ask: _Questions, given: str | None) -> tuple[str, ModelAtHand | None]
         return path, model_at_hand(path)
 
     return ask.value("model", given, "The model (a folder, or a Hub id such as openai-community/gpt2)", None, check)
+
+
+def _new_folder(name: str) -> Path:
+    """Return a folder for the run that does not exist yet."""
+    folders = (Path("runs") / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
+    return next(folder for folder in folders if not folder.exists())
 
 
 def _write(target: Path, made: NewRecipe) -> list[str]:

@@ -326,7 +326,7 @@ def _data_settings(data: DataConfig, max_length: Setting, held_out: float | None
             "data.eval_fraction",
             data.eval_fraction,
             f"The share of {of} that is held out and measured before and after the training. {rule} These figures are "
-            "exact results on private records, and ε does not cover them: keep them, or set 0.",
+            "exact results on private records, and ε does not cover them: keep them to yourself, or set 0.",
             0.0,
         )
     )

@@ -98,10 +98,12 @@ def test_questions_have_proposals_and_are_asked_again(model):
 def test_columns_that_are_given_decide_the_format(model):
     """A prompt and a completion; each record by itself."""
     given = ["--data", "notes.jsonl", "--model", str(model), "--prompt-column", "note", "--unit", "record", "--yes"]
+    Path("runs/q").mkdir(parents=True)  # of an earlier run, which the new one does not touch
     shown = asked([], *given, "--completion-column", "answer", "--output", "new/folder/q.yaml", "--max-length", "32")
     recipe = load_recipe("new/folder/q.yaml")
     assert (recipe.data.format, recipe.data.completion_column) == ("prompt_completion", "answer")
     assert recipe.privacy.unit == "sequence" and recipe.data.max_length == 32
+    assert recipe.train["output_dir"] == "runs/q-2"
     assert "240 records" in shown and [path.name for path in Path("new/folder").iterdir()] == ["q.yaml"]
 
 
