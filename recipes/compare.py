@@ -34,6 +34,7 @@ from dpllm.audit.result import AuditResult, json_text
 from dpllm.audit.run import audit_run
 from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, Recipe, load_recipe, save_recipe
 from dpllm.config.mistakes import print_any_character, tell, words_of
+from dpllm.config.recipe import refuse_trainer
 from dpllm.data.rows import RowCollator, load_train_and_eval, tokenize_records, unit_index_of
 from dpllm.mechanism.parts import Spec
 from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
@@ -152,6 +153,7 @@ def settings_of(options: argparse.Namespace) -> AttackSettings:
 
 def check(recipe: Recipe, canaries: Path | None) -> None:
     """Raise before any training if its result could not be compared."""
+    refuse_trainer(recipe, "The comparison")
     if recipe.model.task != "causal_lm":
         raise AuditError(
             f"model.task={recipe.model.task}: the attacks read the probability of each token, so set "

@@ -1,6 +1,7 @@
 """Every shipped recipe is read, planned and run: on a tiny model and local files, only through overrides."""
 
 import errno
+import importlib.util
 import json
 import os
 import re
@@ -42,6 +43,8 @@ NUM_UNITS = {
     "roberta_sst2_full": 67_349,
     "llama3_8b_chat_lora": 207_865,
     "qlora": 42_061,
+    "sft_replies": 7_782,
+    "dpo_replies": 7_782,
 }
 SMALL = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
 TINY = {
@@ -139,7 +142,17 @@ def test_there_are_recipes():
     assert {path.stem for path in RECIPES} == set(NUM_UNITS)
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+NEEDS_TRL = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs TRL: pip install 'dpllm[trl]'")
+
+
+def cases(quick: tuple[str, ...] | None = None):
+    """Each recipe; those with a trainer of TRL's kind where TRL is installed."""
+    marks = {path: [NEEDS_TRL] if load_recipe(path).train.get("trainer") else [] for path in RECIPES}
+    slow = [path for path in RECIPES if quick is not None and path.stem not in quick]
+    return [pytest.param(p, id=p.stem, marks=[*marks[p], *([tiers.deep] if p in slow else [])]) for p in RECIPES]
+
+
+@pytest.mark.parametrize("path", cases())
 class TestEveryRecipe:
     def test_it_says_what_it_is_and_how_it_is_run(self, path):
         """The header names the source, the cost and the command."""
@@ -189,9 +202,7 @@ class TestEveryRecipe:
 QUICK = ("gpt2_e2e_lora", "roberta_sst2_full")  # an adapter and a whole model, text and classes
 
 
-@pytest.mark.parametrize(
-    "path", [pytest.param(p, id=p.stem, marks=() if p.stem in QUICK else tiers.deep) for p in RECIPES]
-)
+@pytest.mark.parametrize("path", cases(QUICK))
 def test_a_recipe_runs_on_a_tiny_model(path, finetune, tmp_path, capsys):
     """Overrides suffice for a small model and local data, and every file that a run must write exists."""
     overrides = small_run(tmp_path, path)
@@ -214,6 +225,7 @@ def test_a_recipe_runs_on_a_tiny_model(path, finetune, tmp_path, capsys):
     assert load_recipe(output / "recipe.yaml") == load_recipe(path, overrides)
     printed = capsys.readouterr().out
     metric = "accuracy" if recipe.model.task == "sequence_classification" else "perplexity"
+    metric = "preference accuracy" if recipe.data.format == "preference" else metric
     for words in (
         f"held-out {metric} before",
         f"held-out {metric} after",

@@ -25,6 +25,7 @@ from dpllm.audit.gradient import Basis, Design, Restarts, Steps, observe, unit_g
 from dpllm.audit.gradient_attacks import judge_releases
 from dpllm.audit.result import AuditResult
 from dpllm.config import PrivacyConfig, Recipe
+from dpllm.config.recipe import refuse_trainer
 from dpllm.config.tasks import labels_of
 from dpllm.data.labels import END, START
 from dpllm.data.lengths import Limits
@@ -198,6 +199,7 @@ def audit_recipe(recipe: Recipe, settings: Settings, on_block: Callable[[], None
         ConfigError: the model cannot be loaded.
         EngineError: the engine cannot be used.
     """
+    refuse_trainer(recipe, "dpllm audit gradient")
     design, plan = settings.audit(recipe.privacy, checked_average(recipe.train.get("average")))
     torch.manual_seed(_PUBLIC_SEED)
     max_rows = int(recipe.train.get("per_device_train_batch_size", 8))

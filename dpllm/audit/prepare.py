@@ -44,6 +44,7 @@ from dpllm.audit.kinds import KINDS, RANDOM_TOKENS, RARE_SUFFIX, SAMPLED, Pair, 
 from dpllm.audit.kinds import sampled as sampled_texts
 from dpllm.audit.power import power
 from dpllm.config import RECIPE_FILE, ModelConfig, Recipe, RecordFormat, nearest, recipe_to_dict, save_recipe
+from dpllm.config.recipe import refuse_trainer
 from dpllm.data.rows import load_records, load_train_and_eval, tokenization_info, tokenize_records, unit_index_of
 from dpllm.data.units import UnitIndex
 from dpllm.mechanism.sampling import secret_rng
@@ -225,6 +226,7 @@ def read_prefixes(path: str | Path) -> list[str]:
 def _check_request(recipe: Recipe, folder: Path, options: CanaryOptions) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise AuditError(f"{folder} is not empty: give a new folder, so that an earlier audit's coins are not lost")
+    refuse_trainer(recipe, "dpllm audit prepare")
     if recipe.model.task != "causal_lm" or recipe.data.format not in FORMATS:
         raise AuditError(
             f"model.task={recipe.model.task!r} with data.format={recipe.data.format!r} cannot be audited by canaries "

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from dpllm.audit.bounds import AuditError
 from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, Recipe, RecordFormat, load_recipe
+from dpllm.config.recipe import refuse_trainer
 from dpllm.data.records import required_columns
 from dpllm.data.rows import RowCollator, load_train_and_eval, tokenize_records, unit_index_of
 from dpllm.models.load import DTYPES, load_tokenizer
@@ -78,6 +79,7 @@ def load_released(folder: str | Path, device: str | torch.device | None = None) 
             "dpllm train, or copy the recipe into this folder"
         )
     recipe = load_recipe(folder / RECIPE_FILE)
+    refuse_trainer(recipe, "An attack on a released model")
     if recipe.model.task != "causal_lm":
         raise AuditError(
             f"{folder} holds a model for {recipe.model.task}. These attacks read the probability that a causal "

@@ -13,7 +13,7 @@ from dpllm.config.metrics import check_names
 from dpllm.config.topics import Topic
 from dpllm.config.values import ConfigError
 
-FORMATS = ("text", "prompt_completion", "chat", "classification", "tokens", "question_answering")
+FORMATS = ("text", "prompt_completion", "chat", "preference", "classification", "tokens", "question_answering")
 LONG_RECORDS = ("truncate", "split")
 
 
@@ -78,15 +78,25 @@ class HeldOutData(Topic):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordFormat(Topic):
+class PreferenceColumns(Topic):
+    """The columns of a record with two answers to one prompt ("preference")."""
+
+    chosen_column: str = "chosen"
+    """Column with the better answer, a text or a list of {role, content}."""
+    rejected_column: str = "rejected"
+    """Column with the other answer. Without a column `prompt_column`, both begin with the prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordFormat(PreferenceColumns):
     """The form of a record, and the columns that hold its text."""
 
     format: str = "text"
-    """"text", "prompt_completion", "chat", "classification", "tokens" or "question_answering"."""
+    """"text", "prompt_completion", "chat", "preference", "classification", "tokens" or "question_answering"."""
     text_column: str = "text"
     """Column with the text of a record ("text", "classification")."""
     prompt_column: str = "prompt"
-    """Column with the part of a record that has no loss ("prompt_completion")."""
+    """Column with the part of a record that has no loss ("prompt_completion", "preference")."""
     completion_column: str = "completion"
     """Column with the part of a record that has loss ("prompt_completion")."""
     messages_column: str = "messages"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dpllm.config import values
-from dpllm.config.data_section import DataConfig
+from dpllm.config.data_section import FORMATS, DataConfig
 from dpllm.config.hub import is_language
 from dpllm.config.metrics import check_fit
 from dpllm.config.model_values import check_model_config, check_peft
@@ -169,7 +169,8 @@ class Recipe:
     """Names and values of `TrainingArguments`; names are checked where they are used. And ``average``: the average of
     the weights that is released (`dpllm.mechanism.averages`), such as ``{kind: ema, decay: 0.95}``. Without
     ``lr_scheduler_type`` the learning rate is constant after a warm-up of 10 % of the steps. ``optim_args`` of AdamW
-    may be ``second_moment=corrected`` or ``low_passed`` (`dpllm.training.corrected_adamw`)."""
+    may be ``second_moment=corrected`` or ``low_passed`` (`dpllm.training.corrected_adamw`). And ``trainer``: "sft" or
+    "dpo" takes the names of TRL's ``SFTConfig`` or ``DPOConfig`` too (`dpllm.DPSFTTrainer`, `dpllm.DPDPOTrainer`)."""
     public_pretrain: PublicPretrainConfig | None = None
     release: ReleaseConfig = field(default_factory=ReleaseConfig)
     microbatch_tokens: int | str | None = None
@@ -211,12 +212,58 @@ class Recipe:
                 "model.quantization freezes the weights, and those of model.config are random: name a pretrained model "
                 "(model.name), or train one on public text first (public_pretrain)"
             )
+        self._check_trainer(self.train.get("trainer"))
         if self.privacy.sampling == "example" and self.data.long_records == "split":
             raise ConfigError(
                 'privacy.sampling="example" draws rows, and data.long_records="split" makes several rows of one '
                 "record: their number would depend on the tokenizer. "
                 'Set long_records="truncate", or sampling="unit"'
             )
+
+    def _check_trainer(self, trainer: str | None) -> None:
+        """Check that the records have the form that ``train.trainer`` takes."""
+        formats: dict[str | None, tuple[str, ...]] = {
+            None: tuple(name for name in FORMATS if name != "preference"),
+            "sft": ("text", "prompt_completion", "chat"),
+            "dpo": ("preference",),
+        }
+        if self.data.format not in formats[trainer]:
+            needed = "dpo" if self.data.format == "preference" else "null"
+            raise ConfigError(
+                f"data.format={self.data.format!r} needs train.trainer={needed}, and it is {trainer or 'null'}: set "
+                f"it, or one of the formats {', '.join(formats[trainer])}"
+            )
+        if self.public_pretrain is not None and self.public_pretrain.data.format == "preference":
+            raise ConfigError(
+                "public_pretrain.data.format='preference' has two answers, and the public training learns one text: "
+                "set another format"
+            )
+        if trainer is not None and (self.model.task != "causal_lm" or self.data.long_records == "split"):
+            raise ConfigError(
+                f"train.trainer={trainer} makes one row of each record for a causal language model: set "
+                "model.task=causal_lm and data.long_records=truncate"
+            )
+        if trainer == "dpo" and self.pack_rows:
+            raise ConfigError(
+                "pack_rows concatenates rows, and a row of train.trainer=dpo has two sequences: leave it out"
+            )
+
+
+def refuse_trainer(recipe: Recipe, purpose: str) -> None:
+    """Refuse a recipe whose rows are made as TRL makes them, where rows are made in the usual way.
+
+    Args:
+        recipe: the recipe.
+        purpose: subject of the message.
+
+    Raises:
+        ConfigError: it has ``train.trainer``.
+    """
+    if recipe.train.get("trainer") is not None:
+        raise ConfigError(
+            f"{purpose} makes rows and losses itself and would not have those of train.trainer="
+            f"{recipe.train['trainer']}: leave train.trainer and its options out"
+        )
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

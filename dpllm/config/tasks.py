@@ -46,7 +46,7 @@ _CLASSES = ("classification",)
 TASKS: Mapping[str, Task] = {
     "causal_lm": Task(
         *("AutoModelForCausalLM", "CAUSAL_LM", "CAUSAL_LM", "text-generation"),
-        formats=("text", "prompt_completion", "chat"),
+        formats=("text", "prompt_completion", "chat", "preference"),
         labels="text",
     ),
     "seq2seq_lm": Task(

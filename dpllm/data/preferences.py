@@ -109,8 +109,8 @@ class Preferences:
         if without:
             raise DataError(
                 f"{words}: in {len(without)} pair(s) no token of an answer fits within max_length={self.max_length}, "
-                f"the first is row {without[0]}. Allow longer rows, or leave these pairs out before N is counted (TRL "
-                "leaves them out silently)"
+                f"the first is row {without[0]}. Allow longer rows, cut prompts (truncation_mode='keep_end'), or leave "
+                "these pairs out before N is counted (TRL leaves them out silently)"
             )
 
     def _of(self, number: int, pair: Mapping[str, Any], chat: bool) -> dict[str, list[int]]:

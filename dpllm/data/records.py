@@ -64,6 +64,7 @@ def required_columns(config: RecordFormat) -> list[str]:
         "text": [config.text_column],
         "prompt_completion": [config.prompt_column, config.completion_column],
         "chat": [config.messages_column],
+        "preference": [config.chosen_column, config.rejected_column],
         "classification": [config.text_column, config.label_column],
         "tokens": [config.words_column, config.tags_column],
         "question_answering": [config.question_column, config.context_column, config.answers_column],
@@ -188,7 +189,7 @@ def check_records(records: datasets.Dataset, config: RecordFormat, source: str) 
                     f"{source}: column '{name}' holds {column.type}, but a list is needed, with one entry for each "
                     "word: store it as .jsonl or .parquet"
                 )
-        elif not _is_text(column.type) and name not in _labels_of(config):
+        elif config.format != "preference" and not _is_text(column.type) and name not in _labels_of(config):
             raise DataError(f"{source}: column '{name}' holds {column.type}, but text is needed: store it as text")
 
 

@@ -129,8 +129,8 @@ class Supervised:
         if without:
             raise DataError(
                 f"{words}: {len(without)} row(s) have no target within max_length={self.max_length}, the first is row "
-                f"{without[0]}. Allow longer rows, or leave these records out before N is counted "
-                "(TRL leaves them out silently)"
+                f"{without[0]}. Allow longer rows, cut beginnings (truncation_mode='keep_end'), or leave these records "
+                "out before N is counted (TRL leaves them out silently)"
             )
 
     def _refuse_said(self, number: int, chat: bool) -> None:

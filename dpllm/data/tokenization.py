@@ -218,6 +218,8 @@ def _check_request(tokenizer: PreTrainedTokenizerBase, config: DataConfig, task:
             f"data.format={config.format!r} cannot be combined with model.task={task!r}; it needs model.task "
             f"{' or '.join(TASKS_OF_FORMAT[config.format])}"
         )
+    if config.format == "preference":
+        raise ConfigError("data.format='preference' has two answers in a record, for train.trainer=dpo: set it")
     if config.long_records == "split" and task != "causal_lm":
         raise ConfigError(f"long_records='split' is for causal_lm; set long_records='truncate' for {task}")
     if config.max_length > tokenizer.model_max_length:

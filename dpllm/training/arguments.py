@@ -24,6 +24,7 @@ from dpllm.report.publishing import refuse_uploads
 from dpllm.training.argument_table import ARGUMENTS, Argument, refuse_by_table
 from dpllm.training.corrected_adamw import asked_second_moment, refuse_unusable
 from dpllm.training.launch_environment import refuse_environment
+from dpllm.training.trl_arguments import config_of
 from dpllm.training.workload import workload_of
 
 # Errors that the classes of arguments, optimizers and schedules raise for unusable values. Any other error, such as a
@@ -36,6 +37,8 @@ _REFUSED_OPTIMIZERS = ("lomo", "adalomo", "layerwise")
 def training_arguments(section: Mapping[str, Any]) -> TrainingArguments:
     """Make `TrainingArguments` of a recipe's ``train`` section; dpllm's own names (`OWN`) are checked and left out.
 
+    With ``trainer`` they are of TRL's configuration.
+
     Raises:
         ConfigError: an unknown name, with the nearest known one, a value that TrainingArguments refuses, or DeepSpeed
             is asked for and not installed.
@@ -44,7 +47,8 @@ def training_arguments(section: Mapping[str, Any]) -> TrainingArguments:
     Traceback (most recent call last):
     dpllm.config.values.ConfigError: train.max_step is unknown; did you mean 'max_steps'?
     """
-    known = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
+    kind: Any = TrainingArguments if section.get("trainer") is None else config_of(section["trainer"])
+    known = {field.name for field in dataclasses.fields(kind) if field.init}
     for name in section:
         if name not in known and name not in OWN:
             raise ConfigError(f"train.{name} is unknown{nearest(str(name), known)}")
@@ -55,7 +59,8 @@ def training_arguments(section: Mapping[str, Any]) -> TrainingArguments:
         require("deepspeed", "the engine DeepSpeed")
     given = {name: value for name, value in section.items() if value is not None and name not in OWN}  # null: default
     try:
-        return TrainingArguments(**{**_processes_on_cpu(), **given})
+        made: TrainingArguments = kind(**{**_processes_on_cpu(), **given})
+        return made
     except (*_UNUSABLE, NotImplementedError) as error:
         raise ConfigError(f"train: {' '.join(str(error).split())}") from error
 

@@ -18,7 +18,6 @@ from dpllm.config import ConfigError, PrivacyConfig
 from dpllm.data.examples import Tokens
 from dpllm.data.preferences import PairCollator, Preferences, reference_in, shares_prompts
 from dpllm.engines.processes import Processes
-from dpllm.models.preference import PairLoss
 from dpllm.models.starting_point import check_start
 from dpllm.models.tasks import RowLoss
 from dpllm.training.argument_table import ARGUMENTS, Argument, refused
@@ -27,7 +26,7 @@ from dpllm.training.pair_losses import PairLosses, reference_log_probs
 from dpllm.training.rows_trainer import read_privacy
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.trainer import DPTrainer
-from dpllm.training.trl_arguments import DPO, checked_config
+from dpllm.training.trl_arguments import DPO, checked_config, pair_loss_of
 from dpllm.training.trl_inputs import model_for, refuse_taken, tokenizer_for
 
 LOSS_FACT, REFERENCE_FACT = "loss of a pair", "reference of the loss"
@@ -127,7 +126,7 @@ class DPDPOTrainer(DPTrainer):
         pairs = Processes().together(lambda: self._pairs(examples, keep))
         self._shares_prompts = privacy.unit == "sequence" and shares_prompts(train_dataset)
         held_out: Any = {name: pairs[name] for name in _named(eval_dataset)}
-        collate = PairCollator(tokenizer.pad_token_id)
+        self.collator = collate = PairCollator(tokenizer.pad_token_id)
         super().__init__(
             model,
             args,
@@ -223,24 +222,6 @@ class DPDPOTrainer(DPTrainer):
                 "These pairs are not those of eval_dataset, and their reference is the model before the training, "
                 "which is gone. Pass them as eval_dataset to the constructor; several data sets as a dictionary"
             )
-
-
-def pair_loss_of(args: Any) -> PairLoss:
-    """Return the loss that a `trl.DPOConfig` describes.
-
-    Raises:
-        ConfigError: it couples pairs, is unknown, or an option cannot be used.
-    """
-    return PairLoss(
-        kinds=tuple(args.loss_type),
-        weights=None if args.loss_weights is None else tuple(args.loss_weights),
-        beta=args.beta,
-        label_smoothing=args.label_smoothing,
-        discopop_tau=args.discopop_tau,
-        f_divergence=args.f_divergence_type,
-        f_alpha=args.f_alpha_divergence_coef,
-        tail_weight=args.ld_alpha,
-    )
 
 
 def without_dropout(model: nn.Module) -> None:

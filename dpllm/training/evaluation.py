@@ -77,30 +77,17 @@ def measure(
         DataError: there is no row, or no target in any.
     """
     order = np.argsort([-len(ids) for ids in rows["input_ids"]], kind="stable")
-    device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
-    sums = [0.0] * 4  # loss, loss per row, hits, targets; then the counts of classes
-    starts = list(range(0, len(order), max_rows))
-    rank, size = (processes.rank, processes.size) if processes else (0, 1)
-    for turn in range(-(-len(starts) // size)):
-        # A sharded model runs on all processes or on none: a process without rows runs some that are not counted.
-        mine = turn * size + rank
-        start = starts[mine] if mine < len(starts) else starts[0]
-        batch = collator(list(rows.select(order[start : start + max_rows])))
-        inputs = {name: tensor.to(device) for name, tensor in batch.items()}
+
+    def score(inputs: dict[str, Any]) -> Sequence[float]:
+        """Return loss, loss per row, hits, targets, and then the counts of classes."""
         outputs, losses = _forward(model, inputs, collator.task)
         weights, hits = _score(outputs, inputs["labels"], collator.task)
         counts = class_counts(outputs.logits, inputs["labels"], collator.task).flatten().tolist() if macro_f1 else []
-        sums += [0.0] * (4 + len(counts) - len(sums))
-        if mine < len(starts):
-            wide = losses.double()
-            found = (float((wide * weights).sum()), float(wide.sum()), hits, float(weights.sum()), *counts)
-            sums = [total + value for total, value in zip(sums, found, strict=True)]
-        if moved is not None:
-            moved(min(max_rows * size, len(order) - turn * size * max_rows))
-    loss, row_loss, correct, count, *counted = processes.sum(sums) if processes else sums
-    model.train(was_training)
+        wide = losses.double()
+        return float((wide * weights).sum()), float(wide.sum()), hits, float(weights.sum()), *counts
+
+    found = sums_over(model, rows, order, collator, score, max_rows, processes, moved)
+    loss, row_loss, correct, count, *counted = found
     if count == 0:
         raise DataError("no held-out row has a target, so nothing can be measured: give rows with labels")
     name, value = "perplexity", _exp(loss / count)
@@ -110,6 +97,49 @@ def measure(
         name, value = "accuracy", correct / count
     more = {METRICS["macro_f1"].title: mean_f1(counted)} if macro_f1 else {}
     return Measurement(name=name, value=value, loss=loss / count, row_loss=row_loss / len(rows), more=more)
+
+
+def sums_over(
+    model: nn.Module,
+    rows: datasets.Dataset,
+    order: np.ndarray,
+    collate: Callable[[list[Any]], Mapping[str, Any]],
+    score: Callable[[dict[str, Any]], Sequence[float]],
+    max_rows: int,
+    processes: Processes | None,
+    moved: Callable[[int], None] | None,
+) -> Sequence[float]:
+    """Return the sums of the figures of all batches, over all processes; the model is in evaluation mode meanwhile.
+
+    Args:
+        model: on the device on which to run it.
+        rows: tokenized rows.
+        order: their numbers, in the order in which they are taken, at least one.
+        collate: rows to inputs.
+        score: inputs on the model's device to the figures of their rows, always as many.
+        max_rows: as for `measure`.
+        processes: as for `measure`.
+        moved: as for `measure`.
+    """
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    sums: list[float] = []
+    starts = list(range(0, len(order), max_rows))
+    rank, size = (processes.rank, processes.size) if processes else (0, 1)
+    for turn in range(-(-len(starts) // size)):
+        # A sharded model runs on all processes or on none: a process without rows runs some that are not counted.
+        mine = turn * size + rank
+        start = starts[mine] if mine < len(starts) else starts[0]
+        batch = collate(list(rows.select(order[start : start + max_rows])))
+        found = score({name: tensor.to(device) for name, tensor in batch.items()})
+        sums = sums or [0.0] * len(found)
+        if mine < len(starts):
+            sums = [total + value for total, value in zip(sums, found, strict=True)]
+        if moved is not None:
+            moved(min(max_rows * size, len(order) - turn * size * max_rows))
+    model.train(was_training)
+    return processes.sum(sums) if processes else sums
 
 
 def _forward(model: nn.Module, inputs: dict[str, Any], task: str) -> tuple[Any, Tensor]:

@@ -45,11 +45,13 @@ from dpllm.privacy.unused import is_used
 from dpllm.report.disclosures import HELD_OUT
 from dpllm.report.figures import plot_training
 from dpllm.report.release_notes import ReleaseNotes, keep_utility
+from dpllm.training import trl_recipe
 from dpllm.training.arguments import plan_for, training_arguments
 from dpllm.training.attaching import WhenAttached
 from dpllm.training.evaluation import Measurement
 from dpllm.training.held_out import HeldOut
 from dpllm.training.launch_environment import find_deepspeed_config
+from dpllm.training.pair_losses import HeldOutPairs
 from dpllm.training.phases import Phases
 from dpllm.training.preflight import PLAIN, check_recipe
 from dpllm.training.public_stage import start_in, train_on_public_text
@@ -160,37 +162,10 @@ def run(recipe: Recipe) -> int:
     start = public_start(recipe, train_records, num_labels, restart.continues, phases)
     if recipe.public_pretrain:
         args = training_arguments({**PLAIN, **recipe.train})  # again: the engine was set up for the other training
-    tokenizer, task = start.tokenizer, recipe.model.task
     phases.begin("tokenizing the records", "after the model was loaded")
-    model = load_base_model(start.model, tokenizer, num_labels)
-    num_labels = model.config.num_labels
-    keep = [recipe.privacy.unit_column] if recipe.privacy.unit_column else []
-    with args.main_process_first(desc="tokenizing the records"):
-        train_rows = tokenize_records(train_records, tokenizer, recipe.data, keep, task, num_labels)
-        eval_rows = (
-            tokenize_records(eval_records, tokenizer, recipe.data, (), task, num_labels) if eval_records else None
-        )
-    collator = RowCollator(pad_token_id=tokenizer.pad_token_id, task=task)
-    phases.begin("checking the run", "rows, model, optimizer and ledger")
-    held_out = HeldOut(eval_records, eval_rows, collator, recipe.data, tokenizer) if eval_rows else None
-    before = Begin(held_out if not resume else None, phases)
-    trainer = DPTrainer(
-        model=prepare_model(model, recipe.model),
-        args=args,
-        privacy=recipe.privacy,
-        train_dataset=train_rows,
-        processing_class=tokenizer,
-        data_collator=collator,
-        callbacks=[before],
-        public=start.public,
-        max_tokens_per_microbatch=recipe.microbatch_tokens,
-        pack_rows=recipe.pack_rows,
-        eval_is_public=recipe.data.eval_is_public,
-        start_is_independent=recipe.model.start_is_independent,
-        noise_memory=recipe.noise_memory,
-        average=recipe.train.get("average"),
-        merge_adapter=recipe.merge_adapter,
-    )
+    before = Begin(None, phases)
+    trainer, held_out = trainer_of(recipe, args, start, (train_records, eval_records), num_labels, before)
+    before.held_out = held_out if not resume else None
     trainer.declared_points, trainer.notes = start.declared, noted(recipe)
     if args.should_save:  # not earlier: a refused resume leaves the folder unchanged
         trainer.add_callback(WhenAttached(lambda: save_recipe(recipe, output / RECIPE_FILE)))
@@ -201,6 +176,63 @@ def run(recipe: Recipe) -> int:
     with StopRequest("training is complete; its model and report are being saved").listening():
         finish(recipe, trainer, began, before.result, held_out, phases)
     return 0
+
+
+def trainer_of(
+    recipe: Recipe,
+    args: TrainingArguments,
+    start: "Start",
+    records: tuple[datasets.Dataset, datasets.Dataset | None],
+    num_labels: int | None,
+    before: "Begin",
+) -> tuple[DPTrainer, HeldOut | HeldOutPairs | None]:
+    """Make the rows and the trainer, and return it with the held-out records.
+
+    Args:
+        recipe: the recipe.
+        args: its section `train`.
+        start: the public parts.
+        records: the private records, and those held out.
+        num_labels: number of classes, if the model is a classifier.
+        before: a callback of the trainer.
+    """
+    tokenizer, task, phases = start.tokenizer, recipe.model.task, before.phases
+    train_records, eval_records = records
+    model = load_base_model(start.model, tokenizer, num_labels)
+    options: dict[str, Any] = {
+        "callbacks": [before],
+        "public": start.public,
+        "max_tokens_per_microbatch": recipe.microbatch_tokens,
+        "pack_rows": recipe.pack_rows,
+        "eval_is_public": recipe.data.eval_is_public,
+        "start_is_independent": recipe.model.start_is_independent,
+        "noise_memory": recipe.noise_memory,
+        "average": recipe.train.get("average"),
+        "merge_adapter": recipe.merge_adapter,
+    }
+    if recipe.train.get("trainer") is not None:
+        prepared = prepare_model(model, recipe.model)
+        return trl_recipe.trainer_of(recipe, args, prepared, tokenizer, train_records, eval_records, **options)
+    num_labels = model.config.num_labels
+    keep = [recipe.privacy.unit_column] if recipe.privacy.unit_column else []
+    with args.main_process_first(desc="tokenizing the records"):
+        train_rows = tokenize_records(train_records, tokenizer, recipe.data, keep, task, num_labels)
+        eval_rows = (
+            tokenize_records(eval_records, tokenizer, recipe.data, (), task, num_labels) if eval_records else None
+        )
+    collator = RowCollator(pad_token_id=tokenizer.pad_token_id, task=task)
+    phases.begin("checking the run", "rows, model, optimizer and ledger")
+    held_out = HeldOut(eval_records, eval_rows, collator, recipe.data, tokenizer) if eval_rows else None
+    trainer = DPTrainer(
+        model=prepare_model(model, recipe.model),
+        args=args,
+        privacy=recipe.privacy,
+        train_dataset=train_rows,
+        processing_class=tokenizer,
+        data_collator=collator,
+        **options,
+    )
+    return trainer, held_out
 
 
 def read(
@@ -276,7 +308,7 @@ def finish(
     trainer: DPTrainer,
     began: float,
     before: Measurement | None,
-    held_out: HeldOut | None,
+    held_out: HeldOut | HeldOutPairs | None,
     phases: Phases,
 ) -> None:
     """Measure, save and show the finished model."""
@@ -382,7 +414,7 @@ class Begin(TrainerCallback):
         result: the figure before the training. None: there was nothing to measure.
     """
 
-    def __init__(self, held_out: HeldOut | None, phases: Phases) -> None:
+    def __init__(self, held_out: HeldOut | HeldOutPairs | None, phases: Phases) -> None:
         """Store the records to measure."""
         self.held_out, self.phases = held_out, phases
         self.result: Measurement | None = None
@@ -397,7 +429,7 @@ class Begin(TrainerCallback):
         self.phases.say(NOISY_NORM)
 
 
-def evaluated(model: Any, held_out: HeldOut, processes: Processes | None, phases: Phases) -> Measurement:
+def evaluated(model: Any, held_out: HeldOut | HeldOutPairs, processes: Processes | None, phases: Phases) -> Measurement:
     """Measure the held-out records, with a bar, and print the figures."""
     with phases.bar(held_out.size, "row") as moved:
         found = held_out.measure(model, processes, moved)

@@ -23,6 +23,7 @@ from dpllm.config import ConfigError
 from dpllm.data.preferences import LOG_PROBS, PairCollator
 from dpllm.engines.processes import Processes
 from dpllm.models.preference import PairLoss, answer_tokens, pair_log_probs
+from dpllm.training.evaluation import Measurement, sums_over
 from dpllm.training.made_up import in_mode
 
 
@@ -106,6 +107,53 @@ def reference_log_probs(
     for rank, share in enumerate(processes.gather(found)):
         whole[rank :: processes.size] = share
     return whole
+
+
+_TIE = 1e-3  # of log-ratios; sums of many rounded log-probabilities differ by less
+_PAIRS = 16  # of a forward pass
+
+
+class HeldOutPairs:
+    """Held-out pairs, and the figure that is measured on them.
+
+    Attributes:
+        size: number of pairs.
+
+    Args:
+        losses: of the training.
+        rows: pairs whose reference the collator has.
+        collator: of the rows.
+    """
+
+    def __init__(self, losses: PairLosses, rows: Any, collator: PairCollator) -> None:
+        """Store the pairs."""
+        self._losses, self._rows, self._collator = losses, rows, collator
+        self.size = len(rows)
+
+    @torch.no_grad()
+    def measure(
+        self, model: Any, processes: Processes | None = None, moved: Callable[[int], None] | None = None
+    ) -> Measurement:
+        """Return the share of pairs whose chosen answer gained more probability than the rejected one, and the loss.
+
+        A pair in which both gained the same counts half, so that the model before the training has 0.5.
+
+        Args:
+            model: on the device on which to run it.
+            processes: as for `dpllm.training.evaluation.measure`.
+            moved: as for `measure`.
+        """
+
+        def score(inputs: dict[str, Any]) -> tuple[float, float]:
+            loss_B, rewards_B2 = self._losses.scored(model, inputs)
+            margin_B = (rewards_B2[:, 0] - rewards_B2[:, 1]) / self._losses.loss.beta
+            hits_B = (margin_B > _TIE).double() + 0.5 * (margin_B.abs() <= _TIE).double()
+            return float(loss_B.double().sum()), float(hits_B.sum())
+
+        order = np.argsort([-len(ids) for ids in self._rows["chosen_input_ids"]], kind="stable")
+        loss, hits = sums_over(model, self._rows, order, self._collator, score, _PAIRS, processes, moved)
+        mean = loss / self.size
+        return Measurement(name="preference accuracy", value=hits / self.size, loss=mean, row_loss=mean)
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ from dpllm.models.starting_point import refuse_steering
 from dpllm.privacy.budget import read_budget
 from dpllm.training.arguments import check_optimizer, refuse_options, training_arguments
 from dpllm.training.gradients import clipper_for
+from dpllm.training.trl_arguments import pair_loss_of, refuse_elsewhere, table_of
 
 PLAIN = {"save_strategy": "no", "report_to": "none"}
 """Default options of a recipe's trainings."""
@@ -183,7 +184,10 @@ def _check_train(name: str, section: Mapping[str, Any], to_train: bool, private:
     try:
         args = training_arguments({**PLAIN, **section} if to_train else to_plan(section))
         if private:
-            refuse_options(args)
+            refuse_elsewhere(section)
+            refuse_options(args, table_of(section.get("trainer")))
+            if section.get("trainer") == "dpo":
+                pair_loss_of(args)
         check_optimizer(args)
     except ConfigError as error:
         raise ConfigError(str(error).replace("train", name, 1) if not private else str(error)) from error

@@ -2,7 +2,7 @@
 
 Place in the flow: asked by `dpllm.DPSFTTrainer` and `dpllm.DPDPOTrainer` before any data are read.
 `tests/training/test_trl_arguments.py` compares the tables with the installed classes. What is said about TRL was read
-in version 1.16.
+in version 1.16. `python -m dpllm.training.trl_arguments` prints docs/trl.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from dpllm.config import ConfigError
 from dpllm.config.values import choice, integer
 from dpllm.data.examples import require_trl
-from dpllm.models.preference import COUPLED, KINDS
+from dpllm.models.preference import COUPLED, KINDS, PairLoss
 from dpllm.training.argument_table import ARGUMENTS, Argument, ignored, refuse_by_table, refused, works
 
 
@@ -108,6 +108,43 @@ DPO: Mapping[str, Argument] = {
 """Arguments of `trl.DPOConfig`."""
 
 
+_CONFIGS: Mapping[str, tuple[str, Mapping[str, Argument]]] = {"sft": ("SFTConfig", SFT), "dpo": ("DPOConfig", DPO)}
+_ELSEWHERE = {
+    "max_length": "data.max_length",
+    "dataset_text_field": "data.text_column",
+    "dataset_kwargs": "nothing: records are always prepared",
+    "model_init_kwargs": "the section model",
+    "trust_remote_code": "nothing: recipes run no code from the Hub",
+}
+"""Names of TRL's configurations that a recipe has in another place."""
+
+
+def config_of(trainer: str) -> Any:
+    """Return TRL's configuration for a recipe's ``train.trainer``.
+
+    Raises:
+        ConfigError: TRL is not installed, or there is no such trainer.
+    """
+    choice("train.trainer", trainer, tuple(_CONFIGS))
+    return getattr(require_trl(f"train.trainer={trainer}"), _CONFIGS[trainer][0])
+
+
+def table_of(trainer: str | None) -> Mapping[str, Argument]:
+    """Return the table of the arguments of a recipe's ``train`` section."""
+    return ARGUMENTS if trainer is None else {**ARGUMENTS, **_CONFIGS[trainer][1]}
+
+
+def refuse_elsewhere(section: Mapping[str, Any]) -> None:
+    """Refuse names of a recipe's ``train`` section for which the recipe has another key.
+
+    Raises:
+        ConfigError: one of them is given.
+    """
+    for name in _ELSEWHERE if section.get("trainer") is not None else ():
+        if section.get(name) is not None:
+            raise ConfigError(f"train.{name} is not read in a recipe: use {_ELSEWHERE[name]}")
+
+
 def checked_config(args: Any, name: str, table: Mapping[str, Argument], purpose: str) -> None:
     """Check that arguments are a configuration of TRL, and that none of its own values is refused.
 
@@ -130,3 +167,70 @@ def checked_config(args: Any, name: str, table: Mapping[str, Argument], purpose:
     if args.max_length is not None:
         integer("args.max_length", args.max_length, 2)  # the first token of a row is no target
     choice("args.truncation_mode", args.truncation_mode, ("keep_start", "keep_end"))
+
+
+def pair_loss_of(args: Any) -> PairLoss:
+    """Return the loss that a `trl.DPOConfig` describes.
+
+    Raises:
+        ConfigError: it couples pairs, is unknown, or an option cannot be used.
+    """
+    return PairLoss(
+        kinds=tuple(args.loss_type),
+        weights=None if args.loss_weights is None else tuple(args.loss_weights),
+        beta=args.beta,
+        label_smoothing=args.label_smoothing,
+        discopop_tau=args.discopop_tau,
+        f_divergence=args.f_divergence_type,
+        f_alpha=args.f_alpha_divergence_coef,
+        tail_weight=args.ld_alpha,
+    )
+
+
+_HEAD = """# TRL in private training
+
+`dpllm.DPSFTTrainer` and `dpllm.DPDPOTrainer` take the options and the data of TRL's `SFTTrainer` and `DPOTrainer`
+(`pip install 'dpllm[trl]'`, TRL 1.16 or newer). Their steps, checks and reports are those of `DPTrainer`.
+
+```python
+from trl import DPOConfig, SFTConfig
+from dpllm import DPDPOTrainer, DPSFTTrainer, PrivacyConfig
+
+privacy = PrivacyConfig(target_epsilon=8, delta=1e-6, clip_norm=1.0, expected_batch_size=1024)
+tuned = DPSFTTrainer("model", SFTConfig("runs/sft", max_steps=100), privacy, conversations, peft_config=lora)
+tuned = DPDPOTrainer("model", DPOConfig("runs/dpo", max_steps=100), privacy, preferences, peft_config=lora)
+```
+
+In a recipe, `train.trainer: sft` or `dpo` adds the names of these configurations to the section `train`. The recipes
+`sft_replies` and `dpo_replies` run on a CPU.
+
+- **Data**: texts, prompts with completions, conversations and preferences, in TRL's columns. Each row is made of one
+  example. TRL reads the shape of all examples from the first one, and here another shape is an error. Examples without
+  a target are an error too, because N would depend on them.
+- **Loss of SFT**: the mean over a row's own targets. TRL divides by the targets of the batch.
+- **Loss of DPO**: one for each pair, with TRL's formulas. Losses that sort or average over the batch are refused.
+- **Unit of DPO**: one pair, with its prompt and both answers. A prompt in several pairs needs `privacy.unit: user` and
+  the prompt's id as `unit_column`. Otherwise the report has an open point.
+- **Reference of DPO**: the model before the first step, or `ref_model`, or the columns `ref_chosen_logps` and
+  `ref_rejected_logps`. Its log-probabilities are computed once, with one pair in each call. This takes one forward pass
+  over all pairs before the first step.
+- **Figures**: rewards, margins and accuracies are computed on `eval_dataset` only, and the report counts them. Rewards
+  on training pairs are not computed.
+- **Several processes**: a loss of two calls has the same clipped sum on DDP, FSDP2, ZeRO-1, -2 and -3.
+- **Not here**: KTO, GRPO, reward models and images. Packing is `pack_rows=True` of `DPSFTTrainer`.
+
+The options of `TrainingArguments` are in [another table](training_arguments.md).
+"""
+
+
+def document() -> str:
+    """Return the text of docs/trl.md."""
+    parts = [_HEAD]
+    for name, table in _CONFIGS.values():
+        parts.append(f"\n## {name}\n\n| option | in private training | meaning or reason |\n| --- | --- | --- |\n")
+        parts += [f"| `{option}` | {entry.kind} | {entry.reason} |\n" for option, entry in sorted(table.items())]
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    print(document(), end="")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpllm.config import ConfigError, Recipe
+from dpllm.config.recipe import refuse_trainer
 from dpllm.config.train_values import WARM_UP
 from dpllm.data.units import UnitIndex
 from dpllm.mechanism.blt import BltNoise
@@ -114,6 +115,7 @@ def suggested_run(recipe: Recipe, units: UnitIndex) -> Suggested:
         ConfigError: the recipe is of a private tuning, or its run has no noise.
         ValueError: no plan can be made.
     """
+    refuse_trainer(recipe, "A suggestion of settings")
     privacy = recipe.privacy
     if privacy.selection is not None:
         raise ConfigError("--suggest is for single runs: leave privacy.selection out")

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.config import PRETRAINED_FOLDER, ConfigError, Recipe, load_recipe, save_recipe
-from dpllm.config.recipe import recipe_to_dict
+from dpllm.config.recipe import recipe_to_dict, refuse_trainer
 from dpllm.mechanism.catalogue import to_fields
 from dpllm.mechanism.selection import Selection
 from dpllm.privacy.budget import BudgetError, charge_selection, entry_of, mark, read_budget, settle
@@ -207,6 +207,7 @@ def score_in(folder: Path, selected: Mapping[str, Any]) -> float | None:
 
 def _check(recipe: Recipe) -> None:
     """Refuse a recipe whose runs cannot be compared or kept together privately."""
+    refuse_trainer(recipe, "dpllm tune")
     if recipe.privacy.selection is not None:
         raise ConfigError("privacy.selection is set by `dpllm tune` from the search file: leave it out of the recipe")
     if not recipe.data.eval_is_public:

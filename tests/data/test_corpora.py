@@ -4,11 +4,12 @@ import importlib
 import importlib.util
 import sys
 import types
+from collections import Counter
 
 import pytest
 
 from dpllm.config import ConfigError, DataConfig
-from dpllm.data.corpora import BUILTIN, chitchat, passages, sotu
+from dpllm.data.corpora import BUILTIN, chitchat, chitchat_replies, passages, sotu
 from dpllm.data.rows import load_records
 
 needs_corpora = pytest.mark.skipif(
@@ -49,7 +50,20 @@ def test_a_recipe_reads_them_by_name():
         "president",
         "year",
     ]
-    assert set(BUILTIN) == {"sotu", "chitchat"}
+    assert set(BUILTIN) == {"sotu", "chitchat", "chitchat_replies"}
+
+
+@needs_corpora
+def test_replies_are_pairs_of_messages_of_two_people_and_no_message_is_in_two():
+    """A message in two pairs would be protected less than one pair."""
+    pairs, messages = chitchat_replies(), Counter(" ".join(one["text"].split()) for one in chitchat())
+    used = Counter(" ".join(one[part].split()) for one in pairs for part in ("prompt", "chosen"))
+    assert len(pairs) > 60_000 and all(messages[text] >= count for text, count in used.items())
+    assert all(one["rejected"].split() == one["chosen"].split()[::-1] for one in pairs)
+    assert (
+        min(len(one["chosen"].split()) for one in pairs) == 4
+        and max(len(one["prompt"].encode()) for one in pairs) == 101
+    )
 
 
 def test_passages_join_short_paragraphs_and_keep_all_text():

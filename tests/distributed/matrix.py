@@ -55,11 +55,13 @@ class Job:
     max_rows: int = NUM_ROWS  # rows of a microbatch; fewer: accumulation
     rows_per_unit: int = 1
     gradients: str = "ghost"
+    calls: int = 1  # of the model for each loss: 2 for pairs of sequences
 
     def __str__(self) -> str:
         ways = ["accumulated"] * (self.max_rows < NUM_ROWS)
         ways += ["one unit at a time"] * (self.gradients == "per_unit")
         ways += [f"units of {self.rows_per_unit} rows"] * (self.rows_per_unit > 1)
+        ways += [f"{self.calls} calls"] * (self.calls > 1)
         return "-".join([self.engine, str(self.case), *ways])
 
     @property
@@ -121,13 +123,18 @@ def batches_of(
     )
 
 
-def loss_of(model: Any, case: Case) -> Any:
+def loss_of(model: Any, case: Case, calls: int = 1) -> Any:
     def loss(inputs: dict[str, Tensor]) -> Tensor:
         inputs = dict(inputs)
         labels = inputs.pop("labels")
         with forward_context(case):
             logits = model(**inputs).logits
-        return LOSSES[case.spec.task](logits, labels)
+            if calls == 1:
+                return LOSSES[case.spec.task](logits, labels)
+            other = {**inputs, "input_ids": inputs["input_ids"].flip(1).clamp_min(1)}
+            rejected = model(**other).logits  # under the same labels
+        first, second = (LOSSES[case.spec.task](one, labels) for one in (logits, rejected))
+        return -torch.nn.functional.logsigmoid(second - first)
 
     return loss
 
@@ -150,6 +157,7 @@ def movement(
     white: Any = None,
     thresholds: list[float] | None = None,
     gradients: str = "ghost",
+    calls: int = 1,
 ) -> list[Tensor]:
     """Return each step's release: the movement of all parameters under SGD, over lr/b, (P,) in float64.
 
@@ -167,6 +175,7 @@ def movement(
         white: makes other noise of the plan than its mechanism's.
         thresholds: takes the clipper's threshold after each step.
         gradients: as in recipes.
+        calls: of the model for each loss.
     """
     batch = make_batch(case.spec, num_rows=NUM_ROWS)
     dtype = "bfloat16" if case.dtype == "bfloat16" else "float32"
@@ -186,7 +195,7 @@ def movement(
     for _ in range(steps):
         before = whole_parameters(prepared, inner)
         mine = batches_of(batch, owners, every, max_rows, rank, size, clipper.one_unit)
-        private_step(clipper, mine, loss_of(inner, case), plan, runner, ledger, stream)
+        private_step(clipper, mine, loss_of(inner, case, calls), plan, runner, ledger, stream)
         if thresholds is not None:
             thresholds.append(clipper.threshold)
         if not hasattr(prepared, "zero_optimization_stage"):
@@ -208,7 +217,7 @@ def reference(job: Job, clip_norm: float) -> tuple[Tensor, Tensor]:
     for candidate, kind in ((wide, case.but(dtype="float64")), (model, case)):
         clipper = clipper_for(job.gradients, candidate, FlatClipping(clip_norm))
         for microbatch in batches_of(batch, job.owners, units, job.max_rows, 0, 1, clipper.one_unit):
-            losses = loss_of(candidate, kind)(microbatch.inputs)
+            losses = loss_of(candidate, kind, job.calls)(microbatch.inputs)
             if microbatch.continues:
                 clipper.hold(losses)
             else:
@@ -224,7 +233,8 @@ def errors(jobs: list[Job], clip_norm: float = 0.5) -> list[tuple[float, float]]
     found = []
     expected = [reference(job, clip_norm) for job in jobs]  # first: ZeRO-3 puts its own linear function in place
     for job, values in zip(jobs, expected, strict=True):
-        model, ways = build_model(job.case), {"owners": job.owners, "gradients": job.gradients}
+        model = build_model(job.case)
+        ways: Any = {"owners": job.owners, "gradients": job.gradients, "calls": job.calls}
         (released,) = movement(job.engine, model, job.case, plan, job.max_rows, **ways)
         found.append(tuple(float((released - value).norm() / value.norm()) for value in values))
     return found

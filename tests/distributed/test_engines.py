@@ -195,6 +195,17 @@ def test_one_unit_at_a_time_releases_the_clipped_sum_of_one_process(tmp_path, ta
 
 
 @pytest.mark.deep
+def test_a_loss_of_two_calls_releases_the_clipped_sum_of_one_process(tmp_path, table):
+    """A preference loss calls the model with both answers of its pairs before the backward pass, on every engine."""
+    jobs = [
+        Job(engine, Case("llama", mode=mode, tied=tied, dtype="float32", checkpointing=again), rows, of_unit, calls=2)
+        for engine in ENGINES
+        for mode, (tied, again, rows, of_unit) in (("full", WAYS[0]), ("lora-all-linear", WAYS[1]), ("full", WAYS[3]))
+    ]
+    check_errors(jobs, run(tmp_path / "errors", "tests.distributed.matrix:errors", jobs=jobs), table)
+
+
+@pytest.mark.deep
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
 def test_one_unit_at_a_time_is_refused_for_shards_by_name(engine, tmp_path):
     for refused in run(tmp_path, "tests.distributed.matrix:refused", engine=engine):

@@ -47,7 +47,7 @@ def own_losses(tmp_path_factory):
     """The losses of all pairs together, from raw examples, by the public trainer's parts."""
     trl = pytest.importorskip("trl")
     from dpllm import DPDPOTrainer
-    from dpllm.training.dpo_trainer import pair_loss_of
+    from dpllm.training.trl_arguments import pair_loss_of
 
     model, reference = trl_data.model_and_reference()
     data = trl_data.preferences()["prompt"]

@@ -1,6 +1,7 @@
 """Every field of TRL's configurations is in a table: it works, is ignored with a reason, or is refused."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,7 @@ from transformers import TrainingArguments  # noqa: E402
 
 from dpllm.config import ConfigError  # noqa: E402
 from dpllm.training.argument_table import ARGUMENTS, IGNORED, REFUSED, WORKS, refuse_by_table  # noqa: E402
-from dpllm.training.trl_arguments import DPO, SFT, checked_config, own_arguments  # noqa: E402
+from dpllm.training.trl_arguments import DPO, SFT, checked_config, document, own_arguments  # noqa: E402
 from tests import trl_data  # noqa: E402
 
 TABLES = {"SFTConfig": SFT, "DPOConfig": DPO}
@@ -40,3 +41,9 @@ def test_a_field_of_a_newer_release_is_refused_where_it_has_another_value(tmp_pa
     refuse_by_table(trl_data.arguments(Newer, tmp_path), table)
     with pytest.raises(ConfigError, match=r"mixes_rows=.* is an option of Newer that this trainer does not know"):
         refuse_by_table(trl_data.arguments(Newer, tmp_path, mixes_rows=True), table)
+
+
+def test_the_page_is_made_of_the_tables():
+    """`python -m dpllm.training.trl_arguments` writes it."""
+    file = Path(__file__).resolve().parents[2] / "docs" / "trl.md"
+    assert file.read_text(encoding="utf-8") == document()

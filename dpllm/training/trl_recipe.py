@@ -1,0 +1,95 @@
+"""The trainer of a recipe with ``train.trainer``: its records have TRL's shapes, and ``train`` has TRL's options.
+
+Place in the flow: called by `dpllm.training.finetune` in the place of tokenization and `dpllm.DPTrainer`. The columns
+that the recipe names get the names that TRL gives them; the rest is in `dpllm.DPSFTTrainer` and `dpllm.DPDPOTrainer`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+
+from dpllm.config import ConfigError, DataConfig, Recipe
+from dpllm.data.rows import RowCollator
+from dpllm.training.dpo_trainer import DPDPOTrainer
+from dpllm.training.held_out import HeldOut
+from dpllm.training.pair_losses import HeldOutPairs, PairLosses
+from dpllm.training.sft_trainer import DPSFTTrainer
+from dpllm.training.trainer import DPTrainer
+
+_TRAINERS: dict[str, type[DPTrainer]] = {"sft": DPSFTTrainer, "dpo": DPDPOTrainer}
+
+
+def trainer_of(
+    recipe: Recipe,
+    args: Any,
+    model: Any,
+    tokenizer: Any,
+    train_records: datasets.Dataset,
+    eval_records: datasets.Dataset | None,
+    **options: Any,
+) -> tuple[DPTrainer, HeldOut | HeldOutPairs | None]:
+    """Return the trainer of a recipe with ``train.trainer``, and its held-out records.
+
+    Args:
+        recipe: the recipe.
+        args: its ``train`` section as TRL's configuration.
+        model: to train, with its adapter.
+        tokenizer: of the model.
+        train_records: the private records.
+        eval_records: those held out.
+        options: other arguments of `dpllm.DPTrainer`.
+    """
+    args.max_length = recipe.data.max_length
+    kind: Any = _TRAINERS[recipe.train["trainer"]]
+    made: DPTrainer = kind(
+        model=model,
+        args=args,
+        privacy=recipe.privacy,
+        train_dataset=renamed(train_records, recipe.data, recipe.privacy.unit_column),
+        eval_dataset=None if eval_records is None else renamed(eval_records, recipe.data, None),
+        processing_class=tokenizer,
+        **options,
+    )
+    if eval_records is None:
+        return made, None
+    rows: Any = made.eval_dataset
+    if isinstance(made, DPDPOTrainer):
+        return made, HeldOutPairs(PairLosses(made.loss), rows, made.collator)
+    collator = RowCollator(pad_token_id=tokenizer.pad_token_id)
+    return made, HeldOut(eval_records, rows, collator, recipe.data, tokenizer)
+
+
+def renamed(records: datasets.Dataset, config: DataConfig, unit_column: str | None) -> datasets.Dataset:
+    """Return the columns that a recipe names, under TRL's names, and the column of units.
+
+    Args:
+        records: the records.
+        config: format and columns.
+        unit_column: of the privacy section; None: there is none.
+
+    Raises:
+        ConfigError: the column of units has a name that TRL gives another column.
+    """
+    names = {
+        "text": {config.text_column: "text"},
+        "prompt_completion": {config.prompt_column: "prompt", config.completion_column: "completion"},
+        "chat": {config.messages_column: "messages"},
+        "preference": {
+            config.prompt_column: "prompt",
+            config.chosen_column: "chosen",
+            config.rejected_column: "rejected",
+        },
+    }[config.format]
+    names = {own: its for own, its in names.items() if own in records.column_names}
+    if unit_column in names or unit_column in names.values():
+        raise ConfigError(
+            f"privacy.unit_column={unit_column!r} has the name of a column of texts ({', '.join(names)}): give the ids "
+            "another column"
+        )
+    for name in ("tools", "chat_template_kwargs", "ref_chosen_logps", "ref_rejected_logps", unit_column):
+        if name is not None and name in records.column_names:
+            names[name] = name
+    taken = records.select_columns(list(names))
+    return taken.rename_columns({own: its for own, its in names.items() if own != its})
