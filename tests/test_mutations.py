@@ -975,8 +975,8 @@ MUTATIONS = [
     Mutation(
         "the loss is averaged over the batch's tokens",
         "dpllm/models/losses.py",
-        "tokens_BT.sum(1) / is_target_BT.sum(1).clamp_min(1)",
-        "tokens_BT.sum(1) / is_target_BT.sum().clamp_min(1)",
+        "(target_BT != IGNORE).sum(1).clamp_min(1)",
+        "(target_BT != IGNORE).sum().clamp_min(1)",
         ("tests/models/test_losses.py",),
     ),
     Mutation(
