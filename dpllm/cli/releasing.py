@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,6 @@ import typer
 from dpllm.cli.common import AsJson, one_line_errors, show_json
 
 Run = Annotated[Path, typer.Argument(help="The folder of a finished run.", show_default=False)]
-_MOST_NAMES = 20  # of files that stay, on the screen
 
 
 def register(app: typer.Typer) -> None:
@@ -113,7 +113,6 @@ def _say(names: list[str], stay: list[str], what: str) -> None:
     for name in names:
         typer.echo(f"  {name}")
     typer.echo(f"stay here ({len(stay)} files):")
-    for name in stay[:_MOST_NAMES]:
+    folders = Counter(name.partition("/")[0] for name in stay if "/" in name)
+    for name in [*(name for name in stay if "/" not in name), *(f"{one}/ ({n} files)" for one, n in folders.items())]:
         typer.echo(f"  {name}")
-    if len(stay) > _MOST_NAMES:
-        typer.echo(f"  and {len(stay) - _MOST_NAMES} more")

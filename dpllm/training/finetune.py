@@ -317,7 +317,7 @@ def finish(
     if held_out is not None:
         phases.begin("evaluating after", "the held-out records")
         after = evaluated(trainer.model, held_out, trainer.processes, phases)
-    phases.begin("report", "saving the model with its plan, ledger, report and card")
+    phases.begin("saving", "the model with its plan, ledger, report and card")
 
     # Measurements on private records are on the screen, in the picture and in a file that is not for release. The
     # report counts them. It prints those on public records only, and no duration, which depends on the private records.
@@ -408,7 +408,7 @@ def threads_were_set() -> bool:
 
 
 class Begin(TrainerCallback):
-    """Callback between the model's distribution and the first private step: it measures the held-out records.
+    """Callback around the private steps: it measures the held-out records before them, and tells the phases.
 
     Attributes:
         result: the figure before the training. None: there was nothing to measure.
@@ -427,6 +427,10 @@ class Begin(TrainerCallback):
             self.result = evaluated(kwargs["model"], self.held_out, processes, self.phases)
         self.phases.begin("training", f"{state.max_steps - state.global_step:,} private steps")
         self.phases.say(NOISY_NORM)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin the phase of the report, which is made once and is then on the disk, whatever follows."""
+        self.phases.begin("report", "ε again from the ledger, with its cross-checks by other accountants")
 
 
 def evaluated(model: Any, held_out: HeldOut | HeldOutPairs, processes: Processes | None, phases: Phases) -> Measurement:

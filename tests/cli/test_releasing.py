@@ -127,6 +127,7 @@ def test_a_dry_run_lists_what_would_leave_and_what_stays(run, hub):
     assert any(name.startswith("checkpoint-2/") for name in values["stay"])
     shown = call("push", run, "me/model", "--dry-run").stdout
     assert "would be uploaded:\n  README.md" in shown and "Nothing was uploaded" in shown
+    assert "\n  notes.txt\n" in shown and "\n  checkpoint-2/ (" in shown
     assert hub.created == [] and hub.files is None
 
 
