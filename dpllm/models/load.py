@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import fnmatch
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -264,6 +265,7 @@ def prepare_model(base: PreTrainedModel, model: ModelConfig) -> PreTrainedModel 
             prepared = get_peft_model(base, config)
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
             raise ConfigError(f"model.peft does not fit this model: {one_line(error)}") from error
+        _name_the_base_from_everywhere(prepared)
     names = [name for name, _ in prepared.named_parameters()]
     for pattern in model.freeze:
         matched = set(fnmatch.filter(names, pattern))
@@ -280,6 +282,14 @@ def prepare_model(base: PreTrainedModel, model: ModelConfig) -> PreTrainedModel 
             "the model has no trainable parameter: take patterns out of model.freeze, or check model.peft"
         )
     return prepared
+
+
+def _name_the_base_from_everywhere(model: PeftModel) -> None:
+    """Write the whole path of a local base model into the adapter's configuration: it is read in another folder."""
+    for config in model.peft_config.values():
+        name = config.base_model_name_or_path
+        if name and Path(name).expanduser().is_dir():
+            config.base_model_name_or_path = str(Path(name).expanduser().resolve())
 
 
 def with_adapter(base: nn.Module, config: Any, task: str | None) -> PeftModel:
@@ -312,6 +322,7 @@ def with_adapter(base: nn.Module, config: Any, task: str | None) -> PeftModel:
         adapted: PeftModel = get_peft_model(base, config)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise ConfigError(f"{name} does not fit this model: {one_line(error)}") from error
+    _name_the_base_from_everywhere(adapted)
     return adapted
 
 

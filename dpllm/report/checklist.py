@@ -17,6 +17,7 @@ from dpllm.mechanism.catalogue import from_fields
 from dpllm.privacy.ledger_reader import ENTROPY_SEEDED
 from dpllm.privacy.rounding import up
 from dpllm.report.definition import NOT_SELECTED
+from dpllm.report.definition import REFUTED as REFUTED
 from dpllm.report.disclosures import DESTINATIONS, kept_files, not_kept
 from dpllm.report.front import front
 from dpllm.report.models import Checkable, CrossCheck, Findings, PrivacyReport
@@ -24,8 +25,6 @@ from dpllm.report.models_front import KeptFiles, Line, Settled
 
 MOST_DIFFERENCE = 0.01
 """Two accountants that differ by more than this share of ε disagree."""
-REFUTED = "FAIL"
-"""What the summary of an audit begins with when the audit refutes the claim."""
 _LEAST_DIFFERENCE = 0.002  # the PRV estimate is itself no more accurate than that
 
 _REPORT_IT = "nothing clears this for this model: report it (SECURITY.md)"

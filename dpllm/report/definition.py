@@ -25,6 +25,8 @@ RELEASED_WEIGHTS = "released weights"
 """The ledger's fact of that name: an average of the weights; without it, the weights after the last step."""
 SELECTED = "selected by a private tuning"
 """The ledger's fact of that name: the candidate of the run that a private tuning released."""
+REFUTED = "FAIL"
+"""What the summary of an audit begins with when the audit refutes the claim."""
 TRAINED_MODEL = "trained model"
 """The ledger's fact of that name: the kind of model, and which of its weights were trained."""
 NOT_SELECTED = (

@@ -12,11 +12,15 @@ from collections.abc import Iterator
 from datetime import datetime
 
 from dpllm.privacy.rounding import format_percent, one_in, up_significant
-from dpllm.report.definition import TRAINED_MODEL
+from dpllm.report.definition import REFUTED, TRAINED_MODEL
 from dpllm.report.models import Findings, Strength
 from dpllm.report.models_front import Front, Odds
 
 _ON_THE_FRONT = ("0.5", "0.01", "1e-06")  # of `bounds`: one of each kind of attack
+_REFUTED = (
+    "AN AUDIT REFUTES THIS REPORT. It found more about single units in the model than the numbers of this report "
+    "allow, so none of them can be relied on until the cause is found."
+)
 _MONTHS = (
     *("January", "February", "March", "April", "May", "June", "July"),
     *("August", "September", "October", "November", "December"),
@@ -30,15 +34,16 @@ def front(findings: Findings, num_open: int) -> Front:
         findings: a report, all but what follows from it.
         num_open: number of open points.
     """
-    holds = findings.statement.private and findings.accounting.steps.charged > 0
+    refuted = (findings.strength.audit or "").startswith(REFUTED)
+    holds = findings.statement.private and findings.accounting.steps.charged > 0 and not refuted
     return Front(
         what=_what(findings),
         who=_who(findings),
         when=_when(findings),
         protected=_protected(findings),
-        odds=_odds(findings) if holds else findings.statement.words,
+        odds=_odds(findings) if holds else _REFUTED if refuted else findings.statement.words,
         table=tuple(_on_the_front(findings)) if holds else (),
-        numbers=_numbers(findings) if holds else findings.strength.words,
+        numbers=_numbers(findings) if holds else "",
         not_covered=_not_covered(findings),
         to_do="Nothing: no point of this report is open."
         if num_open == 0
@@ -56,7 +61,8 @@ def bounds(strength: Strength, adjacency: str, unit: str) -> Iterator[tuple[str,
         adjacency: of the headline.
         unit: "record" or "user".
     """
-    asked = f"whether the data of one {unit} was used" if adjacency == "zero-out" else f"which of two {unit}s was used"
+    one, those_used = _named(unit)
+    asked = f"whether {one} was used" if adjacency == "zero-out" else f"which of two {unit}s was used"
     for name, at_most in strength.bayes_success.items():
         chance = float(name)
         before = "a coin toss beforehand" if chance == 0.5 else f"beforehand the chance is {format_percent(chance)}"
@@ -66,14 +72,21 @@ def bounds(strength: Strength, adjacency: str, unit: str) -> Iterator[tuple[str,
         yield (
             name,
             _row(
-                f"Find the {unit}s whose data was used, while wrongly accusing {format_percent(share)} of all others",
+                f"Find {those_used}, while wrongly accusing {format_percent(share)} of all others",
                 share,
                 at_most,
             ),
         )
     for name, at_most in strength.reconstruction.items():
-        one = float(name)
-        yield name, _row(f"Pick the data of one {unit} out of {_number(one)} equally likely ones", one, at_most)
+        chance = float(name)
+        yield name, _row(f"Pick {one} out of {_number(chance)} equally likely ones", chance, at_most)
+
+
+def _named(unit: str) -> tuple[str, str]:
+    """Return one unit, and all units that were used, in words."""
+    if unit == "user":
+        return "the data of one user", "the users whose data was used"
+    return "one record", "the records that were used"
 
 
 def _row(attack: str, without: float, at_most: float) -> Odds:
@@ -120,7 +133,8 @@ def _what(findings: Findings) -> str:
     model = next((str(fact.values[-1]) for fact in definition.facts if fact.name == TRAINED_MODEL), "a model")
     base = f", based on {noted.base_model}," if noted.base_model else ""
     data = f"the data set “{definition.dataset}”" if definition.dataset else "a data set without a public name"
-    words = [f"{model[0].upper()}{model[1:]}{base} was trained on {data}: private texts of {number:,} {unit}s."]
+    private = f"{number:,} private records" if unit == "record" else f"private texts of {number:,} users"
+    words = [f"{model[0].upper()}{model[1:]}{base} was trained on {data}: {private}."]
     if findings.checkable.plan.format == 5:
         words.append("It is the best of a secret, random number of training runs.")
     known = f"starting weights: {noted.base_model}"
@@ -190,7 +204,7 @@ def _odds(findings: Findings) -> str:
     statement, success = findings.statement, findings.strength.bayes_success.get("0.5", 1.0)
     unit = unit_of(statement.unit)
     asked = (
-        f"whether one {unit}’s data was used" if statement.adjacency == "zero-out" else f"which of two {unit}s was used"
+        f"whether {_named(unit)[0]} was used" if statement.adjacency == "zero-out" else f"which of two {unit}s was used"
     )
     return (
         f"With the help of the model, someone who knows all other data and every setting can say {asked} and be right "
@@ -199,9 +213,11 @@ def _odds(findings: Findings) -> str:
 
 
 def _numbers(findings: Findings) -> str:
-    statement = findings.statement
+    statement, steps = findings.statement, findings.accounting.steps
+    stated = "" if steps.stated == steps.charged else f" ε is that of {steps.stated:,} steps, as planned."
     return (
-        f"In numbers: ε = {two_figures(statement.epsilon)} and δ = {one_in(statement.delta)}. {findings.strength.words}"
+        f"In numbers: ε = {two_figures(statement.epsilon)} and δ = {one_in(statement.delta)}. "
+        f"{findings.strength.words}{stated}"
     )
 
 
@@ -219,7 +235,8 @@ def _not_covered(findings: Findings) -> str:
     counted = "; ".join(f"{item.what} ({_times(item.count)})" for item in written)
     first = f"The run wrote out results that ε does not cover: {counted}." if written else ""
     budgets = sorted({entry.file for entry in findings.accounting.budget})
-    shared = f" This run is charged to the budget {', '.join(budgets)}, which adds them up." if budgets else ""
+    names = ", ".join(budgets)
+    shared = f" The runs that are charged to the same budget ({names}) are added up there." if budgets else ""
     return (
         f"{first} ε is about this run and its released weights. It covers neither other runs on the same data nor "
         f"private records that the starting model had already seen.{shared}"

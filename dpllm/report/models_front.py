@@ -58,7 +58,7 @@ class Front(Part):
     protected: str = Field(description="The protected unit.")
     odds: str = Field(description="The odds of an attacker, in one sentence; or why there is no guarantee.")
     table: tuple[Odds, ...] = Field(description="A few bounds; empty where there is no guarantee.")
-    numbers: str = Field(description="ε and δ behind the odds, and how strong they are.")
+    numbers: str = Field(description="ε and δ behind the odds, and how strong they are; empty without odds.")
     not_covered: str = Field(description="What is not covered.")
     to_do: str = Field(description="How many points are open.")
 

@@ -234,6 +234,13 @@ class TestTokenizer:
             load_tokenizer(ModelConfig(config={"model_type": "llama"}, tokenizer_vocab_size=270), public_texts=["x"])
 
 
+def test_an_adapter_names_its_local_base_from_every_folder(folder, tokenizer, monkeypatch):
+    """The card's code loads both in the adapter's folder, wherever the training was started."""
+    monkeypatch.chdir(Path(folder).parent)
+    model = load_model(ModelConfig(name=f"./{Path(folder).name}", peft=LORA), tokenizer)
+    assert model.peft_config["default"].base_model_name_or_path == str(Path(folder).resolve())
+
+
 @pytest.mark.parametrize("peft", [None, {"r": 2, "lora_alpha": 4, "target_modules": "all-linear"}])
 def test_a_recipe_is_checked_without_weights_under_zero3_too(peft):
     """transformers would spread the weights over the processes, and on the meta device there are none."""

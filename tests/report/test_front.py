@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -58,8 +59,8 @@ def test_the_first_screen_of_a_finished_run(tmp_path: Path) -> None:
     report = report_of(tmp_path, facts=((TRAINED_MODEL, "a LoRA adapter for a language model (gpt2)"),))
     front = report.front
     assert front.what == (
-        "A LoRA adapter for a language model (gpt2), based on org/base, was trained on the data set “notes”: private "
-        "texts of 1,000 records. Taken as public: pretraining text: old speeches."
+        "A LoRA adapter for a language model (gpt2), based on org/base, was trained on the data set “notes”: 1,000 "
+        "private records. Taken as public: pretraining text: old speeches."
     )
     assert front.who == "Trained by: research IT; raw data held by: the clinic; model meant for: its staff."
     assert re.fullmatch(r"Training began on \d+ [A-Z][a-z]+ \d{4} and took all 12 planned steps\.", front.when)
@@ -97,7 +98,7 @@ def test_users_and_rows(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     users = report_of(tmp_path / "users", unit="user", unit_column="patient", max_rows_per_unit=4)
     assert "same id in the column “patient”, of which at most 4 were used" in users.front.protected
-    assert "texts of 1,000 users" in users.front.what and "one user’s data" in users.front.odds
+    assert "texts of 1,000 users" in users.front.what and "whether the data of one user was used" in users.front.odds
     rows = report_of(tmp_path / "rows", facts=((UNITS_MADE_OF, ONE_ROW),), adjacency="replace-one")
     assert rows.front.protected.startswith("Every single row of the training data, as it was given")
     assert "which of two records was used" in rows.front.odds
@@ -108,6 +109,8 @@ def test_a_run_that_was_resumed_and_stopped(tmp_path: Path) -> None:
     when = report_of(tmp_path, starts=(3, 5, 7), end="interrupted").front.when
     assert "was resumed 2 times, the last time on " in when
     assert "and took 7 of 12 planned steps. It ended early (interrupted)." in when
+    (tmp_path / "privacy_ledger.jsonl").unlink()
+    assert report_of(tmp_path, starts=(7,)).front.numbers.endswith(" ε is that of 12 steps, as planned.")
     assert report_of_unended(tmp_path / "running").front.when.endswith("It has not ended, or it crashed.")
 
 
@@ -127,7 +130,17 @@ def test_results_that_were_written_out_and_the_budget(tmp_path: Path) -> None:
     )
     report = privacy_report(plan, read_ledger(tmp_path / "privacy_ledger.jsonl"), NOTES)
     assert f"ε does not cover: a table (3 times); {TRAINING_LOSS} (once)." in report.front.not_covered
-    assert "charged to the budget letters.json" in report.front.not_covered
+    assert "charged to the same budget (letters.json) are added up" in report.front.not_covered
+
+
+def test_a_report_that_an_audit_refutes_says_so_first(tmp_path: Path) -> None:
+    """No odds beside it, and no tier: they are the claim that was refuted."""
+    audited = dataclasses.replace(NOTES, audit="FAIL: 1,000 canaries: ε is at least 9")
+    report = report_of(tmp_path, audited)
+    assert report.front.odds.startswith("AN AUDIT REFUTES THIS REPORT.")
+    assert report.front.table == () and report.front.numbers == ""
+    page = render_html(report, draw_figures(report))
+    assert '<header class="none">' in page and 'class="tier"' not in page
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"noise_multiplier": 0}, {"starts": (0,)}])
