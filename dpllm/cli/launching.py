@@ -81,9 +81,9 @@ class Launch:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def command(self, recipe: str, overrides: Sequence[str]) -> list[str]:
-        """Return the command that starts the processes."""
+        """Return the command that starts the processes; a worker's error is printed by the worker only."""
         count = [] if self.processes is None else ["--num_processes", str(self.processes)]
-        launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(self.config), *count]
+        launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(self.config), *count, "--quiet"]
         return [*launcher, "-m", "dpllm.training", "--config", recipe, *overrides]
 
 
@@ -172,7 +172,7 @@ def _by_config(given: str, processes: int | None, machine: Machine) -> Launch:
     path = config_file(given)
     values = _read(given, path)
     kind, on_cpu = str(values.get("distributed_type", "NO")), values.get("use_cpu") is True
-    if int(values.get("num_machines") or 1) > 1:
+    if _number(given, values, "num_machines") > 1:
         raise ConfigError(f"--config {given} is for several machines: start launch/torchrun.sh on each of them")
     if on_cpu and kind == "FSDP":
         raise ConfigError(f"--config {given}: accelerate shards on GPUs only; take cpu_ddp, or fsdp2 on GPUs")
@@ -186,11 +186,18 @@ def _by_config(given: str, processes: int | None, machine: Machine) -> Launch:
         )
     if processes is None:
         shipped = path in shipped_configs().values()  # its number is an example
-        processes = machine.gpus if shipped and not on_cpu else int(values.get("num_processes") or 1)
+        processes = machine.gpus if shipped and not on_cpu else _number(given, values, "num_processes")
     if not on_cpu and processes > machine.gpus:
         raise ConfigError(f"--config {given} with {processes} processes: {_seen(machine)}; give --processes")
     words = f"engine: {path.stem}, {processes} processes, as --config says"
     return Launch(words, path, processes, _hidden(kind) if on_cpu else {})
+
+
+def _number(given: str, values: Mapping[str, Any], name: str) -> int:
+    value = values.get(name) or 1
+    if not str(value).isdecimal():
+        raise ConfigError(f"--config {given}: {name} must be a whole number above 0, got {value!r}")
+    return int(value)
 
 
 def _read(given: str, path: Path) -> dict[str, Any]:

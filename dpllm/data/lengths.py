@@ -22,6 +22,7 @@ from dpllm.data.records import DataError
 
 _POSITIONS = re.compile(r"^(?!.*rel).*(?:wpe|pos)", re.IGNORECASE)  # names of tables of absolute positions
 _ROWS = 4096  # number of rows read together
+_NO_GAPS = "give each entry one"
 TOKENS = "input_ids"
 
 
@@ -133,7 +134,8 @@ def row_lengths(dataset: Any, task: str | None, limits: Limits | None = None) ->
         ids = table["input_ids"].combine_chunks()
         labels = table["labels"].combine_chunks() if "labels" in table.column_names else None
         own = _counts(ids)
-        for place in np.flatnonzero(_suspect(own, labels, task) | _beyond(ids, own, limits))[:1]:
+        found = _suspect(own, labels, task) | _has_gap(ids) | _beyond(ids, own, limits)
+        for place in np.flatnonzero(found if labels is None else found | _has_gap(labels))[:1]:
             row = table.slice(place, 1).to_pylist()[0]
             _check(begin + int(place), row["input_ids"] or [], row.get("labels"), task)
             _check_limits(begin + int(place), row["input_ids"] or [], limits)
@@ -208,8 +210,12 @@ def _check(number: int, ids: Any, labels: Any, task: str | None, source: str = T
             f"the {source} of row {number} are a list of lists and not a list of token ids: tokenize without "
             "return_tensors, one text at a time or batched=True, or use the first of the inner lists"
         )
+    if isinstance(ids, list) and None in ids:
+        raise DataError(f"row {number} has an entry without a token id in {source}: {_NO_GAPS}")
     if not _are_lists(task) or labels is None:
         return
+    if isinstance(labels, list) and None in labels:
+        raise DataError(f"row {number} has an entry without a number in its labels: {_NO_GAPS}, -100 where it has none")
     if _has_label_per_token(task) and len(labels) != len(ids):
         raise DataError(
             f"row {number} has {len(labels)} labels for {len(ids)} input tokens: give one label per token, -100 where "
@@ -271,6 +277,14 @@ def list_columns(dataset: Any, task: str | None) -> datasets.Dataset | None:
 def _counts(lists: Any) -> np.ndarray:
     """Return (rows,) the number of entries of each list; 0 for a missing list."""
     return pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+
+
+def _has_gap(lists: Any) -> np.ndarray:
+    """Return (rows,) bool, whether an entry of a list is missing."""
+    counts = _counts(lists)
+    before = np.concatenate(([0], np.cumsum(lists.flatten().is_null().to_numpy(zero_copy_only=False))))
+    ends = np.cumsum(counts)
+    return before[ends] > before[ends - counts]
 
 
 def _suspect(ids_of_row: np.ndarray, labels: Any, task: str | None) -> np.ndarray:

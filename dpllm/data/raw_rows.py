@@ -211,7 +211,8 @@ def _table(dataset: Any, columns: Sequence[str], words: str) -> datasets.Dataset
     """
     columns = list(dict.fromkeys(columns))
     if isinstance(dataset, datasets.Dataset) and not _is_computed(dataset):
-        return dataset.select_columns([name for name in columns if name in dataset.column_names])
+        present = [name for name in columns if name in dataset.column_names]
+        return dataset.with_format(None).select_columns(present or dataset.column_names)  # none would have no rows
     found: dict[str, list[Any]] = {name: [] for name in columns}
     for number in range(len(dataset)):
         row = dataset[number]

@@ -87,6 +87,20 @@ def _refuse_text_labels(dataset: Any) -> None:
             raise DataError(CLASS_AS_TEXT.format(name=name))
 
 
+def refuse_tables(dataset: Any) -> None:
+    """Check that the rows of a `datasets.Dataset` come out as dictionaries.
+
+    Raises:
+        ConfigError: its format makes tables of them.
+    """
+    form = getattr(dataset, "format", None)
+    if isinstance(form, Mapping) and form.get("type") in ("pandas", "polars", "arrow"):
+        raise ConfigError(
+            f"train_dataset has the format {form['type']!r}, in which rows are no dictionaries: pass "
+            "train_dataset.with_format(None)"
+        )
+
+
 def refuse_unreadable(dataset: Any, words: str = "train_dataset") -> None:
     """Check that rows can be read by their numbers, and that they are dictionaries.
 

@@ -35,7 +35,7 @@ from dpllm.training.arguments import checked_arguments, plan_for
 from dpllm.training.averaging import Averaging, refuse_other_average
 from dpllm.training.checks import agreement
 from dpllm.training.corrected_adamw import refuse_other_second_moment, require_asked, words_for
-from dpllm.training.fetching import reader, refuse_replaced, refuse_unreadable
+from dpllm.training.fetching import reader, refuse_replaced, refuse_tables, refuse_unreadable
 from dpllm.training.gradients import clipper_for
 from dpllm.training.noted import note_data, note_units
 from dpllm.training.preflight import require_positions
@@ -145,6 +145,7 @@ class Prepared:
         """
         processes = Processes()
         refuse_unreadable(dataset)
+        refuse_tables(dataset)
         units = unit_index_of(dataset, privacy, _draw_of_rows(processes, privacy))
         drawn = units.each_row() if privacy.sampling == "example" else units
         processes.agree(

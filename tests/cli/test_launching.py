@@ -78,7 +78,7 @@ def test_the_command_is_that_of_accelerate(recipe):
     words = launch.command("mine.yaml", ["a=1"])
     assert words[:3] == [sys.executable, "-m", "accelerate.commands.launch"]
     assert words[3:7] == ["--config_file", str(shipped_configs()["fsdp2"]), "--num_processes", "2"]
-    assert words[7:] == ["-m", "dpllm.training", "--config", "mine.yaml", "a=1"]
+    assert words[7:] == ["--quiet", "-m", "dpllm.training", "--config", "mine.yaml", "a=1"]
 
 
 def test_a_config_decides_the_engine_and_the_machine_the_number(recipe, tmp_path, monkeypatch):
@@ -107,6 +107,7 @@ def test_a_config_decides_the_engine_and_the_machine_the_number(recipe, tmp_path
         ("ddp", 3, Machine(1), "1 GPU is visible; give --processes"),
         ("single", 2, Machine(2), "is for one process, not 2"),
         ("cpu_fsdp2", None, Machine(0), "accelerate shards on GPUs only"),
+        ("word.yaml", None, Machine(0), "num_processes must be a whole number above 0, got 'auto'"),
         ("nodes.yaml", None, Machine(2), "for several machines: start launch/torchrun.sh"),
         ("list.yaml", None, Machine(2), "is no accelerate config"),
     ],
@@ -118,6 +119,7 @@ def test_a_start_that_cannot_be_is_refused_before_anything_is_read(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "nodes.yaml").write_text("distributed_type: MULTI_GPU\nnum_machines: 2\n", encoding="utf-8")
     (tmp_path / "list.yaml").write_text("- 1\n", encoding="utf-8")
+    (tmp_path / "word.yaml").write_text("use_cpu: true\ndistributed_type: MULTI_GPU\nnum_processes: auto\n")
     with pytest.raises(ConfigError, match=words):
         choose(recipe(), config, processes, machine)
 

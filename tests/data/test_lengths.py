@@ -65,6 +65,8 @@ def test_arrow_and_rows_agree(task, block, data):
         ({"input_ids": [3, 4], "labels": [-100]}, "seq2seq_lm", "row 2 has no target"),
         ({"input_ids": [], "labels": []}, "causal_lm", "row 2 has no input_ids: a row needs at least one token"),
         ({"input_ids": [], "labels": [3]}, None, "row 2 has no input_ids"),
+        ({"input_ids": [3, None], "labels": [3, 4]}, "causal_lm", "row 2 has an entry without a token id in input_ids"),
+        ({"input_ids": [3, 4], "labels": [3, None]}, "causal_lm", "row 2 has an entry without a number in its labels"),
     ],
 )
 def test_rows_that_cannot_be_trained_on_are_refused_with_their_number(row, task, match):

@@ -168,6 +168,13 @@ def test_rows_are_read_by_number_and_ids_may_be_tensors(level, tmp_path):
     run.train()
 
 
+@pytest.mark.parametrize("form", ["pandas", "arrow"])
+def test_rows_that_come_out_as_tables_are_refused(form, tmp_path):
+    """They are no dictionaries, and the first step would fail."""
+    with pytest.raises(ConfigError, match=rf"the format '{form}'.*pass train_dataset\.with_format\(None\)"):
+        trainer(tmp_path, dataset=rows().with_format(form))
+
+
 @pytest.mark.parametrize("removed", [True, False])
 def test_a_collator_of_transformers_is_given_the_columns_that_the_model_takes(removed, tmp_path):
     """It makes a tensor of each: the user's id as text, which has to be there, would end the run before it begins."""

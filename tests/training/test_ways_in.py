@@ -194,6 +194,8 @@ def test_own_names_of_columns(tmp_path, folder):
     both = rows.add_column("messages", [CASES["chat"][0]["messages"]] * 6)
     with pytest.raises(ConfigError, match=r"fit the forms text and chat: say which, data=\{'format': 'text'\}"):
         made(tmp_path, folder, both, data={"text_column": "note"})
+    with pytest.raises(ValueError, match="no column 'messages'"):  # and not that there is no record
+        made(tmp_path, folder, rows, data={"format": "chat"})
     tokenized = made(tmp_path, folder, rows, data={"text_column": "note"}).train_dataset
     with pytest.raises(ConfigError, match=r"train_dataset has the column 'input_ids': leave data out"):
         made(tmp_path, folder, tokenized, data={"text_column": "note"})
