@@ -178,6 +178,13 @@ MUTATIONS = [
         ("tests/data/test_rows.py",),
     ),
     Mutation(
+        "an adapter is merged with any weights",
+        "dpllm/training/merge_run.py",
+        "        _refuse_another_base(run, recipe.model)\n",
+        "",
+        ("tests/cli/test_releasing.py::test_an_adapter_is_not_added_to_other_weights",),
+    ),
+    Mutation(
         "private pairs may be declared public",
         "dpllm/data/own_rows.py",
         'sorted(name for name in row if name.endswith("_input_ids"))',

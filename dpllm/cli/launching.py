@@ -83,7 +83,15 @@ class Launch:
     def command(self, recipe: str, overrides: Sequence[str]) -> list[str]:
         """Return the command that starts the processes; a worker's error is printed by the worker only."""
         count = [] if self.processes is None else ["--num_processes", str(self.processes)]
-        launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(self.config), *count, "--quiet"]
+        launcher = [
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            str(self.config),
+            *count,
+            "--quiet",
+        ]
         return [*launcher, "-m", "dpllm.training", "--config", recipe, *overrides]
 
 

@@ -7,6 +7,7 @@ the public starting weights and on the trained adapter, so the guarantee of the 
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import AutoTokenizer
 from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, TASKS, ConfigError, ModelConfig, load_recipe
 from dpllm.models.load import load_base_model
 from dpllm.models.merging import MERGED_FOLDER, merged
+from dpllm.models.starting_point import refuse_private_start
 from dpllm.privacy import checkpoints
 from dpllm.privacy.identity import is_finished, released_files
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
@@ -44,7 +46,7 @@ def merge_run(run: str | Path, output: str | Path | None = None, num_labels: int
 
     Raises:
         ConfigError: the folder is not that of a completed run of a recipe with an adapter, its files are not those of
-            its ledger, its starting weights are gone, or ``output`` is not empty.
+            its ledger, its starting weights are gone or others, or ``output`` is not empty.
     """
     run = Path(run)
     folder = run / MERGED_FOLDER if output is None else Path(output)
@@ -88,10 +90,26 @@ def _checked(run: Path, folder: Path) -> ModelConfig:
                 f"the adapter in {run} was trained on random weights (model.config), which were not saved, so it "
                 "cannot be merged: set merge_adapter: true in the recipe of a new run"
             )
+        _refuse_another_base(run, recipe.model)
         return recipe.model
     if not (run / PRETRAINED_FOLDER / "config.json").is_file():
         raise ConfigError(f"{run} lacks {PRETRAINED_FOLDER}/, the weights that the adapter belongs to: restore it")
     return start_in(run / PRETRAINED_FOLDER, recipe.model)
+
+
+def _refuse_another_base(run: Path, model: ModelConfig) -> None:
+    """Make sure that an adapter is added to the weights that it was trained on, as far as can be told.
+
+    Raises:
+        ConfigError: the recipe beside it names other weights, or they are now those of a private run.
+    """
+    trained = json.loads((run / ADAPTER_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if trained and Path(trained).expanduser() != Path(str(model.name)).expanduser():
+        raise ConfigError(
+            f"the adapter in {run} was trained on {trained}, and model.name in its {RECIPE_FILE} is {model.name}: the "
+            f"guarantee does not cover other weights. Restore {RECIPE_FILE}"
+        )
+    refuse_private_start(model.name, model.start_is_independent)
 
 
 def _write_guarantee(run: Path, folder: Path, whole: Any, start: ModelConfig) -> None:

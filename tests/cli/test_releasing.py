@@ -118,6 +118,24 @@ def test_a_folder_that_is_not_that_of_a_run_with_an_adapter_is_refused(run, chan
     assert sorted(path.name for path in run.iterdir()) == before
 
 
+def test_an_adapter_is_not_added_to_other_weights(run, tmp_path):
+    """The merged model would have the guarantee of a run that did not make it."""
+    recipe = run / "recipe.yaml"
+    own = recipe.read_text(encoding="utf-8")
+    base = load_recipe(recipe).model.name
+    shutil.copytree(base, tmp_path / "plain")
+    recipe.write_text(own.replace(base, str(tmp_path / "plain")), encoding="utf-8")
+    assert "was trained on" in call("merge", run).output
+    recipe.write_text(own, encoding="utf-8")
+    card = Path(base) / "README.md"
+    card.write_text("---\ndifferential_privacy:\n  private: true\n---\n", encoding="utf-8")
+    try:
+        assert "a private run by its README.md" in call("merge", run).output
+    finally:
+        card.unlink()
+    assert not (run / "merged").exists()
+
+
 def test_a_dry_run_lists_what_would_leave_and_what_stays(run, hub):
     """And uploads nothing."""
     (run / "notes.txt").write_text("private", encoding="utf-8")
