@@ -104,12 +104,18 @@ def _refuse_another_base(run: Path, model: ModelConfig) -> None:
         ConfigError: the recipe beside it names other weights, or they are now those of a private run.
     """
     trained = json.loads((run / ADAPTER_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    if trained and Path(trained).expanduser() != Path(str(model.name)).expanduser():
+    if trained and _place(trained) != _place(str(model.name)):
         raise ConfigError(
             f"the adapter in {run} was trained on {trained}, and model.name in its {RECIPE_FILE} is {model.name}: the "
             f"guarantee does not cover other weights. Restore {RECIPE_FILE}"
         )
     refuse_private_start(model.name, model.start_is_independent)
+
+
+def _place(name: str) -> Path:
+    """Return the folder of a model, however it is written; a name on the Hub as it is."""
+    path = Path(name).expanduser()
+    return path.resolve() if path.is_dir() else path
 
 
 def _write_guarantee(run: Path, folder: Path, whole: Any, start: ModelConfig) -> None:

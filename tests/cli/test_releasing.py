@@ -118,8 +118,8 @@ def test_a_folder_that_is_not_that_of_a_run_with_an_adapter_is_refused(run, chan
     assert sorted(path.name for path in run.iterdir()) == before
 
 
-def test_an_adapter_is_not_added_to_other_weights(run, tmp_path):
-    """The merged model would have the guarantee of a run that did not make it."""
+def test_an_adapter_is_not_added_to_other_weights(run, tmp_path, monkeypatch):
+    """The merged model would have the guarantee of a run that did not make it; a relative name is no other one."""
     recipe = run / "recipe.yaml"
     own = recipe.read_text(encoding="utf-8")
     base = load_recipe(recipe).model.name
@@ -134,6 +134,9 @@ def test_an_adapter_is_not_added_to_other_weights(run, tmp_path):
     finally:
         card.unlink()
     assert not (run / "merged").exists()
+    monkeypatch.chdir(Path(base).parent)
+    recipe.write_text(own.replace(base, Path(base).name), encoding="utf-8")
+    assert call("merge", run).exit_code == 0
 
 
 def test_a_dry_run_lists_what_would_leave_and_what_stays(run, hub):
