@@ -78,7 +78,10 @@ def test_a_recipe_with_a_head_runs_to_its_report(finetune, tmp_path, capsys, tas
     output, printed = tmp_path / "out", capsys.readouterr().out
     assert f"held-out {METRIC[task]} after" in printed and "ε = " in printed
     report = json.loads((output / "privacy_report.json").read_text(encoding="utf-8"))
-    assert report["utility"] and "evaluation on private rows" in json.dumps(report)
+    assert list(report["utility"]) == ["hardware"] and "evaluation on private rows" in json.dumps(report)
+    kept = json.loads((output / "not_for_release" / "utility.json").read_text(encoding="utf-8"))
+    assert list(kept) == report["utility_elsewhere"] and f"held-out {METRIC[task]} after" in kept
+    assert not [point for point in report["open_points"] if "written out" in point]
     card = (output / "README.md").read_text(encoding="utf-8")
     assert f"pipeline_tag: {TASKS[task].pipeline_tag}" in card and TASKS[task].auto_class in card
     if peft is None:
