@@ -34,6 +34,21 @@ class Mutation:
 
 MUTATIONS = [
     Mutation(
+        "a recipe with rows of TRL's shapes is audited on other rows",
+        "dpllm/config/recipe.py",
+        'if recipe.train.get("trainer") is not None:',
+        "if False:",
+        ("tests/training/test_trl_recipe.py::test_programs_that_make_rows_themselves_refuse_such_a_recipe",),
+    ),
+    Mutation(
+        "options of TRL's trainers are not checked before the records are read",
+        "dpllm/training/preflight.py",
+        'refuse_options(args, table_of(section.get("trainer")))',
+        "pass",
+        ("tests/training/test_trl_recipe.py::test_options_are_refused_before_anything_is_read",),
+        needs="trl",
+    ),
+    Mutation(
         "texts are generated from a folder that does not verify, beside its ε",
         "dpllm/cli/generating.py",
         "    failed = standing.failed\n",

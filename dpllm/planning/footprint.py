@@ -458,7 +458,8 @@ def footprint_of_recipe(
 
     Args:
         recipe: the recipe. ``data.max_length`` is T, and B the number of such rows in ``microbatch_tokens`` ("auto" or
-            left out: ``per_device_train_batch_size``). Every user is assumed to have ``max_rows_per_unit`` rows.
+            left out: ``per_device_train_batch_size``). Every user is assumed to have ``max_rows_per_unit`` rows. A
+            row of ``train.trainer=dpo`` counts as two.
         arguments: its ``train`` section.
         plan_or_batch: the plan, or the expected batch size b in units. With the latter, ``bands: auto`` counts as the
             most bands that a plan would choose. ``noise_memory: auto`` counts as stored.
@@ -483,8 +484,9 @@ def footprint_of_recipe(
     batch = plan_or_batch if isinstance(plan_or_batch, int) else plan_or_batch.expected_batch_size
     kept = _most_kept(recipe, batch) if isinstance(plan_or_batch, int) else plan_or_batch.mechanism.noise.tensors_kept
     by_example = recipe.privacy.sampling == "example"
-    per_unit = 1 if by_example else recipe.privacy.max_rows_per_unit or 1
-    rows = arguments.per_device_train_batch_size
+    sequences = 2 if recipe.train.get("trainer") == "dpo" else 1  # of a row: a pair has two
+    per_unit = sequences * (1 if by_example else recipe.privacy.max_rows_per_unit or 1)
+    rows = sequences * arguments.per_device_train_batch_size
     if isinstance(recipe.microbatch_tokens, int):
         rows = max(1, recipe.microbatch_tokens // recipe.data.max_length)
     if one_unit := recipe.privacy.gradients == "per_unit":

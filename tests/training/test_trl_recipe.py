@@ -134,3 +134,19 @@ def test_programs_that_make_rows_themselves_refuse_such_a_recipe(tmp_path):
     ):
         with pytest.raises(ConfigError, match=r"leave train\.trainer and its options out"):
             refuses()
+
+
+def test_a_pair_counts_as_two_rows_in_the_estimate_of_memory(tmp_path):
+    """`dpllm plan --memory`: both sequences are in the microbatch, and each unit has twice as many."""
+    pytest.importorskip("trl")
+    from dpllm.planning.footprint import footprint_of_recipe
+    from dpllm.training.arguments import training_arguments
+    from dpllm.training.preflight import to_plan
+
+    runs = {}
+    for trainer in FORMATS:
+        (tmp_path / trainer).mkdir()
+        made = recipe(tmp_path / trainer, trainer)
+        runs[trainer] = footprint_of_recipe(made, training_arguments(to_plan(made.train)), 6, "single", 1).run
+    assert (runs["dpo"].rows, runs["dpo"].unit_rows) == (2 * runs["sft"].rows, 2 * runs["sft"].unit_rows)
+    assert runs["dpo"].num_microbatches == runs["sft"].num_microbatches
