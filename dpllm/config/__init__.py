@@ -18,5 +18,6 @@ from dpllm.config.recipe import load_recipe as load_recipe
 from dpllm.config.recipe import nearest as nearest
 from dpllm.config.recipe import read_section as read_section
 from dpllm.config.recipe import recipe_to_dict as recipe_to_dict
+from dpllm.config.recipe import refuse_drawn_pieces as refuse_drawn_pieces
 from dpllm.config.recipe import save_recipe as save_recipe
 from dpllm.config.tasks import TASKS as TASKS

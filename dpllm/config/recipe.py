@@ -213,12 +213,7 @@ class Recipe:
                 "(model.name), or train one on public text first (public_pretrain)"
             )
         self._check_trainer(self.train.get("trainer"))
-        if self.privacy.sampling == "example" and self.data.long_records == "split":
-            raise ConfigError(
-                'privacy.sampling="example" draws rows, and data.long_records="split" makes several rows of one '
-                "record: their number would depend on the tokenizer. "
-                'Set long_records="truncate", or sampling="unit"'
-            )
+        refuse_drawn_pieces(self.privacy, self.data.long_records)
 
     def _check_trainer(self, trainer: str | None) -> None:
         """Check that the records have the form that ``train.trainer`` takes."""
@@ -263,6 +258,24 @@ def refuse_trainer(recipe: Recipe, purpose: str) -> None:
         raise ConfigError(
             f"{purpose} makes rows and losses itself and would not have those of train.trainer="
             f"{recipe.train['trainer']}: leave train.trainer and its options out"
+        )
+
+
+def refuse_drawn_pieces(privacy: PrivacyConfig, long_records: str) -> None:
+    """Refuse to draw rows singly where their number depends on how texts are cut.
+
+    Args:
+        privacy: the guarantee.
+        long_records: value of ``data.long_records``.
+
+    Raises:
+        ConfigError: rows are drawn, and a record may become several of them.
+    """
+    if privacy.sampling == "example" and long_records == "split":
+        raise ConfigError(
+            'privacy.sampling="example" draws rows, and data.long_records="split" makes several rows of one '
+            "record: their number would depend on the tokenizer. "
+            'Set long_records="truncate", or sampling="unit"'
         )
 
 

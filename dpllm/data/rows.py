@@ -31,8 +31,9 @@ from dpllm.data.tokenization import train_tokenizer as train_tokenizer
 from dpllm.data.units import UnitIndex
 
 CLASS_AS_TEXT = (
-    "the column '{name}' of a row holds text or another thing that is no number, and the loss needs numbers: replace "
-    "each class by its number, 0 to model.config.num_labels - 1 (datasets.Dataset.class_encode_column numbers a column)"
+    "the column '{name}' of a row holds text or another thing that is no number, and the loss needs numbers: name all "
+    "classes, in order (DPTrainer(data={{'class_names': [...]}}), in a recipe data.class_names), or replace each class "
+    "by its number, 0 to model.config.num_labels - 1"
 )
 
 # Columns that a tokenizer leaves when it cuts a text into several rows.

@@ -233,6 +233,27 @@ def own_methods(trainer: Any) -> list[str]:
     return sorted({f"{owner}.{name}" for owner, names in held for name in names & known})
 
 
+def own_metrics(trainer: Any) -> list[str]:
+    """Return the user's own functions for metrics that are called within training on rows that are not public.
+
+    What they do is not known here.
+
+    Args:
+        trainer: with its arguments.
+    """
+    args = trainer.args
+    during = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no" or args.eval_on_start
+    if not during or getattr(trainer, "eval_is_public", False):
+        return []
+    given = (getattr(trainer, name, None) for name in ("compute_metrics", "preprocess_logits_for_metrics"))
+    own = [one for one in given if one is not None and _module_of(one) not in _KNOWN_MODULES]
+    return sorted({str(getattr(one, "__qualname__", type(one).__qualname__)) for one in own})
+
+
+def _module_of(function: Any) -> str:
+    return str(getattr(function, "__module__", None) or type(function).__module__).partition(".")[0]
+
+
 def _runs_within(kind: type) -> bool:
     known = kind.__module__.partition(".")[0] in ("transformers", "dpllm")
     return not known and any(name.startswith("on_") and name not in _AROUND_TRAINING for name in vars(kind))

@@ -32,6 +32,7 @@ from dpllm.report.disclosures import (
     not_covered,
     own_callbacks,
     own_methods,
+    own_metrics,
     receivers,
 )
 from dpllm.report.model_card import CARD_FILE, keep_own_card, write_model_card
@@ -209,6 +210,11 @@ class Outlets(Trainer):
             ledger.append_open_point(
                 f"The method {name} of a Trainer of one's own runs within training, where it can read losses of "
                 "private rows: make sure that neither learning rate, nor weights, nor the end of training follow them."
+            )
+        for name in own_metrics(self):
+            ledger.append_open_point(
+                f"The function {name} computes metrics within training, where it reads losses or outputs of private "
+                "rows: make sure that neither learning rate, nor weights, nor the end of training follow them."
             )
         for what, count in self._noted_before.items():
             ledger.append_disclosure(what, count)

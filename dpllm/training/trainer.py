@@ -20,7 +20,7 @@ from transformers import ProgressCallback, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
-from dpllm.config import ConfigError, PrivacyConfig
+from dpllm.config import ConfigError, PrivacyConfig, refuse_drawn_pieces
 from dpllm.config.output_folder import check_output_folder
 from dpllm.config.values import choice
 from dpllm.data.lengths import refuse_other_classes
@@ -66,6 +66,11 @@ from dpllm.training.training_log import LogKeeper
 from dpllm.training.workload import UpdateRule
 
 logger = logging.get_logger(__name__)
+
+_SEARCH = (
+    "Hyper-parameter search trains many models on the private data, and each of them costs privacy. Search on public "
+    "data, or account for every run, as `dpllm tune` does."
+)
 
 
 class DPTrainer(RowsTrainer):
@@ -179,6 +184,7 @@ class DPTrainer(RowsTrainer):
         if pack_rows:
             refuse_unpackable(model, task_of(model), data_collator, compute_loss_func)
         check_start(model, args.output_dir, start_is_independent)
+        refuse_drawn_pieces(privacy, str(keys.get("long_records")))
         self._maker = self.row_maker(model, processing_class, keys)
         if keys and self._maker is None:
             raise ConfigError(f"data is for dpllm.DPTrainer; the options of {type(self).__name__} are in args")
@@ -279,11 +285,7 @@ class DPTrainer(RowsTrainer):
             RunCompletedError: "auto", and the run in the folder has ended as planned.
         """
         if trial is not None:
-            raise ConfigError(
-                "Hyper-parameter search trains many models on the private data, and each of them costs privacy. "
-                "Search on public data, or account "
-                "for every run."
-            )
+            raise ConfigError(_SEARCH)
         prepared = self._prepared
         prepared.refuse_replaced(self.train_dataset)
         if self.model_init is not None:
@@ -315,6 +317,14 @@ class DPTrainer(RowsTrainer):
                 self._freeze_unused()
         with self._interrupt.listening():
             return self._train_to_the_end(self._run, folder, checkpoint, ignore_keys_for_eval)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: a search trains many models on the private data.
+
+        Raises:
+            ConfigError: always; `dpllm tune` searches on public data, or charges its runs.
+        """
+        raise ConfigError(_SEARCH)
 
     def _freeze_unused(self) -> None:
         with self._losses.attention(self._module):

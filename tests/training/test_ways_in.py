@@ -22,6 +22,7 @@ from dpllm.config import ConfigError, DataConfig
 from dpllm.data.records import DataError
 from dpllm.data.rows import tokenize_records
 from dpllm.privacy.ledger import read_ledger
+from dpllm.training.checks.watch import WatchError
 from tests.conftest import tiny_llama_config
 from tests.small_model import WORDS, save_small_model
 
@@ -172,8 +173,36 @@ def test_users_of_raw_rows_are_units(tmp_path, folder):
     config = {**PRIVACY, "unit": "user", "unit_column": "who", "max_rows_per_unit": 2, "expected_batch_size": 2}
     run = made(tmp_path, folder, rows, privacy={**config, "delta": 1e-2})
     assert run.plan.num_units == 3 and run.train_dataset["who"] == [1, 1, 2, 2, 3, 3]
-    cut = made(tmp_path, folder, texts(), data={"max_length": 4, "long_records": "split"})
+    split = {"max_length": 4, "long_records": "split"}
+    cut = made(tmp_path, folder, texts(), data=split)
     assert cut.plan.num_units == 6 < len(cut.train_dataset)
+    with pytest.raises(ConfigError, match="makes several rows of one record: their number would depend on the token"):
+        made(tmp_path, folder, rows, privacy={**config, "delta": 1e-2, "sampling": "example"}, data=split)
+    own = Dataset.from_list([{"text": text, "record": 0} for text in TEXTS])
+    assert made(tmp_path, folder, own).plan.num_units == 6  # a column of the user's own, and not the number of a record
+
+
+def test_rows_that_a_function_makes_are_read_as_it_makes_them(tmp_path, folder):
+    """Not as they are stored."""
+    rows = texts()
+    rows.set_transform(lambda batch: {"text": [text.upper() for text in batch["text"]]})
+    upper = made(tmp_path, folder, [{"text": text.upper()} for text in TEXTS]).train_dataset
+    assert made(tmp_path, folder, rows).train_dataset.to_list() == upper.to_list()
+
+
+def test_a_private_run_is_no_public_start_by_its_name(tmp_path, folder):
+    """Its ledger is found in the folder, also by the tokenizer's way in."""
+    run = made(tmp_path / "first", folder, texts())
+    run.train()
+    run.save_model()
+    with pytest.raises(ConfigError, match=r"a private run .* which the epsilon of this run does not cover"):
+        made(tmp_path / "second", str(tmp_path / "first"), texts())
+
+
+def test_a_search_for_hyperparameters_is_refused(tmp_path, folder):
+    """Each of its trainings costs privacy."""
+    with pytest.raises(ConfigError, match="trains many models on the private data"):
+        made(tmp_path, folder, texts()).hyperparameter_search(n_trials=2)
 
 
 def test_own_names_of_columns(tmp_path, folder):
@@ -378,8 +407,25 @@ def test_metrics_are_computed_and_counted(tmp_path, folder, public):
     assert counted.get("evaluation during training", 0) == (not public)
     assert counted.get("evaluation on private rows, before or after training", 0) == (not public)
     assert counted["predictions on private rows"] == 1
-    logged = (tmp_path / "trainer_state.json").exists()
-    assert not logged
+    points = [point for point in run.privacy_report()["open_points"] if "computes metrics within training" in point]
+    assert [point.split()[2] for point in points] == ([] if public else ["accuracy", best.__qualname__])
+
+
+@pytest.mark.parametrize("name", ["compute_metrics", "preprocess_logits_for_metrics"])
+def test_functions_for_metrics_cannot_change_the_weights(tmp_path, folder, name):
+    """They have seen exact outputs of private rows."""
+
+    def changes(*outputs):
+        with torch.no_grad():
+            for parameter in run.model.parameters():
+                parameter.add_(0.01)
+        return outputs[0] if name != "compute_metrics" else {"one": 1.0}
+
+    args = options(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=1)
+    functions = {"compute_metrics": lambda prediction: {"one": 1.0}, name: changes}
+    run = made(tmp_path, folder, texts(), args=args, eval_dataset=texts(), **functions)
+    with pytest.raises(WatchError, match="was written between two private steps"):
+        run.train()
 
 
 def test_metrics_steer_nothing_on_private_rows(tmp_path, folder):
