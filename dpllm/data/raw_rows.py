@@ -26,6 +26,7 @@ KEYS = (*(item.name for item in dataclasses.fields(RecordFormat)), "max_length",
 """Keys of a recipe's section ``data`` that say how a record becomes rows, and not where it is."""
 LONGEST = 1024
 """The most tokens of a row, if nobody says and the model has room for as many."""
+_PAIRS = "preference"
 _ABOUT = "how raw columns become rows: keys of a recipe's section data, such as data={'text_column': 'note'}"
 
 
@@ -117,11 +118,13 @@ class RowMaker:
 
     def _format(self, columns: Sequence[str], words: str) -> str:
         """Return the form of the records whose columns are all there."""
-        forms = TASKS[str(self.task)].formats
+        forms = [form for form in TASKS[str(self.task)].formats if form != _PAIRS]
         names = {form: required_columns(self._of(form)) for form in forms}
         found = [form for form in forms if set(names[form]) <= set(columns)]
         if len(found) == 1:
             return found[0]
+        if set(required_columns(self._of(_PAIRS))) <= set(columns):
+            raise ConfigError(f"{words} has two answers for each prompt: use dpllm.DPDPOTrainer, which compares them")
         if found:
             raise ConfigError(
                 f"{words} has the columns {', '.join(columns)}, which fit the forms {' and '.join(found)}: say which, "

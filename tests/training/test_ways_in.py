@@ -256,6 +256,10 @@ MISTAKES = {
         "row 1 has no column 'text'; it has note",
     ),
     "kinds differ": ({"train_dataset": [{"text": "a dog"}, {"text": 7}]}, r"'text' cannot be stored .*kinds: int, str"),
+    "pairs": (
+        {"train_dataset": [{"prompt": "a", "chosen": "dog", "rejected": "man"}]},
+        "train_dataset has two answers for each prompt: use dpllm.DPDPOTrainer",
+    ),
     "no text": ({"train_dataset": [{"text": 7}]}, "train_dataset: column 'text' holds int64, but text is needed"),
     "collator": ({"data_collator": list}, "raw columns, .* and a data_collator is given as well"),
     "two models": ({"model_init": list}, "give exactly one of model and model_init, got both"),
