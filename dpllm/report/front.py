@@ -236,10 +236,14 @@ def _not_covered(findings: Findings) -> str:
     first = f"The run wrote out results that ε does not cover: {counted}." if written else ""
     budgets = sorted({entry.file for entry in findings.accounting.budget})
     names = ", ".join(budgets)
+    tuned = findings.checkable.plan.format == 5
+    about = (
+        "this tuning with all its runs, and the weights it released" if tuned else "this run and its released weights"
+    )
     shared = f" The runs that are charged to the same budget ({names}) are added up there." if budgets else ""
     return (
-        f"{first} ε is about this run and its released weights. It covers neither other runs on the same data nor "
-        f"private records that the starting model had already seen.{shared}"
+        f"{first} ε is about {about}. It covers neither other runs on the same data nor private records that the "
+        f"starting model had already seen.{shared}"
     ).strip()
 
 

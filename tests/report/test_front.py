@@ -13,7 +13,7 @@ from dpllm.config import PrivacyConfig
 from dpllm.data.units import ONE_ROW
 from dpllm.privacy.ledger import Ledger, read_ledger
 from dpllm.privacy.plan import make_plan
-from dpllm.report.definition import TRAINED_MODEL, UNITS_MADE_OF
+from dpllm.report.definition import SELECTED, TRAINED_MODEL, UNITS_MADE_OF
 from dpllm.report.disclosures import TRAINING_LOSS
 from dpllm.report.front import bounds
 from dpllm.report.html import draw_figures, render_html
@@ -131,6 +131,14 @@ def test_results_that_were_written_out_and_the_budget(tmp_path: Path) -> None:
     report = privacy_report(plan, read_ledger(tmp_path / "privacy_ledger.jsonl"), NOTES)
     assert f"ε does not cover: a table (3 times); {TRAINING_LOSS} (once)." in report.front.not_covered
     assert "charged to the same budget (letters.json) are added up" in report.front.not_covered
+
+
+def test_the_best_of_several_runs(tmp_path: Path) -> None:
+    """ε is that of the tuning, so its runs are no other runs; the number of runs is not printed."""
+    selection = {"kind": "logarithmic", "mean": 10}
+    front = report_of(tmp_path, facts=((SELECTED, "train.learning_rate=0.001"),), selection=selection).front
+    assert "the best of a secret, random number of training runs" in front.what
+    assert "ε is about this tuning with all its runs" in front.not_covered and front.table
 
 
 def test_a_report_that_an_audit_refutes_says_so_first(tmp_path: Path) -> None:
