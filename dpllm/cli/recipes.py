@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import shutil
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from dpllm.cli.common import AsJson, one_line_errors, show_json, show_table
+from dpllm.cli.common import AsJson, one_line_errors, show_json
 from dpllm.config import ConfigError, nearest
 from dpllm.config.shipped import FOLDERS, shipped_recipes, shipped_root
 from dpllm.config.yaml12 import read_yaml
@@ -62,8 +63,12 @@ def recipes(
     if as_json:
         show_json({"recipes": listed})
         return
-    rows = [(one, about["mode"], about["cost"], about["what"]) for one, about in listed.items()]
-    show_table(("recipe", "mode", "cost", "what"), rows, "Recipes", left=(0, 1, 2, 3))
+    width = max(map(len, listed))
+    for one, about in listed.items():
+        typer.echo(f"{one:<{width}}  {about['mode']}; cost: {about['cost']}")
+        typer.echo(
+            textwrap.fill(about["what"], 78, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+        )
     typer.echo("\nPrint one: dpllm recipes NAME; copy it: dpllm recipes NAME --copy; train it: dpllm train NAME")
 
 
@@ -87,6 +92,8 @@ def _mode(values: dict[str, Any]) -> str:
         how = "QLoRA"
     elif model.get("config"):
         how = "from scratch"
+    if kind := (values.get("train") or {}).get("trainer"):
+        how = f"{str(kind).upper()}, {how}"
     target = privacy.get("target_epsilon")
     cost = f"σ = {privacy.get('noise_multiplier')}" if target is None else f"ε = {target:g}"
     return f"{how}, {cost} per {'user' if privacy.get('unit') == 'user' else 'record'}"

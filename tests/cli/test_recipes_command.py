@@ -36,6 +36,8 @@ def test_a_header_without_a_cost_says_so():
     """A recipe with a noise multiplier has no target."""
     about = described("# A model. And more.\nmodel: {name: a, peft: {r: 1}}\nprivacy: {noise_multiplier: 1.5}\n")
     assert about == {"what": "A model", "mode": "LoRA, σ = 1.5 per record", "cost": "not stated"}
+    about = described("# B.\nmodel: {name: a}\nprivacy: {target_epsilon: 8}\ntrain: {trainer: dpo}\n")
+    assert about["mode"] == "DPO, full, ε = 8 per record"
 
 
 def test_a_recipe_is_printed_as_it_is():
