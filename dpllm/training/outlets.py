@@ -8,6 +8,7 @@ takes files from an allow-list (`dpllm.report.publishing`).
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -117,6 +118,11 @@ class Outlets(Trainer):
         """All processes of the run."""
         raise NotImplementedError
 
+    @property
+    def _steps_began(self) -> float | None:
+        """The time at which the model was hooked, after the callbacks at the start of training; None: not yet."""
+        raise NotImplementedError
+
     # ------------------------------------------------------------------ figures
 
     @property
@@ -145,6 +151,8 @@ class Outlets(Trainer):
             logs[GRADIENT_NORM] = logs.pop("grad_norm")
         if "loss" in logs:
             logs["epsilon"] = epsilon_to_log(self.epsilon)
+        if "train_runtime" in logs and self._steps_began is not None:
+            _count_from(logs, time.time() - self._steps_began)
         for what, count in not_covered(logs, self._evaluating, self.is_in_train).items():
             self._note(what, count)
         super().log(logs, start_time)
@@ -423,6 +431,20 @@ class Outlets(Trainer):
     def _save_whole(self, folder: Path) -> None:
         """Save the whole model with its guarantee; on all processes."""
         raise NotImplementedError
+
+
+def _count_from(logs: dict[str, float], seconds: float) -> None:
+    """Replace the running time of a training by that of its steps, and its rates with it.
+
+    The Trainer also counts what callbacks do before the first step, such as the evaluation before a recipe's training.
+    """
+    if seconds <= 0:
+        return
+    share = logs["train_runtime"] / seconds
+    for name in logs:
+        if name.startswith("train_") and name.endswith("_per_second"):
+            logs[name] = round(logs[name] * share, 3)
+    logs["train_runtime"] = round(seconds, 4)
 
 
 def _listed(value: str | Sequence[str] | None) -> list[str]:

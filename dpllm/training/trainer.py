@@ -387,6 +387,10 @@ class DPTrainer(RowsTrainer):
         loss_of = self._losses.after(self._prepare_inputs)
         self._run_of_now().attach(self.model_wrapped, self.optimizer, self.is_deepspeed_enabled, loss_of)
 
+    @property
+    def _steps_began(self) -> float | None:
+        return None if self._run is None else self._run.began
+
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Take one private step up to the optimizer; return the mean loss, a diagnostic that is not private."""
         del num_items_in_batch

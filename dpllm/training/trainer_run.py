@@ -5,6 +5,7 @@ Place in the flow: between `dpllm.DPTrainer`, whose ``train()`` makes it, and `d
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ class TrainerRun:
     Attributes:
         private: the run.
         is_attached: whether the model is hooked.
+        began: the time at which it was hooked, after the callbacks at the start of training. None: not yet.
         averaging: the average of the weights that is released. None: those after the last step are.
 
     Args:
@@ -74,6 +76,7 @@ class TrainerRun:
         self._prepared, self._checkpoint = prepared, checkpoint
         self.private, self.averaging = prepared.run(ledger), prepared.averaging()
         self.is_attached = False
+        self.began: float | None = None
         self._nonfinite = NonfiniteSteps(prepared.plan.expected_batch_size)
 
     @property
@@ -104,6 +107,7 @@ class TrainerRun:
         """
         if self.is_attached:
             return
+        self.began = time.time()
         if self._checkpoint and by_deepspeed:
             complete_load(model, self._checkpoint, self._prepared.processes)
         if self.averaging is not None and by_deepspeed:

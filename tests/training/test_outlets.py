@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -173,6 +174,25 @@ def test_samples_per_second_are_of_logical_batches(finished):
     metrics = next(entry for entry in finished.state.log_history if "train_runtime" in entry)
     ratio = metrics["train_samples_per_second"] / metrics["train_steps_per_second"]
     assert ratio == pytest.approx(16, rel=0.02)
+
+
+class Slow(TrainerCallback):
+    """Works for a second before the first step, as an evaluation does."""
+
+    def on_train_begin(self, *_, **__):
+        """Wait."""
+        time.sleep(1)
+
+
+def test_the_running_time_is_that_of_the_steps(tmp_path):
+    """And so are the rates, whatever callbacks do before."""
+    began = time.time()
+    run = trainer(tmp_path, args=arguments(tmp_path, max_steps=2), callbacks=[Slow()])
+    metrics = run.train().metrics
+    seconds = metrics["train_runtime"]
+    assert 0 < seconds < time.time() - began - 1
+    assert metrics["train_steps_per_second"] == pytest.approx(2 / seconds, rel=0.01)
+    assert metrics["train_samples_per_second"] == pytest.approx(32 / seconds, rel=0.01)
 
 
 def test_the_norm_in_the_logs_says_that_it_is_the_noisy_gradients(tmp_path):
