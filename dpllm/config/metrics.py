@@ -77,7 +77,7 @@ def check_fit(data: DataConfig, task: str) -> None:
         if task == "causal_lm" and data.format != "prompt_completion":
             raise ConfigError(
                 f"data.metrics: {name} compares the text after a prompt, and data.format={data.format!r} has no prompt "
-                "column: set data.format=prompt_completion, or leave data.metrics out"
+                "column: set data.format=prompt_completion, or set data.metrics=[]"
             )
         if task == "causal_lm" and data.long_records == "split":
             raise ConfigError(
@@ -87,5 +87,5 @@ def check_fit(data: DataConfig, task: str) -> None:
     if data.metrics and not (data.eval_path or data.eval_split or data.eval_fraction):
         raise ConfigError(
             "data.metrics measures held-out records, and the recipe holds none out: set data.eval_fraction, eval_split "
-            "or eval_path, or leave data.metrics out"
+            "or eval_path, or set data.metrics=[]"
         )

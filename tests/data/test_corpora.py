@@ -50,7 +50,7 @@ def test_a_recipe_reads_them_by_name():
         "president",
         "year",
     ]
-    assert set(BUILTIN) == {"sotu", "chitchat", "chitchat_replies"}
+    assert set(BUILTIN) == {"sotu", "chitchat", "chitchat_replies", "clinic", "leaflets"}
 
 
 @needs_corpora

@@ -25,6 +25,7 @@ from dpllm.privacy.identity import adopt
 from dpllm.privacy.ledger import read_ledger
 from dpllm.report.verify import verify as verify_report
 from dpllm.training.evaluation import measure
+from dpllm.training.held_out import HeldOut
 from dpllm.training.training_log import TrainingLog
 from tests import children
 from tests.distributed.launching import environment, launch, start, write_data
@@ -122,6 +123,34 @@ def test_an_adapter_of_a_sharded_model_loads_in_plain_peft(config, model, folder
     assert perplexity(folder, adapted) == pytest.approx(printed_perplexity(printed), rel=1e-3)
     assert abs(before - printed_perplexity(printed)) > 1e-3 * before
     assert not (folder / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("model", [(), (LORA,)], ids=["whole", "adapter"])
+@pytest.mark.parametrize("config", ["cpu_ddp", "cpu_fsdp2", "cpu_zero3"])
+def test_the_text_of_a_sharded_model_is_measured_as_that_of_one_process(config, model, folder):
+    """All processes write together, and the figures are those of the released model in one process."""
+    pytest.importorskip("rouge_score")
+    sentences = [json.loads(line)["text"].split() for line in (folder / "private.jsonl").read_text().splitlines()]
+    records = [{"prompt": " ".join(words[:3]) + " ", "completion": " ".join(words[3:]) or "."} for words in sentences]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
+    values = {
+        "path": "pairs.jsonl",
+        "format": "prompt_completion",
+        "eval_fraction": 0.3,
+        "metrics": ["rouge1", "rougeL"],
+    }
+    printed = launch(config, folder, *model, *(f"data.{name}={json.dumps(value)}" for name, value in values.items()))
+    released = AutoModelForCausalLM.from_pretrained(folder / "out" / "public_pretrain" if model else folder / "out")
+    released = PeftModel.from_pretrained(released, folder / "out") if model else released
+    tokenizer = AutoTokenizer.from_pretrained(folder / "out")
+    data = DataConfig(**{**values, "path": str(folder / "pairs.jsonl")}, max_length=16)
+    _, records = load_train_and_eval(data)
+    rows = tokenize_records(records, tokenizer, data, (), "causal_lm", None)
+    held_out = HeldOut(records, rows, RowCollator(pad_token_id=tokenizer.pad_token_id), data, tokenizer)
+    for name, value in held_out.measure(released).figures.items():
+        shown = re.search(rf"held-out {name} after\s+([0-9.]+)", printed)
+        assert shown and float(shown[1]) == pytest.approx(value, rel=1e-3)
 
 
 def charged(folder: Path) -> int:
