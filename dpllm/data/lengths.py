@@ -7,7 +7,7 @@ as Arrow arrays, some thousand rows at a time, without a Python object per token
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,6 +127,7 @@ def row_lengths(dataset: Any, task: str | None, limits: Limits | None = None) ->
                 )
             _check(number, ids, row.get("labels"), task, limits.source)
             _check_limits(number, ids if limits.source == TOKENS else [i for i in ids if i != IGNORE], limits)
+            _check_limits(number, _targets(row), _limits_of_labels(limits, task), "label")
             lengths[number] = len(ids)
         return lengths
     begin = 0
@@ -135,10 +136,13 @@ def row_lengths(dataset: Any, task: str | None, limits: Limits | None = None) ->
         labels = table["labels"].combine_chunks() if "labels" in table.column_names else None
         own = _counts(ids)
         found = _suspect(own, labels, task) | _has_gap(ids) | _beyond(ids, own, limits)
-        for place in np.flatnonzero(found if labels is None else found | _has_gap(labels))[:1]:
+        if labels is not None:
+            found |= _has_gap(labels) | _beyond(labels, _counts(labels), _limits_of_labels(limits, task), IGNORE)
+        for place in np.flatnonzero(found)[:1]:
             row = table.slice(place, 1).to_pylist()[0]
             _check(begin + int(place), row["input_ids"] or [], row.get("labels"), task)
             _check_limits(begin + int(place), row["input_ids"] or [], limits)
+            _check_limits(begin + int(place), _targets(row), _limits_of_labels(limits, task), "label")
         lengths[begin : begin + len(own)] = own
         begin += len(own)
     return lengths
@@ -228,7 +232,17 @@ def _check(number: int, ids: Any, labels: Any, task: str | None, source: str = T
         )
 
 
-def _check_limits(number: int, ids: Any, limits: Limits) -> None:
+def _limits_of_labels(limits: Limits, task: str | None) -> Limits:
+    """Return the limits of a causal model's labels, which are its tokens; those of other heads are not known."""
+    return Limits(tokens=limits.tokens if task == "causal_lm" else None)
+
+
+def _targets(row: Mapping[str, Any]) -> list[Any]:
+    labels = row.get("labels")
+    return [] if labels is None or np.ndim(labels) != 1 else [label for label in labels if label != IGNORE]
+
+
+def _check_limits(number: int, ids: Any, limits: Limits, what: str = "token id") -> None:
     """Refuse one row that the model cannot read."""
     if limits.positions is not None and len(ids) > limits.positions:
         raise DataError(
@@ -237,19 +251,20 @@ def _check_limits(number: int, ids: Any, limits: Limits) -> None:
         )
     if limits.tokens is not None and len(ids) and not 0 <= min(map(int, ids)) <= max(map(int, ids)) < limits.tokens:
         raise DataError(
-            f"row {number} has a token id outside 0..{limits.tokens - 1}, the model's table of embeddings: tokenize "
+            f"row {number} has a {what} outside 0..{limits.tokens - 1}, the model's table of embeddings: tokenize "
             "with the model's own tokenizer, or resize the table before the private training"
         )
 
 
-def _beyond(ids: Any, ids_of_row: np.ndarray, limits: Limits) -> np.ndarray:
-    """Return (rows,) bool, whether `_check_limits` refuses a row."""
+def _beyond(ids: Any, ids_of_row: np.ndarray, limits: Limits, free: int | None = None) -> np.ndarray:
+    """Return (rows,) bool, whether `_check_limits` refuses a row; ``free`` is no token, and allowed."""
     beyond = np.zeros(len(ids_of_row), dtype=bool)
     if limits.positions is not None:
         beyond |= ids_of_row > limits.positions
     if limits.tokens is not None:
         flat = ids.flatten().to_numpy(zero_copy_only=False)
-        bad = np.concatenate(([0], np.cumsum((flat < 0) | (flat >= limits.tokens))))
+        outside = (flat < 0) | (flat >= limits.tokens)
+        bad = np.concatenate(([0], np.cumsum(outside if free is None else outside & (flat != free))))
         ends = np.cumsum(ids_of_row)
         beyond |= bad[ends] > bad[ends - ids_of_row]
     return beyond

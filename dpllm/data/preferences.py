@@ -188,6 +188,9 @@ class PairCollator:
         return longest * self.SEQUENCES
 
 
+_NO_REFERENCE = f"{' and '.join(REFERENCE)} must have one number for each pair; leave both out to compute them"
+
+
 def reference_in(dataset: Any) -> np.ndarray | None:
     """Return (num_rows, 2) log-probabilities under a reference, where examples have them; None if they do not.
 
@@ -199,7 +202,12 @@ def reference_in(dataset: Any) -> np.ndarray | None:
         return None
     if len(names) < len(REFERENCE):
         raise DataError(f"the data set has the column '{names[0]}' only: give {' and '.join(REFERENCE)}, or neither")
-    found = np.stack([np.asarray(dataset[name], dtype=np.float64) for name in REFERENCE], 1)
+    try:
+        found = np.stack([np.asarray(dataset[name], dtype=np.float64) for name in REFERENCE], 1)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{_NO_REFERENCE}: {' '.join(str(error).split())[:200]}") from error
+    if found.ndim != len(SIDES):
+        raise DataError(f"{_NO_REFERENCE}: they are lists")
     if not np.isfinite(found).all():
         row = int(np.flatnonzero(~np.isfinite(found).all(1))[0])
         raise DataError(f"row {row} has no finite {' and '.join(REFERENCE)}: leave both columns out to compute them")

@@ -111,7 +111,9 @@ class PairLoss:
                 )
             if kind not in KINDS:
                 raise ConfigError(f"loss_type={kind!r} is unknown{nearest(kind, KINDS)}; known: {', '.join(KINDS)}")
-        if not self.kinds or len(self.weights or self.kinds) != len(self.kinds):
+        if not self.kinds:
+            raise ConfigError(f"loss_type names no loss; known: {', '.join(KINDS)}")
+        if len(self.weights or self.kinds) != len(self.kinds):
             raise ConfigError(
                 f"loss_weights has {len(self.weights or ())} numbers for {len(self.kinds)} losses: give one for each"
             )

@@ -44,7 +44,10 @@ SHARED_PROMPTS = (
 """The open point of data in which pairs share prompts."""
 _TRAINING = "train_dataset"
 _WHOLE = {
-    "batch_eval_metrics": refused("the rewards of all pairs of an evaluation are averaged at once; leave it out", False)
+    "batch_eval_metrics": refused(
+        "the rewards of all pairs of an evaluation are averaged at once; leave it out", False
+    ),
+    "include_for_metrics": refused("the figures of an evaluation are computed of its rewards; leave it out", []),
 }
 _TAKEN = {
     "compute_loss_func": "args.loss_type names the loss of a pair",

@@ -176,7 +176,7 @@ def pair_loss_of(args: Any) -> PairLoss:
         ConfigError: it couples pairs, is unknown, or an option cannot be used.
     """
     return PairLoss(
-        kinds=tuple(args.loss_type),
+        kinds=tuple(args.loss_type or ()),
         weights=None if args.loss_weights is None else tuple(args.loss_weights),
         beta=args.beta,
         label_smoothing=args.label_smoothing,

@@ -95,6 +95,16 @@ def test_rows_of_another_form_are_refused(row, says, arrow):
         row_lengths(datasets.Dataset.from_list([row]) if arrow else [row], "causal_lm", Limits(tokens=9))
 
 
+@pytest.mark.parametrize("label", [9, -1])
+def test_labels_that_are_no_tokens_are_refused(label):
+    """The first step would fail; -100 is no token, and means that there is no target."""
+    rows = [{"input_ids": [1, 2], "labels": [-100, 2]}, {"input_ids": [1, 2], "labels": [1, label]}]
+    for dataset in (rows, in_arrow(rows)):
+        with pytest.raises(DataError, match=r"row 1 has a label outside 0\.\.8"):
+            row_lengths(dataset, "causal_lm", Limits(tokens=9))
+        row_lengths(dataset, "seq2seq_lm", Limits(tokens=9))
+
+
 def test_a_row_without_input_in_arrow_is_refused():
     """A missing list is an empty one."""
     with pytest.raises(DataError, match="row 1 has no input_ids"):

@@ -126,3 +126,11 @@ def test_prompts_that_several_pairs_share_are_found():
     assert not any(shares_prompts(data) for data in SHAPES.values())
     twice = SHAPES["chat"].select([0, 0, 1])
     assert shares_prompts(twice)
+
+
+@pytest.mark.parametrize("values", [["a"] * 4, [[1.0]] * 4, [{"a": 1}] * 4], ids=["text", "lists", "objects"])
+def test_a_reference_that_is_no_number_is_refused(values):
+    """It would fail in the first step."""
+    given = trl_data.preferences(4)["prompt"].add_column("ref_chosen_logps", values)
+    with pytest.raises(DataError, match="must have one number for each pair; leave both out"):
+        reference_in(given.add_column("ref_rejected_logps", values))

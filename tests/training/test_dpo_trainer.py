@@ -243,6 +243,8 @@ class Unread:
         ({"activation_offloading": True}, "activation_offloading=True"),
         ({"router_aux_loss_coef": 0.1}, "router_aux_loss_coef=0.1"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
+        ({"include_for_metrics": ["inputs"]}, "the figures of an evaluation are computed of its rewards"),
+        ({"loss_type": None}, "loss_type names no loss"),
         ({"batch_eval_metrics": True}, "the rewards of all pairs of an evaluation are averaged at once"),
     ],
 )
