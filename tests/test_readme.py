@@ -1,4 +1,4 @@
-"""The README is true: its programs run, its commands run, its targets and files exist."""
+"""README and documentation are true: their programs run, their commands run, their targets and files exist."""
 
 import os
 import re
@@ -13,7 +13,8 @@ from dpllm.cli import app
 from dpllm.config import load_recipe
 from dpllm.config.yaml12 import read_yaml
 from dpllm.data.rows import load_train_and_eval, unit_index_of
-from tests import children
+from tests import children, pages
+from tests.small_model import save_small_model
 from tests.tiers import deep_case
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,12 +22,11 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+    return [block.code for block in pages.blocks("README.md", language)]
 
 
 def commands(program: str) -> list[str]:
-    lines = [line.split("  #")[0].strip() for block in blocks("bash") for line in block.splitlines()]
-    return [line for line in lines if line.startswith(program)]
+    return pages.commands("README.md", program)
 
 
 SMALLER = [
@@ -184,3 +184,29 @@ def test_every_file_it_names_exists():
     )
     assert len(named) >= 10
     assert not [name for name in named if not (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page if page.endswith("own_mechanism.md") else deep_case(page, id=Path(page).stem) for page in pages.TUTORIALS],
+)
+def test_every_tutorial_runs(page, tmp_path):
+    """In order, in a folder of its own, with the outputs that it shows; a small model has the name of one on the Hub."""
+    save_small_model(tmp_path / "HuggingFaceTB" / "SmolLM2-135M", hidden_size=32)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    command = [sys.executable, "-m", "tests.pages", page]
+    run = children.run(command, cwd=tmp_path, env=environment, check=False)
+    assert run.returncode == 0, run.stderr[-4000:]
+
+
+def test_a_page_shows_what_was_printed():
+    """Numbers may differ, words may not."""
+    assert pages.missing_lines("ε = 7.99 …\ndone", "ε = 3.1 at δ = 1e-5\n  done\n") == []
+    assert pages.missing_lines("12 of 13 steps\nended", "3 of 1 units\ndone") == ["12 of 13 steps", "ended"]
+
+
+def test_every_tutorial_has_something_to_run():
+    """And each of its outputs comes after it."""
+    for page in pages.TUTORIALS:
+        kinds = [block.language for block in pages.blocks(page) if block.title is None]
+        assert {"python", "bash"} & set(kinds) and kinds[0] != "text"
