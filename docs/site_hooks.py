@@ -22,6 +22,7 @@ ELSEWHERE = {
     "contributing.md": "CONTRIBUTING.md",
     "error_table.md": "benchmarks/error_table.md",
     "launch.md": "launch/README.md",
+    "recipes.md": "recipes/README.md",
     "results.md": "benchmarks/results.md",
     "security.md": "SECURITY.md",
     "utility.svg": "benchmarks/utility.svg",

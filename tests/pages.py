@@ -2,11 +2,11 @@
 
 * A block with ``title="name"`` is written to that file.
 * Other ``python`` blocks run one after the other, in one namespace.
-* Each line of a ``bash`` block is a command. ``dpllm`` runs in this process; ``python`` and ``accelerate`` in their own.
-  Installations (``pip``) are not run.
+* A line of a ``bash`` block is a command. ``dpllm`` runs in this process, ``python`` and ``accelerate`` each in its own.
+  Installations (``pip``, ``make``) are not run, and nor are outputs compared that follow them.
 * Each line of a ``text`` block was printed by the blocks since the last one. Numbers may differ, and “…” is anything.
-* ``<!-- run: key=value ... -->`` above a block adds arguments to its commands, so that a test takes seconds. Readers of the
-  page do not see it.
+* ``<!-- run: key=value ... -->`` above a block adds arguments to its commands, so that a test takes seconds. Readers of
+  the page do not see it.
 
 ``python -m tests.pages docs/tutorials/trainer.md`` runs a page in the current folder.
 """
@@ -31,6 +31,7 @@ _BLOCK = re.compile(
     r"(?:^<!-- run: (?P<more>.*?) -->\n+)?^```(?P<language>\w+)(?: +title=\"(?P<title>[^\"]+)\")?\n(?P<code>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
+_NOT_RUN = ("pip", "make")
 _NUMBER = re.compile(r"\d[\d ,.:e+-]*\d|\d")
 
 
@@ -73,7 +74,7 @@ def run_page(document: str) -> None:
         AssertionError: a command failed, or did not print what the document shows.
     """
     namespace = sys.modules.setdefault("page", ModuleType("page")).__dict__  # a class looks its module up
-    printed = ""
+    printed, run = "", False
     for block in blocks(document):
         if block.title is not None:
             path = Path(block.title)
@@ -82,10 +83,11 @@ def run_page(document: str) -> None:
         elif block.language == "python":
             with _captured() as output:
                 exec(compile(block.code, document, "exec"), namespace)
-            printed += output.getvalue()
+            printed, run = printed + output.getvalue(), True
         elif block.language == "bash":
             printed += "".join(_run(line, block.more) for line in block.lines)
-        elif block.language == "text":
+            run = any(line.split()[0] not in _NOT_RUN for line in block.lines)
+        elif block.language == "text" and run:
             missing = missing_lines(block.code, printed)
             assert not missing, f"{document} shows {missing}, and this was printed:\n{printed}"
             printed = ""
@@ -122,7 +124,7 @@ def _captured() -> Iterator[io.StringIO]:
 def _run(line: str, more: tuple[str, ...]) -> str:
     """Run a command and return what it printed."""
     words = [*shlex.split(line), *more]
-    if words[0] == "pip":
+    if words[0] in _NOT_RUN:
         return ""
     if words[0] == "dpllm":
         from typer.testing import CliRunner

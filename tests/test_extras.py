@@ -11,8 +11,8 @@ from dpllm.config import ConfigError
 from dpllm.config.extras import EXTRAS, require
 from dpllm.training.arguments import training_arguments
 from tests import children
+from tests.pages import blocks
 from tests.test_imports import EVERY_MODULE
-from tests.test_readme import blocks
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -44,10 +44,11 @@ def test_the_table_of_extras_is_that_of_the_project():
     assert not set.union(*extras.values()) & packages(PROJECT["dependencies"])
 
 
-def test_the_readme_names_every_extra_and_no_other():
+def test_readme_and_installation_name_every_extra_and_no_other():
     """Each is installed by its name."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"dpllm\[(\w+)\]", text)) == set(EXTRAS)
+    for page, more in (("README.md", set()), ("docs/install.md", {"docs", "dev"})):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert set(re.findall(r"dpllm\[(\w+)\]", text)) == set(EXTRAS) | more
 
 
 def test_the_quickstart_has_no_tools_of_developers():
@@ -63,8 +64,9 @@ def test_the_quickstart_has_no_tools_of_developers():
 
 
 def test_the_core_imports_and_trains_without_extras(tmp_path):
-    """The README's first program, from its data to the report of the run."""
-    code = f"{WITHOUT_EXTRAS}{EVERY_MODULE}\n__name__ = 'readme'\n{blocks('python')[0]}"
+    """The first program of the tutorial, from its data to the report of the run."""
+    program = blocks("docs/tutorials/trainer.md", "python")[0].code
+    code = f"{WITHOUT_EXTRAS}{EVERY_MODULE}\n__name__ = 'readme'\n{program}"
     assert "DPTrainer" in code
     run = children.run([sys.executable, "-c", code], cwd=tmp_path, check=False)
     assert run.returncode == 0 and run.stdout.strip(), run.stderr[-2000:]
