@@ -2,7 +2,7 @@
 
 * A block with ``title="name"`` is written to that file.
 * Other ``python`` blocks run one after the other, in one namespace.
-* A line of a ``bash`` block is a command. ``dpllm`` runs in this process, ``python`` and ``accelerate`` each in its own.
+* A line of a ``bash`` block is a command. ``dpllm`` runs in this process, ``python`` and ``accelerate`` in others.
   Installations (``pip``, ``make``) are not run, and nor are outputs compared that follow them.
 * Each line of a ``text`` block was printed by the blocks since the last one. Numbers may differ, and “…” is anything.
 * ``<!-- run: key=value ... -->`` above a block adds arguments to its commands, so that a test takes seconds. Readers of
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import shlex
@@ -53,8 +54,11 @@ class Block:
 
 
 def blocks(document: str, language: str | None = None) -> list[Block]:
-    """Return the blocks of a document of the repository, in order."""
+    """Return the blocks of a document of the repository, in order; of a notebook its cells."""
     text = (ROOT / document).read_text(encoding="utf-8")
+    if document.endswith(".ipynb"):
+        cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+        return [Block("python", None, "".join(cell["source"])) for cell in cells]
     found = (
         Block(match["language"], match["title"], match["code"], tuple(shlex.split(match["more"] or "")))
         for match in _BLOCK.finditer(text)

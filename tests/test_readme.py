@@ -79,8 +79,8 @@ def test_every_make_target_exists(target):
 @pytest.mark.parametrize(
     "page",
     [
-        page if page.endswith("own_mechanism.md") else deep_case(page, id=Path(page).stem)
-        for page in ("README.md", *pages.TUTORIALS)
+        page if page.endswith("own_mechanism.md") else deep_case(page, id=Path(page).name)
+        for page in ("README.md", "examples/private_finetuning.ipynb", *pages.TUTORIALS)
     ],
 )
 def test_readme_and_every_tutorial_run(page, tmp_path, monkeypatch):
