@@ -29,6 +29,7 @@ from dpllm.mechanism.sampling import seeded_rng
 from dpllm.privacy.ledger import Ledger, read_ledger
 from dpllm.privacy.plan import make_plan
 from dpllm.report.definition import define
+from dpllm.report.release_notes import ReleaseNotes
 from dpllm.training.noted import note_data, note_units
 
 SHARED = Path(os.environ.get("DPLLM_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data"))
@@ -629,6 +630,6 @@ def test_the_ledger_says_how_units_were_made_and_doubts_rows_of_one_length(tmp_p
             note_units(ledger, unit_index_of(rows, privacy), lengths)
         contents = read_ledger(tmp_path / name)
         assert any("same 128 tokens" in point for point in contents.notes.open_points) == doubted
-        unit = define(plan, contents, None).unit
+        unit = define(plan, contents, ReleaseNotes()).unit
         assert ("one row of the training data, as it was given" in unit) == doubted
         assert ("cut into several rows is still one unit" in unit) == (not doubted)
