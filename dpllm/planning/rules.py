@@ -39,11 +39,11 @@ class Measured:
     """One fine-tuning at one ε.
 
     Attributes:
-        epsilon: ε, at δ = 2e-5.
+        target_epsilon: ε, at δ = 2e-5.
         perplexity: held-out, after the private steps.
     """
 
-    epsilon: float
+    target_epsilon: float
     perplexity: float
 
 
@@ -173,11 +173,11 @@ def range_words(rate: float, adapter: bool, correlated: bool) -> str:
     return f"Learning rates worth a rehearsal: {low:g} to {high:g}; {reason}."
 
 
-def units_needed(epsilon: float, like: float = 8.0) -> int:
+def units_needed(target_epsilon: float, like: float = 8.0) -> int:
     """Return N for which N μ(ε, 1/(10 N)) is that of the measured fine-tuning, to two digits.
 
     Args:
-        epsilon: ε of the run in question.
+        target_epsilon: ε of the run in question.
         like: ε of the measured fine-tuning, one of `MEASURED`.
 
     >>> units_needed(8.0) <= 5000
@@ -187,29 +187,30 @@ def units_needed(epsilon: float, like: float = 8.0) -> int:
     low, high = 1.0, 1e12
     while high / low > 1.001:
         middle = math.sqrt(low * high)
-        enough = middle * gaussian_distance(epsilon, 1 / (10 * middle)) >= wanted
+        enough = middle * gaussian_distance(target_epsilon, 1 / (10 * middle)) >= wanted
         low, high = (low, middle) if enough else (middle, high)
     return int(float(f"{high:.2g}"))
 
 
-def need_words(num_units: int, epsilon: float, unit: str) -> list[str]:
+def need_words(num_units: int, target_epsilon: float, unit: str) -> list[str]:
     """Return remarks on the number of units that a useful model needs at an ε.
 
     Args:
         num_units: N.
-        epsilon: ε.
+        target_epsilon: ε.
         unit: "sequence" or "user".
     """
     noun = "users" if unit == "user" else "records"
-    shown = [f"{units_needed(epsilon, one.epsilon):,} {noun} for perplexity {one.perplexity:g}" for one in MEASURED]
+    needed = [units_needed(target_epsilon, one.target_epsilon) for one in MEASURED]
+    shown = [f"{n:,} {noun} for perplexity {one.perplexity:g}" for n, one in zip(needed, MEASURED, strict=True)]
     found = [
-        f"How much data ε = {epsilon:g} needs: in one measured fine-tuning (a model of 0.26 M parameters, all of them "
-        f"trained; perplexity {MEASURED_WORDS}), scaled to this ε: {', '.join(shown)}. Yours has {num_units:,}. It is "
-        "one measurement, not a law: text that the model already knows needs fewer."
+        f"How much data ε = {target_epsilon:g} needs: in one measured fine-tuning (a model of 0.26 M parameters, all "
+        f"of them trained; perplexity {MEASURED_WORDS}), scaled to this ε: {', '.join(shown)}. Yours has "
+        f"{num_units:,}. It is one measurement, not a law: text that the model already knows needs fewer."
     ]
-    if num_units < units_needed(epsilon, MEASURED[-1].epsilon):
+    if num_units < needed[-1]:
         found.append(
-            f"{num_units:,} {noun} are few for ε = {epsilon:g}: expect a small gain. More {noun}, or public text of "
-            "the same kind first (public_pretrain), help most."
+            f"{num_units:,} {noun} are few for ε = {target_epsilon:g}: expect a small gain. More {noun}, or public "
+            "text of the same kind first (public_pretrain), help most."
         )
     return found

@@ -59,7 +59,7 @@ def one_in(delta: float) -> str:
     ('1 in 3.3 million', '1 in 10,000', '1 in 100,000', '1 in 4 billion', '1 in 3.3')
     """
     if not 0 < delta <= 1:
-        return "0" if delta == 0 else f"{delta:g}"
+        return "0" if delta == 0 else str(delta)
     number = _two_figures_down(1 / delta)
     for size, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
         if size <= number < 1000 * size:

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import ProgressCallback, TrainerControl, TrainerState, TrainingArguments
 
-from dpllm.privacy.rounding import epsilon_to_log
+from dpllm.privacy.rounding import epsilon_to_log, format_epsilon
 
 _SHARE = 100  # ε is computed again after this many times the time that it took
 
@@ -97,4 +97,4 @@ class StepProgress(ProgressCallback):
 
 
 def _words(epsilon: float) -> str:
-    return f"ε {epsilon:.4g}"
+    return f"ε {format_epsilon(epsilon)}"

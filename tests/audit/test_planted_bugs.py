@@ -126,8 +126,8 @@ BUGS = [
         (
             (
                 "dpllm/models/losses.py",
-                "tokens_BT.sum(1) / is_target_BT.sum(1).clamp_min(1)",
-                "tokens_BT.sum(1) / is_target_BT.sum().clamp_min(1)",
+                ".sum(1) / (target_BT != IGNORE).sum(1).clamp_min(1)",
+                ".sum(1) / (target_BT != IGNORE).sum().clamp_min(1)",
             ),
             (
                 "dpllm/training/run.py",

@@ -162,4 +162,4 @@ def test_the_help_explains_every_option():
     shown = " ".join(run(["plan", "--help"]).replace("│", " ").split())
     for words in ("--suggest", "--rehearse", "--public", "--around", "--rehearsal-steps", "--output", "spends no ε"):
         assert words in shown
-    assert "Example: dpllm plan recipes/quickstart.yaml --suggest" in shown
+    assert "Example: dpllm plan quickstart --suggest" in shown

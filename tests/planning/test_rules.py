@@ -55,7 +55,7 @@ def test_the_units_needed_have_the_signal_to_noise_of_the_measurement(target):
 def test_a_smaller_epsilon_needs_more_units_and_a_better_model_too():
     """Both ways; at the ε of the measurement it is its own number."""
     assert rules.units_needed(8.0) == 5000 < rules.units_needed(3.0) < rules.units_needed(1.0)
-    at_three = [rules.units_needed(3.0, one.epsilon) for one in rules.MEASURED]
+    at_three = [rules.units_needed(3.0, one.target_epsilon) for one in rules.MEASURED]
     assert at_three == sorted(at_three, reverse=True) and at_three[1] == pytest.approx(5000, rel=0.1)
 
 
