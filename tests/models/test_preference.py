@@ -119,7 +119,7 @@ def test_losses_that_couple_pairs_are_refused_with_the_reason(kind):
     ("options", "says"),
     [
         ({"kinds": ("sigmoyd",)}, "unknown; did you mean 'sigmoid'"),
-        ({"kinds": ()}, "give one for each"),
+        ({"kinds": ()}, "loss_type names no loss; known: sigmoid, "),
         ({"weights": (1.0, 2.0)}, "loss_weights has 2 numbers for 1 losses"),
         ({"weights": (float("nan"),)}, "loss_weights"),
         ({"beta": 0.0}, "beta must be > 0"),
