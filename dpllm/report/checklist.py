@@ -22,6 +22,7 @@ from dpllm.report.disclosures import DESTINATIONS, kept_files, not_kept
 from dpllm.report.front import front
 from dpllm.report.models import Checkable, CrossCheck, Findings, PrivacyReport
 from dpllm.report.models_front import KeptFiles, Line, Settled
+from dpllm.report.release_notes import SETTLED_BY
 
 MOST_DIFFERENCE = 0.01
 """Two accountants that differ by more than this share of ε disagree."""
@@ -66,7 +67,7 @@ def completed(findings: Findings) -> PrivacyReport:
         ),
         open_points=tuple(point.text for point in left),
         how_to_clear=tuple(
-            _note("settle", f"{number}=what was checked, and by whom") if point.how is None else point.how
+            _note("settle", f"{number}={SETTLED_BY}") if point.how is None else point.how
             for number, point in enumerate(left, start=1)
         ),
         settled_points=tuple(Settled(point=point.text, answer=settled[point.text]) for point in by_people),

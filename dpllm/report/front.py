@@ -45,12 +45,21 @@ def front(findings: Findings, num_open: int) -> Front:
         table=tuple(_on_the_front(findings)) if holds else (),
         numbers=_numbers(findings) if holds else "",
         not_covered=_not_covered(findings),
-        to_do="Nothing: no point of this report is open."
-        if num_open == 0
-        else "One point is open. Do not release the model before it is cleared."
-        if num_open == 1
-        else f"{num_open} points are open. Do not release the model before each is cleared.",
+        to_do=_to_do(num_open, findings.strength.tier),
     )
+
+
+def _to_do(num_open: int, tier: str) -> str:
+    if num_open == 1:
+        return "One point is open. Do not release the model before it is cleared."
+    if num_open > 1:
+        return f"{num_open} points are open. Do not release the model before each is cleared."
+    if tier == "weak":
+        return (
+            "No point of this report is open, but its guarantee is weak. Whether the model may be released is to be "
+            "decided by the odds above, and not by this report alone."
+        )
+    return "Nothing: no point of this report is open."
 
 
 def bounds(strength: Strength, adjacency: str, unit: str) -> Iterator[tuple[str, Odds]]:

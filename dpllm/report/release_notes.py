@@ -20,6 +20,10 @@ JSON_FILE = "privacy_report.json"
 _TEXTS = ("data_holder", "audience", "other_uses", "audit", "trained_by", "base_model", "license", "dataset")
 
 
+SETTLED_BY = "what was checked, and by whom"
+"""What a report prints in the place of the statement that settles a point."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReleaseNotes:
     """What only people know about a release; None stays an open point of the report where the report asks for it."""
@@ -55,7 +59,7 @@ class ReleaseNotes:
         """Refuse what no report can hold, before a run is trained for it.
 
         Raises:
-            ValueError: a note is no text, or a figure is nothing that JSON can hold.
+            ValueError: a note is no text or only the place of one, or a figure is nothing that JSON can hold.
         """
         texts = {name: getattr(self, name) for name in _TEXTS if getattr(self, name) is not None}
         texts |= {f"language {place}": code for place, code in enumerate(self.languages, start=1)}
@@ -64,6 +68,8 @@ class ReleaseNotes:
         for name, value in texts.items():
             if not isinstance(value, str):
                 raise ValueError(f"the note {name} must be a text, got {value!r} ({type(value).__name__})")
+            if value == SETTLED_BY or (value and not any(map(str.isalnum, value))):
+                raise ValueError(f"the note {name} is {value!r}, which stands for words of yours: write them")
         try:
             json.dumps(dict(self.utility), allow_nan=False)
         except (TypeError, ValueError) as error:

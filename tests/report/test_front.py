@@ -15,7 +15,7 @@ from dpllm.privacy.ledger import Ledger, read_ledger
 from dpllm.privacy.plan import make_plan
 from dpllm.report.definition import SELECTED, TRAINED_MODEL, UNITS_MADE_OF
 from dpllm.report.disclosures import TRAINING_LOSS
-from dpllm.report.front import bounds
+from dpllm.report.front import _to_do, bounds
 from dpllm.report.html import draw_figures, render_html
 from dpllm.report.markdown import render_markdown
 from dpllm.report.models import PrivacyReport
@@ -170,3 +170,9 @@ def test_sentences_are_for_people(tmp_path: Path, change: dict[str, Any]) -> Non
             assert len(number.replace(".", "").lstrip("0")) <= 2, (name, number)
     text = render_markdown(report).partition("## How the numbers were computed")[0]
     assert "(s)" not in text and "such a person" not in text
+
+
+def test_a_weak_guarantee_without_open_points_is_not_said_to_be_done() -> None:
+    """Else a reader takes an empty list for a permission."""
+    assert _to_do(0, "weak").startswith("No point of this report is open, but its guarantee is weak")
+    assert _to_do(0, "reasonable").startswith("Nothing") and _to_do(1, "weak").startswith("One point")

@@ -567,6 +567,8 @@ def test_facts_and_open_points_of_the_ledger_are_in_every_form(tmp_path: Path) -
     ("notes", "words"),
     [
         ({"audience": 5}, r"the note audience must be a text, got 5 \(int\)"),
+        ({"data_holder": "…"}, "the note data_holder is '…', which stands for words of yours"),
+        ({"settled": {"a point": "what was checked, and by whom"}}, "which stands for words of yours"),
         ({"utility": {"perplexity": float("nan")}}, "utility must hold texts and finite numbers"),
         ({"utility": {"perplexity": {1}}}, "utility must hold texts and finite numbers"),
     ],
