@@ -45,6 +45,7 @@ class StepProgress(ProgressCallback):
         self._batch, self._epsilon = batch, epsilon
         self._first: tuple[int, float] | None = None  # the step from which time counts
         self._spent, self._next = "", 0.0  # ε in words, and the time from which it is computed again
+        self._counted = 0  # the steps that this ε counts
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -65,7 +66,7 @@ class StepProgress(ProgressCallback):
         if bar is None:
             return
         now = time.time()
-        words = [self._epsilon_now(now)]
+        words = [self._epsilon_now(now, state)]
         if self._first is None:
             self._first = (state.global_step, now)
             bar.initial, bar.start_t = state.global_step, now
@@ -75,12 +76,12 @@ class StepProgress(ProgressCallback):
         bar.set_postfix_str(", ".join(words), refresh=False)
         super().on_step_end(args, state, control, **kwargs)
 
-    def _epsilon_now(self, now: float) -> str:
-        """Return ε, computed again only when this takes a small share of the time."""
-        if now >= self._next:
-            self._spent = _words(epsilon_to_log(self._epsilon()))
+    def _epsilon_now(self, now: float, state: TrainerState) -> str:
+        """Return ε, computed again at the end and when this takes a small share of the time; else with its step."""
+        if now >= self._next or state.global_step >= state.max_steps:
+            self._spent, self._counted = _words(epsilon_to_log(self._epsilon())), state.global_step
             self._next = now + _SHARE * (time.time() - now)
-        return self._spent
+        return self._spent if self._counted == state.global_step else f"{self._spent} after step {self._counted}"
 
     def on_log(
         self,
@@ -92,7 +93,7 @@ class StepProgress(ProgressCallback):
     ) -> None:
         """Write the line, and take the ε in it, which was computed just now."""
         if logs is not None and "epsilon" in logs:
-            self._spent = _words(logs["epsilon"])
+            self._spent, self._counted = _words(logs["epsilon"]), state.global_step
         super().on_log(args, state, control, logs=logs, **kwargs)
 
 

@@ -60,6 +60,29 @@ def test_epsilon_is_beside_the_bar_and_not_below_what_was_spent(bar):
     assert "ε 3" in str([bar(1), bar(1)][-1])
 
 
+def test_an_epsilon_of_an_earlier_step_is_named_so_and_that_of_the_last_step_is_computed(monkeypatch):
+    """Computing it takes longer than the steps: a line that is copied must not state less than was spent."""
+    clock, spent = Clock(), []
+    monkeypatch.setattr(progress, "time", clock)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    state = TrainerState(max_steps=3, is_world_process_zero=True)
+
+    def epsilon():
+        clock.now += 5.0
+        return float(state.global_step)
+
+    callback = StepProgress(Batch(units=50, tokens=2000.0), epsilon)
+    callback.on_train_begin(None, state, TrainerControl())
+    for _ in range(3):
+        state.global_step += 1
+        callback.on_step_end(None, state, TrainerControl())
+        spent.append(str(callback.training_bar))
+    callback.on_train_end(None, state, TrainerControl())
+    assert "ε 1" in spent[0] and "after step" not in spent[0]
+    assert "after step 1" in spent[1]
+    assert "ε 3" in spent[2] and "after step" not in spent[2]
+
+
 def test_a_resumed_run_goes_on_at_its_step(bar):
     """A bar of 10 steps that begins with step 7 of them done."""
     state = TrainerState(max_steps=10, is_world_process_zero=True, global_step=7)
