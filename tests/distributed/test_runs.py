@@ -131,16 +131,19 @@ def test_an_adapter_of_a_sharded_model_loads_in_plain_peft(config, model, folder
 def test_the_text_of_a_sharded_model_is_measured_as_that_of_one_process(config, model, folder):
     """All processes write together, and the figures are those of the released model in one process."""
     pytest.importorskip("rouge_score")
-    sentences = [json.loads(line)["text"].split() for line in (folder / "private.jsonl").read_text().splitlines()]
-    records = [{"prompt": " ".join(words[:3]) + " ", "completion": " ".join(words[3:]) or "."} for words in sentences]
-    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
+    ending = "we serve the people"  # of the public texts too, so that the model learns to write it
+    heads = [" ".join(line.split()[:2])[:16] for line in (folder / "public.txt").read_text().splitlines()]
+    (folder / "public.txt").write_text("\n".join(f"{head} {ending}" for head in heads), encoding="utf-8")
+    texts = [json.loads(line)["text"] for line in (folder / "private.jsonl").read_text().splitlines()]
+    pairs = [{"prompt": " ".join(text.split()[:2])[:16] + " ", "completion": ending} for text in texts]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
     values = {
         "path": "pairs.jsonl",
         "format": "prompt_completion",
         "eval_fraction": 0.3,
         "metrics": ["rouge1", "rougeL"],
     }
-    longer = ("public_pretrain.train.max_steps=150", "public_pretrain.train.learning_rate=0.01")  # to write words
+    longer = ("public_pretrain.train.max_steps=80", "public_pretrain.train.learning_rate=0.01")
     given = (*longer, *(f"data.{name}={json.dumps(value)}" for name, value in values.items()))
     printed = launch(config, folder, *model, *given)
     released = AutoModelForCausalLM.from_pretrained(folder / "out" / "public_pretrain" if model else folder / "out")
