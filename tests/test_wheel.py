@@ -1,5 +1,6 @@
 """What a user of the wheel has: the package, and the recipes, accelerate configs and launch scripts."""
 
+import json
 import os
 import sys
 import zipfile
@@ -8,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests import children
+from tests.hub import HubServer
+from tests.small_model import WORDS, save_small_model
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("recipes", "accelerate_configs", "launch")
@@ -23,6 +26,24 @@ for name in shipped_recipes():
 assert config_file("fsdp2").is_file() and (shipped_root() / "launch" / "common.sh").is_file()
 assert (shipped_root() / "accelerate_configs" / "deepspeed" / "zero3.json").is_file()
 assert "torch" not in sys.modules
+"""
+RECIPE = """
+model: {name: base, peft: {r: 2, target_modules: all-linear}}
+data: {path: records.jsonl, max_length: 16}
+privacy: {noise_multiplier: 1, clip_norm: 1, expected_batch_size: 20, delta: 1.0e-3, dataset: words}
+train: {output_dir: run, max_steps: 2, per_device_train_batch_size: 32, use_cpu: true, learning_rate: 0.1,
+  average: {kind: ema, decay: 0.5, keep_last: true}}
+release: {data_holder: a, audience: b}
+"""
+DOWNLOADED = """
+import sys
+from huggingface_hub import snapshot_download
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+folder = snapshot_download("me/model", local_dir="downloaded")
+base = AutoModelForCausalLM.from_pretrained("base")
+PeftModel.from_pretrained(base, folder)(**AutoTokenizer.from_pretrained(folder)("one two", return_tensors="pt"))
+assert "dpllm" not in sys.modules
 """
 
 
@@ -66,3 +87,35 @@ def test_whoever_installed_the_wheel_has_its_recipes_by_name(wheel, tmp_path):
         archive.extractall(tmp_path / "site")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     children.run([sys.executable, "-c", USE, str(tmp_path / "site")], cwd=tmp_path, env=environment)
+
+
+@pytest.mark.deep
+def test_whoever_has_the_wheel_publishes_a_run_and_another_checks_the_download(wheel, tmp_path):
+    """By real requests to a stand-in for the Hub: the copy loads without dpllm, verifies, and has no path of ours."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    save_small_model(tmp_path / "base", hidden_size=16)
+    lines = [json.dumps({"text": " ".join(WORDS[(n + k) % len(WORDS)] for k in range(5)) + f" {n}"}) for n in range(99)]
+    (tmp_path / "records.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    (tmp_path / "recipe.yaml").write_text(RECIPE, encoding="utf-8")
+    with HubServer() as hub:
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), **hub.environment}
+
+        def dpllm(*words, **more):
+            return children.run([sys.executable, "-m", "dpllm", *words], cwd=tmp_path, env=environment, **more)
+
+        dpllm("train", "recipe.yaml")
+        refused = dpllm("push", "run", "me/model", check=False)
+        assert refused.returncode == 2 and "other uses had the same data" in refused.stderr.replace("\n", " ")
+        assert not hub.repos
+        dpllm("report", "run", "--other-uses", "none")
+        dpllm("push", "run", "me/model")
+        (model,) = hub.repos.values()
+        assert model.large == {"adapter_model.safetensors"} and len(model.commits) == 1
+        assert not any(str(tmp_path).encode() in content for content in model.files.values())
+        children.run([sys.executable, "-c", DOWNLOADED], cwd=tmp_path, env=environment)
+        (tmp_path / "run").rename(tmp_path / "elsewhere")
+        dpllm("verify", "downloaded")
+        weights = tmp_path / "downloaded" / "adapter_model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+        assert dpllm("verify", "downloaded", check=False).returncode == 1

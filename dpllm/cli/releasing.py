@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Annotated
@@ -69,7 +70,7 @@ def push(
     other is refused, and so is one whose report has open points. HF_ENDPOINT names another Hub; `hf auth login` logs
     in.
     """
-    from dpllm.report.publishing import publish, published_files, require_publishable
+    from dpllm.report.publishing import public_configurations, publish, published_files, require_publishable
 
     vocabulary = _vocabulary_of(run)
     names = published_files(run, vocabulary)
@@ -79,6 +80,9 @@ def push(
     values = {"run": str(run), "repo_id": repo_id, "uploaded": names, "stay": stay}
     if not as_json:
         _say(names, stay, "would be uploaded" if dry_run else "to be uploaded")
+        for name, content in public_configurations(run, names).items():
+            base = json.loads(content)["base_model_name_or_path"]
+            typer.echo(f"{name} names the base model {base} there, and not its path on this machine.")
     if dry_run:
         require_publishable(run, force_open_points=force_open_points)
         result = None

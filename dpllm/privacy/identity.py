@@ -37,7 +37,9 @@ _UNPUBLISHED = ("training_args.bin",)
 """Files beside a model that are never uploaded (`dpllm.report.publishing`). A downloaded model lacks them."""
 _NO_WEIGHTS = ("LICENSE", "NOTICE", "COPYING", ".gitattributes", ".gitignore")
 _LOG_OF_A_TRACKER = "events.out.tfevents."
-_NOTES_OF_A_DOWNLOAD = re.compile(r"\.cache/huggingface/(?:CACHEDIR\.TAG|(?:.*/)?[^/]+\.metadata)")
+_NOTES_OF_A_DOWNLOAD = re.compile(
+    r"\.cache/huggingface/(?:CACHEDIR\.TAG|\.gitignore|trees/[0-9a-f]+\.json|(?:.*/)?[^/]+\.(?:metadata|lock))"
+)
 _LONGEST_NOTE = 4096  # bytes; three lines are usual
 _OF_A_DESKTOP = {".DS_Store": b"\0\0\0\1Bud1", "Thumbs.db": b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"}  # and how they begin
 
@@ -314,14 +316,20 @@ def note_own_release(ledger: Any, folder: str | Path, before: Mapping[str, tuple
 def released_files(contents: LedgerContents, folder: str | Path) -> dict[str, dict[str, Any]] | None:
     """Return the files that a ledger names for the model in a folder, by size and hash; None if it names none.
 
-    A model that was saved several times has several lines. The last line that matches the folder counts; if none does,
-    the last line. A file that is never published may be missing from the folder, and is then left out.
+    A model that was saved several times has several lines, and the files that were uploaded have one. Of the lines that
+    match the folder, the one with most files counts, and of several the last; if none matches, the last line. A file
+    that is never published may be missing from the folder, and is then left out.
     """
     saved = [_without_unpublished(folder, release["files"]) for release in contents.notes.released]
-    for files in reversed(saved):
-        if not checkpoints.differing(folder, files):
-            return files
-    return saved[-1] if saved else None
+    matching = [files for files in saved if not checkpoints.differing(folder, files)]
+    return max(reversed(matching or saved[-1:]), key=len, default=None)
+
+
+def names_exactly(contents: LedgerContents, files: Mapping[str, Any]) -> bool:
+    """Return whether a line of a ledger names these files of a model, and no others that are ever published."""
+    wanted = {name: entry for name, entry in files.items() if name not in _UNPUBLISHED}
+    lines = [release["files"] for release in contents.notes.released]
+    return any({name: line[name] for name in line if name not in _UNPUBLISHED} == wanted for line in lines)
 
 
 def _without_unpublished(folder: str | Path, files: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -114,9 +114,9 @@ def write_model_card(
         )
     path = folder / CARD_FILE
     earlier = metadata_in(path)
-    base = _hub_id(base_model) or _hub_id(report.noted.base_model)
+    base = hub_id(base_model) or hub_id(report.noted.base_model)
     if base is None and base_model is None:
-        base = _hub_id(earlier.get("base_model"))
+        base = hub_id(earlier.get("base_model"))
     if tags:
         kept = earlier.get("tags") or []
         earlier["tags"] = [*tags, *([kept] if isinstance(kept, str) else kept)]
@@ -223,20 +223,24 @@ def note_selected(folder: str | Path, candidate: str) -> None:
         ledger.append_fact(SELECTED, candidate)
 
 
-def add_released(folder: str | Path, releases: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
+def add_released(
+    folder: str | Path, releases: Mapping[str, Mapping[str, Mapping[str, Any]]], ledger: Any = None
+) -> None:
     """Write into a run's ledger the files of a model that was made of it, and write its report and card again.
 
     Args:
         folder: of the run.
         releases: for each folder of a model, by name: its files, each with size and hash.
+        ledger: of a run whose ledger is open (`SharedLedger`), on its first process. None: opens the folder's.
 
     Raises:
         ValueError: the ledger is damaged, or a run is writing it.
     """
     folder = Path(folder)
-    with _rewritten(folder), Ledger.annotate(folder / LEDGER_FILE) as ledger:
+    opened = Ledger.annotate(folder / LEDGER_FILE) if ledger is None else contextlib.nullcontext(ledger)
+    with _rewritten(folder), opened as writer:
         for name, files in releases.items():
-            ledger.append_released(name, files)
+            writer.append_released(name, files)
 
 
 def settle_run(path: str | Path, folder: str | Path, independent: bool = False) -> int:
@@ -375,8 +379,8 @@ def metadata_in(path: Path) -> dict[str, Any]:
     return metadata
 
 
-def _hub_id(name: Any) -> str | None:
-    """Return a name if it is one that the Hub could know, None for a folder and for anything else."""
+def hub_id(name: Any) -> str | None:
+    """Return a name if it is one that the Hub could know; None for a folder and for anything else."""
     if not isinstance(name, str) or not name or Path(name).exists():
         return None
     try:
@@ -398,7 +402,7 @@ def _metadata(
     kept = {key: value for key, value in earlier.items() if key not in _NOT_KEPT}
     kept["tags"] = _tags(kept.get("tags"), report.statement.private)
     data_sets = kept.pop("datasets", None) or []
-    data_sets = [name for name in ([data_sets] if isinstance(data_sets, str) else data_sets) if _hub_id(name)]
+    data_sets = [name for name in ([data_sets] if isinstance(data_sets, str) else data_sets) if hub_id(name)]
     own = {
         "base_model": base,
         "base_model_relation": None if base is None else "adapter" if adapter else "finetune",
@@ -420,7 +424,7 @@ def _tags(earlier: Any, private: bool) -> list[str]:
     tags = [earlier] if isinstance(earlier, str) else list(earlier or ())
     named = {tag: _BASE_TAG.fullmatch(tag) for tag in tags if isinstance(tag, str) and tag not in TAGS}
     own = TAGS if private else TAGS[-1:]
-    return [*own, *(tag for tag, base in named.items() if base is None or _hub_id(base[1]))]
+    return [*own, *(tag for tag, base in named.items() if base is None or hub_id(base[1]))]
 
 
 def privacy_metadata(report: Any) -> dict[str, Any]:
@@ -507,6 +511,6 @@ def own_lines(report: Any, base: Any = None) -> set[str]:
     card = _template_of(report)
     texts = [_part(name, report, card) for name in ("open_points", "guarantee", "not_covered", "check_it")]
     for template_of in dict.fromkeys((card, earlier_pages.CARD_TEMPLATE)):  # a title stays when notes are added
-        for name in (None, _hub_id(base)):
+        for name in (None, hub_id(base)):
             texts += [_part("title", report, template_of, base=name, adapter=adapter) for adapter in (False, True)]
     return {line.strip() for text in texts for line in text.split("\n")}

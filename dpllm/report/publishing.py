@@ -20,11 +20,12 @@ from typing import Any
 from huggingface_hub import HfApi
 
 from dpllm.config import ConfigError
-from dpllm.privacy.identity import released_files
+from dpllm.privacy import checkpoints
+from dpllm.privacy.identity import names_exactly, released_files
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PLAN_FILE
 from dpllm.report.checklist import REFUTED
-from dpllm.report.model_card import CARD_FILE
+from dpllm.report.model_card import CARD_FILE, add_released, hub_id, metadata_in
 from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE
 from dpllm.report.verify import verify
 
@@ -43,6 +44,9 @@ _TOKENIZER_FILES = (
     *("target.spm", "tekken.json", "chat_template.jinja", "processor_config.json", "preprocessor_config.json"),
 )
 _TEMPLATES = "additional_chat_templates"
+_BASE = "base_model_name_or_path"  # in an adapter's configuration
+_UPLOADED = "/uploaded"
+"""In the ledger, in place of a folder's name, for the files as they are uploaded; no folder has this name."""
 
 # Environment variables by which an integration uploads whole checkpoints; the value that each has when it is unset.
 _UPLOADS = {
@@ -192,7 +196,8 @@ def upload(
 ) -> Any:
     """Upload these files of a folder to the Hub, and no others.
 
-    The files are first linked into an empty folder, which is uploaded: a file that appears meanwhile is not taken.
+    The files are first linked into an empty folder, which is uploaded: a file that appears meanwhile is not taken. An
+    adapter's configuration is uploaded without a path of this machine (`public_configurations`).
 
     Args:
         folder: of the run.
@@ -223,6 +228,60 @@ def upload(
             later = stack.pop_all()
             result.add_done_callback(lambda _: later.close())
     return result
+
+
+def public_configurations(folder: str | Path, names: Iterable[str]) -> dict[str, bytes]:
+    """Return the adapters' configurations among these files that name a folder of this machine, as they are uploaded.
+
+    They name the base model as the card does, by its id on the Hub; without an id, by the folder's own name, without
+    the folders above it.
+
+    Args:
+        folder: of the run, with its card.
+        names: as `files_to_publish` returns them.
+
+    Returns:
+        The contents by name; nothing for a configuration that is uploaded as it is.
+    """
+    folder, changed = Path(folder), {}
+    for name in names:
+        if Path(name).name != _ADAPTER_FILES[0]:
+            continue
+        values = json.loads((folder / name).read_text(encoding="utf-8"))
+        base = values.get(_BASE)
+        if not isinstance(base, str) or not base or hub_id(base):
+            continue
+        public = hub_id(metadata_in(folder / CARD_FILE).get("base_model")) or Path(base).name
+        if public != base:
+            changed[name] = json.dumps({**values, _BASE: public}, indent=2, sort_keys=True).encode()
+    return changed
+
+
+def note_uploaded(folder: str | Path, names: Iterable[str], ledger: Any = None) -> None:
+    """Write the files of the model, as they are uploaded, into the ledger of the run, by hash; report and card follow.
+
+    Guarantee: `dpllm verify` holds on a copy of the uploaded files, and still in the folder. Where the ledger names
+    exactly these files already, nothing is written.
+
+    Args:
+        folder: of the run.
+        names: as `files_to_publish` returns them.
+        ledger: of a run whose ledger is open (`SharedLedger`), on its first process. None: opens the folder's.
+
+    Raises:
+        ValueError: the ledger is damaged, or a run is writing it.
+    """
+    folder, names = Path(folder), set(names)
+    contents = read_ledger(folder / LEDGER_FILE)
+    files = {name: entry for name, entry in (released_files(contents, folder) or {}).items() if name in names}
+    public = {name: content for name, content in public_configurations(folder, names).items() if name in files}
+    with tempfile.TemporaryDirectory() as temporary:
+        for name, content in public.items():
+            (Path(temporary) / name).parent.mkdir(parents=True, exist_ok=True)
+            (Path(temporary) / name).write_bytes(content)
+        files.update(checkpoints.seal(temporary, sorted(public)))
+    if files and not names_exactly(contents, files):
+        add_released(folder, {_UPLOADED: files}, ledger)
 
 
 def published_files(folder: str | Path, vocabulary: Iterable[str] = ()) -> list[str]:
@@ -276,6 +335,7 @@ def publish(
     """
     require_publishable(folder, force_open_points=force_open_points)
     names = published_files(folder, vocabulary)
+    note_uploaded(folder, names)
     client: Any = HfApi()
     url = client.create_repo(repo_id, private=private, exist_ok=True)
     return upload(folder, names, url.repo_id, message=message, revision=revision)
@@ -286,9 +346,13 @@ def _only(folder: Path, names: Iterable[str]) -> Iterator[Path]:
     """Yield a folder that holds these files and nothing else."""
     # In the run's folder, so that links suffice; the underscore keeps it out of what the Trainer itself would push.
     with tempfile.TemporaryDirectory(prefix="_publishing-", dir=folder) as temporary:
+        public = public_configurations(folder, names)
         for name in names:
             target = Path(temporary) / name
             target.parent.mkdir(parents=True, exist_ok=True)
+            if name in public:
+                target.write_bytes(public[name])
+                continue
             try:
                 os.link(folder / name, target)
             except OSError:  # a file system without links

@@ -281,19 +281,26 @@ def public_start(
         continues: whether a run is continued.
         phases: of the run.
     """
-    public = [f"starting weights: {recipe.model.name}"] if recipe.model.name else []
+    weights = recipe.release.base_model or recipe.model.name
+    public = [f"starting weights: {_without_place(weights)}"] if weights and recipe.model.name else []
     if recipe.public_pretrain is None:
         return Start(recipe.model, load_tokenizer(recipe.model, None), public, [])
     text = recipe.public_pretrain.data
     phases.begin("reading the public text", text.path)
     records, shared = load_records(text), recipe.public_pretrain.max_shared_records
     refuse_shared_records(private, recipe.data, records, text, shared)
-    public.append(f"pretraining text: {text.path}")
+    public.append(f"pretraining text: {_without_place(text.path)}")
     if recipe.model.tokenizer_vocab_size:
-        public.append(f"text that the tokenizer was trained on: {text.path}")
+        public.append(f"text that the tokenizer was trained on: {_without_place(text.path)}")
     tokenizer = load_tokenizer(recipe.model, records[text.text_column])
     model = pretrain(recipe, tokenizer, records, num_labels, continues, phases)
     return Start(model, tokenizer, public, shared_records_point(shared, text))
+
+
+def _without_place(name: str) -> str:
+    """Return a file's or folder's own name: report, card and ledger are published, and say nothing of this machine."""
+    path = Path(name).expanduser()
+    return path.resolve().name if path.exists() else name
 
 
 def noted(recipe: Recipe) -> ReleaseNotes:

@@ -38,7 +38,7 @@ from dpllm.report.disclosures import (
 )
 from dpllm.report.model_card import CARD_FILE, keep_own_card, write_model_card
 from dpllm.report.models import PrivacyReport
-from dpllm.report.publishing import PublishError, files_to_publish, require_publishable, upload
+from dpllm.report.publishing import PublishError, files_to_publish, note_uploaded, require_publishable, upload
 from dpllm.report.statement import ReleaseNotes, notes_in, write_report
 from dpllm.training.shared_ledger import SharedLedger
 
@@ -404,7 +404,11 @@ class Outlets(Trainer):
             require_publishable(folder, force_open_points=force_open_points)
             vocabulary = getattr(self.processing_class, "vocab_files_names", None) or {}
             adapters = self.model.peft_config if isinstance(self.model, PeftModel) else ()
-            return files_to_publish(folder, adapter=self._is_adapter, vocabulary=vocabulary.values(), adapters=adapters)
+            found = files_to_publish(
+                folder, adapter=self._is_adapter, vocabulary=vocabulary.values(), adapters=adapters
+            )
+            note_uploaded(folder, found, self.ledger)
+            return found
 
         names = self.processes.from_main(checked)
         if not self.is_world_process_zero():

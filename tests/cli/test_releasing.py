@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from dpllm.cli import app
 from dpllm.config import load_recipe
-from dpllm.report.model_card import adopt_run
+from dpllm.privacy.identity import is_finished
+from dpllm.report.model_card import add_notes, adopt_run, write_model_card
 from dpllm.report.publishing import GUARANTEE_FILES
 from dpllm.report.verify import verify
 from dpllm.training import finetune
@@ -59,8 +60,9 @@ def hub(monkeypatch):
 
     def upload(client, *, repo_id, folder_path, **more):
         folder = Path(folder_path)
-        received.files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-        received.more = more
+        files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+        received.files, received.more = set(files), more
+        received.contents = {name: path.read_bytes() for name, path in files.items()}
         return f"https://hub/{repo_id}/commit/1"
 
     monkeypatch.setattr(HfApi, "create_repo", create)
@@ -161,6 +163,43 @@ def test_a_push_uploads_the_listed_files_and_no_other(run, hub):
     assert call("merge", run).exit_code == 0
     assert call("push", run / "merged", "me/merged").exit_code == 0
     assert "model.safetensors" in hub.files and not hub.files & PARTS
+
+
+def received_in(folder, hub) -> Path:
+    """The folder of someone who downloads what a Hub received."""
+    for name, content in hub.contents.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def lines_of(run):
+    return (run / "privacy_ledger.jsonl").read_text().count("\n")
+
+
+@pytest.mark.parametrize("noted", [None, "someone/base"])
+def test_an_uploaded_adapter_has_no_path_of_this_machine(run, hub, tmp_path, noted):
+    """It names its base by the id that people noted or by the folder's name; the run itself goes on to load from it."""
+    own = (run / "adapter_config.json").read_bytes()
+    base = load_recipe(run / "recipe.yaml").model.name
+    if noted is not None:
+        write_model_card(run, add_notes(run, {"base_model": noted}), base_model=base, task="causal_lm", adapter=True)
+    result = call("push", run, "me/model")
+    assert result.exit_code == 0, result.output
+    want = noted or Path(base).name
+    assert f"adapter_config.json names the base model {want} there" in result.stdout
+    for name, content in hub.contents.items():
+        assert str(tmp_path).encode() not in content and str(Path(base).parent).encode() not in content, name
+    copy = received_in(tmp_path / "copy", hub)
+    assert json.loads((copy / "adapter_config.json").read_text())["base_model_name_or_path"] == want
+    assert complaints(copy) == [] and complaints(run) == []
+    assert (run / "adapter_config.json").read_bytes() == own and is_finished(run)
+    lines = lines_of(run)
+    assert call("push", run, "me/model").exit_code == 0 and lines_of(run) == lines
+    assert call("merge", run).exit_code == 0
+    weights = copy / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    assert complaints(copy)
 
 
 def test_open_points_and_changed_files_are_refused_before_anything_is_created(run, hub):

@@ -359,7 +359,7 @@ def test_adapter_of_a_local_base_model(tmp_path: Path, monkeypatch: pytest.Monke
     path = write_model_card(folder, evidence(folder), base_model=str(base), task="causal_lm", adapter=True)
     text = path.read_text()
     assert str(base) not in text and "not on the Hub" in text and "base_model" not in ModelCard(text).data.to_dict()
-    assert "write its folder there in place of this name" in text
+    assert "write the path of that model in place of the first call's argument" in text
     assert same(execute(path, monkeypatch)["model"], tuned)
 
 

@@ -315,6 +315,23 @@ def test_an_evaluation_that_stays_with_the_run_is_no_open_point(tmp_path, hub):
         assert kind in listed, name
 
 
+def test_a_copy_of_the_upload_verifies_where_more_was_saved_than_is_uploaded(tmp_path, hub):
+    """The weights after the last step stay with the run; a second upload of the same files adds nothing."""
+    args = arguments(tmp_path / "run", max_steps=1, logging_strategy="no")
+    run = trainer(tmp_path / "run", args=args, average={"kind": "ema", "decay": 0.5, "keep_last": True})
+    run.train()
+    run.save_model()
+    run.push_to_hub(force_open_points=True)
+    _, files, _ = hub.uploads[0]
+    assert (tmp_path / "run" / "last_step" / "model.safetensors").exists() and "model.safetensors" in files
+    assert not [name for name in files if name.startswith("last_step")]
+    (tmp_path / "got").mkdir()
+    for name, contents in files.items():
+        (tmp_path / "got" / name).write_bytes(contents)
+    for folder in ("got", "run"):
+        assert [check for check in verify(tmp_path / folder).checks if not check.ok] == []
+
+
 @pytest.mark.parametrize("names", [["mine"], ["default", "mine"]])
 def test_an_adapter_with_a_name_of_its_own_is_published(tmp_path, hub, names):
     """PEFT saves it in a folder of its name: an upload found no weights, or those of another adapter only."""
