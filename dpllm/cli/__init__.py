@@ -25,6 +25,7 @@ from dpllm.cli import (
     training,
     tuning,
 )
+from dpllm.cli.common import fill_help_screens
 
 app = typer.Typer(
     name="dpllm",
@@ -61,6 +62,7 @@ tuning.register(app)
 generating.register(app)
 app.add_typer(budgets.app, name="budget")
 app.add_typer(auditing.app, name="audit")
+fill_help_screens(app)
 
 
 def main() -> None:

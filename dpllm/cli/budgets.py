@@ -15,7 +15,7 @@ app = typer.Typer(
     "before it trains.",
 )
 
-BudgetFile = Annotated[Path, typer.Argument(help="The budget file.", show_default=False)]
+BudgetFile = Annotated[Path, typer.Argument(metavar="FILE", help="The budget file.", show_default=False)]
 
 
 @app.command(
@@ -67,7 +67,9 @@ def show_budget(path: BudgetFile, as_json: AsJson = False) -> None:
 @one_line_errors
 def settle(
     path: BudgetFile,
-    output_dir: Annotated[Path, typer.Argument(help="Output folder of a run that crashed.", show_default=False)],
+    output_dir: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Output folder of a run that crashed.", show_default=False)
+    ],
     independent: Annotated[
         bool,
         typer.Option(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -16,6 +19,18 @@ from dpllm.config.mistakes import print_any_character, tell
 
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
+_RECIPE = typer.Argument(
+    metavar="RECIPE", help="A recipe file, or the name of a shipped recipe (dpllm recipes).", show_default=False
+)
+RecipeName = Annotated[str, _RECIPE]
+RecipePath = Annotated[Path, _RECIPE]
+AnyRecipe = Annotated[Path | None, _RECIPE]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE", help="Replace values of the recipe: privacy.target_epsilon=3.", show_default=False
+    ),
+]
 SamplingRate = Annotated[float, typer.Option(help="q: expected batch size over number of units.")]
 Steps = Annotated[int, typer.Option(help="T: number of steps.")]
 Delta = Annotated[float, typer.Option(help="δ, below 1/N; usual is 1/(10 N).")]
@@ -30,6 +45,33 @@ Adjacency = Annotated[
     str, typer.Option(help="Definition of neighbours: zero-out (a unit against nothing) or replace-one.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+
+
+def fill_help_screens(app: typer.Typer) -> None:
+    """Give each command its docstring with every paragraph on one line.
+
+    The help screen breaks lines at its own width, and keeps those of the source.
+
+    Args:
+        app: with all its commands and groups.
+    """
+    for command in app.registered_commands:
+        text = inspect.getdoc(command.callback) or ""
+        command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            fill_help_screens(group.typer_instance)
+
+
+def with_folder(text: str, folder: Path) -> str:
+    """Return a text in which the commands of a report name the folder of the run, so that they can be copied.
+
+    A report itself says OUTPUT_DIR, because its folder may be moved.
+
+    >>> with_folder("`dpllm report OUTPUT_DIR --audit x`", Path("runs/my run"))
+    "`dpllm report 'runs/my run' --audit x`"
+    """
+    return text.replace("OUTPUT_DIR", shlex.quote(str(folder)))
 
 
 def one_line_errors(command: _Command) -> _Command:

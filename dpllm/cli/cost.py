@@ -242,7 +242,9 @@ def calibrate(
 
 @one_line_errors
 def compose(
-    folders: Annotated[list[Path], typer.Argument(help="Output folders of runs on the same data.", show_default=False)],
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="RUN", help="Output folders of runs on the same data.", show_default=False)
+    ],
     delta: Annotated[float | None, typer.Option(help="δ of the composition. Without it: the δ of all runs.")] = None,
     adjacency: Annotated[
         str | None, typer.Option(help="zero-out or replace-one. Without it: the adjacency of all runs.")

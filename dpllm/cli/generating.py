@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from dpllm.models.generation import Prompt, Sampling, TextGenerator
 
 Folder = Annotated[
-    Path, typer.Argument(help="The folder of a run, or of a model that a run released.", show_default=False)
+    Path,
+    typer.Argument(metavar="RUN", help="The folder of a run, or of a model that a run released.", show_default=False),
 ]
 NewTokens = Annotated[int, typer.Option(help="The most tokens of a text.")]
 Temperature = Annotated[float, typer.Option(help="1: the model's own distribution; 0: the likeliest token.")]

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 import psutil
 
 from dpllm.config import ConfigError, Recipe, nearest
+from dpllm.config.launched import EXIT_CODES, check_numbers, noted_exit_code, process_number
 from dpllm.config.shipped import config_file, shipped_configs
 from dpllm.config.values import integer
 from dpllm.config.yaml12 import read_yaml
@@ -101,8 +103,13 @@ def is_launched() -> bool:
 
 
 def is_first() -> bool:
-    """Return whether this is the process that prints: the only one, or rank 0."""
-    return int(os.environ.get("RANK", "0")) == 0
+    """Return whether this is the process that prints: the only one, or rank 0.
+
+    Raises:
+        ConfigError: the environment has the number of a process that is none.
+    """
+    check_numbers()
+    return process_number("RANK") == 0
 
 
 def choose(recipe: Recipe, config: str | None, processes: int | None, machine: Machine | None = None) -> Launch:
@@ -247,7 +254,8 @@ def attend(command: Sequence[str], environment: Mapping[str, str]) -> int:
         environment: variables in addition to those of this process.
 
     Returns:
-        The launcher's exit code; 128 + the signal's number after a signal and an orderly end.
+        The exit code of the workers, which differs from the launcher's after a mistake; 128 + the signal's number after
+        a signal and an orderly end.
     """
     asked: list[int] = []
     running: list[psutil.Process] = []
@@ -262,17 +270,22 @@ def attend(command: Sequence[str], environment: Mapping[str, str]) -> int:
     names = ("SIGHUP", "SIGINT", "SIGTERM", "SIGUSR1")
     signals = [getattr(signal, name) for name in names if hasattr(signal, name)]
     before = {number: signal.signal(number, pass_on) for number in signals}
-    try:
-        # A process group of its own: the terminal sends Ctrl-C to this process only.
-        own_group: dict[str, Any] = {"process_group": 0} if hasattr(os, "setpgid") else {}
-        process = subprocess.Popen(list(command), env={**os.environ, **environment}, **own_group)
-        running.append(psutil.Process(process.pid))
-        if asked:
-            pass_on(asked[-1], None)
-        code = process.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with tempfile.TemporaryDirectory(prefix="dpllm-") as folder:
+        noted = Path(folder) / "exit_codes"
+        try:
+            # A process group of its own: the terminal sends Ctrl-C to this process only.
+            own_group: dict[str, Any] = {"process_group": 0} if hasattr(os, "setpgid") else {}
+            variables = {**os.environ, **environment, EXIT_CODES: str(noted)}
+            process = subprocess.Popen(list(command), env=variables, **own_group)
+            running.append(psutil.Process(process.pid))
+            if asked:
+                pass_on(asked[-1], None)
+            code = process.wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        if code > 0:
+            code = noted_exit_code(noted, code)
     code = 128 - code if code < 0 else code  # ended by a signal itself
     return 128 + asked[-1] if asked and code == 0 else code
 

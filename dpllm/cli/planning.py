@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dpllm.cli.common import AsJson, one_line_errors, show
+from dpllm.cli.common import AnyRecipe, AsJson, Overrides, one_line_errors, show
 from dpllm.cli.suggesting import (
     Around,
     Output,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dpllm.privacy.plan import PrivacyPlan
     from dpllm.training.workload import UpdateRule
 
+_INSTEAD = "With --sweep, instead of a recipe:"
 Memory = Annotated[bool, typer.Option("--memory", help="Print the computed memory and communication per GPU instead.")]
 Sweep = Annotated[
     bool, typer.Option("--sweep", help="Compare other batch sizes and steps for the same budget, and recommend one.")
@@ -68,8 +69,7 @@ PeakTflops = Annotated[
 NumUnits = Annotated[
     int | None,
     typer.Option(
-        help="With --sweep, instead of a recipe: N. With --suggest: N, so that the private records are not "
-        "read and need not be here."
+        help=f"{_INSTEAD} N. With --suggest: N, so that the private records are not read and need not be here."
     ),
 ]
 Picture = Annotated[Path | None, typer.Option(help="With --sweep: write a PNG.")]
@@ -88,11 +88,8 @@ def register(app: typer.Typer) -> None:
 
 @one_line_errors
 def plan(
-    recipe: Annotated[Path | None, typer.Argument(help="A recipe file.", show_default=False)] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Replace values of the recipe.", show_default=False),
-    ] = None,
+    recipe: AnyRecipe = None,
+    overrides: Overrides = None,
     memory: Memory = False,
     sweep: Sweep = False,
     suggest: Suggest = False,
@@ -112,11 +109,13 @@ def plan(
     rehearsal_steps: RehearsalSteps = None,
     output: Output = None,
     num_units: NumUnits = None,
-    expected_batch_size: Annotated[int | None, typer.Option(help="Likewise: b.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Likewise: T.")] = None,
-    epsilon: Annotated[float | None, typer.Option(help="Likewise: the ε that a run may cost.")] = None,
-    delta: Annotated[float | None, typer.Option(help="Likewise: δ; 1/(10 N) without it.")] = None,
-    tokens_per_unit: Annotated[float | None, typer.Option(help="Likewise: tokens of a unit.")] = None,
+    expected_batch_size: Annotated[
+        int | None, typer.Option(help=f"{_INSTEAD} b, the expected number of units of a step.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help=f"{_INSTEAD} T, the number of steps.")] = None,
+    epsilon: Annotated[float | None, typer.Option(help=f"{_INSTEAD} the ε that a run may cost.")] = None,
+    delta: Annotated[float | None, typer.Option(help=f"{_INSTEAD} δ; by default 1/(10 N).")] = None,
+    tokens_per_unit: Annotated[float | None, typer.Option(help=f"{_INSTEAD} the tokens of a unit.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print the privacy plan of a recipe, without training: every number that determines the guarantee.

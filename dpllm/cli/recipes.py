@@ -30,9 +30,14 @@ def register(app: typer.Typer) -> None:
 
 @one_line_errors
 def recipes(
-    name: Annotated[str | None, typer.Argument(help="A shipped recipe, or all.", show_default=False)] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="A shipped recipe, or all.", show_default=False)
+    ] = None,
     path: Annotated[
-        Path | None, typer.Argument(help="With --copy: the new file or a folder; default: here.", show_default=False)
+        Path | None,
+        typer.Argument(
+            metavar="PATH", help="With --copy: the new file or a folder; by default here.", show_default=False
+        ),
     ] = None,
     copy: Annotated[bool, typer.Option("--copy", help="Copy the recipe; a file is never replaced.")] = False,
     as_json: AsJson = False,

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dpllm.cli.common import AsJson, one_line_errors, show_json
+from dpllm.cli.common import AsJson, one_line_errors, show_json, with_folder
 
-Run = Annotated[Path, typer.Argument(help="The folder of a finished run.", show_default=False)]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.", show_default=False)]
 
 
 def register(app: typer.Typer) -> None:
@@ -27,7 +29,10 @@ def register(app: typer.Typer) -> None:
 def merge(
     run: Run,
     output: Annotated[
-        Path | None, typer.Argument(help="The new folder; default: merged, inside that of the run.", show_default=False)
+        Path | None,
+        typer.Argument(
+            metavar="OUTPUT", help="The new folder; by default merged, inside that of the run.", show_default=False
+        ),
     ] = None,
     num_labels: Annotated[
         int | None, typer.Option(help="Number of classes, for a classifier whose recipe leaves it to the data.")
@@ -50,7 +55,9 @@ def merge(
 @one_line_errors
 def push(
     run: Run,
-    repo_id: Annotated[str, typer.Argument(help="The repository on the Hub, such as my-name/my-model.")],
+    repo_id: Annotated[
+        str, typer.Argument(metavar="REPO_ID", help="The repository on the Hub, such as my-name/my-model.")
+    ],
     private: Annotated[
         bool | None, typer.Option("--private/--public", help="Who sees a new repository; default: the Hub's.")
     ] = None,
@@ -83,23 +90,47 @@ def push(
         for name, content in public_configurations(run, names).items():
             base = json.loads(content)["base_model_name_or_path"]
             typer.echo(f"{name} names the base model {base} there, and not its path on this machine.")
-    if dry_run:
-        require_publishable(run, force_open_points=force_open_points)
-        result = None
-    else:
-        result = publish(
-            run,
-            repo_id,
-            message=message,
-            private=private,
-            force_open_points=force_open_points,
-            revision=revision,
-            vocabulary=vocabulary,
-        )
+    with _open_points_listed(run):
+        if dry_run:
+            require_publishable(run, force_open_points=force_open_points)
+            result = None
+        else:
+            result = publish(
+                run,
+                repo_id,
+                message=message,
+                private=private,
+                force_open_points=force_open_points,
+                revision=revision,
+                vocabulary=vocabulary,
+            )
     if as_json:
         show_json({**values, "dry_run": dry_run, "commit": None if result is None else str(result)})
     else:
         typer.echo("Nothing was uploaded (--dry-run)." if dry_run else f"Published: {result}")
+
+
+@contextlib.contextmanager
+def _open_points_listed(run: Path) -> Iterator[None]:
+    """Print the open points for which a publication is refused, a line each, with commands that name the run.
+
+    Raises:
+        PublishError: the publication is refused.
+    """
+    from dpllm.report.publishing import PublishError
+
+    try:
+        yield
+    except PublishError as error:
+        if not error.points:
+            raise
+        typer.echo("open points:", err=True)
+        for number, point in enumerate(error.points, 1):
+            typer.echo(f"  {number}. {with_folder(point, run)}", err=True)
+        raise PublishError(
+            f"the privacy report of {run} has {len(error.points)} open point(s), listed above with the command that "
+            "clears each. Clear them, or publish with --force-open-points: the card lists them"
+        ) from error
 
 
 def _vocabulary_of(run: Path) -> list[str]:

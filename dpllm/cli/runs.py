@@ -9,9 +9,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from dpllm.cli.common import AsJson, one_line_errors, show_json
+from dpllm.cli.common import AsJson, one_line_errors, show_json, with_folder
 
-OutputDir = Annotated[Path, typer.Argument(help="The folder of a run or of a checkpoint.", show_default=False)]
+OutputDir = Annotated[
+    Path, typer.Argument(metavar="RUN", help="The folder of a run or of a checkpoint.", show_default=False)
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -78,7 +80,10 @@ def report(
         before = add_notes(output_dir, {})
         given["settled"] = {**notes_in(output_dir).settled, **settled_by(before, settle)}
     made = add_notes(output_dir, {name: value for name, value in given.items() if value is not None})
-    typer.echo(json.dumps(made.to_dict(), ensure_ascii=False, allow_nan=False) if as_json else render_markdown(made))
+    if as_json:
+        typer.echo(json.dumps(made.to_dict(), ensure_ascii=False, allow_nan=False))
+    else:
+        typer.echo(with_folder(render_markdown(made), output_dir))
 
 
 def _figures(given: list[str]) -> dict[str, str]:

@@ -34,7 +34,50 @@ _COLUMNS = {
 }
 _RECORD = "record"
 
-Column = Annotated[str | None, typer.Option(help="Its column; found by its name without it.", show_default=False)]
+
+def _column_option(what: str) -> Any:
+    """Return the option of the column of the text, the label, and so on."""
+    return typer.Option(help=f"The column of the {what}; by default found by its name.", show_default=False)
+
+
+_RECORDS = "The private records: .jsonl, .json, .csv, .tsv, .parquet or .txt; a file, a folder or a pattern."
+Records = Annotated[
+    str | None, typer.Argument(metavar="DATA", help=f"{_RECORDS} The same as --data.", show_default=False)
+]
+Data = Annotated[str | None, typer.Option(help=_RECORDS)]
+Format = Annotated[
+    str | None, typer.Option(help="text, prompt_completion, chat or classification (a text and its label).")
+]
+TextColumn = Annotated[str | None, _column_option("text")]
+PromptColumn = Annotated[str | None, _column_option("prompt")]
+CompletionColumn = Annotated[str | None, _column_option("completion")]
+MessagesColumn = Annotated[str | None, _column_option("messages of a chat")]
+LabelColumn = Annotated[str | None, _column_option("label")]
+Classes = Annotated[
+    str | None, typer.Option(help="Of a classification: the names of the classes, in order, or their number.")
+]
+UnitColumn = Annotated[
+    str | None,
+    typer.Option(help="Protect all records with the same value in this column together, such as patient_id."),
+]
+Unit = Annotated[str | None, typer.Option(help="record protects each record by itself; user needs a column.")]
+MaxRowsPerUnit = Annotated[int | None, typer.Option(help="k: how many records of one user may be used.")]
+Model = Annotated[str | None, typer.Option(help="A folder with a transformers model, or a Hub id.")]
+Adapter = Annotated[
+    bool | None,
+    typer.Option("--adapter/--full", help="Train a LoRA adapter, or all weights.", show_default="by the size"),
+]
+Rank = Annotated[int | None, typer.Option(help="Rank of the adapter; by default 16.")]
+Epsilon = Annotated[float | None, typer.Option(help="ε of the whole run; by default 8.")]
+MaxLength = Annotated[int | None, typer.Option(help="The most tokens of a row; by default at most 512.")]
+HeldOut = Annotated[float | None, typer.Option(help="Share of the units to hold out; 0 holds out none.")]
+Encoding = Annotated[str, typer.Option(help="Encoding of a text file, such as latin-1.")]
+StartIsIndependent = Annotated[
+    bool,
+    typer.Option("--start-is-independent", help="Declare that the model holds nothing of the private records."),
+]
+Output = Annotated[Path | None, typer.Option(help="The recipe to write; by default recipe.yaml.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: take the proposal for each missing option.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -42,57 +85,36 @@ def register(app: typer.Typer) -> None:
     app.command(
         "init",
         epilog="Example: dpllm init\n\n"
-        "Example: dpllm init --data notes.jsonl --model models/gpt2 --unit-column patient_id --epsilon 8 --yes\n\n"
-        "Example: dpllm init --data tickets.csv --format prompt_completion --prompt-column question "
+        "Example: dpllm init notes.jsonl --model models/gpt2 --unit-column patient_id --epsilon 8 --yes\n\n"
+        "Example: dpllm init tickets.csv --format prompt_completion --prompt-column question "
         "--completion-column answer --model openai-community/gpt2 --output tickets.yaml --yes",
     )(init)
 
 
 @one_line_errors
 def init(
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="The private records: .jsonl, .json, .csv, .tsv, .parquet or .txt; a file, folder or pattern."
-        ),
-    ] = None,
-    format: Annotated[
-        str | None, typer.Option(help="text, prompt_completion, chat or classification (a text and its label).")
-    ] = None,
-    text_column: Column = None,
-    prompt_column: Column = None,
-    completion_column: Column = None,
-    messages_column: Column = None,
-    label_column: Column = None,
-    classes: Annotated[
-        str | None, typer.Option(help="Of a classification: the names of the classes, in order, or their number.")
-    ] = None,
-    unit_column: Annotated[
-        str | None,
-        typer.Option(help="Protect all records with the same value in this column together, such as patient_id."),
-    ] = None,
-    unit: Annotated[
-        str | None, typer.Option(help="record protects each record by itself; user needs a column.")
-    ] = None,
-    max_rows_per_unit: Annotated[int | None, typer.Option(help="k: how many records of one user may be used.")] = None,
-    model: Annotated[str | None, typer.Option(help="A folder with a transformers model, or a Hub id.")] = None,
-    adapter: Annotated[
-        bool | None,
-        typer.Option("--adapter/--full", help="Train a LoRA adapter, or all weights.", show_default="by the size"),
-    ] = None,
-    rank: Annotated[int | None, typer.Option(help="Rank of the adapter; 16 without it.")] = None,
-    epsilon: Annotated[float | None, typer.Option(help="ε of the whole run; 8 without it.")] = None,
-    max_length: Annotated[int | None, typer.Option(help="The most tokens of a row; at most 512 without it.")] = None,
-    held_out: Annotated[float | None, typer.Option(help="Share of the units to hold out; 0 holds out none.")] = None,
-    encoding: Annotated[str, typer.Option(help="Encoding of a text file, such as latin-1.")] = "utf-8",
-    start_is_independent: Annotated[
-        bool,
-        typer.Option("--start-is-independent", help="Declare that the model holds nothing of the private records."),
-    ] = False,
-    output: Annotated[Path | None, typer.Option(help="The recipe to write; recipe.yaml without it.")] = None,
-    yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Ask nothing: take the proposal for each missing option.")
-    ] = False,
+    records: Records = None,
+    data: Data = None,
+    format: Format = None,
+    text_column: TextColumn = None,
+    prompt_column: PromptColumn = None,
+    completion_column: CompletionColumn = None,
+    messages_column: MessagesColumn = None,
+    label_column: LabelColumn = None,
+    classes: Classes = None,
+    unit_column: UnitColumn = None,
+    unit: Unit = None,
+    max_rows_per_unit: MaxRowsPerUnit = None,
+    model: Model = None,
+    adapter: Adapter = None,
+    rank: Rank = None,
+    epsilon: Epsilon = None,
+    max_length: MaxLength = None,
+    held_out: HeldOut = None,
+    encoding: Encoding = "utf-8",
+    start_is_independent: StartIsIndependent = False,
+    output: Output = None,
+    yes: Yes = False,
 ) -> None:
     """Write a recipe for your own records: it asks what it needs, and computes the other settings with a reason each.
 
@@ -109,7 +131,8 @@ def init(
         "label_column": label_column,
     }
     ask = _Questions(yes)
-    path = ask.value("data", data, "The private records (file, folder or pattern)", None, _some_text)
+    given = _one_of(records, data)
+    path = ask.value("data", given, "The private records (file, folder or pattern)", None, _some_text)
     target = _checked_output(output) if output is not None else None
     typer.echo(f"reading the first records of {path}")
     section, found = _data(ask, path, encoding, format, columns)
@@ -119,28 +142,22 @@ def init(
     value = ask.value("epsilon", epsilon, "ε of the whole run (up to 1 strong, up to 10 reasonable)", EPSILON, _epsilon)
     if target is None:
         target = ask.value("output", None, "The recipe to write", "recipe.yaml", _checked_output)
-    from dpllm.tuning.new_recipe import Wishes, new_recipe
-
-    wishes = Wishes(
-        data=section,
-        model=name,
-        epsilon=value,
-        output_dir=str(_new_folder(target.stem)),
-        unit_column=of_user,
-        rows=max_rows_per_unit,
-        classes=of_classes,
-        adapter=adapter,
-        rank=rank,
-        max_length=max_length,
-        held_out=held_out,
-        start_is_independent=start_is_independent,
-    )
-    typer.echo(f"reading all records of {path}, and computing the noise")
+    wishes = options.wishes(section, name, value, str(_new_folder(target.stem)), of_user, of_classes)
+    typer.echo(f"reading all records of {path}; then computing noise and learning rate")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # transformers, about names of options that will change
+        from dpllm.tuning.new_recipe import new_recipe
+
         made = new_recipe(wishes, at_hand)
         notes = _write(target, made)
     _show(target, wishes, made, notes if at_hand is not None else ())
+
+
+def _one_of(records: str | None, data: str | None) -> str | None:
+    """Return the private records, which are given by their place or by --data."""
+    if records is not None and data is not None and records != data:
+        raise ValueError(f"the private records are given twice, {records} and --data {data}: give one of them")
+    return data if records is None else records
 
 
 @dataclass(frozen=True)
@@ -177,6 +194,33 @@ class _Options:
             integer("--max-length", self.max_length, 2)
         if self.held_out is not None:
             between("--held-out", self.held_out, 0, 1, below=True)
+
+    def wishes(
+        self,
+        data: DataConfig,
+        model: str,
+        epsilon: float,
+        output_dir: str,
+        unit_column: str | None,
+        classes: int | list[str] | None,
+    ) -> Wishes:
+        """Return all wishes, with the answers to the questions."""
+        from dpllm.tuning.new_recipe import Wishes
+
+        return Wishes(
+            data=data,
+            model=model,
+            epsilon=epsilon,
+            output_dir=output_dir,
+            unit_column=unit_column,
+            rows=self.max_rows_per_unit,
+            classes=classes,
+            adapter=self.adapter,
+            rank=self.rank,
+            max_length=self.max_length,
+            held_out=self.held_out,
+            start_is_independent=self.start_is_independent,
+        )
 
 
 @dataclass(frozen=True)
@@ -297,9 +341,10 @@ def _model(ask: _Questions, given: str | None) -> tuple[str, ModelAtHand | None]
     """Return the name of the model, and its facts if it is here."""
 
     def check(name: str) -> tuple[str, ModelAtHand | None]:
+        place = Path(_some_text(name)).expanduser()
+        typer.echo(f"looking at the model {name}; loading torch and transformers takes some seconds")
         from dpllm.models.at_hand import model_at_hand
 
-        place = Path(_some_text(name)).expanduser()
         path = str(place) if place.is_dir() else name
         return path, model_at_hand(path)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import dpllm
-from dpllm.cli.common import one_line_errors
+from dpllm.cli.common import Overrides, RecipeName, one_line_errors
 from dpllm.config import load_recipe
 from dpllm.config.shipped import recipe_file
 
@@ -24,13 +24,8 @@ def register(app: typer.Typer) -> None:
 
 @one_line_errors
 def train(
-    recipe: Annotated[
-        str, typer.Argument(help="A recipe file, or the name of a shipped recipe (dpllm recipes).", show_default=False)
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Replace values of the recipe.", show_default=False),
-    ] = None,
+    recipe: RecipeName,
+    overrides: Overrides = None,
     config: Annotated[
         str | None,
         typer.Option(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpllm.cli.common import AsJson, one_line_errors, show
+from dpllm.cli.common import AsJson, Overrides, RecipePath, one_line_errors, show
 
 if TYPE_CHECKING:
     from dpllm.tuning.tune import Tuning
@@ -32,11 +32,8 @@ def register(app: typer.Typer) -> None:
 
 @one_line_errors
 def tune(
-    recipe: Annotated[Path, typer.Argument(help="A recipe file.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Replace values of the recipe.", show_default=False),
-    ] = None,
+    recipe: RecipePath,
+    overrides: Overrides = None,
     search: Annotated[
         Path, typer.Option(help="The search file: the distribution of the number of runs, and the candidates.")
     ] = Path("search.yaml"),

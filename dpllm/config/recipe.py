@@ -300,8 +300,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raw = read_yaml(recipe_file(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         words = error.strerror if isinstance(error, OSError) else f"it is not UTF-8: {error.reason} at {error.start}"
-        known = f"{nearest(Path(path).stem, shipped_recipes())}" if isinstance(error, FileNotFoundError) else ""
-        raise ConfigError(f"{path}: cannot be read ({words}){known}") from error
+        if isinstance(error, FileNotFoundError):
+            raise ConfigError(
+                f"{path}: there is no such file, and no shipped recipe has this name{_similar(Path(path).stem)} "
+                "dpllm recipes lists the shipped recipes, and dpllm init writes one for your own records"
+            ) from error
+        raise ConfigError(f"{path}: cannot be read ({words})") from error
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(raw, dict):
@@ -309,6 +313,17 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     for override in overrides:
         _apply_override(raw, override)
     return _build(Recipe, raw, str(path), "")
+
+
+def _similar(name: str) -> str:
+    """Return the names of the shipped recipes that are close to a name, as a question; a full stop if there are none.
+
+    >>> _similar("users")
+    '; did you mean quickstart_users?'
+    """
+    known = list(shipped_recipes())
+    found = [one for one in known if name and name in one] or difflib.get_close_matches(name, known)
+    return f"; did you mean {' or '.join(found)}?" if found else "."
 
 
 def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:

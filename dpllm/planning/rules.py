@@ -164,13 +164,17 @@ def range_words(rate: float, adapter: bool, correlated: bool) -> str:
         correlated: whether the noise is correlated.
     """
     low, high = rate_range(rate, adapter)
+    span = "a quarter to four times" if adapter else "half to twice"
     if adapter:
-        reason = "the rule was not measured with adapters"
+        reason = "The rule was not measured with adapters."
     elif correlated:
-        reason = "with correlated noise the best measured rates were 0.5 to 1 times the computed one"
+        reason = (
+            "With correlated noise the best measured rates were 0.8 and 1.05 times the computed one; larger ones than "
+            "these were not tried."
+        )
     else:
-        reason = "with independent noise the best measured rate was the computed one, and half and twice it were worse"
-    return f"Learning rates worth a rehearsal: {low:g} to {high:g}; {reason}."
+        reason = "With independent noise the best measured rate was 0.9 times the computed one."
+    return f"Learning rates worth a rehearsal: {low:g} to {high:g}, {span} the computed one. {reason}"
 
 
 def units_needed(target_epsilon: float, like: float = 8.0) -> int:

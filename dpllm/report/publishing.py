@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,16 @@ _NO = ("", "0", "false", "no", "off", "none")
 
 
 class PublishError(ValueError):
-    """A model may not be published as it is."""
+    """A model may not be published as it is.
+
+    Attributes:
+        points: the open points of its report, each with the way to clear it, if these are the reason.
+    """
+
+    def __init__(self, message: str, points: Sequence[str] = ()) -> None:
+        """Store the points."""
+        super().__init__(message)
+        self.points = tuple(points)
 
 
 def refuse_uploads(args: Any) -> None:
@@ -180,7 +189,8 @@ def require_publishable(folder: str | Path, *, force_open_points: bool = False) 
         raise PublishError(
             f"{len(points)} open point(s) in the privacy report of {folder}: {' '.join(points)} Clear them as "
             f"{MARKDOWN_FILE} says beside each, or publish with --force-open-points (force_open_points=True): the card "
-            "lists them"
+            "lists them",
+            points,
         )
 
 

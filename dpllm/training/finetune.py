@@ -22,7 +22,8 @@ from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
-from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, ModelConfig, Recipe, load_recipe, save_recipe
+from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, ModelConfig, PrivacyConfig, Recipe, load_recipe, save_recipe
+from dpllm.config.launched import check_numbers, note_exit_code, process_number
 from dpllm.config.mistakes import print_any_character, tell, words_of
 from dpllm.config.shipped import shipped_root
 from dpllm.data.rows import (
@@ -96,13 +97,14 @@ def carry_out(recipe: str | Path, overrides: Sequence[str]) -> None:
     Raises:
         SystemExit: the exit code is not 0.
     """
-    console.quiet = int(os.environ.get("RANK", "0")) > 0
-    use_all_cores()
     print_any_character()
-    find_deepspeed_config(shipped_root())
     code, together = 2, False
     end_with_the_launcher()
     try:
+        check_numbers()
+        console.quiet = process_number("RANK") > 0
+        use_all_cores()
+        find_deepspeed_config(shipped_root())
         with Terminal().taken():  # so that Ctrl-C does not end the launcher with a traceback
             code, together = run(load_recipe(recipe, overrides)), True
     except RunCompletedError as done:
@@ -111,6 +113,7 @@ def carry_out(recipe: str | Path, overrides: Sequence[str]) -> None:
     except Exception as error:  # any: the program ends here, and `tell` prints the traceback of a fault
         get_error_handler().record_exception(error)  # `record` sees only the exit code
         code = tell(error, (lambda text: None) if console.quiet and words_of(error) else None)
+        note_exit_code(code)
     except KeyboardInterrupt:
         if not console.quiet:
             print("stopped at once; a step that was under way stays charged", file=sys.stderr)
@@ -243,13 +246,33 @@ def read(
     with args.main_process_first(desc="reading the records"):
         train_records, eval_records = load_train_and_eval(recipe.data, recipe.privacy)
     units = unit_index_of(train_records, recipe.privacy)
-    held_out = f", {len(eval_records):,} records held out" if eval_records else ""
-    phases.end(f"{units.num_units:,} units of privacy{held_out}")
+    phases.end(read_words(units.num_units, eval_records, recipe.privacy))
     phases.begin("planning", "the noise that ε needs" if recipe.privacy.target_epsilon else "")
     plan = plan_for(args, recipe.privacy, units, average=recipe.train.get("average"))
     phases.end()
     show("privacy plan", format_plan(plan))
     return train_records, eval_records, plan
+
+
+def read_words(num_units: int, eval_records: datasets.Dataset | None, privacy: PrivacyConfig) -> str:
+    """Return what was read: the units to train on, and those held out, both counted in the same way.
+
+    Args:
+        num_units: N.
+        eval_records: those held out; None: there are none.
+        privacy: the definition of a unit.
+    """
+    if privacy.unit != "user":
+        held_out = f", {len(eval_records):,} records held out" if eval_records else ""
+        return f"{num_units:,} records to train on{held_out}"
+    words = f"{num_units:,} users to train on"
+    if not eval_records:
+        return words
+    column, count = privacy.unit_column, f"{len(eval_records):,} records"
+    if column not in eval_records.column_names:  # of a file of their own, which need not name users
+        return f"{words}; {count} held out"
+    users = len({str(name) for name in eval_records[column]})
+    return f"{words}, {users:,} users held out, with {count}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -393,7 +416,7 @@ def use_all_cores() -> None:
     """
     if "ACCELERATE_MIXED_PRECISION" in os.environ and not torch.accelerator.is_available() and not threads_were_set():
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        torch.set_num_threads(max(1, cores // max(1, process_number("LOCAL_WORLD_SIZE", 1))))
 
 
 def threads_were_set() -> bool:

@@ -53,9 +53,11 @@ class RowsTaken:
         """Return some of the rows."""
         return RowsTaken(self.rows[part], self.lengths_B[part], self.collate)
 
-    def microbatch(self, unit_index: np.ndarray, num_units: int, continues: bool = False) -> Microbatch:
+    def microbatch(
+        self, unit_index: np.ndarray, num_units: int, continues: bool = False, share: float = 0.0
+    ) -> Microbatch:
         """Return the microbatch of these rows; see `Microbatch`."""
-        return Microbatch(*_collated(self.rows, self.collate, unit_index), num_units, continues, self)
+        return Microbatch(*_collated(self.rows, self.collate, unit_index), num_units, continues, self, share)
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Microbatch:
         num_units: number of units that end in this microbatch.
         continues: whether all rows belong to one unit that continues in the next microbatch.
         taken: the rows it was made of; None if it cannot be divided further.
+        share: its part of this process's tokens in the step, padding included; 0 if unknown. It is for the screen.
     """
 
     inputs: Mapping[str, Any]
@@ -76,6 +79,7 @@ class Microbatch:
     num_units: int
     continues: bool = False
     taken: RowsTaken | None = None
+    share: float = 0.0
 
     @property
     def num_tokens(self) -> int:
@@ -100,12 +104,14 @@ class Microbatch:
         middle, begins = len(unit_B) / 2, 1 + np.flatnonzero(np.diff(unit_B))
         if not len(begins):
             cut = -(-len(unit_B) // 2)
-            first = self.taken[:cut].microbatch(unit_B[:cut], 0, continues=True)
-            return first, self.taken[cut:].microbatch(unit_B[cut:], self.num_units, self.continues)
+            share = self.share * cut / len(unit_B)
+            first = self.taken[:cut].microbatch(unit_B[:cut], 0, True, share)
+            return first, self.taken[cut:].microbatch(unit_B[cut:], self.num_units, self.continues, self.share - share)
         cut = int(begins[np.abs(begins - middle).argmin()])
-        before = int(unit_B[cut])
-        first = self.taken[:cut].microbatch(unit_B[:cut], before)
-        return first, self.taken[cut:].microbatch(unit_B[cut:] - before, self.num_units - before)
+        before, share = int(unit_B[cut]), self.share * cut / len(unit_B)
+        first = self.taken[:cut].microbatch(unit_B[:cut], before, share=share)
+        rest = self.taken[cut:].microbatch(unit_B[cut:] - before, self.num_units - before, share=self.share - share)
+        return first, rest
 
 
 def microbatches(
@@ -166,11 +172,12 @@ def microbatches(
         pieces.append(list(_pieces(rows_of_unit[owner == process], its, room, cut)))
     mine = owner[unit] == rank
     rows, unit = rows[mine], np.cumsum(owner == rank)[unit[mine]] - 1
-    for start, stop, continues in pieces[rank]:
+    shares = _shares(lengths[rows], pieces[rank], packed)
+    for (start, stop, continues), share in zip(pieces[rank], shares, strict=True):
         here = unit[start:stop]
         num_units = 0 if continues else int(here[-1] - here[0]) + 1
         taken = RowsTaken(fetch(rows[start:stop]), lengths[rows[start:stop]], collate)
-        yield taken.microbatch(here - here[0], num_units, continues)
+        yield taken.microbatch(here - here[0], num_units, continues, share)
     for _ in range(max(1, *map(len, pieces)) - len(pieces[rank])):
         yield Microbatch(*_collated(fetch(np.asarray(units.rows[:1])), collate, np.array([PADDING_UNIT])), num_units=0)
 
@@ -197,6 +204,14 @@ def deal(unit_ids: np.ndarray, size: int, key: int) -> np.ndarray:
     hashed = _scrambled(_scrambled(unit_ids.astype(np.uint64) ^ np.uint64(key & _WORD)) ^ np.uint64(key >> 64 & _WORD))
     owner[np.lexsort((unit_ids, hashed))] = np.arange(len(unit_ids)) % size
     return owner
+
+
+def _shares(lengths: np.ndarray, pieces: Sequence[tuple[int, int, bool]], packed: bool) -> list[float]:
+    """Return each microbatch's part of the tokens of all, as `best_cuts` counts them; each begins with its longest."""
+    tokens = [
+        int(lengths[start:stop].sum()) if packed else (stop - start) * int(lengths[start]) for start, stop, _ in pieces
+    ]
+    return [one / max(1, sum(tokens)) for one in tokens]
 
 
 def _scrambled(words: np.ndarray) -> np.ndarray:

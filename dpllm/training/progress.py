@@ -1,20 +1,27 @@
 """The bar of a private training: steps, time left, throughput and ε so far.
 
 Place in the flow: in place of the Trainer's own bar, outside of notebooks. The first step also has checks that come
-once, so the time left is computed from the steps after it.
+once, so the time left is computed from the steps after it; the time so far counts from the start of the training.
+
+Within a long step a terminal shows the share of the step that is done. It follows the number of drawn units, which ε
+does not cover, so it goes to a terminal only: output that is redirected to a file says that the step is under way.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from tqdm import tqdm
 from transformers import ProgressCallback, TrainerControl, TrainerState, TrainingArguments
 
 from dpllm.privacy.rounding import epsilon_to_log, format_epsilon
+from dpllm.training.step import Progress, unseen
 
+_ON_A_TERMINAL, _IN_A_FILE = 1.0, 30.0
+"""Seconds between two words on a step that is under way."""
 _SHARE = 100  # ε is computed again after this many times the time that it took
 
 
@@ -29,6 +36,25 @@ class Batch:
 
     units: int
     tokens: float
+
+
+class StepBar(tqdm):
+    """A bar whose time left is that of the steps after the first one.
+
+    Attributes:
+        measured: number of the steps after the first one, and their seconds.
+    """
+
+    measured: tuple[int, float] = (0, 0.0)
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        """Return the figures that are shown, with the rate of the measured steps; before them the rate is unknown."""
+        figures = super().format_dict
+        steps, seconds = self.measured
+        if steps and seconds > 0:
+            return {**figures, "rate": steps / seconds}
+        return {**figures, "rate": None, "initial": figures["n"]}
 
 
 class StepProgress(ProgressCallback):
@@ -46,19 +72,42 @@ class StepProgress(ProgressCallback):
         self._first: tuple[int, float] | None = None  # the step from which time counts
         self._spent, self._next = "", 0.0  # ε in words, and the time from which it is computed again
         self._counted = 0  # the steps that this ε counts
+        self._figures: list[str] = []
+        self._shown = 0.0  # the time of the last words
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Show the bar, from the step at which a resumed run goes on."""
-        super().on_train_begin(args, state, control, **kwargs)
-        self._first = None
+        self._first, self._figures = None, []
         self.current_step = state.global_step
-        if self.training_bar is not None:
-            self.training_bar.smoothing = 0  # the mean of all steps, and not of the last ones
-            self.training_bar.unit = "step"
-            self.training_bar.initial = self.training_bar.n = state.global_step
-            self.training_bar.set_postfix_str("the first step has checks that come once")
+        if state.is_world_process_zero:
+            self.training_bar: StepBar | None = StepBar(
+                total=state.max_steps, initial=state.global_step, unit="step", dynamic_ncols=True
+            )
+            self.training_bar.set_postfix_str(f"step {state.global_step + 1}: checks that come once")
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Note that a step is under way."""
+        self._shown = time.time()
+
+    def moved(self, done: float) -> None:
+        """Show that a step goes on, if the last words are old.
+
+        Args:
+            done: share of the step that is done, from 0 to 1.
+        """
+        bar, now = self.training_bar, time.time()
+        if bar is None:
+            return
+        on_terminal = getattr(bar.fp, "isatty", bool)()
+        if now < self._shown + (_ON_A_TERMINAL if on_terminal else _IN_A_FILE):
+            return
+        self._shown = now
+        how_far = f"{done:.0%}" if on_terminal else "under way"
+        bar.set_postfix_str(", ".join([*self._figures, f"step {bar.n + 1}: {how_far}"]))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Move the bar."""
@@ -69,10 +118,11 @@ class StepProgress(ProgressCallback):
         words = [self._epsilon_now(now, state)]
         if self._first is None:
             self._first = (state.global_step, now)
-            bar.initial, bar.start_t = state.global_step, now
         else:
-            rate = (state.global_step - self._first[0]) / max(now - self._first[1], 1e-9)
+            bar.measured = (state.global_step - self._first[0], max(now - self._first[1], 1e-9))
+            rate = bar.measured[0] / bar.measured[1]
             words += [f"{self._batch.units * rate:,.0f} units/s", f"{self._batch.tokens * rate:,.0f} tokens/s"]
+        self._figures = words
         bar.set_postfix_str(", ".join(words), refresh=False)
         super().on_step_end(args, state, control, **kwargs)
 
@@ -95,6 +145,11 @@ class StepProgress(ProgressCallback):
         if logs is not None and "epsilon" in logs:
             self._spent, self._counted = _words(logs["epsilon"]), state.global_step
         super().on_log(args, state, control, logs=logs, **kwargs)
+
+
+def progress_of(callbacks: Iterable[Any]) -> Progress:
+    """Return the function that shows how far a step is: that of the bar, if there is one among the callbacks."""
+    return next((one.moved for one in callbacks if isinstance(one, StepProgress)), unseen)
 
 
 def _words(epsilon: float) -> str:

@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
 from dpllm.config import ConfigError, PrivacyConfig, read_section
+from dpllm.config.values import shown
 from dpllm.data.lengths import input_of
 from dpllm.data.raw_rows import LONGEST, RowMaker, is_raw
 from dpllm.engines.processes import Processes
@@ -52,6 +53,20 @@ def require_arguments(args: Any) -> TrainingArguments:
         f"args is {given}: pass transformers.TrainingArguments(output_dir=..., max_steps=...); model, ledger and "
         "report go into output_dir"
     )
+
+
+def require_functions(**given: Any) -> None:
+    """Check the arguments of a Trainer that it calls, before any of them is called.
+
+    Args:
+        given: by name; None: not given.
+
+    Raises:
+        ConfigError: one cannot be called.
+    """
+    for name, one in given.items():
+        if one is not None and not callable(one):
+            raise ConfigError(f"{name} is {shown(one)}, which cannot be called: pass a function, or leave {name} out")
 
 
 class RowsTrainer(AveragedTrainer):

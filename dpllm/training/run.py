@@ -50,7 +50,7 @@ from dpllm.training.noted import note_units, note_users
 from dpllm.training.rows import LossOf, TrainingRows
 from dpllm.training.shared_folder import require_shared_folder
 from dpllm.training.shared_ledger import SharedLedger
-from dpllm.training.step import StepDiagnostics, private_step, refuse_unfinished
+from dpllm.training.step import Progress, StepDiagnostics, private_step, refuse_unfinished, unseen
 from dpllm.training.unused import FROZEN, freeze_unused, in_parts
 
 _TAKEN: weakref.WeakSet[SharedLedger] = weakref.WeakSet()  # ledgers of the runs of this process
@@ -330,7 +330,7 @@ class PrivateRun:
             )
         return self._draws.chosen(np.asarray(unit_ids, dtype=np.int64))
 
-    def step(self, unit_ids: np.ndarray, loss_of: LossOf) -> StepDiagnostics:
+    def step(self, unit_ids: np.ndarray, loss_of: LossOf, progress: Progress = unseen) -> StepDiagnostics:
         """Take a private step over these units; see `dpllm.training.step.private_step`.
 
         Afterwards the private gradient is in ``.grad`` for ``optimizer.step()``. DeepSpeed's engine has already updated
@@ -342,6 +342,8 @@ class PrivateRun:
         Args:
             unit_ids: the last result of `draws`; each draw is for one step.
             loss_of: called with the module to run and a microbatch's inputs.
+            progress: called with 0 after the checks that precede a step, and then as for
+                `dpllm.training.step.private_step`.
 
         Raises:
             DrawError: these are other units, or the draw was used.
@@ -364,6 +366,7 @@ class PrivateRun:
             self.max_tokens = attached.find_max_tokens(loss_of, self.rows, self.plan, self.processes)
         attached.check_rows(loss_of, self.max_tokens, self.ledger, self.steps_planned)
         attached.note_trained(self.ledger.num_steps)
+        progress(0.0)
         self._entropy.begin_step(alike=attached.engine.division.size < self.processes.size)
 
         def before_update() -> None:
@@ -381,6 +384,7 @@ class PrivateRun:
                 self._entropy.noise,
                 before_update,
                 self._entropy.first,
+                progress,
             )
         except BaseException:
             self._entropy.give_up_step()

@@ -102,7 +102,8 @@ class StopRequest:
             self._leave_the_terminal()
         if self.number is None:
             self.number, self._since = number, now
-            _say(f"{signal.Signals(number).name}: {self._then}. Ctrl-C again, after {ONCE:g} s, stops at once.")
+            again = "A second Ctrl-C" if number == signal.SIGINT else "Ctrl-C"
+            _say(f"{signal.Signals(number).name}: {self._then}. {again}, after {ONCE:g} s, stops at once.")
         elif number == signal.SIGINT and now - self._since > ONCE:
             raise KeyboardInterrupt
 

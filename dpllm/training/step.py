@@ -26,6 +26,14 @@ from dpllm.training.microbatches import Microbatch
 from dpllm.training.out_of_memory import OutOfMemory, Passed, Portions, attempt
 from dpllm.training.release import Release
 
+Progress = Callable[[float], None]
+"""Called with the share of a step that is done, from 0 to 1."""
+
+
+def unseen(done: float) -> None:
+    """Show no progress."""
+    del done
+
 
 @dataclass(frozen=True)
 class StepDiagnostics:
@@ -60,6 +68,7 @@ def private_step(
     noise: NoiseStream,
     before_update: Callable[[], None] = lambda: None,
     first: int = 0,
+    progress: Progress = unseen,
 ) -> StepDiagnostics:
     """Take one private step up to the optimizer, charged to the ledger.
 
@@ -81,6 +90,8 @@ def private_step(
         first: number of steps charged before that start or resume.
         before_update: called when the private gradient is complete, before an engine updates the parameters. If it
             raises on one process, all processes raise its error.
+        progress: called after each microbatch with the share of this process's work that is done. It follows the drawn
+            units, so it may only go to a screen.
 
     Raises:
         ValueError: the clipper's norm is not the plan's; ``.grad`` already holds gradients; the plan's steps are used
@@ -95,7 +106,7 @@ def private_step(
     ledger.append_step(number, plan.event)
     release = Release(clipper, plan, engine, noise, number - first)
     replicas = Replicas(clipper.parameters, engine.processes)  # the present weights; compared before any use
-    tally, statistic = _Tally(clipper.threshold), StepStatistic(clipper, plan, noise)
+    tally, statistic = _Tally(clipper.threshold, progress), StepStatistic(clipper, plan, noise)
     portions = Portions(batch, divisible=not engine.lockstep)
 
     def up_to_the_last_sum() -> Microbatch:  # which is collected by the caller
@@ -204,8 +215,8 @@ def _has_to_check_rows(clipper: UnitClipper, microbatch: Microbatch, engine: Eng
 class _Tally:
     """The counts of a step, read from the device once."""
 
-    def __init__(self, clip_norm: float) -> None:
-        self._clip_norm = clip_norm
+    def __init__(self, clip_norm: float, progress: Progress) -> None:
+        self._clip_norm, self._progress, self._done = clip_norm, progress, 0.0
         self._units = 0
         self._counts: Tensor | None = None  # sum of losses, rows, non-finite units, clipped units
 
@@ -223,6 +234,8 @@ class _Tally:
         )
         self._counts = counts if self._counts is None else self._counts + counts
         self._units += microbatch.num_units
+        self._done += microbatch.share
+        self._progress(min(1.0, self._done))
 
     def over(
         self, engine: Engine, portions: Portions, replicas: Replicas, error: Exception | None

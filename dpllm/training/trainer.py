@@ -55,10 +55,10 @@ from dpllm.training.interrupt import Interrupt
 from dpllm.training.outlets import StartingModel
 from dpllm.training.preflight import refuse_unusable_model
 from dpllm.training.prepared import Prepared, agreed_arguments
-from dpllm.training.progress import StepProgress
+from dpllm.training.progress import StepProgress, progress_of
 from dpllm.training.restarting import begin_in, checkpoint_to_resume
 from dpllm.training.row_losses import RowLosses
-from dpllm.training.rows_trainer import RowsTrainer, read_privacy, require_arguments
+from dpllm.training.rows_trainer import RowsTrainer, read_privacy, require_arguments, require_functions
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.staged import StagedCheckpoints
 from dpllm.training.trainer_run import LogicalBatches, TrainerRun
@@ -165,6 +165,12 @@ class DPTrainer(RowsTrainer):
     ) -> None:
         """Compute the plan and set up the Trainer."""
         refuse_ignored(self)
+        require_functions(
+            data_collator=data_collator,
+            compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )
         args, privacy, keys = require_arguments(args), read_privacy(privacy), read_keys(data)
         refuse_steering(args, callbacks or [], optimizers[1], eval_is_public)
         kept, own = checked_average(average), optimizers[0] is not None
@@ -396,7 +402,11 @@ class DPTrainer(RowsTrainer):
         del num_items_in_batch
         model.train()
         with self.compute_loss_context_manager():
-            done = self._run_of_now().step(inputs["unit_ids"].numpy(), self._losses.after(self._prepare_inputs))
+            done = self._run_of_now().step(
+                inputs["unit_ids"].numpy(),
+                self._losses.after(self._prepare_inputs),
+                progress_of(self.callback_handler.callbacks),
+            )
         return torch.tensor(done.mean_loss, device=self.args.device)
 
     # ------------------------------------------------------ ε and the report

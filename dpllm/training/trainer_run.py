@@ -28,7 +28,7 @@ from dpllm.training.prepared import Prepared
 from dpllm.training.rows import LossOf
 from dpllm.training.run import PrivateRun
 from dpllm.training.shared_ledger import SharedLedger
-from dpllm.training.step import StepDiagnostics
+from dpllm.training.step import Progress, StepDiagnostics, unseen
 
 logger = logging.get_logger(__name__)
 
@@ -130,14 +130,14 @@ class TrainerRun:
 
     # ------------------------------------------------------------------- steps
 
-    def step(self, unit_ids: np.ndarray, loss_of: LossOf) -> StepDiagnostics:
+    def step(self, unit_ids: np.ndarray, loss_of: LossOf, progress: Progress = unseen) -> StepDiagnostics:
         """Take a private step; warn if memory ran out or a unit's gradient was not finite.
 
         Raises:
             NonfiniteError: no unit has had a finite gradient for half a batch of units.
             ConfigError, ValueError: see `PrivateRun.step`.
         """
-        done = self.private.step(unit_ids, loss_of)
+        done = self.private.step(unit_ids, loss_of, progress)
         self._nonfinite.look(done.num_units, done.num_nonfinite, self.ledger.num_steps)
         if done.num_divided:
             logger.warning(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from dpllm.cli import app
@@ -107,7 +108,7 @@ def test_calibrate_keeps_the_target() -> None:
         ([*EPSILON, "--adjacency", "bounded"], "adjacency must be one of zero-out, replace-one"),
         ([*EPSILON, "--steps", "-1"], "steps must be at least 0"),
         ([*CALIBRATE, "--epsilon", "1e-9"], "cannot be reached"),
-        (["plan", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
+        (["plan", "nowhere.yaml"], "nowhere.yaml: there is no such file"),
         (["report", "nowhere"], "nowhere holds no privacy_plan.json"),
     ],
 )
@@ -120,6 +121,24 @@ def test_help_has_examples() -> None:
     """Every command's help shows a command that can be copied."""
     for command in ("epsilon", "calibrate", "compose", "plan", "report", "verify"):
         assert f"Example: dpllm {command}" in " ".join(run([command, "--help"]).replace("│", " ").split())
+
+
+def commands(app: typer.Typer, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
+    """Return the help of each command by the words that call it."""
+    found = {(*path, one.name or one.callback.__name__): str(one.help) for one in app.registered_commands}
+    for group in app.registered_groups:
+        found |= commands(group.typer_instance, (*path, str(group.name)))
+    return found
+
+
+def test_a_paragraph_of_a_help_screen_is_broken_only_where_the_screen_ends() -> None:
+    """The lines of the source end in other places: each paragraph is one line before it is printed."""
+    every = commands(app)
+    assert {("init",), ("budget", "create"), ("audit", "gradient")} <= {*every}
+    for words, text in every.items():
+        assert text and all("\n" not in paragraph for paragraph in text.split("\n\n")), words
+    shown = run(["train", "--help"])
+    assert "Ctrl-C, SIGTERM, SIGHUP\n" not in shown and "SIGUSR1 end a run" in " ".join(shown.split())
 
 
 @pytest.fixture

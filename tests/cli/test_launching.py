@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dpllm.cli.launching import Machine, attend, choose
+from dpllm.cli.launching import Machine, attend, choose, is_first
 from dpllm.config import ConfigError, load_recipe
 from dpllm.config.shipped import shipped_configs
 
@@ -132,6 +132,16 @@ def test_below_a_launcher_the_launcher_has_chosen(recipe, monkeypatch):
         choose(recipe(), None, 2)
 
 
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"])
+def test_a_process_without_a_number_is_refused_with_the_remedy(monkeypatch, name):
+    """By the first look at the environment, before anything is printed."""
+    monkeypatch.setenv(name, "abc")
+    with pytest.raises(ConfigError, match=f"{name} is 'abc', and a launcher sets it to a number: remove it"):
+        is_first()
+    monkeypatch.setenv(name, "1")
+    assert is_first() == (name != "RANK")
+
+
 # A launcher whose two workers count the interrupts that they get, and end with 0 soon after the first.
 LAUNCHER = """
 import subprocess, sys
@@ -171,8 +181,14 @@ def test_a_signal_reaches_each_worker_once_and_is_the_exit_code(tmp_path, number
 
 
 def test_the_exit_code_is_the_launchers(tmp_path):
-    """Also of one that a signal ended; the environment is added to that of this process."""
+    """Also of one that a signal ended, but that of its workers if they noted it.
+
+    The environment is added to that of this process.
+    """
     program = "import os, sys; sys.exit(int(os.environ['CODE']))"
     assert attend([sys.executable, "-c", program], {"CODE": "3"}) == 3
+    mistake = "from dpllm.config.launched import note_exit_code as note; import sys; note(2); {} sys.exit(1)"
+    for more, code in (("", 2), ("note(1);", 1)):  # a launcher ends with 1 whatever its workers ended with
+        assert attend([sys.executable, "-c", mistake.format(more)], {"PYTHONPATH": str(ROOT)}) == code
     killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     assert attend([sys.executable, "-c", killed], {}) == 128 + signal.SIGKILL

@@ -67,6 +67,17 @@ def test_without_questions_the_proposals_are_taken(model):
     assert not Path("runs").exists()
 
 
+def test_the_records_are_also_given_by_their_place(model):
+    """As --data; both together only if they are equal."""
+    shown = asked([], "notes.jsonl", "--model", str(model), "--yes")
+    assert load_recipe("recipe.yaml").data.path == "notes.jsonl"
+    lines = shown.splitlines()
+    names = ["reading the first records of notes.jsonl", "looking at the model", "reading all records of notes.jsonl"]
+    assert [sum(line.startswith(name) for line in lines) for name in names] == [1, 1, 1]
+    Path("recipe.yaml").unlink()
+    assert "given twice, a.jsonl and --data notes.jsonl" in refused("a.jsonl", "--data", "notes.jsonl", "--yes")
+
+
 def test_questions_have_proposals_and_are_asked_again(model):
     """A wrong answer gets the error and the question once more; Enter takes the proposal."""
     answers = ["nowhere.jsonl"]
@@ -182,7 +193,7 @@ def test_a_model_that_cannot_be_trained_privately_is_found_now(model, monkeypatc
 def test_the_help_has_examples_and_explains_each_option():
     """Without the documents."""
     shown = " ".join(run(["init", "--help"]).replace("│", " ").split())
-    assert "Example: dpllm init --data notes.jsonl" in shown
+    assert "Example: dpllm init notes.jsonl" in shown
     for option in ("--unit-column", "--epsilon", "--max-rows-per-unit", "--yes", "--held-out", "--adapter"):
         assert option in shown
 

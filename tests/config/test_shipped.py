@@ -39,8 +39,11 @@ def test_a_file_of_ones_own_comes_first(tmp_path, monkeypatch):
 def test_a_misspelt_name_is_one_error_with_the_nearest(tmp_path, monkeypatch):
     """The path as it was given."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"^quickstar: cannot be read \(No such file .*\); did you mean 'quickstart'"):
+    close = r"^quickstar: there is no such file, .*; did you mean quickstart or quickstart_users\? dpllm recipes lists"
+    with pytest.raises(ConfigError, match=close):
         load_recipe("quickstar")
+    with pytest.raises(ConfigError, match=r"; did you mean .*t5_e2e_full\?"):
+        load_recipe("e2e")
 
 
 def test_all_of_them_are_listed():

@@ -72,6 +72,16 @@ def test_rates_around_the_computed_one():
     assert rules.rate_range(0.1, adapter=False) == (0.05, 0.2) and rules.rate_range(0.1, adapter=True) == (0.025, 0.4)
     words = [rules.range_words(0.1, *kind) for kind in ((True, True), (False, True), (False, False))]
     assert "adapters" in words[0] and "correlated" in words[1] and "independent" in words[2]
+    assert "0.025 to 0.4, a quarter to four times" in words[0] and "0.05 to 0.2, half to twice" in words[1]
+
+
+def test_best_measured_rates_are_within_the_range_that_is_named():
+    """Of the three lines of the table in docs/correlated_noise.md: the range and its reason do not contradict."""
+    for computed, best in ((0.0043, 0.004), (0.061, 0.064), (0.083, 0.064)):
+        low, high = rules.rate_range(computed, adapter=False)
+        assert low <= best <= high
+        words = rules.range_words(computed, adapter=False, correlated=computed > 0.01)
+        assert f"{best / computed:.1f}" in words or f"{best / computed:.2f}" in words
 
 
 def test_rows_of_a_user_cost_epsilon_only_where_they_are_drawn_singly():

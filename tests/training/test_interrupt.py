@@ -8,6 +8,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from dpllm.engines.processes import Processes
 from dpllm.training.interrupt import Interrupt
+from dpllm.training.signals import StopRequest
 
 
 @pytest.mark.parametrize("complete", [False, True])
@@ -26,3 +27,14 @@ def test_the_end_of_a_run(complete, signalled, tmp_path):
     assert interrupt.signal == (signal.SIGTERM if signalled and not complete else None)
     interrupt.forget()
     assert interrupt.signal is None and not Interrupt(Processes(), lambda: False).has_ended_run()
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"])
+def test_a_signal_is_told_how_the_run_is_ended_at_once(name, capfd):
+    """Only after Ctrl-C it is a second one."""
+    request = StopRequest("finishing")
+    with request.listening():
+        os.kill(os.getpid(), signal.Signals[name])
+        assert request.requested
+    first = "A second Ctrl-C" if name == "SIGINT" else "Ctrl-C"
+    assert capfd.readouterr().err.strip() == f"{name}: finishing. {first}, after 2 s, stops at once."

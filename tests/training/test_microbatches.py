@@ -101,6 +101,19 @@ def test_an_empty_step_has_one_padding_row():
     assert batch.num_units == 0 and batch.unit_index.tolist() == [PADDING_UNIT] and batch.inputs["row"].shape == (1,)
 
 
+def test_shares_are_parts_of_the_work_of_a_process():
+    """By padded tokens, or by the rows' own tokens without padding; a padding row has none."""
+    units, lengths = UnitIndex.one_row_per_unit(4), [30, 20, 10, 10]
+    padded = cut(units, lengths, range(4), 2)
+    assert [batch.share for batch in padded] == pytest.approx([60 / 80, 20 / 80])
+    packed = cut(units, lengths, range(4), None, max_tokens=50, packed=True)
+    assert [batch.share for batch in packed] == pytest.approx([50 / 70, 20 / 70])
+    for rank in (0, 1):
+        assert sum(batch.share for batch in cut(units, lengths, range(4), 1, rank, 2)) == pytest.approx(1)
+    (empty,) = cut(units, lengths, [], 3)
+    assert empty.share == 0
+
+
 def test_a_collator_that_packs_rows_is_refused():
     """Several units in one row cannot be clipped one by one."""
     with pytest.raises(ValueError, match=r"3 rows into 'row' of shape \(1, 3\)"):

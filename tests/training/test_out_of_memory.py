@@ -409,6 +409,7 @@ def test_halves_have_the_same_rows_and_units(owners):
     assert all(len(m.unit_index) == 1 and m.num_units == (0 if m.continues else 1) for m in singles)
     assert all(m.unit_index.tolist() == [0] for m in singles)
     assert sum(m.continues for m in singles) == ROWS - len(set(owners))
+    assert sum(m.share for m in singles) == pytest.approx(1) and all(m.share > 0 for m in singles)
 
 
 @pytest.mark.parametrize(

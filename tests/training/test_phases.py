@@ -2,8 +2,11 @@
 
 import io
 
+import datasets
 from rich.console import Console
 
+from dpllm.config import PrivacyConfig
+from dpllm.training.finetune import read_words
 from dpllm.training.phases import Phases
 
 
@@ -36,3 +39,16 @@ def test_other_processes_and_a_run_without_bars_show_none(capsys):
     with Phases(Console()).bar(3, "row") as moved:
         moved(2)
     assert "0/3" in capsys.readouterr().err
+
+
+def test_units_to_train_on_and_held_out_are_counted_alike():
+    """Users beside users; the records only follow."""
+    records = datasets.Dataset.from_dict({"text": ["a", "b", "c"], "who": ["x", "y", "x"]})
+    users = PrivacyConfig(
+        target_epsilon=8, clip_norm=1, expected_batch_size=2, unit="user", unit_column="who", max_rows_per_unit=4
+    )
+    single = PrivacyConfig(target_epsilon=8, clip_norm=1, expected_batch_size=2)
+    assert read_words(1437, records, users) == "1,437 users to train on, 2 users held out, with 3 records"
+    assert read_words(437, records.remove_columns("who"), users) == "437 users to train on; 3 records held out"
+    assert read_words(437, records, single) == "437 records to train on, 3 records held out"
+    assert read_words(437, None, users) == "437 users to train on"

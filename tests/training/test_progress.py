@@ -32,13 +32,19 @@ def bar(monkeypatch):
     callback = StepProgress(Batch(units=50, tokens=2000.0), lambda: float(state.global_step))
     callback.on_train_begin(None, state, TrainerControl())
     monkeypatch.setattr(callback.training_bar, "_time", clock.time)
+    callback.training_bar.start_t = clock.now
 
-    def step(seconds):
-        clock.now += seconds
+    def step(seconds, shares=()):
+        callback.on_step_begin(None, state, TrainerControl())
+        for share in shares:  # at equal times within the step
+            clock.now += seconds / len(shares)
+            callback.moved(share)
+        clock.now += 0 if shares else seconds
         state.global_step += 1
         callback.on_step_end(None, state, TrainerControl())
         return callback.training_bar
 
+    step.screen = screen
     yield step
     callback.on_train_end(None, state, TrainerControl())
 
@@ -48,10 +54,32 @@ def test_time_left_and_throughput_are_those_of_the_steps_after_the_first(bar):
     bar(1000)
     for _ in range(3):
         shown = bar(2)
-    figures = shown.format_dict
-    assert (figures["n"] - figures["initial"]) / figures["elapsed"] == pytest.approx(0.5)
-    assert "[00:06<00:12" in str(shown)  # six more steps of 2 s
+    assert shown.format_dict["rate"] == pytest.approx(0.5)
+    assert "[16:46<00:12" in str(shown)  # of 1006 s in all; six more steps of 2 s
     assert "25 units/s, 1,000 tokens/s" in str(shown)
+
+
+def test_the_time_so_far_counts_from_the_start_also_in_the_first_step(bar):
+    """Whose own time says nothing of the time left."""
+    assert "1/10 [16:40<?, ?step/s" in str(bar(1000))
+
+
+def test_a_long_step_shows_its_share_on_a_terminal(bar, monkeypatch):
+    """After a second without words, and beside the figures of the steps before."""
+    monkeypatch.setattr(bar.screen, "isatty", lambda: True)
+    bar(10)
+    bar(2, [0.4, 0.9])
+    assert "step 2: 40%" in bar.screen.getvalue() and "step 2: 90%" in bar.screen.getvalue()
+    assert "ε 1.0000, step 2" in bar.screen.getvalue() and "step" not in str(bar(2)).partition("step, ")[2]
+    bar(0.5, [0.2, 1.0])
+    assert "step 4" not in bar.screen.getvalue()  # a short step writes no words of its own
+
+
+def test_a_file_says_now_and_then_that_a_step_is_under_way_and_not_how_far(bar):
+    """The share follows the number of units that were drawn, which ε does not cover."""
+    bar(100, [number / 20 for number in range(20)])
+    written = bar.screen.getvalue()
+    assert written.count("step 1: under way") == 3 and "%" not in written.replace("%|", "")
 
 
 def test_epsilon_is_beside_the_bar_and_not_below_what_was_spent(bar):

@@ -232,7 +232,9 @@ def test_a_unit_with_a_gradient_that_is_not_finite_is_counted(tmp_path):
         first = inputs["rows"][:, 0] == rows_of().fetch(np.array([0]))[0][0]
         return loss_of(module, inputs) * torch.where(first, float("inf"), 1.0)
 
-    done = run.step(run.choose(np.arange(8)), broken)
+    shares = []
+    done = run.step(run.choose(np.arange(8)), broken, shares.append)
+    assert shares[0] == 0 and shares == sorted(shares) and shares[-1] == pytest.approx(1)  # for the screen
     assert done.num_nonfinite == 1 and all(torch.isfinite(p.grad).all() for p in model.parameters())
     assert read_ledger(run.ledger.path).diagnostics == {"units with a non-finite gradient, which contributes zero": 1}
 

@@ -432,6 +432,15 @@ def test_functions_for_metrics_cannot_change_the_weights(tmp_path, folder, name)
         run.train()
 
 
+@pytest.mark.parametrize(
+    "name", ["compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func", "data_collator"]
+)
+def test_a_word_in_the_place_of_a_function_is_refused_by_the_constructor(tmp_path, folder, name):
+    """And not by the first evaluation, after the steps were charged."""
+    with pytest.raises(ConfigError, match=f"{name} is 'accuracy', which cannot be called: pass a function"):
+        made(tmp_path, folder, texts(), **{name: "accuracy"})
+
+
 def test_metrics_steer_nothing_on_private_rows(tmp_path, folder):
     """The best checkpoint by a metric on private rows is a choice that no ε covers."""
     args = options(

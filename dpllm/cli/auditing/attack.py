@@ -18,7 +18,8 @@ def register(app: typer.Typer) -> None:
 @one_line_errors
 def attack(
     run_folder: Annotated[
-        Path, typer.Argument(help="A model folder with its recipe.yaml; private or not.", show_default=False)
+        Path,
+        typer.Argument(metavar="RUN", help="A model folder with its recipe.yaml; private or not.", show_default=False),
     ],
     reference: Annotated[
         str | None,

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dpllm.cli.common import AsJson, one_line_errors, show
+from dpllm.cli.common import AsJson, Overrides, one_line_errors, show
+from dpllm.config.launched import process_number
 
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
     app.command(
-        epilog="Example: dpllm audit gradient --config quickstart privacy.noise=independent, or with several "
-        "processes: accelerate launch --config_file ddp.yaml -m dpllm.cli audit gradient --config quickstart "
-        "privacy.noise=independent"
+        epilog="Example: dpllm audit gradient --config quickstart privacy.noise=independent\n\n"
+        "Example, with several processes: accelerate launch --config_file ddp.yaml -m dpllm.cli audit gradient "
+        "--config quickstart privacy.noise=independent"
     )(gradient)
 
 
 @one_line_errors
 def gradient(
     config: Annotated[Path, typer.Option(help="The recipe; its data are not read.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="For example model.name=gpt2.", metavar="key=value", show_default=False)
-    ] = None,
+    overrides: Overrides = None,
     blocks: Annotated[int, typer.Option(help="R: independent repetitions, each with its own coins.")] = 1000,
     canaries: Annotated[
         int, typer.Option(help="Canaries, each included by a fair coin in each block; one per block shows most.")
@@ -63,7 +61,7 @@ def gradient(
         tokens=tokens,
         confidence=confidence,
     )
-    quiet = as_json or int(os.environ.get("RANK", "0")) > 0
+    quiet = as_json or process_number("RANK") > 0
     with Progress(console=Console(stderr=True), disable=quiet, transient=True) as progress:
         task = progress.add_task("blocks", total=blocks)
         result = audit_recipe(load_recipe(config, overrides or []), settings, lambda: progress.advance(task))

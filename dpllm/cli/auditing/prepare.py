@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpllm.cli.common import AsJson, one_line_errors, show
+from dpllm.cli.common import AsJson, Overrides, one_line_errors, show
 from dpllm.privacy.rounding import format_delta, up
 
 if TYPE_CHECKING:
@@ -27,10 +27,7 @@ def register(app: typer.Typer) -> None:
 def prepare(
     config: Annotated[Path, typer.Option(help="The recipe to audit.", show_default=False)],
     output: Annotated[Path, typer.Option(help="A new folder for data, recipe and canaries.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Replace values of the recipe.", show_default=False),
-    ] = None,
+    overrides: Overrides = None,
     canaries: Annotated[int, typer.Option(help="m: number of canaries, each with its own coin.")] = 1000,
     kind: Annotated[
         str,

@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
 
 @one_line_errors
 def run(
-    run_folder: Annotated[Path, typer.Argument(help="The folder of the run.", show_default=False)],
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of the run.", show_default=False)],
     canaries: Annotated[Path, typer.Option(help="canaries.json of the audit.", show_default=False)],
     model: Annotated[
         Path | None, typer.Option(help="Another model of the run, such as a checkpoint; the run's own without it.")
