@@ -13,6 +13,18 @@ fail() {
     exit 2
 }
 
+# named FOLDER WORD: the file that a word names, as in dpllm train: a path, or the name of a file in the folder.
+named() {
+    local folder="$1" word="$2" file
+    for file in "$word" "$folder/${word%.yaml}.yaml"; do
+        if [[ -f "$file" ]]; then
+            echo "$file"
+            return
+        fi
+    done
+    fail "$word is not a file, nor the name of one in $folder/; relative paths count from $PWD"
+}
+
 # read_arguments ROOT SCRIPT "$@": changes to the root, to which paths in recipes and accelerate configs are relative.
 read_arguments() {
     local root="$1" script="$2"
@@ -20,13 +32,10 @@ read_arguments() {
     case "${1:-}" in '' | -h | --help) usage "$root/$script" ;; esac
     [[ $# -ge 2 ]] || fail "a recipe and an accelerate config are needed; $script --help shows an example"
     cd "$root" || exit 2
-    recipe="$1" config="$2"
+    recipe="$(named recipes "$1")" || exit
+    config="$(named accelerate_configs "$2")" || exit
     shift 2
     overrides=("$@")
-    local file
-    for file in "$recipe" "$config"; do
-        [[ -f "$file" ]] || fail "$file is not a file; relative paths count from $root"
-    done
     environment=()
     if grep -q '^use_cpu: true' "$config"; then
         # Without these accelerate would use a GPU if there is one, or treat each process as the only one.

@@ -2,7 +2,9 @@
 # One node.
 #
 #   launch/local.sh RECIPE ACCELERATE_CONFIG [KEY=VALUE]...
-#   launch/local.sh recipes/gpt2_e2e_full.yaml accelerate_configs/fsdp2.yaml privacy.target_epsilon=3
+#   launch/local.sh gpt2_e2e_full fsdp2 privacy.target_epsilon=3
+#
+# RECIPE and ACCELERATE_CONFIG are files, or names of files in recipes/ and accelerate_configs/.
 #
 # KEY=VALUE replaces values of the recipe. Relative paths count from the repository's root. Environment:
 #   NUM_PROCESSES   processes, one per GPU; without it the accelerate config's number

@@ -3,6 +3,8 @@
 #
 #   NNODES=2 RDZV_ENDPOINT=node0:29500 launch/torchrun.sh RECIPE ACCELERATE_CONFIG [KEY=VALUE]...
 #
+# RECIPE and ACCELERATE_CONFIG are files, or names of files in recipes/ and accelerate_configs/.
+#
 # It starts torchrun's agent through `accelerate launch`, so that the accelerate config sets the engine. The agents connect
 # to the endpoint (rendezvous c10d) and agree on the ranks there. Code, data and recipe must be the same on every node, and
 # the output folder must be one folder that all of them see. Environment:

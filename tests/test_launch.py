@@ -94,6 +94,17 @@ def test_local():
     assert "NUM_PROCESSES must be a number" in call("local.sh", RECIPE, FSDP2, NUM_PROCESSES="four").stderr
 
 
+def test_names_of_recipes_and_configs_are_those_of_dpllm_train():
+    """A path, a file's name or its stem; anything else is refused with the folder in which it was looked for."""
+    by_path = command("local.sh", RECIPE, FSDP2)
+    assert by_path == command("local.sh", Path(RECIPE).stem, Path(FSDP2).stem)
+    assert by_path == command("local.sh", Path(RECIPE).name, Path(FSDP2).name)
+    refused = call("local.sh", Path(RECIPE).stem, "fsdp3")
+    assert (
+        refused.returncode == 2 and "fsdp3 is not a file, nor the name of one in accelerate_configs/" in refused.stderr
+    )
+
+
 def test_local_runs_what_it_prints(tmp_path):
     """Without DRY_RUN the printed command is run, from the repository's root, and its exit code handed on."""
     stub = tmp_path / "accelerate"

@@ -29,6 +29,7 @@ RECORDS = {
         "answers": {"text": ["fox"], "answer_start": [TEXT.index("fox")]},
     },
 }
+CLASSES, NAMED = ["red", "green", "blue"], ("multi_label_classification", "token_classification")
 METRIC = dict.fromkeys(RECORDS, "accuracy") | {"regression": "mean squared error"}
 
 
@@ -41,18 +42,20 @@ def recipe_of(folder: Path, task: str, record: dict, more: dict) -> Path:
     """Write the records, a tokenizer and a recipe."""
     train_tokenizer([TEXT] * 3, vocab_size=300, max_length=64).save_pretrained(folder / "tokenizer")
     (folder / "data.jsonl").write_text("\n".join([json.dumps(record)] * 24), encoding="utf-8")
-    size = {} if task == "question_answering" else {"num_labels": 1 if task == "regression" else 3}
+    size = {"num_labels": 1} if task == "regression" else {}
+    names = {"class_names": CLASSES} if task in NAMED else {}
     recipe = {
         "model": {"config": BERT, "task": task, "tokenizer": str(folder / "tokenizer"), **size, **more},
         "data": {
             **{"path": str(folder / "data.jsonl"), "format": TASKS[task].formats[0], "max_length": 40},
-            **{"eval_fraction": 0.25},
+            **{"eval_fraction": 0.25, **names},
         },
         "privacy": {"clip_norm": 1.0, "expected_batch_size": 6, "noise_multiplier": 1.0, "delta": 1e-3},
         "train": {
             **{"output_dir": str(folder / "out"), "max_steps": 2, "use_cpu": True, "disable_tqdm": True},
             **{"learning_rate": 1e-3, "per_device_train_batch_size": 4},
         },
+        "merge_adapter": bool(more.get("peft")) and task in NAMED,
     }
     (folder / "recipe.yaml").write_text(json.dumps(recipe), encoding="utf-8")  # JSON is YAML
     return folder / "recipe.yaml"
@@ -89,6 +92,9 @@ def test_a_recipe_with_a_head_runs_to_its_report(finetune, tmp_path, capsys, tas
         assert model.config.problem_type == TASKS[task].problem_type
     else:
         assert (output / "adapter_model.safetensors").stat().st_size > 0
+    if task in NAMED:  # the released model answers with the names that the recipe gives
+        config = json.loads(((output if peft is None else output / "merged") / "config.json").read_text("utf-8"))
+        assert list(config["id2label"].values()) == CLASSES and config["label2id"] == {"red": 0, "green": 1, "blue": 2}
 
 
 @pytest.mark.deep

@@ -88,7 +88,7 @@ class GivenModel:
                 f"{source} of type {type(model).__name__}: give the model itself, as from_pretrained returns it"
             )
         if class_names is not None:
-            _name_classes(model, class_names)
+            name_classes(model, class_names)
         if peft_config is not None:
             set_seed(seed)
             model = with_adapter(model, peft_config, task_of(model))
@@ -139,11 +139,16 @@ def _saved_task(name: str) -> str:
     return task
 
 
-def _name_classes(model: Any, class_names: Sequence[str]) -> None:
-    """Write the names of the classes into a model's configuration.
+def name_classes(model: Any, class_names: Sequence[str], own: bool = False) -> None:
+    """Write the names of the classes into a model's configuration, so that the released model answers with them.
+
+    Args:
+        model: of transformers.
+        class_names: in the order of the labels' numbers; public facts.
+        own: whether the model takes these names if it has others, as in a recipe, whose labels they number.
 
     Raises:
-        ConfigError: the model has another number of classes, or other names.
+        ConfigError: the model has another number of classes, or other names, or no classes.
     """
     if labels_of(task_of(model)) not in ("class", "tokens", "numbers") or task_of(model) == "regression":
         raise ConfigError(
@@ -152,11 +157,12 @@ def _name_classes(model: Any, class_names: Sequence[str]) -> None:
         )
     names = {number: str(name) for number, name in enumerate(class_names)}
     known = dict(model.config.id2label)
-    if len(known) != len(names) or (known != _numbered(len(known)) and known != names):
+    others = known not in (_numbered(len(known)), names) and not own
+    if len(known) != len(names) or others:
         raise ConfigError(
             f"data.class_names names {len(names)} classes ({', '.join(names.values())}), and the model has "
             f"{len(known)} ({', '.join(map(str, known.values()))}): give its own names in its order, or load it with "
-            "num_labels and id2label of your classes"
+            "num_labels and id2label of your classes (in a recipe: leave model.num_labels out)"
         )
     model.config.id2label = names
     model.config.label2id = {name: number for number, name in names.items()}

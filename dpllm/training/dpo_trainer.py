@@ -21,13 +21,11 @@ from dpllm.engines.processes import Processes
 from dpllm.models.starting_point import check_start
 from dpllm.models.tasks import RowLoss
 from dpllm.training.argument_table import ARGUMENTS, Argument, refused
-from dpllm.training.arguments import checked_arguments
 from dpllm.training.pair_losses import PairLosses, reference_log_probs
-from dpllm.training.rows_trainer import read_privacy
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.trainer import DPTrainer
 from dpllm.training.trl_arguments import DPO, checked_config, pair_loss_of
-from dpllm.training.trl_inputs import model_for, refuse_taken, tokenizer_for
+from dpllm.training.trl_inputs import inputs_of
 
 LOSS_FACT, REFERENCE_FACT = "loss of a pair", "reference of the loss"
 """The ledger's facts of these names."""
@@ -104,17 +102,13 @@ class DPDPOTrainer(DPTrainer):
         """Make the pairs, compute the plan, set up the Trainer, and compute the reference."""
         checked_config(args, "DPOConfig", DPO, "DPDPOTrainer")
         self.loss = pair_loss_of(args)
-        privacy = read_privacy(privacy)
-        refuse_taken(options, _TAKEN, "DPDPOTrainer")
-        own_optimizer = (options.get("optimizers") or (None,))[0] is not None
-        checked_arguments(args, own_optimizer, self.argument_table)
-        model = model_for(model, args, peft_config, "DPDPOTrainer")
+        inputs = inputs_of(self, args, privacy, model, processing_class, peft_config, options, _TAKEN)
+        privacy, model, tokenizer = inputs.privacy, inputs.model, inputs.tokenizer
         if ref_model is model or not isinstance(ref_model, nn.Module | None):
             raise ConfigError(
                 f"ref_model is {'the model itself' if ref_model is model else f'of type {type(ref_model).__name__}'}: "
                 "leave it out for the model as it is at the start, or pass another model"
             )
-        tokenizer = tokenizer_for(processing_class, model, args)
         if args.disable_dropout:
             without_dropout(model)
         self._preferences = Preferences(

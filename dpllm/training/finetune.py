@@ -36,10 +36,12 @@ from dpllm.data.rows import (
 )
 from dpllm.data.scratch import remove_private_folder
 from dpllm.engines.processes import Processes
+from dpllm.models.given import name_classes
 from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
+from dpllm.models.start_files import START_FILES, refuse_other_start, start_files
 from dpllm.models.starting_point import refuse_shared_records, shared_records_point
 from dpllm.privacy.budget import require_room
-from dpllm.privacy.ledger import LEDGER_FILE
+from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PrivacyPlan, format_plan
 from dpllm.privacy.rounding import format_delta, format_epsilon
 from dpllm.privacy.unused import is_used
@@ -50,7 +52,7 @@ from dpllm.training import trl_recipe
 from dpllm.training.arguments import plan_for, training_arguments
 from dpllm.training.attaching import WhenAttached
 from dpllm.training.evaluation import Measurement
-from dpllm.training.held_out import HeldOut
+from dpllm.training.held_out import HeldOut, HeldOutRows
 from dpllm.training.launch_environment import find_deepspeed_config
 from dpllm.training.pair_losses import HeldOutPairs
 from dpllm.training.phases import Phases
@@ -156,6 +158,9 @@ def run(recipe: Recipe) -> int:
     if not restart.continues and is_used(output / LEDGER_FILE):
         raise ValueError(f"{output} already holds a private run: set train.output_dir to another folder")
 
+    if restart.continues and recipe.model.name is not None and recipe.model.peft is not None:
+        Processes().from_main(lambda: refuse_other_start(output / LEDGER_FILE, str(recipe.model.name)))
+
     # The private records. Their number fixes the plan before anything is trained.
     train_records, eval_records, plan = read(recipe, args, phases)
     if recipe.privacy.budget_file and not resume:  # now, and not only after the public training
@@ -171,7 +176,7 @@ def run(recipe: Recipe) -> int:
     before.held_out = held_out if not resume else None
     trainer.declared_points, trainer.notes = start.declared, noted(recipe)
     if args.should_save:  # not earlier: a refused resume leaves the folder unchanged
-        trainer.add_callback(WhenAttached(lambda: save_recipe(recipe, output / RECIPE_FILE)))
+        trainer.add_callback(WhenAttached(lambda: note_start(recipe, trainer, output)))
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     phases.end()
     if trainer.interrupted_by is not None:
@@ -179,6 +184,22 @@ def run(recipe: Recipe) -> int:
     with StopRequest("training is complete; its model and report are being saved").listening():
         finish(recipe, trainer, began, before.result, held_out, phases)
     return 0
+
+
+def note_start(recipe: Recipe, trainer: DPTrainer, output: Path) -> None:
+    """Write the recipe beside the ledger, and the hash of the starting weights of an adapter into it; on rank 0.
+
+    An adapter is added to these weights again later, and they are in a folder of their own; see
+    `dpllm.models.start_files`.
+    """
+    save_recipe(recipe, output / RECIPE_FILE)
+    ledger = trainer.ledger
+    if recipe.model.name is None or recipe.model.peft is None or ledger is None:
+        return
+    if START_FILES not in read_ledger(ledger.path).notes.facts:
+        files = start_files(recipe.model.name)
+        if files is not None:
+            ledger.append_fact(START_FILES, files)
 
 
 def trainer_of(
@@ -202,6 +223,8 @@ def trainer_of(
     tokenizer, task, phases = start.tokenizer, recipe.model.task, before.phases
     train_records, eval_records = records
     model = load_base_model(start.model, tokenizer, num_labels)
+    if recipe.data.class_names is not None:  # the released model then answers with them
+        name_classes(model, recipe.data.class_names, own=True)
     options: dict[str, Any] = {
         "callbacks": [before],
         "public": start.public,
@@ -225,7 +248,7 @@ def trainer_of(
         )
     collator = RowCollator(pad_token_id=tokenizer.pad_token_id, task=task)
     phases.begin("checking the run", "rows, model, optimizer and ledger")
-    held_out = HeldOut(eval_records, eval_rows, collator, recipe.data, tokenizer) if eval_rows else None
+    held_out = HeldOut(HeldOutRows(eval_records, eval_rows, collator, recipe.data, tokenizer)) if eval_rows else None
     trainer = DPTrainer(
         model=prepare_model(model, recipe.model),
         args=args,

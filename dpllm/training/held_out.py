@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import datasets
@@ -32,42 +33,47 @@ _ROWS = 64  # of a forward pass
 _LONGEST_ANSWER = 30  # tokens, as in the evaluations of SQuAD
 
 
+@dataclass(frozen=True)
+class HeldOutRows:
+    """Held-out records and their rows.
+
+    Attributes:
+        records: the held-out records.
+        rows: made of them by `dpllm.data.rows.tokenize_records`.
+        collator: of the rows; it determines the task.
+        config: the recipe's section; `metrics` names the figures.
+        tokenizer: of the model.
+    """
+
+    records: datasets.Dataset
+    rows: datasets.Dataset
+    collator: RowCollator
+    config: DataConfig
+    tokenizer: PreTrainedTokenizerBase
+
+
 class HeldOut:
-    """Held-out records, and the figures that are measured on them.
+    """The figures that are measured on held-out records.
 
     Attributes:
         rows: the tokenized records.
         collator: of the rows.
+
+    Args:
+        given: the records and their rows.
+
+    Raises:
+        DataError: a record has an empty prompt, after which no model can write.
     """
 
-    def __init__(
-        self,
-        records: datasets.Dataset,
-        rows: datasets.Dataset,
-        collator: RowCollator,
-        config: DataConfig,
-        tokenizer: PreTrainedTokenizerBase,
-    ) -> None:
-        """Read prompts and references, if a metric needs them.
-
-        Args:
-            records: the held-out records.
-            rows: made of them by `dpllm.data.rows.tokenize_records`.
-            collator: of the rows; it determines the task.
-            config: the recipe's section; `metrics` names the figures.
-            tokenizer: of the model.
-
-        Raises:
-            DataError: a record has an empty prompt, after which no model can write.
-        """
-        self.rows, self.collator = rows, collator
-        self._macro_f1 = "macro_f1" in config.metrics
-        self._names = [name for name in config.metrics if name in TEXT_METRICS]
+    def __init__(self, given: HeldOutRows) -> None:
+        """Read prompts and references, if a metric needs them."""
+        self.rows, self.collator = given.rows, given.collator
+        self._macro_f1 = "macro_f1" in given.config.metrics
+        self._names = [name for name in given.config.metrics if name in TEXT_METRICS]
         self._texts: Completions | Answers | None = None
-        if self._names and collator.task == "question_answering":
-            self._texts = Answers(records, rows, collator, config, tokenizer)
-        elif self._names:
-            self._texts = Completions(records, rows, config, collator.task, tokenizer)
+        if self._names:
+            self._texts = (Answers if given.collator.task == "question_answering" else Completions)(given)
 
     @property
     def size(self) -> int:
@@ -97,16 +103,10 @@ class Completions:
         references: for each prompt its completions.
     """
 
-    def __init__(
-        self,
-        records: datasets.Dataset,
-        rows: datasets.Dataset,
-        config: DataConfig,
-        task: str,
-        tokenizer: PreTrainedTokenizerBase,
-    ) -> None:
+    def __init__(self, given: HeldOutRows) -> None:
         """Group the records by their prompts; a prompt is tokenized and truncated as in its row."""
-        self._tokenizer = tokenizer
+        records, rows, config, task = given.records, given.rows, given.config, given.collator.task
+        self._tokenizer = given.tokenizer
         places: dict[str, int] = {}
         self.references: list[list[str]] = []
         self._prompts: list[list[int]] = []
@@ -139,24 +139,18 @@ class Answers:
         references: for each question its answers; one empty text if there is none.
     """
 
-    def __init__(
-        self,
-        records: datasets.Dataset,
-        rows: datasets.Dataset,
-        collator: RowCollator,
-        config: DataConfig,
-        tokenizer: PreTrainedTokenizerBase,
-    ) -> None:
+    def __init__(self, given: HeldOutRows) -> None:
         """Read the answers."""
-        self._records, self._rows, self._collator = records, rows, collator
-        self._config, self._tokenizer = config, tokenizer
-        self.references = [[plain(text) for text in own["text"]] or [""] for own in records[config.answers_column]]
+        self._given = given
+        answers = given.records[given.config.answers_column]
+        self.references = [[plain(text) for text in own["text"]] or [""] for own in answers]
 
     @torch.no_grad()
     def written(self, model: Any, processes: Processes | None = None, moved: Moved = None) -> list[str]:
         """Return the text of the likeliest answer to each question."""
         rank, size = (processes.rank, processes.size) if processes else (0, 1)
-        starts = list(range(0, len(self._rows), _ROWS))
+        num_rows = len(self._given.rows)
+        starts = list(range(0, num_rows, _ROWS))
         was_training = model.training
         model.eval()
         found: dict[int, list[str]] = {}
@@ -164,28 +158,28 @@ class Answers:
             # A sharded model runs on all processes or on none: one without rows answers what nobody reads.
             mine = turn * size + rank
             start = starts[mine] if mine < len(starts) else starts[0]
-            texts = self._answers(model, range(start, min(start + _ROWS, len(self._rows))))
+            texts = self._answers(model, range(start, min(start + _ROWS, num_rows)))
             if mine < len(starts):
                 found[start] = texts
             if moved is not None:
-                moved(min(_ROWS * size, len(self._rows) - turn * size * _ROWS))
+                moved(min(_ROWS * size, num_rows - turn * size * _ROWS))
         model.train(was_training)
         for others in processes.gather(found) if processes else []:
             found |= others
         return [text for start in starts for text in found[start]]
 
     def _answers(self, model: Any, numbers: range) -> list[str]:
-        device = next(model.parameters()).device
-        batch = self._collator(list(self._rows.select(numbers)))
+        device, given = next(model.parameters()).device, self._given
+        batch = given.collator(list(given.rows.select(numbers)))
         labels_BT = batch.pop("labels")
         outputs = model(**{name: tensor.to(device) for name, tensor in batch.items()})
         scores = (outputs.start_logits.float().cpu(), outputs.end_logits.float().cpu())
-        records = self._records.select(numbers)
-        contexts = list(records[self._config.context_column])
-        tokens = aligned(self._tokenizer, list(records[self._config.question_column]), contexts)
+        records = given.records.select(numbers)
+        contexts = list(records[given.config.context_column])
+        tokens = aligned(given.tokenizer, list(records[given.config.question_column]), contexts)
         texts = []
         for row, (own, context) in enumerate(zip(tokens, contexts, strict=True)):
-            own.cut(self._config.max_length)
+            own.cut(given.config.max_length)
             first, last = best_span(scores[0][row], scores[1][row], labels_BT[row] != IGNORE)
             texts.append(plain(context[own.places[first][0] : own.places[last][1]] if first else ""))
         return texts

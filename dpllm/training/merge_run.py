@@ -15,8 +15,10 @@ from peft import PeftModel
 from transformers import AutoTokenizer
 
 from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, TASKS, ConfigError, ModelConfig, load_recipe
+from dpllm.models.given import name_classes
 from dpllm.models.load import load_base_model
 from dpllm.models.merging import MERGED_FOLDER, merged
+from dpllm.models.start_files import refuse_other_start
 from dpllm.models.starting_point import refuse_private_start
 from dpllm.privacy import checkpoints
 from dpllm.privacy.identity import is_finished, released_files
@@ -50,15 +52,18 @@ def merge_run(run: str | Path, output: str | Path | None = None, num_labels: int
     """
     run = Path(run)
     folder = run / MERGED_FOLDER if output is None else Path(output)
-    model = _checked(run, folder)
+    model, class_names = _checked(run, folder)
     tokenizer = AutoTokenizer.from_pretrained(run)
     if TASKS[model.task].needs_labels and model.num_labels is None and model.task != "regression":
-        if num_labels is None:
+        known = num_labels if class_names is None else len(class_names)
+        if known is None:
             raise ConfigError(
                 f"the recipe of {run} leaves the number of classes to its data: give it (dpllm merge --num-labels)"
             )
-        model = dataclasses.replace(model, num_labels=num_labels)
+        model = dataclasses.replace(model, num_labels=known)
     base: Any = load_base_model(model, tokenizer)
+    if class_names is not None:
+        name_classes(base, class_names, own=True)
     whole = merged(PeftModel.from_pretrained(base, str(run)))
     whole.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -66,8 +71,8 @@ def merge_run(run: str | Path, output: str | Path | None = None, num_labels: int
     return folder
 
 
-def _checked(run: Path, folder: Path) -> ModelConfig:
-    """Return the starting model of a run that can be merged into a folder."""
+def _checked(run: Path, folder: Path) -> tuple[ModelConfig, list[str] | None]:
+    """Return the starting model of a run that can be merged into a folder, and the names of its classes."""
     for name, what in ((LEDGER_FILE, "private run"), (RECIPE_FILE, "run of a recipe"), (ADAPTER_FILE, "run with LoRA")):
         if not (run / name).is_file():
             raise ConfigError(
@@ -91,17 +96,18 @@ def _checked(run: Path, folder: Path) -> ModelConfig:
                 "cannot be merged: set merge_adapter: true in the recipe of a new run"
             )
         _refuse_another_base(run, recipe.model)
-        return recipe.model
+        return recipe.model, recipe.data.class_names
     if not (run / PRETRAINED_FOLDER / "config.json").is_file():
         raise ConfigError(f"{run} lacks {PRETRAINED_FOLDER}/, the weights that the adapter belongs to: restore it")
-    return start_in(run / PRETRAINED_FOLDER, recipe.model)
+    return start_in(run / PRETRAINED_FOLDER, recipe.model), recipe.data.class_names
 
 
 def _refuse_another_base(run: Path, model: ModelConfig) -> None:
     """Make sure that an adapter is added to the weights that it was trained on, as far as can be told.
 
     Raises:
-        ConfigError: the recipe beside it names other weights, or they are now those of a private run.
+        ConfigError: the recipe beside it names other weights, or they are now those of a private run, or their files
+            are others than when the run began.
     """
     trained = json.loads((run / ADAPTER_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
     if trained and _place(trained) != _place(str(model.name)):
@@ -110,6 +116,7 @@ def _refuse_another_base(run: Path, model: ModelConfig) -> None:
             f"guarantee does not cover other weights. Restore {RECIPE_FILE}"
         )
     refuse_private_start(model.name, model.start_is_independent)
+    refuse_other_start(run / LEDGER_FILE, str(model.name))
 
 
 def _place(name: str) -> Path:

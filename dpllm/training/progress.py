@@ -82,10 +82,9 @@ class StepProgress(ProgressCallback):
         self._first, self._figures = None, []
         self.current_step = state.global_step
         if state.is_world_process_zero:
-            self.training_bar: StepBar | None = StepBar(
-                total=state.max_steps, initial=state.global_step, unit="step", dynamic_ncols=True
-            )
-            self.training_bar.set_postfix_str(f"step {state.global_step + 1}: checks that come once")
+            bar: Any = StepBar(total=state.max_steps, initial=state.global_step, unit="step", dynamic_ncols=True)
+            bar.set_postfix_str(f"step {state.global_step + 1}: checks that come once")
+            self.training_bar = bar
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -99,7 +98,8 @@ class StepProgress(ProgressCallback):
         Args:
             done: share of the step that is done, from 0 to 1.
         """
-        bar, now = self.training_bar, time.time()
+        bar: Any = self.training_bar
+        now = time.time()
         if bar is None:
             return
         on_terminal = getattr(bar.fp, "isatty", bool)()

@@ -16,11 +16,9 @@ from dpllm.data.examples import Tokens
 from dpllm.data.supervised import Supervised
 from dpllm.engines.processes import Processes
 from dpllm.training.argument_table import ARGUMENTS, Argument
-from dpllm.training.arguments import checked_arguments
-from dpllm.training.rows_trainer import read_privacy
 from dpllm.training.trainer import DPTrainer
 from dpllm.training.trl_arguments import SFT, checked_config
-from dpllm.training.trl_inputs import marking_template, model_for, refuse_taken, take_template, tokenizer_for
+from dpllm.training.trl_inputs import inputs_of, marking_template, take_template
 
 _TAKEN = {
     "compute_loss_func": "its loss is the mean over a row's own target tokens. Use dpllm.DPTrainer for another one",
@@ -66,13 +64,9 @@ class DPSFTTrainer(DPTrainer):
     ) -> None:
         """Make the rows, compute the plan, and set up the Trainer."""
         checked_config(args, "SFTConfig", SFT, "DPSFTTrainer")
-        privacy = read_privacy(privacy)
-        refuse_taken(options, _TAKEN, "DPSFTTrainer")
         self._skips = _skips_preparation(args)
-        own_optimizer = (options.get("optimizers") or (None,))[0] is not None
-        checked_arguments(args, own_optimizer, self.argument_table)
-        model = model_for(model, args, peft_config, "DPSFTTrainer")
-        tokenizer = tokenizer_for(processing_class, model, args)
+        inputs = inputs_of(self, args, privacy, model, processing_class, peft_config, options, _TAKEN)
+        privacy, model, tokenizer = inputs.privacy, inputs.model, inputs.tokenizer
         take_template(tokenizer, args.chat_template_path)
         self._supervised = Supervised(
             tokens=Tokens(tokenizer, marking_template(tokenizer) if args.assistant_only_loss else None),

@@ -1,4 +1,4 @@
-"""The model and the tokenizer of a trainer that takes TRL's configurations, before any data are read.
+"""What a trainer that takes TRL's configurations needs before any data are read: guarantee, model and tokenizer.
 
 Place in the flow: called by `dpllm.DPSFTTrainer` and `dpllm.DPDPOTrainer` first.
 """
@@ -6,6 +6,7 @@ Place in the flow: called by `dpllm.DPSFTTrainer` and `dpllm.DPDPOTrainer` first
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,65 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from dpllm.config import ConfigError
+from dpllm.config import ConfigError, PrivacyConfig
 from dpllm.models.loading import load_pretrained, not_loaded
 from dpllm.models.padding import align_padding
 from dpllm.models.tasks import task_of
+from dpllm.training.arguments import checked_arguments
+from dpllm.training.rows_trainer import read_privacy
 
 logger = logging.get_logger(__name__)
 
 _TEMPLATES = (".jinja", ".j2")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The checked arguments of a trainer that takes TRL's configurations.
+
+    Attributes:
+        privacy: the privacy guarantee.
+        model: to train, with its adapter.
+        tokenizer: with the tokens of the arguments.
+    """
+
+    privacy: PrivacyConfig
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+
+
+def inputs_of(
+    trainer: Any,
+    args: Any,
+    privacy: Any,
+    model: Any,
+    tokenizer: Any,
+    peft_config: Any,
+    options: Mapping[str, Any],
+    taken: Mapping[str, str],
+) -> Inputs:
+    """Check the arguments of a trainer, and load its model and tokenizer if they are given by a name.
+
+    Args:
+        trainer: the trainer, whose ``argument_table`` names the options of ``args``.
+        args: configuration of TRL, after `dpllm.training.trl_arguments.checked_config`.
+        privacy: as for `dpllm.DPTrainer`.
+        model: as for `model_for`.
+        tokenizer: as for `tokenizer_for`.
+        peft_config: as for `model_for`.
+        options: other arguments of `dpllm.DPTrainer`.
+        taken: those that the trainer sets by itself; names to reasons.
+
+    Raises:
+        ConfigError: an argument cannot be used.
+    """
+    name = type(trainer).__name__
+    read = read_privacy(privacy)
+    refuse_taken(options, taken, name)
+    own_optimizer = (options.get("optimizers") or (None,))[0] is not None
+    checked_arguments(args, own_optimizer, trainer.argument_table)
+    made = model_for(model, args, peft_config, name)
+    return Inputs(read, made, tokenizer_for(tokenizer, made, args))
 
 
 def model_for(model: Any, args: Any, peft_config: Any, purpose: str) -> nn.Module:

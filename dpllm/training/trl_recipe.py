@@ -13,7 +13,7 @@ import datasets
 from dpllm.config import ConfigError, DataConfig, Recipe
 from dpllm.data.rows import RowCollator
 from dpllm.training.dpo_trainer import DPDPOTrainer
-from dpllm.training.held_out import HeldOut
+from dpllm.training.held_out import HeldOut, HeldOutRows
 from dpllm.training.pair_losses import HeldOutPairs, PairLosses
 from dpllm.training.sft_trainer import DPSFTTrainer
 from dpllm.training.trainer import DPTrainer
@@ -58,7 +58,7 @@ def trainer_of(
     if isinstance(made, DPDPOTrainer):
         return made, HeldOutPairs(PairLosses(made.loss), rows, made.collator)
     collator = RowCollator(pad_token_id=tokenizer.pad_token_id)
-    return made, HeldOut(eval_records, rows, collator, recipe.data, tokenizer)
+    return made, HeldOut(HeldOutRows(eval_records, rows, collator, recipe.data, tokenizer))
 
 
 def renamed(records: datasets.Dataset, config: DataConfig, unit_column: str | None) -> datasets.Dataset:

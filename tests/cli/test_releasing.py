@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from dpllm.cli import app
-from dpllm.config import load_recipe
+from dpllm.config import ConfigError, load_recipe
+from dpllm.models.start_files import START_FILES, start_files
 from dpllm.privacy.identity import is_finished
+from dpllm.privacy.ledger import read_ledger
 from dpllm.report.model_card import add_notes, adopt_run, write_model_card
 from dpllm.report.publishing import GUARANTEE_FILES
 from dpllm.report.verify import verify
@@ -138,6 +140,26 @@ def test_an_adapter_is_not_added_to_other_weights(run, tmp_path, monkeypatch):
     assert not (run / "merged").exists()
     monkeypatch.chdir(Path(base).parent)
     recipe.write_text(own.replace(base, Path(base).name), encoding="utf-8")
+    assert call("merge", run).exit_code == 0
+
+
+def test_starting_weights_that_were_replaced_are_noticed(run):
+    """Only the ledger can tell: the folder has the same name, and no card or ledger of its own."""
+    base = load_recipe(run / "recipe.yaml").model.name
+    assert read_ledger(run / "privacy_ledger.jsonl").notes.facts[START_FILES] == [start_files(base)]
+    assert "files of the starting weights" in (run / "privacy_report.md").read_text(encoding="utf-8")
+    weights = Path(base) / "model.safetensors"
+    own = weights.read_bytes()
+    weights.write_bytes(own[:-1] + bytes([own[-1] ^ 1]))
+    try:
+        refused = call("merge", run)
+        assert refused.exit_code == 2 and "have changed since the run in" in refused.stderr
+        assert not (run / "merged").exists()
+        more = ["train.resume_from_checkpoint=true", f"train.output_dir={run}"]
+        with pytest.raises(ConfigError, match="have changed since the run in"):
+            finetune.run(load_recipe(run / "recipe.yaml", more))
+    finally:
+        weights.write_bytes(own)
     assert call("merge", run).exit_code == 0
 
 

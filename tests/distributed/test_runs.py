@@ -25,7 +25,7 @@ from dpllm.privacy.identity import adopt
 from dpllm.privacy.ledger import read_ledger
 from dpllm.report.verify import verify as verify_report
 from dpllm.training.evaluation import measure
-from dpllm.training.held_out import HeldOut
+from dpllm.training.held_out import HeldOut, HeldOutRows
 from dpllm.training.training_log import TrainingLog
 from tests import children
 from tests.distributed.launching import environment, launch, start, write_data
@@ -152,7 +152,7 @@ def test_the_text_of_a_sharded_model_is_measured_as_that_of_one_process(config, 
     data = DataConfig(**{**values, "path": str(folder / "pairs.jsonl")}, max_length=16)
     _, records = load_train_and_eval(data)
     rows = tokenize_records(records, tokenizer, data, (), "causal_lm", None)
-    held_out = HeldOut(records, rows, RowCollator(pad_token_id=tokenizer.pad_token_id), data, tokenizer)
+    held_out = HeldOut(HeldOutRows(records, rows, RowCollator(pad_token_id=tokenizer.pad_token_id), data, tokenizer))
     figures = held_out.measure(released).figures
     assert min(figures.values()) > 0  # otherwise any text would pass
     for name, value in figures.items():

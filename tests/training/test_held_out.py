@@ -18,7 +18,7 @@ from dpllm.config import DataConfig
 from dpllm.data.aligned import aligned
 from dpllm.data.rows import DataError, RowCollator, tokenize_records, train_tokenizer
 from dpllm.training.evaluation import class_counts, mean_f1, measure
-from dpllm.training.held_out import HeldOut, best_span
+from dpllm.training.held_out import HeldOut, HeldOutRows, best_span
 from tests.small_model import WORDS
 from tests.training.test_evaluation import Rank
 
@@ -50,7 +50,7 @@ def held_out(records, tokenizer, task, **values):
     config = DataConfig(path="x", max_length=32, eval_fraction=0.5, **values)
     data = datasets.Dataset.from_list(records)
     rows = tokenize_records(data, tokenizer, config, (), task)
-    return HeldOut(data, rows, RowCollator(pad_token_id=0, task=task), config, tokenizer)
+    return HeldOut(HeldOutRows(data, rows, RowCollator(pad_token_id=0, task=task), config, tokenizer))
 
 
 @pytest.mark.parametrize("task", ["causal_lm", "seq2seq_lm"])

@@ -1,0 +1,85 @@
+"""The files of a run's starting weights, named by their hash, so that other weights in their place are noticed later.
+
+Place in the flow: `dpllm train` writes the hash into the ledger when a run begins; a resume and `dpllm merge`, which
+add an adapter to these weights again, compare it. Every byte is read: about a second for a gigabyte on one thread, and
+files are read in parallel. The model was loaded just before, so they usually come from memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
+
+from dpllm.config import ConfigError
+from dpllm.privacy.ledger import read_ledger
+
+START_FILES = "files of the starting weights"
+"""The ledger's fact of this name."""
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_MAX_THREADS = 8
+
+
+def start_files(name: str) -> str | None:
+    """Return number, bytes and hash of the files of a model's weights; None if they are not on this machine.
+
+    Args:
+        name: a folder, or a name on the Hub, whose cache is looked at.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        cached = _in_the_cache(name)
+        if cached is None:
+            return None
+        folder = Path(cached).parent
+    kinds = [sorted(folder.glob(pattern)) for pattern in _WEIGHTS]
+    files = next((found for found in kinds if found), [])  # transformers loads the first kind that is there
+    if not files:
+        return None
+    with ThreadPoolExecutor(max_workers=min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
+        hashes = list(pool.map(_hash, files))
+    listed = "".join(f"{file.name} {one}\n" for file, one in zip(files, hashes, strict=True))
+    size = sum(file.stat().st_size for file in files)
+    return f"{len(files)} of {size:,} bytes, SHA-256 {hashlib.sha256(listed.encode()).hexdigest()}"
+
+
+def refuse_other_start(ledger: Path, name: str) -> None:
+    """Make sure that a run which goes on has the starting weights with which it began.
+
+    Args:
+        ledger: of the run.
+        name: of the weights, as for `start_files`.
+
+    Raises:
+        ConfigError: their files are others than those that the ledger names.
+    """
+    noted = read_ledger(ledger).notes.facts.get(START_FILES)
+    now = start_files(name) if noted else None
+    if noted and now is not None and now != noted[0]:
+        raise ConfigError(
+            f"the files of the starting weights {name} have changed since the run in {ledger.parent} began (then "
+            f"{noted[0]}, now {now}): its adapter belongs to the weights from before, and the guarantee does not cover "
+            "others. Restore them"
+        )
+
+
+def _in_the_cache(name: str) -> str | None:
+    try:
+        cached = try_to_load_from_cache(name, "config.json")
+    except ValueError:  # no name of the Hub, but a folder that is gone
+        return None
+    return cached if isinstance(cached, str) else None
+
+
+def _hash(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): copy the model again") from error
