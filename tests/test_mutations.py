@@ -1239,7 +1239,7 @@ MUTATIONS = [
     Mutation(
         "an earlier form of a report is accepted beside a later ledger",
         "dpllm/report/earlier_reports.py",
-        "    older = contents.notes.format < LEDGER_FORMAT\n",
+        "    older = contents.notes.format <= _FORMATS[written].ledger\n",
         "    older = True\n",
         ("tests/report/test_earlier_reports.py::test_an_earlier_report_beside_a_later_ledger_is_found",),
     ),

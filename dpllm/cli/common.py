@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -61,17 +60,6 @@ def fill_help_screens(app: typer.Typer) -> None:
     for group in app.registered_groups:
         if group.typer_instance is not None:
             fill_help_screens(group.typer_instance)
-
-
-def with_folder(text: str, folder: Path) -> str:
-    """Return a text in which the commands of a report name the folder of the run, so that they can be copied.
-
-    A report itself says OUTPUT_DIR, because its folder may be moved.
-
-    >>> with_folder("`dpllm report OUTPUT_DIR --audit x`", Path("runs/my run"))
-    "`dpllm report 'runs/my run' --audit x`"
-    """
-    return text.replace("OUTPUT_DIR", shlex.quote(str(folder)))
 
 
 def one_line_errors(command: _Command) -> _Command:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from dpllm.cli.common import AsJson, one_line_errors, show_json, with_folder
+from dpllm.cli.common import AsJson, one_line_errors, show_json
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.", show_default=False)]
 
@@ -126,7 +126,7 @@ def _open_points_listed(run: Path) -> Iterator[None]:
             raise
         typer.echo("open points:", err=True)
         for number, point in enumerate(error.points, 1):
-            typer.echo(f"  {number}. {with_folder(point, run)}", err=True)
+            typer.echo(f"  {number}. {point}", err=True)
         raise PublishError(
             f"the privacy report of {run} has {len(error.points)} open point(s), listed above with the command that "
             "clears each. Clear them, or publish with --force-open-points: the card lists them"

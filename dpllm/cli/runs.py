@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from dpllm.cli.common import AsJson, one_line_errors, show_json, with_folder
+from dpllm.cli.common import AsJson, one_line_errors, show_json
 
 OutputDir = Annotated[
     Path, typer.Argument(metavar="RUN", help="The folder of a run or of a checkpoint.", show_default=False)
@@ -52,9 +52,12 @@ def report(
         list[str] | None,
         typer.Option(
             metavar="NUMBER=STATEMENT",
-            help="Settle an open point of the report: its number, and what was checked, by whom. Report and card show "
-            "the statement. Repeatable.",
+            help="Settle an open point of the report: its number, and what was checked. The ledger, the report and the "
+            "card get the statement, with --by and the date. Repeatable.",
         ),
+    ] = None,
+    by: Annotated[
+        str | None, typer.Option(help="With --settle: the name and role of the person who checked it.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -66,6 +69,8 @@ def report(
     from dpllm.config.hub import is_language
     from dpllm.report.checklist import settled_by
     from dpllm.report.model_card import add_notes
+    from dpllm.report.model_card import settle as settle_points
+    from dpllm.report.pages import in_folder
     from dpllm.report.statement import notes_in, render_markdown
 
     wrong = [code for code in language or () if not is_language(code)]
@@ -76,14 +81,16 @@ def report(
     given |= {"license": license, "language": tuple(language) if language else None}
     if utility:
         given["utility"] = {**notes_in(output_dir).utility, **_figures(utility)}
-    if settle:
-        before = add_notes(output_dir, {})
-        given["settled"] = {**notes_in(output_dir).settled, **settled_by(before, settle)}
+    if bool(settle) != (by is not None):
+        raise ValueError('--settle and --by belong together: --settle "1=each person has one row" --by "A. Meyer, DPO"')
+    if settle and by is not None:
+        # Before other notes, since these change the numbers of the points.
+        settle_points(output_dir, settled_by(add_notes(output_dir, {}), settle), by)
     made = add_notes(output_dir, {name: value for name, value in given.items() if value is not None})
     if as_json:
         typer.echo(json.dumps(made.to_dict(), ensure_ascii=False, allow_nan=False))
     else:
-        typer.echo(with_folder(render_markdown(made), output_dir))
+        typer.echo(in_folder(render_markdown(made), output_dir))
 
 
 def _figures(given: list[str]) -> dict[str, str]:

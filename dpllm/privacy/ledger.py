@@ -8,7 +8,8 @@ signature: it guards against accidents, and against edits by someone who does no
 
 Kinds of lines: "run" (a process started or resumed), "step", "disclosure" (something that depends on the private data
 was written out, and ε does not cover it), "diagnostic", "fact" (a fact of the run for the report), "open point" (a
-reason not to release before people have settled it), "public start" (the files of the public training at the start of
+reason not to release before people have settled it), "settled" (what people checked about such a reason, who, and
+when), "public start" (the files of the public training at the start of
 the run, by hash), "released" (the files of a saved model, by hash), "audit" (the verdict of an audit), "adopted"
 (people declared this copy of the file to be the ledger), "recovered" (a crash left the line before incomplete), "end".
 """
@@ -227,6 +228,27 @@ class Ledger:
         text = _one_line("open point", text)
         if self._notes.add_open_point(text):
             self._append({"kind": "open point", "text": text})
+
+    def append_settled(self, point: str, statement: str, by: str) -> None:
+        """Note that people settled an open point of the report, with today's date.
+
+        Args:
+            point: the point as the report prints it.
+            statement: what was checked.
+            by: who checked it.
+
+        Raises:
+            ValueError: one of them is empty.
+        """
+        self._append(
+            {
+                "kind": "settled",
+                "point": _one_line("settled point", point),
+                "statement": _one_line("statement about a point", statement),
+                "by": _one_line("name of the person who settled a point", by),
+                "at": datetime.now(UTC).isoformat(timespec="seconds"),
+            }
+        )
 
     def append_released(self, folder: str, files: Mapping[str, Mapping[str, Any]]) -> None:
         """Note the files of a saved model, by size and hash, so that `dpllm verify` can check them.

@@ -27,9 +27,10 @@ ENTROPY = {
 }
 """Words of a ledger for the entropy of a run that has no seed, for each generator of noise."""
 
-LEDGER_FORMAT = 3
+LEDGER_FORMAT = 4
 """Format of a start's line: 2 since reports print δ rounded up, 3 since they have a first screen (a report of
-format 4). Lines of earlier versions name none."""
+format 4), 4 since the ledger holds the statements that settle a point (a report of format 5). Lines of earlier versions
+name none."""
 
 CHAIN_START = hashlib.sha256(b"dpllm privacy ledger, format 1").hexdigest()[:16]
 _CHAIN_LENGTH = 16
@@ -42,6 +43,7 @@ _OTHER_KINDS = (
     "diagnostic",
     "fact",
     "open point",
+    "settled",
     "public start",
     "released",
     "audit",
@@ -94,6 +96,8 @@ class LedgerNotes:
     """Facts of the run by name, each with its distinct values in the order in which they were written."""
     open_points: list[str] = field(default_factory=list)
     """Reasons not to release before people have settled them, each once."""
+    settled: list[dict[str, str]] = field(default_factory=list)
+    """Statements by which people settled open points: {"point", "statement", "by", "at"} each, in their order."""
     released: list[dict[str, Any]] = field(default_factory=list)
     """Models saved for release: {"folder": name, "files": {name: {"size", "hashed", "sha256"}}} each."""
     public_start: dict[str, dict[str, Any]] | None = None
@@ -370,6 +374,8 @@ class LedgerReader:
             contents.notes.add_fact(entry["name"], entry["value"])
         elif kind == "open point":
             contents.notes.add_open_point(entry["text"])
+        elif kind == "settled":
+            contents.notes.settled.append({name: str(entry[name]) for name in ("point", "statement", "by", "at")})
         elif kind == "public start":
             contents.notes.public_start = entry["files"]
         elif kind == "released":

@@ -21,11 +21,13 @@ from dpllm.report.definition import REFUTED as REFUTED
 from dpllm.report.disclosures import DESTINATIONS, kept_files, not_kept
 from dpllm.report.front import front
 from dpllm.report.models import Checkable, CrossCheck, Findings, PrivacyReport
-from dpllm.report.models_front import KeptFiles, Line, Settled
+from dpllm.report.models_front import KeptFiles, Line
 from dpllm.report.release_notes import SETTLED_BY
 
 MOST_DIFFERENCE = 0.01
 """Two accountants that differ by more than this share of ε disagree."""
+SETTLE_OPTION = "--settle"
+"""Of `dpllm report`: the command of a point that people settle has it, and no other."""
 _LEAST_DIFFERENCE = 0.002  # the PRV estimate is itself no more accurate than that
 
 _REPORT_IT = "nothing clears this for this model: report it (SECURITY.md)"
@@ -54,7 +56,7 @@ def completed(findings: Findings) -> PrivacyReport:
         findings: everything else of the report; what follows from it is made again.
     """
     asked = list(_asked(findings))
-    settled = findings.noted.settled
+    settled = {item.point: item for item in findings.settlements}
     points = list(_points(findings, asked))
     by_people = [point for point in points if point.how is None and point.text in settled]
     left = [point for point in points if point not in by_people]
@@ -67,10 +69,9 @@ def completed(findings: Findings) -> PrivacyReport:
         ),
         open_points=tuple(point.text for point in left),
         how_to_clear=tuple(
-            _note("settle", f"{number}={SETTLED_BY}") if point.how is None else point.how
-            for number, point in enumerate(left, start=1)
+            _settle(number) if point.how is None else point.how for number, point in enumerate(left, start=1)
         ),
-        settled_points=tuple(Settled(point=point.text, answer=settled[point.text]) for point in by_people),
+        settled_points=tuple(settled[point.text] for point in by_people),
         do_not_publish=tuple(
             KeptFiles(files=files, why=why) for files, why in kept_files(_destinations(findings), _is_audited(findings))
         ),
@@ -78,7 +79,7 @@ def completed(findings: Findings) -> PrivacyReport:
 
 
 def settled_by(report: PrivacyReport, answers: Sequence[str]) -> dict[str, str]:
-    """Return the points that people settle, with their statements, in the form of `ReleaseNotes.settled`.
+    """Return the points that people settle, with their statements, as `dpllm.report.model_card.settle` takes them.
 
     Guarantee: only a point that asks people to check something can be settled. One that another command clears, such as
     a question that nobody answered, or one that nothing clears, is refused.
@@ -95,8 +96,8 @@ def settled_by(report: PrivacyReport, answers: Sequence[str]) -> dict[str, str]:
         number, equals, words = answer.partition("=")
         if not equals or not number.strip().isdecimal() or not words.strip():
             raise ValueError(
-                f"--settle {answer!r} must be the number of an open point, =, and what was checked, by whom: "
-                '--settle "1=each person has one row; checked by A. Meyer"'
+                f"--settle {answer!r} must be the number of an open point, =, and what was checked: "
+                '--settle "1=each person has one row"'
             )
         place = int(number)
         if not 1 <= place <= len(report.open_points):
@@ -104,7 +105,7 @@ def settled_by(report: PrivacyReport, answers: Sequence[str]) -> dict[str, str]:
                 f"--settle {answer!r} names point {place}, and the report has {len(report.open_points)} open points"
             )
         point, how = report.open_points[place - 1], report.how_to_clear[place - 1]
-        if "--settle" not in how:
+        if SETTLE_OPTION not in how:
             raise ValueError(f"point {place} is not settled by a statement ({point} Cleared by: {how})")
         settled[point] = " ".join(words.split())
     return settled
@@ -136,7 +137,7 @@ def _points(findings: Findings, asked: Iterable[_Asked]) -> Iterator[Point]:
     if steps.charged > steps.planned:
         yield Point(
             f"{steps.charged} steps were charged, more than the {steps.planned} planned.",
-            "restore the plan and the ledger of the run from a copy, then `dpllm report OUTPUT_DIR`",
+            "restore the plan and the ledger of the run from a copy, then `dpllm report .`",
         )
     audit = findings.strength.audit
     if audit is not None and audit.startswith(REFUTED):
@@ -258,4 +259,9 @@ def _release(key: str, option: str) -> str:
 
 
 def _note(option: str, value: str = "…") -> str:
-    return f'`dpllm report OUTPUT_DIR --{option} "{value}"`'
+    return f'`dpllm report . --{option} "{value}"`'
+
+
+def _settle(number: int) -> str:
+    what, who = SETTLED_BY
+    return f'`dpllm report . {SETTLE_OPTION} "{number}={what}" --by "{who}"`'

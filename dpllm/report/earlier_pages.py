@@ -1,8 +1,8 @@
-"""The pages of reports of formats 2 and 3, as the versions that wrote them printed them: for `dpllm verify`.
+"""Values of reports of earlier formats that have another form today: for `dpllm verify`.
 
-Place in the flow: under `dpllm.report.earlier_reports`. A page is compared with the page that is due, letter by letter,
-so the sentences and the templates of those versions are kept here and in ``templates/earlier``. Nothing new is written
-with them: `dpllm report FOLDER` writes a report in today's form.
+Place in the flow: under `dpllm.report.earlier_reports`. The pages of those reports are in their own templates
+(`dpllm.report.pages`); here are the sentences and lists whose numbers today's reports state differently. Nothing new is
+written with them: `dpllm report FOLDER` writes a report in today's form.
 """
 
 from __future__ import annotations
@@ -11,16 +11,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dpllm.privacy.rounding import format_delta, format_epsilon, up
+from dpllm.privacy.rounding import format_delta, up
 from dpllm.report.checklist import REFUTED, disagreements, is_sampled
 from dpllm.report.disclosures import DESTINATIONS, FINAL_LOSS, LOGGED, RESOURCES, TRAINING_LOSS
-from dpllm.report.markdown import title_of
+from dpllm.report.front import factor_words
 from dpllm.report.models import PrivacyReport
-from dpllm.report.pages import template
 
-MARKDOWN_TEMPLATE = "earlier/privacy_report.md"
-HTML_TEMPLATE = "earlier/privacy_report.html"
-CARD_TEMPLATE = "earlier/model_card.md"
 _LOCAL = frozenset({"the screen", "the Trainer's state"})
 _KEPT = frozenset({TRAINING_LOSS, FINAL_LOSS, RESOURCES, LOGGED})
 
@@ -47,6 +43,14 @@ def checklist(report: PrivacyReport, sentences: Sequence[str]) -> list[dict[str,
         for section, lines in sections.items()
         for question, answer in lines
     ]
+
+
+def with_factor(words: str, epsilon: float) -> str:
+    """Return a sentence of today with exp(ε) as reports up to format 4 print it, where it is large."""
+    if not 30 < epsilon < math.inf:
+        return words
+    printed = "more than 1e300" if epsilon >= 700 else f"more than {10 ** int(epsilon / math.log(10)):.0e}"
+    return words.replace(factor_words(epsilon), f"exp(ε) = {printed}")
 
 
 def open_points(report: PrivacyReport, lines: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -255,56 +259,3 @@ def _percent(value: float, digits: int) -> str:
     """Format a percentage, rounded up so that the printed number is an upper bound."""
     scale = 10**digits
     return f"{min(100.0, math.ceil(value * 100 * scale - 1e-7) / scale):.{digits}f}"
-
-
-def _captions(report: Any) -> dict[str, str]:
-    statement = report.statement
-    adjacency, delta = statement.adjacency, format_delta(statement.delta)
-    drawn = statement.private or not report.curves.epsilon_over_steps.steps
-    seeded = "" if drawn else " It would hold only with noise from secret randomness."
-    return {
-        "tradeoff": "The best that any attack can do that decides whether one unit took part: the share of those in "
-        "the data that it finds, when it may accuse a given share of those that were not in the data. No attack lies "
-        f"above the solid line, which is computed from all steps together ({adjacency}); the dotted line is what ε and "
-        f"δ alone would allow.{seeded}",
-        "epsilon_over_delta": "The whole guarantee: for each δ the ε that holds together with it. The point is what "
-        f"this report states.{seeded}",
-        "epsilon_over_steps": f"ε spent after so many steps, at δ = {delta} ({adjacency}).{seeded}",
-    }
-
-
-def _alternatives(report: Any) -> dict[str, str]:
-    """Return what each picture shows, for people who can't see it."""
-    statement, strength = report.statement, report.strength
-    rates = ", ".join(
-        f"{float(at) * 100:g}% false: at most {100 * float(up(value)):g}% found"
-        for at, value in strength.true_positive_rate.items()
-    )
-    epsilon = format_epsilon(statement.epsilon)
-    points = "; ".join(
-        f"δ {format_delta(row.delta)}: ε {format_epsilon(row.zero_out)}" for row in report.accounting.curve
-    )
-    return {
-        "tradeoff": f"Curve of the largest true positive rate over the false positive rate. {rates}.",
-        "epsilon_over_delta": f"Curves of ε over δ, falling as δ rises; zero-out: {points}.",
-        "epsilon_over_steps": f"Curve of ε over the number of steps, rising to {epsilon} after "
-        f"{report.accounting.steps.charged} steps.",
-    }
-
-
-def render_markdown(report: Any) -> str:
-    """Return the page of a report."""
-    return template(MARKDOWN_TEMPLATE).render(report=report, title=title_of(report))
-
-
-def render_html(report: Any, figures: Mapping[str, str]) -> str:
-    """Return the page of a report with its pictures.
-
-    Args:
-        report: of format 2 or 3.
-        figures: made by `dpllm.report.html.draw_figures`; those of other names are not on this page.
-    """
-    page = template(HTML_TEMPLATE).render(
-        report=report, figures=figures, title=title_of(report), alts=_alternatives(report), captions=_captions(report)
-    )
-    return page.rstrip() + "\n"

@@ -1,9 +1,10 @@
-"""Reports that earlier versions wrote, in the form of format 3: for `dpllm verify`.
+"""Reports that earlier versions wrote: for `dpllm verify`.
 
-Place in the flow: before the comparisons of `dpllm.report.verify`. A report of format 2 lacks keys that were added
-since, and some of its sentences had other words. It is held to the keys of its own format. Then its numbers, names and
-hashes are compared with those that are computed today; a sentence may have other words, and must have the same numbers.
-Its pages and its card are made again with the templates of those versions (`dpllm.report.earlier_pages`).
+Place in the flow: before the comparisons of `dpllm.report.verify`. Each format is described by its difference from the
+next one: the keys that were added since, and the values that had another form. A report is held to the keys of its own
+format. Then its numbers, names and hashes are compared with those that are computed today; a sentence may have other
+words, and must have the same numbers. Its pages and its card are made again with the templates of its format
+(`dpllm.report.pages`), and compared letter by letter.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ import copy
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, create_model
 
-from dpllm.privacy.ledger_reader import LEDGER_FORMAT, LedgerContents
+from dpllm.privacy.ledger_reader import LedgerContents
 from dpllm.privacy.rounding import format_delta, nearest_delta
 from dpllm.report import earlier_pages
 from dpllm.report.checklist import is_seeded
 from dpllm.report.front import unit_of
 from dpllm.report.kinds import Count
 from dpllm.report.models import (
+    FORMAT,
     Accounting,
     Checkable,
     Definition,
@@ -32,6 +34,7 @@ from dpllm.report.models import (
     Steps,
     Strength,
 )
+from dpllm.report.models_front import Front, Noted, Settled
 
 
 def _earlier(today: type[Part], without: tuple[str, ...] = (), **changed: Any) -> type[Part]:
@@ -59,6 +62,16 @@ class _Answer(Part):
     filled: bool = Field(description="Whether there is an answer.")
 
 
+_settled = Field(description="Open points that people settled: the point, and what they checked.")
+_Settled4 = _earlier(Settled, without=("by", "at"))
+_Format4 = _earlier(
+    PrivacyReport,
+    without=("settlements",),
+    format=Literal[4],
+    front=_earlier(Front, without=("alert",)),
+    noted=_earlier(Noted, settled=(dict[str, str], _settled)),
+    settled_points=tuple[_Settled4, ...],  # type: ignore[valid-type]
+)
 _left_out = Field(description="Rows that the bound on rows per user left out; depends on the private data.")
 _in_words = Field(description="The bounds as sentences.")
 _Strength3 = _earlier(Strength, in_plain_words=(tuple[str, ...], _in_words))
@@ -67,7 +80,7 @@ _ADDED_IN_4 = (
     *("utility_elsewhere", "noted"),
 )
 _Format3 = _earlier(
-    PrivacyReport, without=_ADDED_IN_4, format=Literal[3], strength=_Strength3, checklist=tuple[_Answer, ...]
+    _Format4, without=_ADDED_IN_4, format=Literal[3], strength=_Strength3, checklist=tuple[_Answer, ...]
 )
 _Run = _earlier(Run, without=("file",))
 _Format2 = _earlier(
@@ -80,7 +93,20 @@ _Format2 = _earlier(
     checkable=_earlier(Checkable, runs=tuple[_Run, ...]),  # type: ignore[valid-type]
 )
 
-EARLIER_FORMATS: dict[int, type[Part]] = {2: _Format2, 3: _Format3}
+
+class Earlier(NamedTuple):
+    """An earlier format."""
+
+    model: type[Part]
+    """The keys of its JSON."""
+    pages: int
+    """The format whose keys and templates its pages have."""
+    ledger: int
+    """The latest format of a ledger beside which a version wrote it."""
+
+
+_FORMATS = {2: Earlier(_Format2, 3, 2), 3: Earlier(_Format3, 3, 2), 4: Earlier(_Format4, 4, 3)}
+EARLIER_FORMATS: dict[int, type[Part]] = {number: one.model for number, one in _FORMATS.items()}
 """Formats of reports that are verified beside today's, and their keys."""
 
 _ROUNDED_UP = 2  # format of the first ledgers whose reports round δ up
@@ -95,43 +121,72 @@ def format_of(recorded: Mapping[str, Any] | None) -> int | None:
     return number if isinstance(number, int) and not isinstance(number, bool) else None
 
 
-def due_then(report: PrivacyReport) -> Any:
-    """Return the report that a version of format 3 would have made of the same values."""
+def form_of(written: int | None) -> str:
+    """Return the folder of the templates with which the pages of a format are printed; of today's format, none."""
+    return f"format{_FORMATS[written].pages}/" if written in _FORMATS else ""
+
+
+def forms_until(written: int) -> list[str]:
+    """Return the folders of the templates of every format up to this one; today's is none."""
+    return sorted({form_of(number) for number in (*_FORMATS, FORMAT) if number <= written})
+
+
+def due_then(report: PrivacyReport, written: int) -> Any:
+    """Return the report that a version of an earlier format would have made of the same values, as its pages show it.
+
+    Args:
+        report: as it is computed today.
+        written: the format of the version.
+    """
+    pages = _FORMATS[written].pages
+    values = _in_format_4(report)
+    return then_of(values if pages == 4 else _in_format_3(report, values), written)
+
+
+def then_of(values: Mapping[str, Any], written: int) -> Any:
+    """Return the report that plain values are, in the format of the pages of an earlier format."""
+    model = EARLIER_FORMATS[_FORMATS[written].pages]
+    return model.model_validate_json(json.dumps(values), strict=True)
+
+
+def _in_format_4(report: PrivacyReport) -> dict[str, Any]:
+    values = {**report.to_dict(), "format": 4}
+    answers = {item["point"]: item["answer"] for item in values.pop("settlements")}
+    values["noted"] = {**values["noted"], "settled": answers}
+    values["settled_points"] = [{"point": item.point, "answer": item.answer} for item in report.settled_points]
+    values["front"] = {name: words for name, words in values["front"].items() if name != "alert"}
+    words = earlier_pages.with_factor(report.statement.words, report.statement.epsilon)
+    values["statement"] = {**values["statement"], "words": words}
+    return values
+
+
+def _in_format_3(report: PrivacyReport, in_format_4: Mapping[str, Any]) -> dict[str, Any]:
     statement = report.statement
-    values = {name: value for name, value in report.to_dict().items() if name not in _ADDED_IN_4}
+    values = {name: value for name, value in in_format_4.items() if name not in _ADDED_IN_4}
     sentences = earlier_pages.attack_sentences(
         report.strength, statement.adjacency, unit_of(statement.unit), is_seeded(report.checkable)
     )
     lines = earlier_pages.checklist(report, sentences)
     values |= {"format": 3, "checklist": lines, "open_points": earlier_pages.open_points(report, lines)}
     values["strength"] = {**values["strength"], "in_plain_words": sentences}
-    return _read(values)
+    return values
 
 
-def then_of(values: Mapping[str, Any]) -> Any:
-    """Return the report of format 3 that plain values are."""
-    return _read(values)
-
-
-def _read(values: Mapping[str, Any]) -> Any:
-    return _Format3.model_validate_json(json.dumps(values), strict=True)
-
-
-def in_format_3(recorded: Mapping[str, Any], due: Mapping[str, Any], keep_words: bool) -> dict[str, Any]:
-    """Return an earlier report with the keys of format 3.
+def in_form(recorded: Mapping[str, Any], due: Mapping[str, Any], keep_words: bool) -> dict[str, Any]:
+    """Return an earlier report with the keys of the format of its pages.
 
     Args:
         recorded: of an earlier format.
-        due: as it is computed today, in format 3 (`due_then`).
+        due: as it is computed today, in the format of those pages (`due_then`).
         keep_words: keep sentences with the same numbers in the words of the record, and its checklist, as its pages
             show them. Otherwise they have today's words, so that what differs is no matter of words.
 
     Returns:
-        What was recorded; keys that only format 3 has as they are due; none that only the earlier form had.
+        What was recorded; keys that only the format of its pages has as they are due; none that it lacks.
     """
     form = _merged(recorded, due, keep_words)
     form["format"] = due["format"]
-    if not keep_words and isinstance(recorded.get("checklist"), list):
+    if due["format"] == 3 and not keep_words and isinstance(recorded.get("checklist"), list):
         answers = {entry["question"]: entry for entry in recorded["checklist"] if isinstance(entry, dict)}
         form["checklist"] = [_merged(answers.get(entry["question"], entry), entry, False) for entry in due["checklist"]]
     return dict(form)
@@ -160,7 +215,7 @@ def is_as_old(contents: LedgerContents, written: int) -> bool:
         contents: of the ledger.
         written: the format of the report.
     """
-    older = contents.notes.format < LEDGER_FORMAT
+    older = contents.notes.format <= _FORMATS[written].ledger
     return older and (written > _NO_FILE or all(run.get("file") is None for run in contents.runs))
 
 

@@ -9,21 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from datetime import datetime
 
 from dpllm.privacy.rounding import format_percent, one_in, up_significant
 from dpllm.report.definition import REFUTED, TRAINED_MODEL
 from dpllm.report.models import Findings, Strength
-from dpllm.report.models_front import Front, Odds
+from dpllm.report.models_front import Front, Odds, day_in_words
 
 _ON_THE_FRONT = ("0.5", "0.01", "1e-06")  # of `bounds`: one of each kind of attack
 _REFUTED = (
     "AN AUDIT REFUTES THIS REPORT. It found more about single units in the model than the numbers of this report "
     "allow, so none of them can be relied on until the cause is found."
-)
-_MONTHS = (
-    *("January", "February", "March", "April", "May", "June", "July"),
-    *("August", "September", "October", "November", "December"),
 )
 
 
@@ -37,6 +32,7 @@ def front(findings: Findings, num_open: int) -> Front:
     refuted = (findings.strength.audit or "").startswith(REFUTED)
     holds = findings.statement.private and findings.accounting.steps.charged > 0 and not refuted
     return Front(
+        alert=_alert(num_open, findings.strength.tier),
         what=_what(findings),
         who=_who(findings),
         when=_when(findings),
@@ -47,6 +43,14 @@ def front(findings: Findings, num_open: int) -> Front:
         not_covered=_not_covered(findings),
         to_do=_to_do(num_open, findings.strength.tier),
     )
+
+
+def _alert(num_open: int, tier: str) -> str:
+    """Return the line above everything else; nothing where no point is open."""
+    if num_open:
+        points = "One point is" if num_open == 1 else f"{num_open} points are"
+        return f"{points} open: do not release the model yet."
+    return "The guarantee is weak: read the odds before a release." if tier == "weak" else ""
 
 
 def _to_do(num_open: int, tier: str) -> str:
@@ -164,10 +168,10 @@ def _who(findings: Findings) -> str:
 
 def _when(findings: Findings) -> str:
     runs, steps = findings.checkable.runs, findings.accounting.steps
-    words = [f"Training began on {_date(runs[0].started_at)}"]
+    words = [f"Training began on {day_in_words(runs[0].started_at)}"]
     if len(runs) > 1:
         times = "once" if len(runs) == 2 else f"{len(runs) - 1} times"
-        words.append(f", was resumed {times}, the last time on {_date(runs[-1].started_at)},")
+        words.append(f", was resumed {times}, the last time on {day_in_words(runs[-1].started_at)},")
     taken = (
         f"all {steps.planned:,} planned steps"
         if steps.charged == steps.planned
@@ -179,19 +183,6 @@ def _when(findings: Findings) -> str:
     elif steps.charged != steps.planned:
         words.append(f" It ended early ({findings.checkable.ended}).")
     return "".join(words)
-
-
-def _date(text: str) -> str:
-    """Return a date in words; a text that is no date as it is.
-
-    >>> _date("2026-11-23T14:29:00+00:00"), _date("now")
-    ('23 November 2026', 'now')
-    """
-    try:
-        day = datetime.fromisoformat(text)
-    except ValueError:
-        return text
-    return f"{day.day} {_MONTHS[day.month - 1]} {day.year}"
 
 
 def _protected(findings: Findings) -> str:
@@ -237,6 +228,20 @@ def two_figures(epsilon: float) -> str:
     ('8.0', '0.081', 'infinite')
     """
     return up_significant(epsilon, 2) if math.isfinite(epsilon) else "infinite"
+
+
+def factor_words(epsilon: float) -> str:
+    """Return exp(ε) in words, rounded up to three digits; of a number that nobody can picture, how long it is.
+
+    >>> factor_words(1.0), factor_words(40.0)
+    ('exp(ε) = 2.72', 'exp(ε), a number of 18 digits')
+    """
+    if epsilon > 30:
+        return f"exp(ε), a number of {math.floor(epsilon / math.log(10) + 1e-9) + 1} digits"
+    value = math.exp(epsilon)
+    digits = 2 - math.floor(math.log10(value))
+    rounded = f"{math.ceil(value * 10**digits) / 10**digits:,g}" if value < 1e5 else f"{math.ceil(value):,}"
+    return f"exp(ε) = {rounded}"
 
 
 def _not_covered(findings: Findings) -> str:

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from dpllm.report.models import PrivacyReport
 from dpllm.report.pages import shown_beside, template
 
 
-def render_markdown(report: PrivacyReport) -> str:
-    """Return the page of a report."""
-    return template("privacy_report.md").render(report=report, title=title_of(report), **shown_beside(report))
+def render_markdown(report: Any, form: str = "") -> str:
+    """Return the page of a report.
+
+    Args:
+        report: made by `privacy_report`, or one of an earlier format.
+        form: today's, or the folder of the templates of that format.
+    """
+    page = template(f"{form}privacy_report.md")
+    return page.render(report=report, title=title_of(report), **shown_beside(report))
 
 
 def title_of(report: Any) -> str:

@@ -34,15 +34,15 @@ from dpllm.config.hub import license_metadata
 from dpllm.privacy.checkpoints import MANIFEST_FILE
 from dpllm.privacy.crashed import settle_crashed
 from dpllm.privacy.identity import adopt
-from dpllm.privacy.ledger import LEDGER_FILE, Ledger, read_ledger
+from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerContents, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.rounding import up
-from dpllm.report import earlier_pages
-from dpllm.report.checklist import is_sampled
+from dpllm.report.checklist import SETTLE_OPTION, is_sampled
 from dpllm.report.definition import SELECTED
-from dpllm.report.earlier_reports import EARLIER_FORMATS, due_then, format_of, in_format_3, then_of
+from dpllm.report.earlier_reports import EARLIER_FORMATS, due_then, form_of, format_of, forms_until, in_form, then_of
 from dpllm.report.models import PlanOfGenerator, PlanOfParts, PlanOfSelection, PrivacyReport
 from dpllm.report.pages import part, template
+from dpllm.report.release_notes import ReleaseNotes, require_own_words, settled_before
 from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, notes_in, privacy_report, write_report
 
 CARD_FILE = "README.md"
@@ -158,17 +158,63 @@ def add_notes(folder: str | Path, noted: Mapping[str, Any]) -> PrivacyReport:
         ValueError: the folder holds no plan or no ledger, or they don't belong together.
     """
     folder = Path(folder)
-    for name in (PLAN_FILE, LEDGER_FILE):
-        if not (folder / name).is_file():
-            raise ValueError(f"{folder} holds no {name}, so it is not the folder of a private run")
-    plan, contents, notes = PrivacyPlan.load(folder / PLAN_FILE), read_ledger(folder / LEDGER_FILE), notes_in(folder)
-    before = privacy_report(plan, contents, notes)
+    plan, contents, notes = _read(folder)
     if not noted:
-        return before
-    shown = _as_recorded(folder, before)
+        return privacy_report(plan, contents, notes)
+    shown = _as_recorded(folder)
     after = write_report(folder, plan, contents, dataclasses.replace(notes, **noted))
     renew_card(folder, shown, after)
     return after
+
+
+def _read(folder: Path) -> tuple[PrivacyPlan, LedgerContents, ReleaseNotes]:
+    for name in (PLAN_FILE, LEDGER_FILE):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} holds no {name}, so it is not the folder of a private run")
+    return PrivacyPlan.load(folder / PLAN_FILE), read_ledger(folder / LEDGER_FILE), notes_in(folder)
+
+
+def settle(folder: str | Path, statements: Mapping[str, str], by: str) -> PrivacyReport:
+    """Write into a run's ledger that people settled open points, and write its report and card again.
+
+    Guarantee: the ledger has each statement with its author and today's date, and `dpllm verify` holds report and card
+    to it. Only a point that asks people to check something can be settled (`dpllm.report.checklist`).
+
+    Args:
+        folder: of the run, or of a model that was made of it.
+        statements: the open points as the report prints them, each with the words of the person who checked it.
+        by: that person.
+
+    Returns:
+        The report.
+
+    Raises:
+        ValueError: a text only takes the place of a person's words; a point is not open, or is not settled by a
+            statement; the folder holds no plan or no ledger, is a checkpoint, whose ledger its manifest names, or a run
+            is writing it.
+    """
+    folder = Path(folder)
+    before = add_notes(folder, {})
+    if (folder / MANIFEST_FILE).is_file():
+        raise ValueError(
+            f"{folder} is a checkpoint, and its own copy of the ledger never changes: settle the points in the folder "
+            f"of its run: `dpllm report {folder.parent}`"
+        )
+    ways = dict(zip(before.open_points, before.how_to_clear, strict=True))
+    for point in statements:
+        if point not in ways or SETTLE_OPTION not in ways[point]:
+            raise ValueError(f"{point!r} is no open point of {folder} that a statement settles")
+    for name, words in (
+        ("name of the person who checked it", by),
+        *(("statement", one) for one in statements.values()),
+    ):
+        if not words.strip():
+            raise ValueError(f"the {name} is empty: a point is settled by a person's own words")
+        require_own_words(f"the {name}", words)
+    with _rewritten(folder), Ledger.annotate(folder / LEDGER_FILE) as ledger:
+        for point, words in statements.items():
+            ledger.append_settled(point, words, by)
+    return add_notes(folder, {})
 
 
 def add_audit(folder: str | Path, file: str, summary: str) -> None:
@@ -272,20 +318,23 @@ def _has_report(folder: Path) -> bool:
 @contextlib.contextmanager
 def _rewritten(folder: Path) -> Iterator[None]:
     """Write report and card again after the block has added lines to the ledger."""
-    shown = _as_recorded(folder, add_notes(folder, {}))
+    shown = _as_recorded(folder)
     yield
     plan, contents = PrivacyPlan.load(folder / PLAN_FILE), read_ledger(folder / LEDGER_FILE)
     renew_card(folder, shown, write_report(folder, plan, contents, notes_in(folder)))
 
 
-def _as_recorded(folder: Path, before: PrivacyReport) -> Any:
+def _as_recorded(folder: Path) -> Any:
     """Return the report whose card is in a folder: in the format, and with the words, of the version that wrote it."""
+    plan, contents, notes = _read(folder)
     with contextlib.suppress(OSError, ValueError, AttributeError):
         recorded = json.loads((folder / JSON_FILE).read_text(encoding="utf-8"))
-        if format_of(recorded) in EARLIER_FORMATS:
-            due = due_then(before).model_dump(mode="json", by_alias=True)
-            return then_of(in_format_3(recorded, due, keep_words=True))
-    return before
+        written = format_of(recorded)
+        if written is not None and written in EARLIER_FORMATS:
+            before = privacy_report(plan, contents, notes, settled_before=settled_before(recorded))
+            due = due_then(before, written).model_dump(mode="json", by_alias=True)
+            return then_of(in_form(recorded, due, keep_words=True), written)
+    return privacy_report(plan, contents, notes)
 
 
 def renew_card(folder: str | Path, before: Any, after: PrivacyReport) -> None:
@@ -326,7 +375,7 @@ def _renewed(card: str, before: Any, after: PrivacyReport) -> str:
 
 
 def _template_of(report: Any) -> str:
-    return CARD_TEMPLATE if isinstance(report, PrivacyReport) else earlier_pages.CARD_TEMPLATE
+    return f"{form_of(report.format)}{CARD_TEMPLATE}"
 
 
 def _noted_metadata(report: Any) -> dict[str, Any]:
@@ -491,9 +540,9 @@ def guarantee_section(report: Any) -> list[str]:
 
 
 def points_listed(report: Any) -> list[str]:
-    """Return the points that a card must list: those that are open, and those that people settled."""
-    settled = getattr(report, "settled_points", ())
-    return [*report.open_points, *(f"{item.point} Settled: {item.answer}" for item in settled)]
+    """Return the points that a card must list, in its words: those that are open, and those that people settled."""
+    lines = _part("open_points", report, _template_of(report)).split("\n")
+    return [line.removeprefix("- ") for line in lines if line.startswith("- ")]
 
 
 def _part(name: str, report: Any, card: str = CARD_TEMPLATE, **context: Any) -> str:
@@ -510,7 +559,7 @@ def own_lines(report: Any, base: Any = None) -> set[str]:
     """
     card = _template_of(report)
     texts = [_part(name, report, card) for name in ("open_points", "guarantee", "not_covered", "check_it")]
-    for template_of in dict.fromkeys((card, earlier_pages.CARD_TEMPLATE)):  # a title stays when notes are added
+    for template_of in [f"{form}{CARD_TEMPLATE}" for form in forms_until(report.format)]:  # a title stays, when renewed
         for name in (None, hub_id(base)):
             texts += [_part("title", report, template_of, base=name, adapter=adapter) for adapter in (False, True)]
     return {line.strip() for text in texts for line in text.split("\n")}

@@ -36,10 +36,11 @@ from dpllm.report.kinds import (
 )
 from dpllm.report.models_front import Front, KeptFiles, Line, Noted, Settled
 
-FORMAT: Final = 4
+FORMAT: Final = 5
 """Format of the report's JSON. Format 2 had no facts of the run and no open points of the ledger. Format 3 had no first
 screen, no way to settle a point, no list of files that are not for release, and answers in its checklist; its sentences
-about attacks are the table of the first screen now."""
+about attacks are the table of the first screen now. Format 4 had statements that settle a point in its notes, and not
+in the ledger with person and date, and no line at the very top."""
 TIERS = ("strong", "reasonable", "weak", "none")
 _MOST_LISTED = 12
 
@@ -442,10 +443,10 @@ class Checkable(Part):
     versions: Versions = Field(description="Versions of the software; null: not installed.")
 
 
-class Findings(Part):
-    """A report but for its first screen, its checklist and its open points, which follow from the rest."""
+class Computed(Part):
+    """The parts of a report that are computed from plan and ledger, with a few notes of people in them."""
 
-    format: Literal[4] = Field(description="Format of the report; changes when a key does.")
+    format: Literal[5] = Field(description="Format of the report; changes when a key does.")
     statement: Statement = Field(description="The guarantee in one place.")
     setting: Setting = Field(description="Who is trusted with what.")
     definition: Definition = Field(description="The definition as this run instantiates it.")
@@ -453,7 +454,15 @@ class Findings(Part):
     strength: Strength = Field(description="How strong the guarantee is, in terms of attacks.")
     curves: Curves = Field(description="The values that the pictures are drawn from.")
     checkable: Checkable = Field(description="How to check all of it.")
+
+
+class Findings(Computed):
+    """A report but for its first screen, its checklist and its open points, which follow from the rest."""
+
     noted_open_points: tuple[str, ...] = Field(description="Reasons not to release that the run noted in its ledger.")
+    settlements: tuple[Settled, ...] = Field(
+        description="Statements by which people settled points, as the ledger has them; the last of a point counts."
+    )
     utility: dict[str, JsonValue] | None = Field(
         description="Figures of the model that may be released: name to value; null: not filled in."
     )
@@ -475,7 +484,9 @@ class PrivacyReport(Findings):
     )
     open_points: tuple[str, ...] = Field(description="Reasons not to release yet; each can be cleared.")
     how_to_clear: tuple[str, ...] = Field(description="For each open point, the command or setting that clears it.")
-    settled_points: tuple[Settled, ...] = Field(description="Points that people settled, with what they checked.")
+    settled_points: tuple[Settled, ...] = Field(
+        description="Points that would be open, and that people settled: who checked what, and when."
+    )
     do_not_publish: tuple[KeptFiles, ...] = Field(description="Files of the run's folder that are not for release.")
 
     def to_dict(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Place in the flow: under `dpllm.report.models`. `dpllm.report.front` fills in th
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Annotated, Final
 
 from pydantic import Field
@@ -28,6 +29,25 @@ SECTIONS: Final = {
 """Sections of the page after the first screen: anchor and title, in their order."""
 
 
+_MONTHS = (
+    *("January", "February", "March", "April", "May", "June", "July"),
+    *("August", "September", "October", "November", "December"),
+)
+
+
+def day_in_words(text: str) -> str:
+    """Return a date in words; a text that is no date as it is.
+
+    >>> day_in_words("2026-11-23T14:29:00+00:00"), day_in_words("now")
+    ('23 November 2026', 'now')
+    """
+    try:
+        day = datetime.fromisoformat(text)
+    except ValueError:
+        return text
+    return f"{day.day} {_MONTHS[day.month - 1]} {day.year}"
+
+
 class Noted(Part):
     """Facts that only people know, beside those of the setting and the definition."""
 
@@ -36,7 +56,6 @@ class Noted(Part):
     license: str | None = Field(description="License of the released model; null: not noted.")
     language: tuple[str, ...] = Field(description="Languages of the model, as ISO codes; empty: not noted.")
     dataset: str | None = Field(description="Public name of the data set, where the plan has none; null: not noted.")
-    settled: dict[str, str] = Field(description="Open points that people settled: the point, and what they checked.")
 
 
 class Odds(Part):
@@ -52,6 +71,7 @@ class Odds(Part):
 class Front(Part):
     """The first screen: what happened, in sentences. Numbers are rounded to two figures, to the safe side."""
 
+    alert: str = Field(description="Whether the model may not be released yet, in one line; empty: no point is open.")
     what: str = Field(description="What was trained on what.")
     who: str = Field(description="Who trained it, who holds the data, who gets the model.")
     when: str = Field(description="When, and how many steps.")
@@ -64,10 +84,17 @@ class Front(Part):
 
 
 class Settled(Part):
-    """An open point that people settled."""
+    """An open point that people settled, as the ledger has it."""
 
     point: str = Field(description="The point.")
-    answer: str = Field(description="What was checked, and by whom.")
+    answer: str = Field(description="What was checked.")
+    by: str = Field(description="Who checked it.")
+    at: str = Field(description="When it was written into the ledger, in UTC (ISO 8601).")
+
+    @property
+    def in_words(self) -> str:
+        """The statement for people, with its date and its author."""
+        return f"{self.answer} (settled on {day_in_words(self.at)} by {self.by})"
 
 
 class KeptFiles(Part):

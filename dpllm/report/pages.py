@@ -1,6 +1,10 @@
 """The templates of the report's pages, and the filters by which they print numbers and texts.
 
-Place in the flow: below `dpllm.report.markdown` and `dpllm.report.html`.
+Place in the flow: below `dpllm.report.markdown` and `dpllm.report.html`. A page follows from the report's values and
+one folder of files: its template and its glossary. A report of an earlier format is printed with the folder of that
+format, so that `dpllm verify` compares its pages letter by letter. To freeze today's pages before they change, copy
+the files of ``dpllm/report/templates`` into a folder of their format, and add the format to
+`dpllm.report.earlier_reports`.
 """
 
 from __future__ import annotations
@@ -9,6 +13,8 @@ import importlib.resources
 import math
 import re
 from functools import cache
+from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import jinja2
@@ -17,7 +23,7 @@ import markupsafe
 from dpllm.privacy.rounding import format_delta, format_epsilon, one_in, up, up_significant
 from dpllm.report.disclosures import UTILITY_FILE
 from dpllm.report.front import bounds, unit_of
-from dpllm.report.glossary import GLOSSARY
+from dpllm.report.glossary import glossary
 from dpllm.report.models import Parameters, PrivacyReport
 from dpllm.report.models_front import SECTIONS
 
@@ -35,8 +41,9 @@ def template(name: str) -> jinja2.Template:
     HTML is escaped. In Markdown each value is printed in one line, whatever people noted, and None as "-".
 
     Args:
-        name: of the file in ``dpllm/report/templates``.
+        name: of the file in ``dpllm/report/templates``; that of an earlier format is in a folder, such as "format3/".
     """
+    form, slash, _ = name.rpartition("/")
     is_html = name.endswith(".html")
     environment = jinja2.Environment(
         autoescape=is_html,
@@ -48,9 +55,10 @@ def template(name: str) -> jinja2.Template:
     )
     environment.filters.update(
         **{"epsilon": _epsilon, "delta": format_delta, "one_in": one_in, "chance": _chance, "share": _share},
-        **{"rho": _rho, "cell": _cell, "verbatim": _Verbatim, "width": _width, "code": _code},
+        **{"rho": _rho, "cell": _cell, "verbatim": _Verbatim, "width": _width, "code": _code, "ceiling": _ceiling},
     )
-    environment.globals.update(not_filled=NOT_FILLED, sections=SECTIONS, glossary=GLOSSARY, utility_file=UTILITY_FILE)
+    words = glossary(f"{form}{slash}")
+    environment.globals.update(not_filled=NOT_FILLED, sections=SECTIONS, glossary=words, utility_file=UTILITY_FILE)
     text = importlib.resources.files("dpllm").joinpath(f"report/templates/{name}").read_text(encoding="utf-8")
     return environment.from_string(text)
 
@@ -65,6 +73,17 @@ def part(name: str, block: str, **context: Any) -> str:
     """
     page = template(name)
     return "".join(page.blocks[block](page.new_context(context))).strip()
+
+
+def in_folder(text: str, folder: str | Path) -> str:
+    """Return a text of a report whose commands name a folder; in the report itself it is the folder of the page.
+
+    A report has no name of a folder: its folder is moved, copied and published, and its path is a fact of a machine.
+
+    >>> in_folder("`dpllm verify .`, `dpllm report . --audience x`", "runs/a b")
+    "`dpllm verify 'runs/a b'`, `dpllm report 'runs/a b' --audience x`"
+    """
+    return re.sub(r"\bdpllm (verify|report) \.(?![\w/.])", lambda found: f"dpllm {found[1]} {quote(str(folder))}", text)
 
 
 def shown_beside(report: PrivacyReport) -> dict[str, Any]:
@@ -111,6 +130,11 @@ def _epsilon(value: float | None) -> str | None:
 def _chance(value: float) -> str:
     """Print a probability, rounded up."""
     return up(min(1.0, value))
+
+
+def _ceiling(value: float) -> float:
+    """Return a number with four decimals, rounded up."""
+    return float(up(value))
 
 
 def _rho(value: float) -> str:

@@ -26,6 +26,7 @@ from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PLAN_FILE
 from dpllm.report.checklist import REFUTED
 from dpllm.report.model_card import CARD_FILE, add_released, hub_id, metadata_in
+from dpllm.report.pages import in_folder
 from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE
 from dpllm.report.verify import verify
 
@@ -186,6 +187,7 @@ def require_publishable(folder: str | Path, *, force_open_points: bool = False) 
             f"{folder} does not pass `dpllm verify`: {failed[0].what}: {failed[0].detail}. Restore the files of the run"
         )
     if points and not force_open_points:
+        points = [in_folder(point, folder) for point in points]
         raise PublishError(
             f"{len(points)} open point(s) in the privacy report of {folder}: {' '.join(points)} Clear them as "
             f"{MARKDOWN_FILE} says beside each, or publish with --force-open-points (force_open_points=True): the card "

@@ -19,9 +19,8 @@ from dpllm.report.models_front import Noted
 JSON_FILE = "privacy_report.json"
 _TEXTS = ("data_holder", "audience", "other_uses", "audit", "trained_by", "base_model", "license", "dataset")
 
-
-SETTLED_BY = "what was checked, and by whom"
-"""What a report prints in the place of the statement that settles a point."""
+SETTLED_BY = ("what was checked", "name and role")
+"""Words that a report prints in the place of a statement that settles a point, and of the person who makes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +51,6 @@ class ReleaseNotes:
     """Languages of the model: ISO codes."""
     dataset: str | None = None
     """Public name of the data set, where the plan has none."""
-    settled: Mapping[str, str] = field(default_factory=dict)
-    """Open points that people settled: the point as the report prints it, and what was checked, by whom."""
 
     def __post_init__(self) -> None:
         """Refuse what no report can hold, before a run is trained for it.
@@ -64,12 +61,10 @@ class ReleaseNotes:
         texts = {name: getattr(self, name) for name in _TEXTS if getattr(self, name) is not None}
         texts |= {f"language {place}": code for place, code in enumerate(self.languages, start=1)}
         texts |= {f"figure {place}": name for place, name in enumerate(self.utility_elsewhere, start=1)}
-        texts |= {f"settled {point!r}": answer for point, answer in self.settled.items()}
         for name, value in texts.items():
             if not isinstance(value, str):
                 raise ValueError(f"the note {name} must be a text, got {value!r} ({type(value).__name__})")
-            if value == SETTLED_BY or (value and not any(map(str.isalnum, value))):
-                raise ValueError(f"the note {name} is {value!r}, which stands for words of yours: write them")
+            require_own_words(f"the note {name}", value)
         try:
             json.dumps(dict(self.utility), allow_nan=False)
         except (TypeError, ValueError) as error:
@@ -90,8 +85,21 @@ class ReleaseNotes:
             license=self.license,
             language=self.languages,
             dataset=self.dataset,
-            settled=dict(self.settled),
         )
+
+
+def require_own_words(what: str, value: str) -> None:
+    """Refuse a text that only takes the place of a person's words.
+
+    Args:
+        what: the text's name, for the error.
+        value: the text; an empty one is no text.
+
+    Raises:
+        ValueError: it is the text that a report prints as an example, or has neither letter nor digit.
+    """
+    if value in SETTLED_BY or (value and not any(map(str.isalnum, value))):
+        raise ValueError(f"{what} is {value!r}, which stands for words of yours: write them")
 
 
 def keep_utility(folder: str | Path, figures: Mapping[str, Any]) -> None:
@@ -136,10 +144,10 @@ def notes_of(report: Mapping[str, Any]) -> ReleaseNotes:
         report: as the JSON file holds it.
     """
     written = report.get("format")
-    if written not in (2, 3, FORMAT):
+    if written not in (2, 3, 4, FORMAT):
         return ReleaseNotes()
-    added = dict(report["noted"]) if written == FORMAT else {}
-    if written == FORMAT:
+    added = {name: value for name, value in report["noted"].items() if name != "settled"} if written > 3 else {}
+    if added:
         added["language"] = tuple(added["language"]) or None
         added["utility_elsewhere"] = tuple(report["utility_elsewhere"])
     return ReleaseNotes(
@@ -150,3 +158,12 @@ def notes_of(report: Mapping[str, Any]) -> ReleaseNotes:
         utility=report["utility"] or {},
         **added,
     )
+
+
+def settled_before(report: Mapping[str, Any]) -> dict[str, str]:
+    """Return the open points that a report of format 4 calls settled, with the statements; later ones are in a ledger.
+
+    Args:
+        report: as the JSON file holds it.
+    """
+    return dict(report["noted"]["settled"]) if report.get("format") == 4 else {}

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +34,7 @@ from dpllm.privacy.stated import planned_steps, stated_history
 from dpllm.report.checklist import REFUTED, completed
 from dpllm.report.curves import curves
 from dpllm.report.definition import ROWS_LEFT_OUT, assumptions, define, event, selection_points
+from dpllm.report.front import factor_words
 from dpllm.report.html import draw_figures, render_html
 from dpllm.report.markdown import render_markdown as render_markdown
 from dpllm.report.models import (
@@ -53,6 +54,7 @@ from dpllm.report.models import (
     Strength,
     Versions,
 )
+from dpllm.report.models_front import Settled
 from dpllm.report.release_notes import JSON_FILE as JSON_FILE
 from dpllm.report.release_notes import ReleaseNotes as ReleaseNotes
 from dpllm.report.release_notes import notes_in as notes_in
@@ -68,7 +70,11 @@ _CURVE_FACTORS = (1.0, 0.1, 0.01)
 
 
 def privacy_report(
-    plan: PrivacyPlan, ledger_contents: LedgerContents, notes: ReleaseNotes | None = None
+    plan: PrivacyPlan,
+    ledger_contents: LedgerContents,
+    notes: ReleaseNotes | None = None,
+    *,
+    settled_before: Mapping[str, str] | None = None,
 ) -> PrivacyReport:
     """Return the privacy statement of what ran so far.
 
@@ -76,6 +82,8 @@ def privacy_report(
         plan: the plan of the run.
         ledger_contents: what the ledger says.
         notes: what only people know. None: those points stay open.
+        settled_before: points that a report of format 4 calls settled, with the statements, to compare with that
+            report. No report is written with them: they have neither date nor author, and no ledger has them.
 
     Raises:
         ValueError: the ledger belongs to another plan, or charges steps that are not the plan's.
@@ -102,6 +110,13 @@ def privacy_report(
         curves=curves(history, plan.delta, plan.adjacency, headline, plan.target_epsilon),
         checkable=_checkable(plan, contents),
         noted_open_points=(*contents.notes.open_points, *selection_points(plan, contents)),
+        settlements=(
+            *(Settled(point=point, answer=answer, by="", at="") for point, answer in (settled_before or {}).items()),
+            *(
+                Settled(point=line["point"], answer=line["statement"], by=line["by"], at=line["at"])
+                for line in contents.notes.settled
+            ),
+        ),
         utility=json.loads(json.dumps(dict(notes.utility), allow_nan=False)) or None,
         utility_elsewhere=tuple(notes.utility_elsewhere),
         noted=notes.noted(),
@@ -193,7 +208,7 @@ def _guarantee(plan: PrivacyPlan, epsilons: EpsilonByAdjacency, unit: str) -> st
         f"{what} satisfies (ε, δ)-differential privacy with ε = {up(epsilon)} and δ = {format_delta(plan.delta)} "
         f"for every single {unit}. Whatever is released of the model would have come out almost as likely had any one "
         f"{unit} {changes[plan.adjacency]}: the chance of any outcome changes at most by the factor "
-        f"exp(ε) = {_factor(epsilon)}, plus {format_delta(plan.delta)}. Had any one {unit} {changes[other]} "
+        f"{factor_words(epsilon)}, plus {format_delta(plan.delta)}. Had any one {unit} {changes[other]} "
         f"({other} adjacency), {value} at the same δ."
     )
 
@@ -209,18 +224,6 @@ def _about_the_stop(plan: PrivacyPlan, contents: LedgerContents) -> str:
         f"{taken} The figures are those of all {planned}: the stop, or the choice of this checkpoint, may "
         "depend on the data or on what the run released, and they hold in spite of that."
     )
-
-
-def _factor(epsilon: float) -> str:
-    """Print exp(ε), rounded up to three digits."""
-    if epsilon >= 700:
-        return "more than 1e300"
-    if epsilon > 30:
-        power = int(epsilon / math.log(10))
-        return f"more than {10**power:.0e}"
-    value = math.exp(epsilon)
-    digits = 2 - math.floor(math.log10(value))
-    return f"{math.ceil(value * 10**digits) / 10**digits:,g}" if value < 1e5 else f"{math.ceil(value):,}"
 
 
 def _accounting(plan: PrivacyPlan, contents: LedgerContents, epsilons: EpsilonByAdjacency) -> Accounting:
@@ -433,8 +436,8 @@ def _checkable(plan: PrivacyPlan, contents: LedgerContents) -> Checkable:
     runs = [{**run, "budget": run.get("budget"), "file": run.get("file")} for run in contents.runs]
     return Checkable.model_validate(
         {
-            "verify": "dpllm verify OUTPUT_DIR",
-            "recompute_from_the_ledger": "dpllm report OUTPUT_DIR",
+            "verify": "dpllm verify .",
+            "recompute_from_the_ledger": "dpllm report .",
             "recompute_from_the_numbers": command,
             "plan": plan.to_dict(),
             "plan_hash": plan.hash,

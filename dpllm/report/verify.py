@@ -24,14 +24,14 @@ from dpllm.config.versions import installed_version
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerContents, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.rounding import format_epsilon
-from dpllm.report import earlier_pages
 from dpllm.report.checklist import completed
 from dpllm.report.earlier_reports import (
     EARLIER_FORMATS,
     deltas_rounded_up,
     due_then,
+    form_of,
     format_of,
-    in_format_3,
+    in_form,
     in_todays_lines,
     is_as_old,
     rounds_to_nearest,
@@ -49,6 +49,7 @@ from dpllm.report.model_card import (
     privacy_metadata,
 )
 from dpllm.report.models import FORMAT, Part, PrivacyReport, Versions, complaints, listed
+from dpllm.report.release_notes import settled_before
 from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, ReleaseNotes, notes_of, privacy_report
 from dpllm.report.verify_release import foreign_claims, missing_points, release_checks
 from dpllm.report.verify_thresholds import thresholds_found
@@ -123,27 +124,31 @@ def verify(folder: str | Path) -> Verification:
     checks: list[Check] = []
     plan, contents = check_ledger(folder, checks)
     recorded = _tried(checks, f"{JSON_FILE} can be read", lambda: _read_json(folder / JSON_FILE), _of_report)
+    written = format_of(recorded)
+    earlier = written if written in EARLIER_FORMATS else None
     if contents is not None and recorded is not None:
         checks.append(_step_count(contents, recorded))
     if contents is not None:
         checks += [Check(*result) for result in release_checks(folder, contents)]
     if recorded is not None:
         checks.append(_schema_check(recorded))
-        if contents is not None and (written := format_of(recorded)) in EARLIER_FORMATS and written is not None:
-            checks.append(_age_check(contents, written))
+        if contents is not None and earlier is not None:
+            checks.append(_age_check(contents, earlier))
     due: Any = _recomputed(checks, plan, contents, recorded)
-    earlier = format_of(recorded) in EARLIER_FORMATS
-    if due is not None and earlier:
-        due = due_then(due)
+    if due is not None and earlier is not None:
+        due = due_then(due, earlier)
     nearest = rounds_to_nearest(contents)
     if due is not None and recorded is not None:
         printed, right = sentences_rounded_up(recorded, due) if nearest else recorded, _plain(due)
-        found = in_format_3(printed, right, keep_words=False) if earlier else printed
+        found = printed if earlier is None else in_form(printed, right, keep_words=False)
         checks.append(_json_check(found, sentences_rounded_up(right, due) if nearest else right, recorded))
         if checks[-1].ok:  # so that rounding of numbers that other versions computed can't matter
             with contextlib.suppress(ValueError):  # a number just out of its range, which the schema's check named
-                due = then_of(in_format_3(printed, right, keep_words=True)) if earlier else PrivacyReport.read(printed)
-    pages = None if due is None else _Pages(due, earlier, nearest)
+                if earlier is None:
+                    due = PrivacyReport.read(printed)
+                else:
+                    due = then_of(in_form(printed, right, keep_words=True), earlier)
+    pages = None if due is None else _Pages(due, form_of(earlier), nearest)
     for name, compare in ((MARKDOWN_FILE, _markdown_check), (HTML_FILE, _html_check)):
         checks.append(_file_check(folder / name, pages, compare))
     if (folder / CARD_FILE).is_file():
@@ -175,25 +180,24 @@ class _Pages:
     """The pages that are due, in the form of the version that wrote those in the folder."""
 
     report: Any
-    """Today's report, or one of format 3."""
-    earlier: bool
-    """Whether an earlier version wrote the folder's report."""
+    """Today's report, or one in the format of the pages."""
+    form: str
+    """The folder of the templates of an earlier version that wrote the folder's report; empty: today's."""
     nearest: bool
     """Whether that version may have rounded δ to nearest."""
 
     def comparable(self, text: str) -> str:
         """Return a file's text, or the text due in its place, in the one form in which both are compared."""
-        lines = in_todays_lines(text) if self.earlier else text
+        lines = in_todays_lines(text) if self.form else text
         return deltas_rounded_up(lines, self.report) if self.nearest else lines
 
     def markdown(self) -> str:
         """Return the Markdown page."""
-        return earlier_pages.render_markdown(self.report) if self.earlier else render_markdown(self.report)
+        return render_markdown(self.report, self.form)
 
     def html(self) -> str:
         """Return the page with its pictures."""
-        figures = draw_figures(self.report)
-        return earlier_pages.render_html(self.report, figures) if self.earlier else render_html(self.report, figures)
+        return render_html(self.report, draw_figures(self.report), self.form)
 
 
 def _plain(report: Any) -> dict[str, Any]:
@@ -323,8 +327,9 @@ def _recomputed(
     if plan is None or contents is None:
         return None
     what = "the report can be computed anew"
+    notes, settled = _notes(recorded)
     try:
-        report = _with_its_software(privacy_report(plan, contents, _notes(recorded)), recorded or {})
+        report = _with_its_software(privacy_report(plan, contents, notes, settled_before=settled), recorded or {})
     except ValueError as error:
         checks.append(Check(what, False, _in_words(error)))
         return None
@@ -333,11 +338,11 @@ def _recomputed(
     return report
 
 
-def _notes(recorded: Mapping[str, Any] | None) -> ReleaseNotes:
+def _notes(recorded: Mapping[str, Any] | None) -> tuple[ReleaseNotes, Mapping[str, str]]:
     try:
-        return notes_of(recorded or {})
+        return notes_of(recorded or {}), settled_before(recorded or {})
     except (KeyError, TypeError, AttributeError, ValueError):
-        return ReleaseNotes()  # what is missing is found when the keys are compared
+        return ReleaseNotes(), {}  # what is missing is found when the keys are compared
 
 
 def _with_its_software(report: PrivacyReport, recorded: Mapping[str, Any]) -> PrivacyReport:

@@ -18,7 +18,7 @@ from dpllm.planning.footprint import ENGINES, engines_for, footprint_of_recipe
 from dpllm.planning.footprint_text import format_bytes
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.budget import charge
-from dpllm.privacy.ledger import Ledger, read_ledger
+from dpllm.privacy.ledger import LEDGER_FILE, Ledger, read_ledger
 from dpllm.privacy.plan import PrivacyPlan, make_plan
 from dpllm.report.statement import write_report
 from dpllm.training.arguments import training_arguments
@@ -358,7 +358,23 @@ def test_what_people_know_is_noted(folder: Path) -> None:
     assert last["utility"] == {"accuracy on public data": "0.83"} and last["open_points"] == []
     assert "is no code of a language" in refuse(["report", str(folder), "--language", "English"])
     assert "must be a name, =, and a value" in refuse(["report", str(folder), "--utility", "0.83"])
-    assert "the report has 0 open points" in refuse(["report", str(folder), "--settle", "1=fine"])
+    assert "the report has 0 open points" in refuse(["report", str(folder), "--settle", "1=fine", "--by", "A. Meyer"])
+    for half in (["--settle", "1=fine"], ["--by", "A. Meyer"]):
+        assert "--settle and --by belong together" in refuse(["report", str(folder), *half])
+
+
+def test_people_settle_a_point_with_their_name(folder: Path) -> None:
+    """The ledger gets their statement; commands on the screen name the folder as it was given, and files do not."""
+    with Ledger.annotate(folder / LEDGER_FILE) as ledger:
+        ledger.append_open_point("Rows have one length: confirm it.")
+    shown = run(["report", str(folder), "--audience", "all"])
+    assert f'`dpllm report {folder} --settle "1=what was checked" --by "name and role"`' in shown
+    assert str(folder) not in (folder / "privacy_report.md").read_text()
+    done = as_json(["report", str(folder), "--settle", "1=Each is a record", "--by", "A. Meyer"])
+    (settled,) = done["settled_points"]
+    assert settled["answer"] == "Each is a record" and settled["by"] == "A. Meyer"
+    assert "Rows have one length: confirm it." not in done["open_points"]
+    assert read_ledger(folder / LEDGER_FILE).notes.settled[0]["statement"] == "Each is a record"
 
 
 def test_budget_is_made_and_shown(tmp_path: Path) -> None:

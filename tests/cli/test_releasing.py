@@ -233,7 +233,7 @@ def test_open_points_and_changed_files_are_refused_before_anything_is_created(ru
         refused = call("push", run, "me/model", *more)
         assert refused.exit_code == 2 and "adopted by hand" in refused.stderr
         lines = refused.stderr.splitlines()
-        assert lines[0] == "open points:" and lines[1].startswith("  1. ") and "OUTPUT_DIR" not in refused.stderr
+        assert lines[0] == "open points:" and lines[1].startswith("  1. ") and "dpllm report . " not in refused.stderr
         assert lines[-1].startswith("error: ") and "--force-open-points" in lines[-1]
     assert hub.created == []
     assert call("push", run, "me/model", "--force-open-points").exit_code == 0

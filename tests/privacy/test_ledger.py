@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -366,6 +367,23 @@ def test_facts_and_open_points_are_noted_once(path: Path) -> None:
     assert notes.facts == {"largest difference": [2e-6, 3e-6], "units are made": ["from record ids"]}
     assert notes.open_points == ["rows have equal lengths", "the folder was moved"]
     assert path.read_text().count('"kind": "fact"') == 3 and path.read_text().count('"kind": "open point"') == 2
+
+
+def test_a_statement_that_settles_a_point_has_a_line_with_its_date(path: Path) -> None:
+    """Each is kept, in order; an empty one is refused before a line is written."""
+    with Ledger.create(path, PLAN) as ledger:
+        ledger.append_open_point("rows have equal lengths")
+        ledger.append_end("completed")
+    with Ledger.annotate(path) as ledger:
+        ledger.append_settled("rows have equal lengths", "each is a\nrecord", "A. Meyer")
+        before = path.read_bytes()
+        for texts in ((" ", "fine", "A. Meyer"), ("point", "", "A. Meyer"), ("point", "fine", "\n")):
+            with pytest.raises(ValueError, match="is empty; write one line"):
+                ledger.append_settled(*texts)
+    assert path.read_bytes() == before
+    (line,) = read_ledger(path).notes.settled
+    assert (line["point"], line["statement"], line["by"]) == ("rows have equal lengths", "each is a record", "A. Meyer")
+    assert abs(datetime.now(UTC) - datetime.fromisoformat(line["at"])).total_seconds() < 3600
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, True, [1], " "])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from dpllm.report.checklist import completed, disagreements, settled_by
 from dpllm.report.definition import NOT_SELECTED
 from dpllm.report.disclosures import DESTINATIONS, EVALUATION_DURING, TRAINING_LOSS
 from dpllm.report.models import CrossCheck, Fact, PrivacyReport, WrittenOut
-from dpllm.report.models_front import SECTIONS
+from dpllm.report.models_front import SECTIONS, Settled
 from dpllm.report.statement import ReleaseNotes, privacy_report
 
 
@@ -51,23 +52,27 @@ def test_each_line_is_answered_or_open(report: PrivacyReport) -> None:
 def test_each_open_point_says_what_clears_it(report: PrivacyReport) -> None:
     """A note, another run, or a statement of people; what the command says clears exactly that point."""
     for point, how in zip(report.open_points, report.how_to_clear, strict=True):
-        assert how and ("dpllm report OUTPUT_DIR --" in how) == point.startswith("Not filled in"), (point, how)
+        assert how and ("dpllm report . --" in how) == point.startswith("Not filled in"), (point, how)
     place = next(at for at, point in enumerate(report.open_points) if "Who will see" in point)
     assert '--audience "…"' in report.how_to_clear[place] and "`release.audience`" in report.how_to_clear[place]
+
+
+def by_people(points: Iterable[str], answer: str = "Each is a record") -> tuple[Settled, ...]:
+    """Return statements of a person about some points."""
+    return tuple(Settled(point=point, answer=answer, by="A. Meyer", at="2026-11-23T10:00:00+00:00") for point in points)
 
 
 def test_people_settle_only_what_they_are_asked_to_check(report: PrivacyReport) -> None:
     """Their statement takes the place of the point; nothing else can be settled, and a statement cannot be empty."""
     asked = completed(report.model_copy(update={"noted_open_points": ("Rows have one length: confirm it.",)}))
     place = asked.open_points.index("Rows have one length: confirm it.") + 1
-    assert (
-        asked.how_to_clear[place - 1] == f'`dpllm report OUTPUT_DIR --settle "{place}=what was checked, and by whom"`'
-    )
-    settled = settled_by(asked, [f"{place}= Each is a record; A. Meyer\n"])
-    assert settled == {"Rows have one length: confirm it.": "Each is a record; A. Meyer"}
-    after = completed(asked.with_part("noted", settled=settled))
+    assert asked.how_to_clear[place - 1] == f'`dpllm report . --settle "{place}=what was checked" --by "name and role"`'
+    settled = settled_by(asked, [f"{place}= Each is  a record\n"])
+    assert settled == {"Rows have one length: confirm it.": "Each is a record"}
+    after = completed(asked.model_copy(update={"settlements": by_people(settled, "Perhaps") + by_people(settled)}))
     assert after.open_points == tuple(one for one in asked.open_points if "one length" not in one)
-    assert [(item.point, item.answer) for item in after.settled_points] == [*settled.items()]
+    assert after.settled_points == by_people(settled), "the last statement counts"
+    assert after.settled_points[0].in_words == "Each is a record (settled on 23 November 2026 by A. Meyer)"
     other = next(at for at, point in enumerate(asked.open_points, 1) if point.startswith("Not filled in"))
     for answer, words in (
         (f"{other}=fine", "is not settled by a statement"),
@@ -87,7 +92,7 @@ def test_a_refuted_or_unselected_run_is_never_settled(report: PrivacyReport) -> 
     )
     unselected = completed(report.model_copy(update={"noted_open_points": (NOT_SELECTED,)}))
     for found in (refuted, unselected):
-        forged = completed(found.with_part("noted", settled=dict.fromkeys(found.open_points, "fine")))
+        forged = completed(found.model_copy(update={"settlements": by_people(found.open_points)}))
         assert forged.open_points == found.open_points and forged.settled_points == ()
 
 

@@ -15,7 +15,7 @@ from dpllm.config import PrivacyConfig
 from dpllm.privacy.ledger import Ledger, read_ledger
 from dpllm.privacy.plan import make_plan
 from dpllm.privacy.rounding import format_epsilon
-from dpllm.report.glossary import GLOSSARY, linked
+from dpllm.report.glossary import glossary, linked
 from dpllm.report.html import draw_figures, render_html
 from dpllm.report.models import PrivacyReport
 from dpllm.report.models_front import SECTIONS
@@ -111,7 +111,7 @@ def test_everything_of_the_report_is_on_the_page(page: str, report: PrivacyRepor
     lines += [how.replace("`", "") for how in report.how_to_clear]
     lines += [f"{row.attack} {row.without} {row.with_the_model}" for row in report.front.table]
     lines += [f"{item.files} {item.why}".replace("`", "") for item in report.do_not_publish]
-    lines += [f"{entry.term} {entry.words}" for entry in GLOSSARY]
+    lines += [f"{entry.term} {entry.words}" for entry in glossary()]
     lines += [item.how_ensured for item in report.accounting.assumptions]
     lines += [line.question for line in report.checklist]
     lines += [item.what for item in report.definition.never_covered]
@@ -147,7 +147,7 @@ def test_the_first_use_of_a_word_of_the_field_is_explained(page: str) -> None:
     assert re.search(r"<h[123][^>]*>[^<]*<a", page) is None
     first = page.index("ε", page.index("<body>"))
     assert page[:first].endswith('<a class="term" href="#g-epsilon">')
-    assert linked("<body><p>clipped <code>noise</code> and noise</p>") == (
+    assert linked("<body><p>clipped <code>noise</code> and noise</p>", glossary()) == (
         '<body><p><a class="term" href="#g-clipping">clipped</a> <code>noise</code> and '
         '<a class="term" href="#g-noise">noise</a></p>'
     )

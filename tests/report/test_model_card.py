@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,13 @@ from dpllm.config import PrivacyConfig
 from dpllm.mechanism.discrete import DiscreteStep
 from dpllm.mechanism.events import Step
 from dpllm.privacy.accounting import epsilon
+from dpllm.privacy.checkpoints import MANIFEST_FILE
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan, make_plan
 from dpllm.privacy.rounding import format_epsilon
-from dpllm.report.model_card import TAGS, add_notes, own_lines, write_model_card
+from dpllm.report.model_card import CARD_FILE, TAGS, add_notes, own_lines, settle, write_model_card
 from dpllm.report.models import PrivacyReport
+from dpllm.report.models_front import day_in_words
 from dpllm.report.statement import ReleaseNotes, write_report
 from dpllm.report.verify import verify
 from dpllm.report.verify_release import foreign_claims
@@ -389,18 +392,47 @@ def test_a_license_that_is_noted_later_reaches_the_card(tmp_path: Path) -> None:
 
 
 def test_what_people_settled_is_in_the_card(tmp_path: Path) -> None:
-    """The point leaves the open ones, and its statement takes its place; a card without it does not verify."""
+    """The ledger has it with its author and its date; a card or a report without it does not verify."""
     report = evidence(tmp_path)
     path = write_model_card(tmp_path, report, base_model=None, task="causal_lm", adapter=False)
     point = next(one for one in report.open_points if "may be outside" in one)
-    after = add_notes(tmp_path, {"settled": {point: "Only the clinic sees them; A. Meyer."}})
-    assert (
-        point not in after.open_points
-        and f"- {point} Settled: Only the clinic sees them; A. Meyer." in path.read_text()
-    )
+    after = settle(tmp_path, {point: "Only the clinic sees them."}, "A. Meyer, data protection officer")
+    (line,) = read_ledger(tmp_path / LEDGER_FILE).notes.settled
+    assert line["point"] == point and line["by"] == "A. Meyer, data protection officer"
+    assert datetime.fromisoformat(line["at"]).tzinfo is not None
+    words = f"Settled: Only the clinic sees them. (settled on {day_in_words(line['at'])} by {line['by']})"
+    assert point not in after.open_points and f"- {point} {words}" in path.read_text()
     assert {check.what for check in verify(tmp_path).checks if not check.ok} == set()
-    path.write_text(path.read_text().replace(" Settled: Only the clinic", " Settled: Nobody"))
-    assert [check.what for check in verify(tmp_path).checks if not check.ok] == ["README.md says the same"]
+    assert add_notes(tmp_path, {"audience": "all"}).settled_points == after.settled_points
+    for name in (CARD_FILE, "privacy_report.md", "privacy_report.html", "privacy_report.json", LEDGER_FILE):
+        kept = (tmp_path / name).read_text()
+        assert "A. Meyer" in kept
+        (tmp_path / name).write_text(kept.replace("A. Meyer", "B. Meyer"))
+        assert any(not check.ok for check in verify(tmp_path).checks), name
+        (tmp_path / name).write_text(kept)
+
+
+def test_a_statement_needs_an_open_point_an_author_and_words_of_ones_own(tmp_path: Path) -> None:
+    """Nothing is written otherwise: the ledger cannot take a line back. A checkpoint's ledger never changes."""
+    report = evidence(tmp_path)
+    point = next(one for one in report.open_points if "may be outside" in one)
+    other = next(one for one in report.open_points if "Not filled in" in one)
+    before = (tmp_path / LEDGER_FILE).read_bytes()
+    for statements, by, words in (
+        ({point: "…"}, "A. Meyer", "the statement is '…', which stands for words of yours"),
+        ({point: "what was checked"}, "A. Meyer", "the statement is 'what was checked'"),
+        ({point: "Only we see them."}, "name and role", "the name of the person who checked it is 'name and role'"),
+        ({other: "fine"}, "A. Meyer", "is no open point of .* that a statement settles"),
+        ({"something": "fine"}, "A. Meyer", "'something' is no open point"),
+        ({point: " "}, "A. Meyer", "the statement is empty"),
+        ({point: "Only we see them."}, "", "the name of the person who checked it is empty"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            settle(tmp_path, statements, by)
+    assert (tmp_path / LEDGER_FILE).read_bytes() == before
+    (tmp_path / MANIFEST_FILE).write_text("{}")
+    with pytest.raises(ValueError, match="is a checkpoint, and its own copy of the ledger never changes"):
+        settle(tmp_path, {point: "Only we see them."}, "A. Meyer")
 
 
 def test_adapter_of_another_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,7 +142,7 @@ def test_a_resume_by_todays_version_makes_the_ledger_todays(tmp_path: Path) -> N
     adopt(tmp_path)
     with Ledger.open(tmp_path / LEDGER_FILE, PrivacyPlan.load(tmp_path / PLAN_FILE)):
         pass
-    assert read_ledger(tmp_path / LEDGER_FILE).notes.format == LEDGER_FORMAT == 3
+    assert read_ledger(tmp_path / LEDGER_FILE).notes.format == LEDGER_FORMAT == 4
 
 
 def test_checking_changes_nothing(good: Path) -> None:

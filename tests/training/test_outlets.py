@@ -17,7 +17,7 @@ from dpllm.config import ConfigError
 from dpllm.privacy.ledger import read_ledger
 from dpllm.privacy.rounding import format_epsilon
 from dpllm.report.disclosures import EVALUATION_OUTSIDE, FINAL_LOSS, PREDICTION, TRAINING_LOSS, own_methods
-from dpllm.report.model_card import add_notes, metadata_in
+from dpllm.report.model_card import metadata_in, settle
 from dpllm.report.publishing import PublishError, files_to_publish, require_publishable
 from dpllm.report.statement import ReleaseNotes
 from dpllm.report.verify import verify
@@ -282,12 +282,12 @@ def test_pushing_refuses_figures_that_went_elsewhere_unless_forced(tmp_path, hub
     assert run.push_to_hub(force_open_points=True).startswith("commit to someone/")
     assert "open points" in hub.uploads[0][1]["README.md"].decode()
     points = run.privacy_report()["open_points"]  # with a tracker, its callback too
-    add_notes(tmp_path, {"settled": dict.fromkeys(points, "Only we see them; A. Meyer.")})
+    settle(tmp_path, dict.fromkeys(points, "Only we see them."), "A. Meyer")
     run.push_to_hub()
     card = hub.uploads[1][1]["README.md"].decode()
     assert "has open points" not in card
     for point in points:
-        assert f"- {point} Settled: Only we see them; A. Meyer.\n" in card
+        assert f"- {point} Settled: Only we see them. (settled on " in card
 
 
 def test_an_evaluation_that_stays_with_the_run_is_no_open_point(tmp_path, hub):
