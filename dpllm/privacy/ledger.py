@@ -318,6 +318,7 @@ class Ledger:
         """
         if self._descriptor is None:
             raise LedgerError(f"{self.path} is closed")
+        self._take_notes_of_others()
         own = os.fstat(self._descriptor)
         try:
             there = os.stat(self.path)
@@ -337,6 +338,20 @@ class Ledger:
                 f"to it or cut it{f'; the run that started last is the one{last}' if last else ''}. Make sure that "
                 "only one run writes in the folder, restore the file from a copy, and resume"
             )
+
+    def _take_notes_of_others(self) -> None:
+        """Continue after lines that were added when the run had ended and that charge nothing (`annotate`).
+
+        An audit adds its verdict, and people settle open points, while a program still holds the trainer of the run.
+        """
+        if self._descriptor is None or self._running or os.fstat(self._descriptor).st_size <= self._size:
+            return
+        try:
+            reader = LedgerReader(self.path, wanted=self._chain)
+        except LedgerError:  # the size tells below that the file is not the one that this run wrote
+            return
+        if reader.steps_at_wanted == reader.contents.num_steps == self._num_steps and not reader.torn_tail:
+            self._chain, self._size, self._notes = reader.chain, reader.num_bytes, reader.contents.notes
 
     def _rescue(self) -> Path:
         """Save the lines of a file that was removed or replaced."""
@@ -383,6 +398,7 @@ class Ledger:
 
     def _append(self, entry: dict[str, Any]) -> None:
         body = json.dumps(entry, allow_nan=False)
+        self._take_notes_of_others()
         chain = next_chain(self._chain, body)
         self._write(f'{body[:-1]}, "chain": "{chain}"}}\n'.encode("ascii"))
         self._chain = chain

@@ -386,6 +386,23 @@ def test_a_statement_that_settles_a_point_has_a_line_with_its_date(path: Path) -
     assert abs(datetime.now(UTC) - datetime.fromisoformat(line["at"])).total_seconds() < 3600
 
 
+def test_an_ended_run_goes_on_after_lines_that_others_added(path: Path) -> None:
+    """People settle a point while the trainer is still there. A run that goes on, or a step of others, is an error."""
+    with Ledger.create(path, PLAN) as ledger:
+        ledger.append_step(0, PLAN.event)
+        ledger.append_end("completed")
+        with Ledger.annotate(path) as other:
+            other.append_settled("rows have equal lengths", "each is a record", "A. Meyer")
+        ledger.append_fact("largest difference", 2e-6)
+        contents = read_ledger(path)
+        assert contents.notes.settled and contents.notes.facts == {"largest difference": [2e-6]}
+        with Ledger.open(path, PLAN) as resumed:
+            resumed.append_step(1, PLAN.event)
+            resumed.append_end("completed")
+        with pytest.raises(LedgerError, match="another process wrote to it or cut it"):
+            ledger.append_fact("largest difference", 3e-6)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, True, [1], " "])
 def test_a_fact_is_a_text_or_a_finite_number(path: Path, value: object) -> None:
     """Anything else is refused before a line is written."""

@@ -202,7 +202,7 @@ def test_ledger_that_went_on(run: Path) -> None:
         (r'"advantage": 0\.', '"advantage": 0.0', "strength.advantage is 0.0"),
         (r'"torn_lines": \[\]', '"torn_lines": [3]', "checkable.torn_lines is [3] and should be []"),
         (r'"filled": false', '"filled": true', ".filled is true and should be false"),
-        (r'"format": 4,', '"format": 4, "note": "x",', "note does not belong there"),
+        (r'"format": 5,', '"format": 5, "note": "x",', "note does not belong there"),
         (r'"adjacency": "zero-out",\s*"epsilon_by', '"epsilon_by', "statement.adjacency is missing"),
     ],
 )
@@ -223,10 +223,12 @@ def test_schema_is_checked(run: Path) -> None:
 
 def test_a_report_of_a_later_version_is_refused_in_one_line(run: Path) -> None:
     """Its format is named, and the other checks go on; whatever the format is, it is no fault."""
-    for text in ("5", "[3]", "true", '"3"', "3.5", "null"):
+    for text in ("6", "[3]", "true", '"3"', "3.5", "null"):
         edit(run / JSON_FILE, r'"format": [^\n]*,\n', f'"format": {text},\n')
         found = failed(verify(run))[f"{JSON_FILE} fits the published schema"]
-        assert found.startswith(f"it has format {text}, and this version of dpllm reads 2, 3, 4") and "\n" not in found
+        assert (
+            found.startswith(f"it has format {text}, and this version of dpllm reads 2, 3, 4, 5") and "\n" not in found
+        )
 
 
 @pytest.mark.parametrize(
