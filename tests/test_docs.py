@@ -107,6 +107,24 @@ def test_every_page_is_in_the_navigation():
     }
 
 
+def test_every_statement_about_another_library_has_its_source():
+    """A cell of the comparison has a link, says that it was tried, or is a plain "no"; each link has its address."""
+    page = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
+    table = page[page.index("| | dpllm | Opacus") : page.index("[JAX Privacy]")]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:] if line.startswith("|")]
+    others = [(row[0], cell) for row in rows for cell in row[2:]]
+    bare = r"(no|yes|not checked|as Opacus|by Opacus|not in Opacus's list|the caller's batch size)"
+    assert len(rows) > 12 and all(len(row) == 5 for row in rows)
+    for name, cell in others:
+        assert "][" in cell or "tried" in cell or re.fullmatch(rf"{bare}|no code .*|none supplied; .*", cell), (
+            name,
+            cell,
+        )
+    used = re.findall(r"\]\[([\w-]+)\]", page)
+    given = re.findall(r"^\[([\w-]+)\]: https://", page, re.MULTILINE)
+    assert set(used) == set(given) and len(given) == len(set(given))
+
+
 @pytest.mark.parametrize("name", sorted(HOOKS.COUNTS))
 def test_the_counts_are_of_things_that_exist(name):
     """A renamed class would count as none."""

@@ -52,7 +52,8 @@ def found(text: str) -> list[str]:
 
 def sentences(text: str) -> list[str]:
     """Return the sentences of paragraphs, points and cells of tables."""
-    blocks = re.split(r"\n\s*\n|^\s*(?:[-*#>]|\d+\.)\s+|\||^(?=\s*!!!)", prose(text), flags=re.MULTILINE)
+    text = re.sub(r"^\[[\w-]+\]: \S+$", "", prose(text), flags=re.MULTILINE)  # the addresses of links
+    blocks = re.split(r"\n\s*\n|^\s*(?:[-*#>]|\d+\.)\s+|\||^(?=\s*!!!)", text, flags=re.MULTILINE)
     return [
         " ".join(sentence.split())
         for block in blocks

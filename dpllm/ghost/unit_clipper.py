@@ -14,8 +14,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from dpllm.config.python_names import OF_LOOP, named_in_python
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.kernels import accumulation_dtype
+from dpllm.ghost.own_sums import OwnSums
 from dpllm.mechanism.clipped import forget_clipper, note_clipper
 from dpllm.mechanism.clipping import FlatClipping
 from dpllm.mechanism.parts import AdaptiveClipping, Clipping
@@ -66,6 +68,7 @@ class UnitClipper(abc.ABC):
         if (clip_norm is None) == (clipping is None):
             raise ValueError("Give one of clip_norm (flat clipping) and clipping (another kind).")
         self.clipping: Clipping = FlatClipping(clip_norm) if clip_norm is not None else clipping  # type: ignore[assignment]
+        self._sums = OwnSums()
         self._calls = 0  # of `backward`; engines call `clip`, and the run's watch sees other gradients
 
     def _note(self) -> None:
@@ -82,6 +85,7 @@ class UnitClipper(abc.ABC):
         """The norm above which a gradient is scaled down: C, or the present threshold of an adaptive clipping."""
         return self.clipping.threshold if isinstance(self.clipping, AdaptiveClipping) else self.clipping.clip_norm
 
+    @named_in_python(OF_LOOP)
     def backward(self, losses: Tensor, unit_index: Tensor | None = None) -> ClipResult:
         """Differentiate, clip each unit, and add the clipped sum to ``.grad``.
 
@@ -103,9 +107,25 @@ class UnitClipper(abc.ABC):
         self._calls += 1
         self._refuse_unclipped(losses, outside=self._calls & (self._calls - 1) == 0)
         result = self.clip(losses, unit_index)
+        self._sums.begin(self.parameters)
         for parameter in self.parameters.values():
             self.add_clipped_sum_(parameter, _accumulator(parameter))
+        rows = len(losses) if unit_index is None else unit_index[unit_index >= 0].unique().numel()
+        self._sums.end(self.parameters, rows)
         return result
+
+    @property
+    def foreign_gradient(self) -> str | None:
+        """A parameter whose ``.grad`` holds more than the sums of `backward` since it was empty; None: there is none.
+
+        Only noise that is added outside of a run asks (`dpllm.Mechanism.start`), and refuses it.
+        """
+        return self._sums.foreign(self.parameters)
+
+    @property
+    def num_summed(self) -> int:
+        """The units that `backward` added since ``.grad`` was empty; one that was clipped twice counts twice."""
+        return self._sums.num_units(self.parameters)
 
     @abc.abstractmethod
     def _refuse_unclipped(self, losses: Tensor, outside: bool) -> None:

@@ -30,7 +30,8 @@ from numpy.typing import NDArray
 from dpllm.mechanism.correlated import CorrelatedStream
 from dpllm.mechanism.events import Event, EventWords, Numbers, Round, Step
 from dpllm.mechanism.noise import IndependentNoise
-from dpllm.mechanism.parts import Draw, NoiseStream, NormalGenerator, SkippingGenerator
+from dpllm.mechanism.normals import Normals, SkippingGenerator
+from dpllm.mechanism.parts import Draw, NoiseStream
 from dpllm.mechanism.strategies import (
     best_ratio,
     coefficients,
@@ -310,7 +311,7 @@ class BandedNoise:
         """Return the square of the norm of row t of M⁻¹."""
         return float(np.square(inverse(self.column(num_steps), num_steps)[: step + 1]).sum())
 
-    def stream(self, generator: NormalGenerator, num_steps: int) -> NoiseStream:
+    def stream(self, generator: Normals, num_steps: int) -> NoiseStream:
         """Return the noise of a run."""
         if self.bands == 1:
             return IndependentNoise().stream(generator, num_steps)
@@ -380,7 +381,7 @@ class BandedStream(CorrelatedStream):
         strategy: c, the first column of M.
     """
 
-    def __init__(self, generator: NormalGenerator, strategy: tuple[float, ...]) -> None:
+    def __init__(self, generator: Normals, strategy: tuple[float, ...]) -> None:
         """Begin without earlier noise."""
         super().__init__(generator)
         self._strategy = strategy
@@ -412,7 +413,7 @@ class GeometricStream(BandedStream):
         ratio: γ.
     """
 
-    def __init__(self, generator: NormalGenerator, bands: int, ratio: float) -> None:
+    def __init__(self, generator: Normals, bands: int, ratio: float) -> None:
         """Begin without earlier noise."""
         super().__init__(generator, geometric_column(bands, ratio))
         self._bands, self._ratio = bands, ratio
@@ -425,7 +426,7 @@ class GeometricStream(BandedStream):
         kept.appendleft(self._following(oldest, like, self._generator))
         return kept
 
-    def _following(self, before: Tensor | None, like: Tensor, numbers: NormalGenerator) -> Tensor:
+    def _following(self, before: Tensor | None, like: Tensor, numbers: Normals) -> Tensor:
         """Return u of a step from that of b steps before, in place; None: there is none."""
         if before is None:
             return numbers.normal_like(like)

@@ -48,7 +48,8 @@ from dpllm.mechanism.correlated import CorrelatedStream
 from dpllm.mechanism.events import Event, EventWords, Numbers, Round, Step
 from dpllm.mechanism.fixed_order import FixedOrderSampler
 from dpllm.mechanism.limits import MAX_NOISE, MIN_NOISE
-from dpllm.mechanism.parts import Draw, NoiseStream, NormalGenerator
+from dpllm.mechanism.normals import Normals
+from dpllm.mechanism.parts import Draw, NoiseStream
 from dpllm.mechanism.workload import Workload
 
 if TYPE_CHECKING:
@@ -284,7 +285,7 @@ class BltNoise:
         """Return the square of the norm of row t of M⁻¹."""
         return float(variances(*self._numbers, num_steps)[step]) / self._scale**2
 
-    def stream(self, generator: NormalGenerator, num_steps: int) -> NoiseStream:
+    def stream(self, generator: Normals, num_steps: int) -> NoiseStream:
         """Return the noise of a run."""
         return BltStream(generator, *self._numbers, self._scale)
 
@@ -342,9 +343,7 @@ class BltStream(CorrelatedStream):
         scale: s.
     """
 
-    def __init__(
-        self, generator: NormalGenerator, decays: tuple[float, ...], weights: tuple[float, ...], scale: float
-    ) -> None:
+    def __init__(self, generator: Normals, decays: tuple[float, ...], weights: tuple[float, ...], scale: float) -> None:
         """Begin without earlier noise."""
         super().__init__(generator)
         self._decays, self._weights, self._scale = decays, weights, scale

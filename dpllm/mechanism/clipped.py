@@ -30,6 +30,16 @@ class Clipped(Protocol):
         """All parameters that are clipped together, by name."""
         ...
 
+    @property
+    def foreign_gradient(self) -> str | None:
+        """A parameter whose ``.grad`` holds more than clipped sums; None: there is none."""
+        ...
+
+    @property
+    def num_summed(self) -> int:
+        """The units in the sums since ``.grad`` was empty; one that was clipped twice counts twice."""
+        ...
+
 
 _CLIPPERS: weakref.WeakSet[Any] = weakref.WeakSet()
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dpllm.mechanism.noise import slice_of
+from dpllm.mechanism.normals import Normals
 from dpllm.mechanism.order import StepOrder
-from dpllm.mechanism.parts import NormalGenerator
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +29,7 @@ class CorrelatedStream(ABC):
         generator: of z.
     """
 
-    def __init__(self, generator: NormalGenerator) -> None:
+    def __init__(self, generator: Normals) -> None:
         """Begin without earlier noise."""
         self._generator = generator
         self._kept: dict[str, deque[Tensor]] = {}

@@ -83,7 +83,8 @@ from scipy import stats
 from dpllm.mechanism import pld, renyi
 from dpllm.mechanism.events import Event, EventWords, Numbers, Round
 from dpllm.mechanism.noise import IndependentNoise, slice_of
-from dpllm.mechanism.parts import Draw, NormalGenerator
+from dpllm.mechanism.normals import Normals
+from dpllm.mechanism.parts import Draw
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -253,7 +254,7 @@ class DiscreteNoise(IndependentNoise):
             sensitivity=sensitivity(noise_multiplier, _most_drawn(draw)),
         )
 
-    def stream(self, generator: NormalGenerator, num_steps: int) -> DiscreteStream:
+    def stream(self, generator: Normals, num_steps: int) -> DiscreteStream:
         """Return the noise of a run.
 
         Raises:
@@ -293,7 +294,7 @@ class DiscreteStream:
         generator: rounds to the grid, and adds the noise.
     """
 
-    def __init__(self, generator: NormalGenerator) -> None:
+    def __init__(self, generator: Normals) -> None:
         """Remember the generator."""
         self._generator = generator
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from dpllm.mechanism.events import Event, dp_sgd
-from dpllm.mechanism.parts import Draw, NoiseStream, NormalGenerator
+from dpllm.mechanism.normals import Normals
+from dpllm.mechanism.parts import Draw, NoiseStream
 from dpllm.mechanism.sampling import TruncatedPoissonSampler
 from dpllm.mechanism.workload import Workload
 
@@ -92,7 +93,7 @@ class IndependentNoise:
         """Return 1: σC is the deviation of the noise itself."""
         return 1.0
 
-    def stream(self, generator: NormalGenerator, num_steps: int) -> NoiseStream:
+    def stream(self, generator: Normals, num_steps: int) -> NoiseStream:
         """Return the noise of a run.
 
         Raises:
@@ -146,7 +147,7 @@ class IndependentNoise:
 class IndependentStream:
     """The noise of a run; it is not kept."""
 
-    def __init__(self, generator: NormalGenerator) -> None:
+    def __init__(self, generator: Normals) -> None:
         """Remember the generator."""
         self._generator = generator
 

@@ -60,7 +60,7 @@ class UnitsApart:
     them, is refused.
 
     Args:
-        separation: the least number of steps between two steps of one unit (`Noise.separation`); 1: nothing is checked.
+        separation: the least number of steps between two steps of one unit (`Noise.separation`); 1: any.
     """
 
     def __init__(self, separation: int) -> None:
@@ -75,12 +75,16 @@ class UnitsApart:
             unit_ids: (U,) its units, each once.
 
         Raises:
-            ValueError: a unit is in it twice, or was in a draw before that is too near.
+            ValueError: a unit is in it twice, has a number below 0, or was in a draw before that is too near.
         """
-        if self._separation == 1 or not len(unit_ids):
+        if not len(unit_ids):
             return
         if len(np.unique(unit_ids)) < len(unit_ids):
             raise ValueError("A unit is twice in one draw: the sampler is not the one that the accounting assumes")
+        if unit_ids.min() < 0:
+            raise ValueError(f"A draw has the unit {unit_ids.min()}: units are numbered from 0. Mend the sampler")
+        if self._separation == 1:
+            return
         seen = unit_ids[unit_ids < len(self._last_N)]
         steps = self._draws - self._last_N[seen]
         if len(seen) and steps.min() < self._separation:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dpllm.mechanism.events import Event
+    from dpllm.mechanism.normals import NormalGenerator, Normals, SkippingGenerator
     from dpllm.mechanism.starts import Start
     from dpllm.mechanism.workload import Workload
 
@@ -202,18 +203,6 @@ class OneGroup:
         return [list(shapes)]
 
 
-class NormalGenerator(Protocol):
-    """A source of standard normal numbers."""
-
-    def add_(self, grad: Tensor, noise_stddev: float) -> None:
-        """Add independent N(0, noise_stddev²) to every entry, in place, without a second tensor of its size."""
-        ...
-
-    def normal_like(self, total: Tensor) -> Tensor:
-        """Return independent N(0, 1) of the shape, dtype and device of a tensor, from fresh entropy."""
-        ...
-
-
 class NoiseStream(Protocol):
     """The noise of a run, from its start or resume onwards; never written to a disk.
 
@@ -238,14 +227,6 @@ class NoiseStream(Protocol):
         Raises:
             ValueError: the sum has another dtype (`dpllm.mechanism.noise.slice_of` checks it).
         """
-        ...
-
-
-class SkippingGenerator(NormalGenerator, Protocol):
-    """A source of draws with addresses."""
-
-    def skip(self, draws: int) -> None:
-        """Leave out the next draws, at no cost."""
         ...
 
 
@@ -332,7 +313,7 @@ class Noise(Protocol):
         """Return the variance of a step's noise, divided by (σC)²; steps count from the start or resume."""
         ...
 
-    def stream(self, generator: NormalGenerator, num_steps: int) -> NoiseStream:
+    def stream(self, generator: Normals, num_steps: int) -> NoiseStream:
         """Return the noise of a run, or of a resume.
 
         A stream that is made again, for instance in each epoch, is another start, as for `Sampler.steps`.
@@ -549,12 +530,26 @@ class Mechanism:
         first, last = (self.noise.variance(step, num_steps) for step in (0, num_steps - 1))
         return self.noise_stddev * math.sqrt(first), self.noise_stddev * math.sqrt(last)
 
-    def start(self, num_steps: int, generator: NormalGenerator, rng: np.random.Generator | None = None) -> Start:
+    def start(
+        self,
+        num_steps: int,
+        generator: NormalGenerator,
+        rng: np.random.Generator | None = None,
+        *,
+        for_tests: bool = False,
+    ) -> Start:
         """Return a start: its draws, its noise, and the count of its steps (`dpllm.mechanism.starts`).
 
+        Args:
+            num_steps: T of the plan.
+            generator: of the noise, for instance ``dpllm.NoiseSource()``.
+            rng: of the draws; only for tests. None: from the operating system's entropy.
+            for_tests: declares that nothing is private, which seeds need. The history then has ε = inf.
+
         Raises:
-            ValueError: the clipping's threshold moves during a run. The loop would have to move it, and nothing could
-                see whether by a noisy count or by the norms themselves.
+            ValueError: a source of randomness has a seed, or is not known to have none; or the clipping's threshold
+                moves during a run. The loop would have to move it, and nothing could see whether by a noisy count or
+                by the norms themselves.
         """
         from dpllm.mechanism.starts import Start  # it takes a mechanism
 
@@ -564,7 +559,7 @@ class Mechanism:
                 "PrivateRun or a DPTrainer makes. Use one of them, or clipping: flat or automatic"
             )
 
-        return Start(self, num_steps, generator, rng)
+        return Start(self, num_steps, generator, rng, for_tests=for_tests)
 
     def history(self, num_steps: int | Sequence[int]) -> list[tuple[Event, int]]:
         """Return the charge of steps, for `dpllm.epsilon`.

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING
 from dpllm.mechanism.generators import ENTRIES_AT_A_TIME, NoiseSource
 from dpllm.mechanism.limits import NOISE_MEMORIES
 from dpllm.mechanism.noise import slice_of
+from dpllm.mechanism.normals import Normals
 from dpllm.mechanism.order import StepOrder
-from dpllm.mechanism.parts import Noise, NoiseStream, NormalGenerator, SingleStep
+from dpllm.mechanism.parts import Noise, NoiseStream, SingleStep
 
 if TYPE_CHECKING:
     import torch
@@ -106,9 +107,7 @@ class BlockStream:
         memory: decides which streams are stored.
     """
 
-    def __init__(
-        self, make: Callable[[NormalGenerator], NoiseStream], source: NoiseSource, memory: NoiseMemory
-    ) -> None:
+    def __init__(self, make: Callable[[Normals], NoiseStream], source: NoiseSource, memory: NoiseMemory) -> None:
         """Begin without noise, with a fresh key."""
         self._make, self._numbers, self._memory = make, source.numbers(), memory
         self._stored: dict[tuple[str, int], NoiseStream | None] = {}  # None: regenerated

@@ -14,15 +14,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpllm.mechanism.clipped import Clipped, clippers_of
+from dpllm.mechanism.events import dp_sgd
 from dpllm.mechanism.order import UnitsApart
 from dpllm.mechanism.sampling import secret_rng
+from dpllm.mechanism.sources import require_generator, require_secret, require_standard_normal, words_of
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
 
     from dpllm.mechanism.events import Event
-    from dpllm.mechanism.parts import Mechanism, NormalGenerator
+    from dpllm.mechanism.normals import NormalGenerator
+    from dpllm.mechanism.parts import Mechanism
+
+NOT_PRIVATE = "NOT PRIVATE: this start was declared to be for tests"
+"""The words of a start whose randomness may have a seed."""
 
 
 class Start:
@@ -36,11 +42,12 @@ class Start:
     Args:
         mechanism: whose steps are taken.
         num_steps: T of the plan.
-        generator: of the noise, for instance ``dpllm.NoiseSource()``.
-        rng: of the draws; None: from the operating system's entropy. A seeded one is only for tests.
+        generator: of the noise, for instance ``dpllm.NoiseSource()``, or a `dpllm.NormalGenerator` of one's own.
+        rng: of the draws; only for tests. None: from the operating system's entropy.
+        for_tests: declares that nothing is private. The history then has ε = inf, whatever was drawn.
 
     Raises:
-        ValueError: one of them is something else.
+        ValueError: one of them is something else; or without ``for_tests``, a source has a seed or may have one.
 
     >>> import torch
     >>> from dpllm import NoiseSource, PrivacyConfig, make_plan
@@ -60,17 +67,21 @@ class Start:
         num_steps: int,
         generator: NormalGenerator,
         rng: np.random.Generator | None = None,
+        *,
+        for_tests: bool = False,
     ) -> None:
         """Begin without a step."""
         if not _is_count(num_steps):
             raise ValueError(f"num_steps is {num_steps!r}; the number of steps of the plan is needed")
-        if not callable(getattr(generator, "add_", None)):
-            raise ValueError(f"the generator of the noise is {generator!r}; pass dpllm.NoiseSource()")
-        self._mechanism = mechanism
+        require_generator(generator)
+        if not for_tests:
+            require_secret(generator, rng)
+        self._mechanism, self._generator = mechanism, generator
+        self._words = NOT_PRIVATE if for_tests else f"for a unit of {mechanism.draw.num_units}, {words_of(generator)}"
         self._drawn = mechanism.sampler.steps(secret_rng() if rng is None else rng)
         self._stream = mechanism.noise.stream(generator, num_steps)
         self._apart = UnitsApart(mechanism.noise.separation(mechanism.draw))
-        self._num_steps, self._open = 0, False
+        self._num_steps, self._num_drawn, self._open = 0, 0, False
         self._names: set[str] = set()  # of the parameters that had noise
 
     @property
@@ -80,8 +91,15 @@ class Start:
 
     @property
     def history(self) -> list[tuple[Event, int]]:
-        """The charge of these steps, for `dpllm.epsilon`."""
+        """The charge of these steps, for `dpllm.epsilon`; of a start for tests steps without noise, of infinite ε."""
+        if self._words == NOT_PRIVATE:
+            return [(dp_sgd(sampling_rate=1.0, noise_multiplier=0.0), self._num_steps)]
         return self._mechanism.history(self._num_steps)
+
+    @property
+    def words(self) -> str:
+        """For whom the ε of `history` holds and on what it depends, to be printed beside it."""
+        return self._words
 
     def draws(self, num_steps: int) -> Iterator[NDArray[np.int64]]:
         """Yield the units of the next steps, in rising order; there may be none, and the step is still taken.
@@ -111,6 +129,7 @@ class Start:
             drawn = next(self._drawn)
             self._apart.check(drawn)
             self._apart.take(drawn)
+            self._num_drawn = len(drawn)
             yield drawn
 
     def add_noise_(self, sums: Clipped | Mapping[str, Parameter]) -> None:
@@ -124,7 +143,9 @@ class Start:
             ValueError: no draw was made, or its noise was added already; a clipper does not bound contributions as the
                 mechanism does; no parameter is given, others than before, not all that a GhostClipper clips together,
                 or more than the noise has an accounting for; a sum is neither float32 nor float64, or not contiguous;
-                or the clipping has changed. No sum is changed then.
+                the clipping has changed; or, where a GhostClipper made the sums, they hold something else as well, or
+                more units than were drawn; or the numbers of a generator of one's own are not standard normal. No sum
+                is changed then.
         """
         if not self._open:
             raise ValueError(
@@ -140,6 +161,8 @@ class Start:
         self._compare(clippers_of(parameters.values()), parameters)
         self._mechanism.require_entries(sum(parameter.numel() for parameter in parameters.values()))
         stddev, totals = self._mechanism.noise_stddev, {name: _sum_in(name, p) for name, p in parameters.items()}
+        if not self._names:
+            require_standard_normal(self._generator, next(iter(totals.values())))
         for name, total in totals.items():
             self._stream.add_share_(name, total, stddev, rank=0, size=1)
         self._names, self._open = set(parameters), False  # only now: a call that failed half-way leaves the draw open
@@ -165,6 +188,7 @@ class Start:
                     f"{self._mechanism.clipping}: the ε of history would not hold. Make it with "
                     "GhostClipper(model, clipping=mechanism.clipping)"
                 )
+            self._require_own_sums(clipper)
             missing = [name for name, p in clipper.parameters.items() if p.requires_grad and id(p) not in known]
             if missing:
                 raise ValueError(
@@ -172,6 +196,19 @@ class Start:
                     "missing), which the same GhostClipper clips: it would be released without noise. Give the "
                     "GhostClipper"
                 )
+
+    def _require_own_sums(self, clipper: Clipped) -> None:
+        if (name := clipper.foreign_gradient) is not None:
+            raise ValueError(
+                f"the .grad of {name} has numbers that this clipper did not add in this step: they would be released "
+                "without a bound. Call optimizer.zero_grad() before the first backward of a step, and add nothing else"
+            )
+        if clipper.num_summed > self._num_drawn:
+            raise ValueError(
+                f"{clipper.num_summed} units were clipped in this step, and {self._num_drawn} were drawn: a unit was "
+                "computed twice, or one that was not drawn. Compute each drawn unit once. Give rows of one unit "
+                "together, with unit_index, or with hold() before backward()"
+            )
 
 
 def _is_count(value: object) -> bool:

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GUARD = ("dpllm/engines/guard.py", "            raise _refusal(", "            _refusal(")
 APART = (
     "dpllm/mechanism/order.py",
-    "        if self._separation == 1 or not len(unit_ids):\n            return\n",
+    "        if not len(unit_ids):\n            return\n",
     "        return\n",
 )
 Edit = tuple[str, str, str]

@@ -70,7 +70,9 @@ def test_a_sampler_that_brings_a_unit_back_too_early_is_refused(sampler, monkeyp
         next(run.draws(1))
     assert run.ledger.num_steps == charged < 20
 
-    start = Mechanism(DRAW, FlatClipping(1.0), BandedNoise(4), 1.0).start(20, NoiseSource(), seeded_rng(0))
+    start = Mechanism(DRAW, FlatClipping(1.0), BandedNoise(4), 1.0).start(
+        20, NoiseSource(), seeded_rng(0), for_tests=True
+    )
     with pytest.raises(ValueError, match=REFUSED):
         for _ in start.draws(20):
             start._open = False  # as if the noise of the draw had been added
@@ -86,9 +88,11 @@ def test_the_samplers_of_the_mechanisms_are_not_refused():
             apart.check(units)
             apart.take(units)
     apart = UnitsApart(1)
-    for units in ([0, 1], [0, 1], [1, 1]):
+    for units in ([0, 1], [0, 1], [1]):
         apart.check(np.array(units))
         apart.take(np.array(units))
+    with pytest.raises(ValueError, match="A unit is twice in one draw"):
+        apart.check(np.array([1, 1]))
 
 
 def test_a_unit_may_come_back_after_as_many_steps_as_there_are_bands():
