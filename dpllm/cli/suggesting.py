@@ -117,6 +117,7 @@ class SuggestOptions:
 
 def run_suggest(path: Path, recipe: Recipe, options: SuggestOptions, as_json: bool) -> None:
     """Compute the suggestion, rehearse it if that is wanted, print it, and write its file."""
+    from dpllm.config.recipe import refuse_trainer
     from dpllm.models.starting_point import refuse_private_start
     from dpllm.planning.weight_size import size_of_model
     from dpllm.training.preflight import check_recipe
@@ -124,6 +125,8 @@ def run_suggest(path: Path, recipe: Recipe, options: SuggestOptions, as_json: bo
     from dpllm.tuning.suggested import suggested_run
 
     options.check()
+    if options.rehearses:
+        refuse_trainer(recipe, "A rehearsal")
     refuse_private_start(recipe.model.name, recipe.model.start_is_independent)
     section = public_section(recipe, options.public) if options.rehearses else None  # before anything is read
     for line in check_recipe(recipe, to_train=False):

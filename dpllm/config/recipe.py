@@ -244,6 +244,13 @@ class Recipe:
             )
 
 
+_WITHOUT_TRAINER = {
+    "sft": "Give the same recipe without train.trainer and its options: its rows hold the same texts",
+    "dpo": "Nothing was measured for pairs. Begin with the settings of the recipe dpo_replies (dpllm recipes "
+    "dpo_replies). Several runs on the same pairs add up their ε in a budget (dpllm budget --help)",
+}
+
+
 def refuse_trainer(recipe: Recipe, purpose: str) -> None:
     """Refuse a recipe whose rows are made as TRL makes them, where rows are made in the usual way.
 
@@ -254,10 +261,11 @@ def refuse_trainer(recipe: Recipe, purpose: str) -> None:
     Raises:
         ConfigError: it has ``train.trainer``.
     """
-    if recipe.train.get("trainer") is not None:
+    trainer = recipe.train.get("trainer")
+    if trainer is not None:
         raise ConfigError(
-            f"{purpose} makes rows and losses itself and would not have those of train.trainer="
-            f"{recipe.train['trainer']}: leave train.trainer and its options out"
+            f"{purpose} makes rows and losses itself and would not have those of train.trainer={trainer}. "
+            f"{_WITHOUT_TRAINER[trainer]}"
         )
 
 

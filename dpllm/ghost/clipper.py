@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from dpllm.config.python_names import OF_LOOP, named_in_python
 from dpllm.ghost.book import Book
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.factors import GroupFactors, clip_factors
@@ -47,6 +48,7 @@ class GhostClipper(UnitClipper):
     >>> clipper.remove()
     """
 
+    @named_in_python(OF_LOOP)
     def __init__(
         self,
         model: nn.Module,

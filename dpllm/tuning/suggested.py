@@ -115,7 +115,8 @@ def suggested_run(recipe: Recipe, units: UnitIndex) -> Suggested:
         ConfigError: the recipe is of a private tuning, or its run has no noise.
         ValueError: no plan can be made.
     """
-    refuse_trainer(recipe, "A suggestion of settings")
+    if recipe.train.get("trainer") != "sft":  # whose loss is a mean over tokens, as in the measurements
+        refuse_trainer(recipe, "A suggestion of settings")
     privacy = recipe.privacy
     if privacy.selection is not None:
         raise ConfigError("--suggest is for single runs: leave privacy.selection out")

@@ -132,8 +132,10 @@ def test_programs_that_make_rows_themselves_refuse_such_a_recipe(tmp_path):
         lambda: prepare_audit(made, tmp_path / "audit", None),
         lambda: suggested_run(made, None),
     ):
-        with pytest.raises(ConfigError, match=r"leave train\.trainer and its options out"):
+        with pytest.raises(ConfigError, match="Begin with the settings of the recipe dpo_replies"):
             refuses()
+    with pytest.raises(ConfigError, match=r"Give the same recipe without train\.trainer and its options"):
+        refuse_trainer(recipe(tmp_path, "sft"), "dpllm tune")
 
 
 def test_a_pair_counts_as_two_rows_in_the_estimate_of_memory(tmp_path):
