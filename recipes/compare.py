@@ -13,6 +13,7 @@ private records, and ε does not cover them.
 
 import argparse
 import dataclasses
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -36,14 +37,18 @@ from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, Recipe, load_recipe, sa
 from dpllm.config.mistakes import print_any_character, tell, words_of
 from dpllm.config.recipe import refuse_trainer
 from dpllm.data.rows import RowCollator, load_train_and_eval, tokenize_records, unit_index_of
+from dpllm.engines.processes import Processes
 from dpllm.mechanism.parts import Spec
 from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.noise_choice import prediction
 from dpllm.privacy.rounding import down, format_delta, format_epsilon, up
+from dpllm.report.disclosures import UTILITY_FILE
+from dpllm.report.release_notes import keep_utility, notes_in
 from dpllm.training import finetune
 from dpllm.training.arguments import num_private_steps, plan_for, training_arguments
 from dpllm.training.corrected_adamw import asked_second_moment
+from dpllm.training.held_out import HeldOut, HeldOutRows
 from dpllm.training.preflight import PLAIN as PLAIN_OPTIONS
 from dpllm.training.preflight import check_recipe
 from dpllm.training.workload import UpdateRule
@@ -245,24 +250,31 @@ def train_plainly(recipe: Recipe) -> None:
     args = training_arguments({**PLAIN_OPTIONS, **recipe.train})
     folder = Path(args.output_dir)
     with args.main_process_first(desc="reading the records"):
-        records, _ = load_train_and_eval(recipe.data, recipe.privacy)
+        records, held_out = load_train_and_eval(recipe.data, recipe.privacy)
         tokenizer = load_tokenizer(recipe.model)
         keep = [recipe.privacy.unit_column] if recipe.privacy.unit_column else []
         rows = tokenize_records(records, tokenizer, recipe.data, keep)
+        eval_rows = tokenize_records(held_out, tokenizer, recipe.data) if recipe.data.metrics else None
     rows = rows.select(np.sort(np.asarray(unit_index_of(rows, recipe.privacy).rows)))
     model = prepare_model(load_base_model(recipe.model, tokenizer), recipe.model)
     if args.should_save:
         folder.mkdir(parents=True, exist_ok=True)
         save_recipe(recipe, folder / RECIPE_FILE)
+    collator = RowCollator(pad_token_id=tokenizer.pad_token_id)
     trainer = Trainer(
         model=model,
         args=args,
         train_dataset=rows,
         processing_class=tokenizer,
-        data_collator=RowCollator(pad_token_id=tokenizer.pad_token_id),
+        data_collator=collator,
     )
     trainer.train()
     trainer.save_model()
+    if eval_rows is not None:  # as the private training measures them
+        held = HeldOut(HeldOutRows(held_out, eval_rows, collator, recipe.data, tokenizer))
+        found = held.measure(trainer.model, Processes())
+        if args.should_save:
+            keep_utility(folder, {f"held-out {name} after": f"{value:.4g}" for name, value in found.figures.items()})
 
 
 def leave_helpers() -> None:
@@ -285,7 +297,19 @@ def claim(report: AttackReport) -> str:
 def comparison_rows(reports: Mapping[str, AttackReport], audits: Mapping[str, AuditResult]) -> list[tuple[str, ...]]:
     """Return the rows of the table: each measured quantity, and its value for each model."""
     columns = [column_of(report, audits.get(name)) for name, report in reports.items()]
+    figures = [held_out_figures(report.folder) for report in reports.values()]
+    both = [name for name in figures[0] if all(name in found for found in figures)]
+    for column, found in zip(columns, figures, strict=True):
+        column |= {name: found[name] for name in both}
     return [("", *reports), *((name, *(column[name] for column in columns)) for name in columns[0])]
+
+
+def held_out_figures(folder: str | Path) -> dict[str, str]:
+    """Return the figures of the trained model on held-out records, such as BLEU, that its training wrote down."""
+    path = Path(folder) / UTILITY_FILE
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    figures = {**notes_in(folder).utility, **kept}  # those on public records are in the report
+    return {name: str(value) for name, value in figures.items() if name.startswith("held-out ") and " after" in name}
 
 
 def column_of(report: AttackReport, audit: AuditResult | None) -> dict[str, str]:

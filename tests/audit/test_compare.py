@@ -5,6 +5,7 @@ import importlib
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -23,6 +24,7 @@ from dpllm.data.rows import train_tokenizer
 from dpllm.mechanism.events import dp_sgd
 from dpllm.privacy.calibration import calibrate
 from dpllm.privacy.plan import make_plan
+from dpllm.report.release_notes import keep_utility
 from dpllm.training.arguments import training_arguments
 from dpllm.training.workload import workload_of
 from tests.conftest import tiny_llama_config
@@ -215,6 +217,29 @@ def test_canaries_of_other_data_are_refused_before_any_training(compare, compare
     compare.check(load_recipe(options.config), options.canaries)
     with pytest.raises(AuditError, match=r"data\.jsonl, which has no canaries of .*canaries\.json"):
         compare.check(load_recipe(recipe), options.canaries)
+
+
+def test_the_table_has_the_metrics_that_the_recipe_asks_for(compare, recipe, tmp_path, monkeypatch):
+    """Of both models, where both were measured: the private run writes its own, and the plain training the same."""
+    pytest.importorskip("sacrebleu")
+    pairs = [{"prompt": f"{n:02d} {n + 1:02d}", "completion": f" {n + 2:02d} {n + 3:02d}"} for n in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
+    changes = [f"data.path={tmp_path / 'pairs.jsonl'}", "data.format=prompt_completion", "data.metrics=[bleu]"]
+    made = load_recipe(recipe, [*changes, "train.max_steps=1", f"train.output_dir={tmp_path / 'plain'}"])
+    compare.train_plainly(made)
+    found = compare.held_out_figures(tmp_path / "plain")
+    assert (
+        set(found) == {"held-out perplexity after", "held-out BLEU after"} and float(found["held-out BLEU after"]) >= 0
+    )
+    keep_utility(
+        tmp_path / "private", {"held-out BLEU after": "61.5", "held-out BLEU before": "1", "seconds in all": 3}
+    )
+    monkeypatch.setattr(compare, "column_of", lambda report, audit: {"guarantee": "none"})
+    reports = {name: SimpleNamespace(folder=str(tmp_path / name)) for name in ("private", "plain")}
+    assert compare.comparison_rows(reports, {})[1:] == [
+        ("guarantee", "none", "none"),
+        ("held-out BLEU after", "61.5", found["held-out BLEU after"]),
+    ]
 
 
 def test_two_random_starts_are_no_comparison(compare, recipe):
