@@ -974,9 +974,16 @@ MUTATIONS = [
     Mutation(
         "a unit whose rows are divided for lack of memory is clipped part by part",
         "dpllm/training/microbatches.py",
-        "self.taken[:cut].microbatch(unit_B[:cut], 0, continues=True)",
-        "self.taken[:cut].microbatch(unit_B[:cut], 1)",
+        "self.taken[:cut].microbatch(unit_B[:cut], 0, True, share)",
+        "self.taken[:cut].microbatch(unit_B[:cut], 1, share=share)",
         ("tests/training/test_out_of_memory.py",),
+    ),
+    Mutation(
+        "starting weights that were replaced are not noticed by a merge",
+        "dpllm/training/merge_run.py",
+        "    refuse_other_start(run / LEDGER_FILE, str(model.name))\n",
+        "",
+        ("tests/cli/test_releasing.py::test_starting_weights_that_were_replaced_are_noticed",),
     ),
     Mutation(
         "a function that begins later is not measured for rows that depend on each other",

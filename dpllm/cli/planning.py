@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from dpllm.cli.common import AnyRecipe, AsJson, Overrides, one_line_errors, show
+from dpllm.cli.rates import computed_rate, rate_values, rate_words
 from dpllm.cli.suggesting import (
     Around,
     Output,
@@ -231,6 +232,8 @@ class _Planned:
         predicted: the predicted noise; None: the noise is independent.
         second_moment: that of the optimizer, without the known noise; None: its own.
         advice: settings that were measured worse.
+        rate: the row about the learning rate, if the rule's is known.
+        rates: the same as values.
     """
 
     plan: PrivacyPlan
@@ -239,6 +242,8 @@ class _Planned:
     predicted: Prediction | None
     second_moment: str | None
     advice: list[str]
+    rate: list[tuple[str, str]]
+    rates: dict[str, Any]
 
 
 def _plan_of(recipe: Recipe) -> _Planned:
@@ -259,7 +264,18 @@ def _plan_of(recipe: Recipe) -> _Planned:
     plan = plan_for(arguments, recipe.privacy, unit_index_of(records, recipe.privacy), average=average)
     rule = UpdateRule.of(arguments, plan.num_steps, average)
     predicted = prediction(plan, rule.workload())
-    return _Planned(plan, sources_of(records), rule, predicted, asked_second_moment(arguments), advice(plan, rule))
+    computed = computed_rate(recipe, plan, rule, predicted)
+    rate, off = rate_words(recipe, rule, computed)
+    return _Planned(
+        plan=plan,
+        files=sources_of(records),
+        rule=rule,
+        predicted=predicted,
+        second_moment=asked_second_moment(arguments),
+        advice=[*advice(plan, rule), *off],
+        rate=rate,
+        rates=rate_values(rule, computed),
+    )
 
 
 def _sweep_noise(
@@ -289,6 +305,7 @@ def _show_plan(path: Path, planned: _Planned, as_json: bool) -> None:
         "epsilon_replace_one": made.epsilon_under("replace-one"),
         "predicted_noise": None if predicted is None else dataclasses.asdict(predicted),
         "second_moment": planned.second_moment,
+        **planned.rates,
         "advice": planned.advice,
         "files": planned.files,
     }
@@ -303,7 +320,7 @@ def _show_plan(path: Path, planned: _Planned, as_json: bool) -> None:
         words = f"{planned.second_moment}: less the known variance of the noise in it"
         noise.append(("second moment of the optimizer", words))
     advised = [("advice", line) for line in planned.advice]
-    show(values, [*format_plan(made), *noise, *read, *advised], f"Privacy plan of {path}", as_json)
+    show(values, [*format_plan(made), *noise, *planned.rate, *read, *advised], f"Privacy plan of {path}", as_json)
 
 
 def _memory(path: Path, recipe: Recipe, gpus: int, engine: str | None, as_json: bool) -> None:

@@ -8,6 +8,7 @@ import typer
 
 import dpllm
 from dpllm.cli.common import Overrides, RecipeName, one_line_errors
+from dpllm.cli.rates import stale_rate
 from dpllm.config import load_recipe
 from dpllm.config.shipped import recipe_file
 
@@ -49,6 +50,9 @@ def train(
     say = typer.echo if is_first() else lambda line: None
     say(f"dpllm {dpllm.__version__}: training {recipe_file(recipe)}")  # first: the rest takes seconds
     read = load_recipe(recipe, overrides or ())
+    remark = stale_rate(recipe, overrides or (), read)
+    if remark is not None:
+        say(remark)
     say(f"output in {read.train.get('output_dir')}; loading the libraries")
     launch = choose(read, config, processes)
     say(launch.words)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
@@ -51,7 +51,11 @@ def size_of_parameters(parameters: Iterable[nn.Parameter], words: str) -> Weight
     return _size(((_square_sum([p.detach()]), p.numel()) for p in parameters if p.requires_grad), words)
 
 
-def size_of_model(model: ModelConfig) -> WeightSize:
+@overload
+def size_of_model(model: ModelConfig, most: None = None) -> WeightSize: ...
+@overload
+def size_of_model(model: ModelConfig, most: int) -> WeightSize | None: ...
+def size_of_model(model: ModelConfig, most: int | None = None) -> WeightSize | None:
     """Return the size of the trained weights of a recipe's model, from its .safetensors files.
 
     New weights have no file. For a model made from ``model.config``, and for the factors of a new adapter, the spread
@@ -60,6 +64,10 @@ def size_of_model(model: ModelConfig) -> WeightSize:
 
     Args:
         model: the recipe's section.
+        most: the most trained parameters to read from files, for a caller that does not wait; None: any number.
+
+    Returns:
+        The size; None if there are more parameters than ``most``.
 
     Raises:
         ConfigError: the model has no such files here, they are damaged, or they hold no trained parameter.
@@ -71,6 +79,8 @@ def size_of_model(model: ModelConfig) -> WeightSize:
     sums = list(_of_adapters(adapters, model))
     words = f"of the {_new(adapters)} new adapter weights that are not zero, by their initialisation" if sums else ""
     rest = {name: p for name, p in trained.items() if name not in adapters}
+    if most is not None and sum(p.numel() for p in rest.values()) > most:
+        return None
     if files is None:
         spread = float(getattr(prepared.config, "initializer_range", None) or _USUAL_SPREAD)
         sums += [(_first_value(name, p, spread) ** 2 * p.numel(), p.numel()) for name, p in rest.items()]
