@@ -174,6 +174,7 @@ def run(recipe: Recipe) -> int:
     before = Begin(None, phases)
     trainer, held_out = trainer_of(recipe, args, start, (train_records, eval_records), num_labels, before)
     before.held_out = held_out if not resume else None
+    trainer.add_callback(End(phases))
     trainer.declared_points, trainer.notes = start.declared, noted(recipe)
     if args.should_save:  # not earlier: a refused resume leaves the folder unchanged
         trainer.add_callback(WhenAttached(lambda: note_start(recipe, trainer, output)))
@@ -461,7 +462,7 @@ def threads_were_set() -> bool:
 
 
 class Begin(TrainerCallback):
-    """Callback around the private steps: it measures the held-out records before them, and tells the phases.
+    """Callback before the private steps: it measures the held-out records, and tells the phases.
 
     Attributes:
         result: the figure before the training. None: there was nothing to measure.
@@ -480,6 +481,14 @@ class Begin(TrainerCallback):
             self.result = evaluated(kwargs["model"], self.held_out, processes, self.phases)
         self.phases.begin("training", f"{state.max_steps - state.global_step:,} private steps")
         self.phases.say(NOISY_NORM)
+
+
+class End(TrainerCallback):
+    """Callback that tells the phase after the private steps; added to the trainer, so that the bar is closed before."""
+
+    def __init__(self, phases: Phases) -> None:
+        """Store the phases."""
+        self.phases = phases
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin the phase of the report, which is made once and is then on the disk, whatever follows."""

@@ -4,10 +4,13 @@ import io
 import sys
 
 import pytest
+from rich.console import Console
 from transformers import ProgressCallback, TrainerControl, TrainerState
 
 from dpllm.report.disclosures import receivers
 from dpllm.training import progress
+from dpllm.training.finetune import End
+from dpllm.training.phases import Phases
 from dpllm.training.progress import Batch, StepProgress
 from tests.training.test_trainer import arguments, trainer
 
@@ -121,6 +124,24 @@ def test_a_resumed_run_goes_on_at_its_step(bar):
     callback.on_step_end(None, state, TrainerControl())
     assert callback.training_bar.n == 8
     callback.on_train_end(None, state, TrainerControl())
+
+
+def test_the_next_phase_is_told_when_the_bar_is_closed(tmp_path):
+    """Its last line would otherwise follow the name of the next phase."""
+    shown, told = trainer(tmp_path, args=arguments(tmp_path, disable_tqdm=False)), io.StringIO()
+    phases = Phases(Console(file=told))
+    phases.begin = lambda name, words="": told.write(
+        f"{name}, bar {'open' if bar_of(shown).training_bar else 'closed'}"
+    )
+    shown.add_callback(End(phases))
+    handler = shown.callback_handler
+    bar_of(shown).on_train_begin(shown.args, TrainerState(max_steps=3), TrainerControl())
+    handler.on_train_end(shown.args, TrainerState(max_steps=3), TrainerControl())
+    assert told.getvalue() == "report, bar closed"
+
+
+def bar_of(made):
+    return next(one for one in made.callback_handler.callbacks if isinstance(one, StepProgress))
 
 
 def test_every_trainer_with_a_bar_has_it_and_none_without(tmp_path):
