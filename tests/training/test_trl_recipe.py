@@ -9,6 +9,7 @@ from datasets import Dataset
 
 from dpllm.config import ConfigError, DataConfig, load_recipe
 from dpllm.config.recipe import refuse_trainer
+from dpllm.data.units import UnitIndex
 from dpllm.report.verify import verify
 from tests import tiers, trl_data
 
@@ -136,6 +137,15 @@ def test_programs_that_make_rows_themselves_refuse_such_a_recipe(tmp_path):
             refuses()
     with pytest.raises(ConfigError, match=r"Give the same recipe without train\.trainer and its options"):
         refuse_trainer(recipe(tmp_path, "sft"), "dpllm tune")
+
+
+def test_settings_are_suggested_for_supervised_fine_tuning(tmp_path):
+    """They follow from N, T and the model; its loss is a mean over tokens, as in the measurements."""
+    from dpllm.tuning.suggested import suggested_run
+
+    run = suggested_run(recipe(tmp_path, "sft"), UnitIndex.one_row_per_unit(400))
+    assert {"train.average", "privacy.noise", "privacy.clip_norm"} <= {item.key for item in run.settings}
+    assert run.plan.num_units == 400
 
 
 def test_a_pair_counts_as_two_rows_in_the_estimate_of_memory(tmp_path):
