@@ -163,6 +163,8 @@ def plan(
     elif sweep:
         _sweep_recipe(recipe, loaded, sweeping, gpus, as_json)
     else:
+        if not as_json:  # the rest takes seconds
+            typer.echo(f"planning {recipe}: loading the libraries, then the records of {loaded.data.path}")
         _show_plan(recipe, _plan_of(loaded), as_json)
 
 

@@ -107,11 +107,12 @@ def _figures(given: list[str]) -> dict[str, str]:
 @one_line_errors
 def verify(output_dir: OutputDir, as_json: AsJson = False) -> None:
     """Recompute all facts of a run's report from its ledger and plan, and fail on any difference."""
-    from dpllm.report.verify import verification_rows
-    from dpllm.report.verify import verify as verify_folder
-
     if not output_dir.is_dir():
         raise ValueError(f"{output_dir} is not a folder. Give the folder of a run or of a checkpoint")
+    if not as_json:  # the rest takes seconds
+        typer.echo(f"checking {output_dir}: computing ε, report and card again from the ledger")
+    from dpllm.report.verify import verification_rows
+    from dpllm.report.verify import verify as verify_folder
     from dpllm.tuning.record import RECORD_FILE
 
     if (output_dir / RECORD_FILE).is_file():
