@@ -36,8 +36,8 @@ MUTATIONS = [
     Mutation(
         "a recipe with rows of TRL's shapes is audited on other rows",
         "dpllm/config/recipe.py",
-        'if recipe.train.get("trainer") is not None:',
-        "if False:",
+        "    if trainer is not None:",
+        "    if False:",
         ("tests/training/test_trl_recipe.py::test_programs_that_make_rows_themselves_refuse_such_a_recipe",),
     ),
     Mutation(
