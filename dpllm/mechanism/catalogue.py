@@ -21,7 +21,9 @@ from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Clipping, Noise, Spec
 from dpllm.mechanism.per_layer import PerLayerClipping
 from dpllm.mechanism.quantile import QuantileClipping
+from dpllm.mechanism.query import Query
 from dpllm.mechanism.selection import SelectedRun
+from dpllm.mechanism.several import Several
 
 _CLIPPINGS: tuple[type[Clipping], ...] = (
     FlatClipping,
@@ -32,7 +34,7 @@ _CLIPPINGS: tuple[type[Clipping], ...] = (
     QuantileClipping,
 )
 _NOISES: tuple[type[Noise], ...] = (IndependentNoise, BandedNoise, BltNoise)
-_EVENTS: tuple[type[Event], ...] = (Step, StepOfRows, BandedStep, BltStep, DiscreteStep, SelectedRun)
+_EVENTS: tuple[type[Event], ...] = (Step, StepOfRows, BandedStep, BltStep, DiscreteStep, SelectedRun, Query, Several)
 
 CLIPPINGS = {part.kind: part for part in _CLIPPINGS}
 NOISES = {part.kind: part for part in _NOISES}
@@ -117,6 +119,8 @@ def _make(name: str, known: Mapping[str, Any], spec: Spec, given: Mapping[str, A
 
 def to_fields(event: Event) -> dict[str, Any]:
     """Return an event as plain values, for a ledger or a budget."""
+    if isinstance(event, Several):
+        return {"event": event.kind, "parts": [[to_fields(one), count] for one, count in event.parts]}
     return {"event": event.kind, **dataclasses.asdict(event)}  # type: ignore[call-overload]
 
 
@@ -133,4 +137,6 @@ def from_fields(fields: Mapping[str, Any]) -> Event:
         return dp_sgd(**values)
     if kind not in EVENTS:
         raise ValueError(f"unknown kind of event {kind!r}; known are {', '.join(EVENTS)}")
+    if kind == Several.kind:
+        values["parts"] = tuple((from_fields(one), count) for one, count in values.get("parts", ()))
     return EVENTS[kind](**values)

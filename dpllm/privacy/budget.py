@@ -51,6 +51,7 @@ from dpllm.privacy.identity import require_prefix
 from dpllm.privacy.ledger import LedgerError, read_ledger, sync_folder
 from dpllm.privacy.ledger_reader import LedgerHead
 from dpllm.privacy.plan import PrivacyPlan
+from dpllm.privacy.query_plan import QueryPlan
 from dpllm.privacy.rounding import down, format_delta, format_delta_limit, format_epsilon
 
 _FORMAT = 1
@@ -197,10 +198,10 @@ def charge(path: str | Path, plan: PrivacyPlan, dataset: str) -> str:
         BudgetError: the run would exceed the budget, is not private, or uses other data than the file's.
     """
     _check_private(plan)
-    with _changing(path) as (budget, put):
-        _check_data(budget, plan, dataset)
+    with changing(path) as (budget, put):
+        check_data(budget, plan, dataset)
         _check_fits(budget, plan.event, plan.num_steps)
-        entry = _entry(plan, plan.event, plan.num_steps)
+        entry = new_entry(plan, plan.event, plan.num_steps)
         put((*budget.entries, entry))
     return entry.id
 
@@ -221,10 +222,10 @@ def charge_selection(path: str | Path, plan: PrivacyPlan, dataset: str) -> str:
     """
     _check_private(plan, as_selection=True)
     ((selected, count),) = plan.history
-    with _changing(path) as (budget, put):
-        _check_data(budget, plan, dataset)
+    with changing(path) as (budget, put):
+        check_data(budget, plan, dataset)
         _check_fits(budget, selected, count)
-        entry = _entry(plan, selected, count)
+        entry = new_entry(plan, selected, count)
         put((*budget.entries, entry))
     return entry.id
 
@@ -233,7 +234,7 @@ def require_room(path: str | Path, plan: PrivacyPlan, dataset: str) -> None:
     """Raise the errors that `charge` would raise now, and charge nothing: for a run that has other work to do first."""
     _check_private(plan)
     budget = read_budget(path)
-    _check_data(budget, plan, dataset)
+    check_data(budget, plan, dataset)
     _check_fits(budget, plan.event, plan.num_steps)
 
 
@@ -248,8 +249,8 @@ def mark(path: str | Path, entry_id: str, head: LedgerHead) -> None:
     Raises:
         BudgetError: the entry is not in the file.
     """
-    with _changing(path) as (budget, put):
-        put(_with(budget, replace(entry_of(budget, entry_id), head=head.to_dict())))
+    with changing(path) as (budget, put):
+        put(with_entry(budget, replace(entry_of(budget, entry_id), head=head.to_dict())))
 
 
 def settle(
@@ -272,7 +273,7 @@ def settle(
         BudgetError: the entry is not in the file, or the number is below an earlier one or above the reservation.
     """
     integer("num_steps", num_steps, -(2**63))
-    with _changing(path) as (budget, put):
+    with changing(path) as (budget, put):
         entry = entry_of(budget, entry_id)
         if not entry.steps_before <= num_steps <= entry.steps_reserved:
             raise BudgetError(
@@ -282,7 +283,7 @@ def settle(
             )
         charged = None if keep_reserved else int(num_steps)
         there = entry.head if head is None else head.to_dict()
-        put(_with(budget, replace(entry, steps_charged=charged, steps_before=int(num_steps), head=there)))
+        put(with_entry(budget, replace(entry, steps_charged=charged, steps_before=int(num_steps), head=there)))
 
 
 def check_entry(
@@ -311,7 +312,7 @@ def check_entry(
         BudgetError: the entry is not in the file or belongs to another plan, other runs have taken the ε that this run
             left when it was settled, or the run was resumed in another copy of the folder.
     """
-    with _changing(path) as (budget, put):
+    with changing(path) as (budget, put):
         entry = entry_of(budget, entry_id)
         if entry.plan_hash != plan.hash:
             raise BudgetError(
@@ -327,7 +328,7 @@ def check_entry(
         segments = _segments(entry, ledger)
         again = replace(entry, steps_charged=None, steps_reserved=reserved, steps_planned=planned, segments=segments)
         _check_resumed(budget, others, again)
-        put(_with(budget, replace(again, head=entry.head if go_on is None else go_on().to_dict())))
+        put(with_entry(budget, replace(again, head=entry.head if go_on is None else go_on().to_dict())))
 
 
 def _segments(entry: Entry, ledger: str | Path | None) -> tuple[int, ...]:
@@ -418,7 +419,7 @@ def _check_private(plan: PrivacyPlan, as_selection: bool = False) -> None:
         raise BudgetError("a run without noise is not private, so no budget covers it. Set a target_epsilon")
 
 
-def _check_data(budget: Budget, plan: PrivacyPlan, dataset: str) -> None:
+def check_data(budget: Budget, plan: PrivacyPlan | QueryPlan, dataset: str) -> None:
     """Raise unless the file and the run describe the same units of the same data."""
     pairs = [("dataset", budget.dataset, dataset)]
     if plan.dataset is not None:
@@ -445,7 +446,7 @@ def _check_resumed(budget: Budget, others: tuple[Entry, ...], entry: Entry) -> N
     total = budget.cost([*taken, *entry.history])
     if total > budget.epsilon:
         raise BudgetError(
-            f"{_allowance(budget, others, taken)}. Resumed, this run would by itself cost "
+            f"{allowance(budget, others, taken)}. Resumed, this run would by itself cost "
             f"ε = {format_epsilon(budget.cost(entry.history))} over {entry.steps_reserved} steps, "
             f"{sum(entry.segments)} taken before among them, and bring the total to ε = {format_epsilon(total)}. "
             "Release the model of its last checkpoint, whose ε its report states"
@@ -467,13 +468,14 @@ def _check_fits(budget: Budget, step: Event, num_steps: int) -> None:
         else "none of its steps fits. Take more noise or a smaller expected_batch_size, or train on other data"
     )
     raise BudgetError(
-        f"{_allowance(budget, budget.entries, taken)}. This run would by itself cost "
+        f"{allowance(budget, budget.entries, taken)}. This run would by itself cost "
         f"ε = {format_epsilon(budget.cost([(step, num_steps)]))} over {num_steps} steps, and bring the total to "
         f"ε = {format_epsilon(total)}; {instead}"
     )
 
 
-def _allowance(budget: Budget, others: tuple[Entry, ...], taken: History) -> str:
+def allowance(budget: Budget, others: tuple[Entry, ...], taken: History) -> str:
+    """Return what a budget allows and what is spent of it, for an error."""
     return (
         f"{budget.path} allows ε = {down(budget.epsilon)} at δ = {format_delta(budget.delta)} ({budget.adjacency}) for "
         f"all runs on {budget.dataset!r}. Spent or reserved by {len(others)} other runs: "
@@ -496,7 +498,8 @@ def entry_of(budget: Budget, entry_id: str) -> Entry:
     )
 
 
-def _entry(plan: PrivacyPlan, step: Event, count: int) -> Entry:
+def new_entry(plan: PrivacyPlan | QueryPlan, step: Event, count: int) -> Entry:
+    """Return an entry that reserves events of a plan."""
     return Entry(
         id=secrets.token_hex(8),
         plan_hash=plan.hash,
@@ -508,7 +511,8 @@ def _entry(plan: PrivacyPlan, step: Event, count: int) -> Entry:
     )
 
 
-def _with(budget: Budget, changed: Entry) -> tuple[Entry, ...]:
+def with_entry(budget: Budget, changed: Entry) -> tuple[Entry, ...]:
+    """Return the entries of a budget, with another one in the place of that with the same id."""
     return tuple(changed if entry.id == changed.id else entry for entry in budget.entries)
 
 
@@ -525,7 +529,7 @@ def _real(path: str | Path) -> Path:
 
 
 @contextlib.contextmanager
-def _changing(path: str | Path) -> Iterator[tuple[Budget, Callable[[tuple[Entry, ...]], None]]]:
+def changing(path: str | Path) -> Iterator[tuple[Budget, Callable[[tuple[Entry, ...]], None]]]:
     """Lock the file, and yield its contents and the function that replaces its entries."""
     real = _real(path)
     if not real.exists():

@@ -120,7 +120,7 @@ def compose(
     plans = [PrivacyPlan.load(path / PLAN_FILE) for path in paths]
     ledgers = [read_ledger(path / LEDGER_FILE) for path in paths]
     for path, plan, ledger in zip(paths, plans, ledgers, strict=True):
-        _check_run(path, plan, ledger)
+        check_run(path, plan, ledger)
     _check_distinct(paths, ledgers)
     name = _common_data(paths, plans, dataset, shared_people)
     adjacency = adjacency or _common("adjacency", paths, [plan.adjacency for plan in plans])
@@ -186,7 +186,7 @@ def _json_number(value: float) -> float | str:
     return "infinite" if value == float("inf") else value
 
 
-def _check_run(path: Path, plan: PrivacyPlan, ledger: LedgerContents) -> None:
+def check_run(path: Path, plan: PrivacyPlan, ledger: LedgerContents) -> None:
     """Raise unless the ledger belongs to the plan and is the run's own, and the run was private."""
     for run in ledger.runs:
         if run["plan_hash"] != plan.hash:

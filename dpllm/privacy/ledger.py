@@ -6,7 +6,7 @@ before the call returns, so that no crash can lose a charged step. Each line car
 before it. So an edited, lost or reordered line is found, unless lines are cut off at the very end. The hash is not a
 signature: it guards against accidents, and against edits by someone who does not recompute the hashes.
 
-Kinds of lines: "run" (a process started or resumed), "step", "disclosure" (something that depends on the private data
+Kinds of lines: "run" (a process started or resumed), "step", "charge" (answers of a query run), "disclosure" (something that depends on the private data
 was written out, and ε does not cover it), "diagnostic", "fact" (a fact of the run for the report), "open point" (a
 reason not to release before people have settled it), "settled" (what people checked about such a reason, who, and
 when), "public start" (the files of the public training at the start of
@@ -192,6 +192,25 @@ class Ledger:
         adapted = {} if threshold is None else {"threshold": threshold}
         self._append({"kind": "step", "step": step_number, **adapted, **to_fields(step)})
         self._num_steps += 1
+
+    def append_charge(self, name: str, event: Event, count: int = 1) -> None:
+        """Charge answers of a query run. Call it before any of them is computed.
+
+        Args:
+            name: of the charge in the plan.
+            event: the event of one answer.
+            count: how many answers.
+
+        Raises:
+            LedgerError: the run has ended.
+            ValueError: the count is not positive.
+        """
+        if not self._running:
+            raise LedgerError(f"{name!r} cannot be charged: the run in {self.path} has ended")
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"{name!r} is charged a whole number of times, at least once, got {count!r}")
+        self._append({"kind": "charge", "name": name, "count": count, **to_fields(event)})
+        self._num_steps += count
 
     def append_disclosure(self, what: str, count: int = 1) -> None:
         """Note that something was written out that depends on the private data and that ε does not cover."""

@@ -115,6 +115,8 @@ class LedgerNotes:
     """Clip thresholds of the steps whose lines carry one, in their order: those of a clipping that adapts."""
     begun_at: list[int] = field(default_factory=list)
     """For each start or resume, the number of thresholds before it."""
+    answers: dict[tuple[str, Event], int] = field(default_factory=dict)
+    """Answers of a query run by name and event, with their number; they are in the history too."""
 
     def add_fact(self, name: str, value: str | int | float) -> bool:
         """Add a value of a fact; return whether it is new."""
@@ -188,18 +190,19 @@ class LedgerContents:
         return list(dict.fromkeys(line for run in self.runs for line in run["public"]))
 
 
-def count_step(history: list[tuple[Event, int]], step: Event, begins: bool) -> None:
+def count_step(history: list[tuple[Event, int]], step: Event, begins: bool, times: int = 1) -> None:
     """Add a step to the steps charged so far, in place.
 
     Args:
         history: the steps charged so far (`LedgerContents.history`).
         step: the event of the step.
         begins: whether it is the first step of a start or of a resume.
+        times: how many such steps.
     """
     if history and history[-1][0] == step and not (begins and step.restarts):
-        history[-1] = (step, history[-1][1] + 1)
+        history[-1] = (step, history[-1][1] + times)
     else:
-        history.append((step, 1))
+        history.append((step, times))
 
 
 def file_hash(run: str, identity: str) -> str:
@@ -350,10 +353,22 @@ class LedgerReader:
             step = self._steps_by_text[fields] = from_fields(json.loads("{" + fields))
         self._charge(step)
 
-    def _charge(self, step: Event) -> None:
-        count_step(self.contents.history, step, self.contents.begins)
+    def _charge(self, step: Event, times: int = 1) -> None:
+        count_step(self.contents.history, step, self.contents.begins, times)
         self.contents.begins = False
-        self._num_steps += 1
+        self._num_steps += times
+
+    def _take_answers(self, number: int, entry: dict[str, Any]) -> None:
+        """Count the answers of a query run."""
+        name, count = entry.pop("name"), entry.pop("count")
+        if not self._running:
+            raise self._fail(number, "an answer outside a run")
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1 or not isinstance(name, str):
+            raise self._fail(number, f"{count!r} answers of {name!r}")
+        event = from_fields(entry)
+        self._charge(event, count)
+        answers = self.contents.notes.answers
+        answers[name, event] = answers.get((name, event), 0) + count
 
     def _take(self, number: int, entry: dict[str, Any]) -> None:
         contents, kind = self.contents, entry.pop("kind", None)
@@ -366,6 +381,8 @@ class LedgerReader:
             contents.end, contents.notes.stopped_independently = None, False
             contents.notes.file = (entry["run"], entry["file"]) if entry.get("file") else None
             self._running = True
+        elif kind == "charge":
+            self._take_answers(number, entry)
         elif kind == "disclosure":
             contents.disclosures[entry["what"]] = contents.disclosures.get(entry["what"], 0) + entry["count"]
         elif kind == "diagnostic":

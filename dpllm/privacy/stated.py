@@ -12,9 +12,10 @@ from dpllm.privacy.accounting import merge, of_starts
 from dpllm.privacy.calibration import steps_within
 from dpllm.privacy.ledger import LedgerContents
 from dpllm.privacy.plan import PrivacyPlan
+from dpllm.privacy.query_plan import QueryPlan
 
 
-def stated_history(plan: PrivacyPlan, contents: LedgerContents) -> tuple[tuple[Event, int], ...]:
+def stated_history(plan: PrivacyPlan | QueryPlan, contents: LedgerContents) -> tuple[tuple[Event, int], ...]:
     """Return the steps whose ε covers the releases of a run so far: the charged steps, or all planned steps.
 
     The composition is proved for a number of steps that is fixed in advance. A person who stops at 3 of 20 steps
@@ -26,15 +27,38 @@ def stated_history(plan: PrivacyPlan, contents: LedgerContents) -> tuple[tuple[E
     may have followed from the releases, so the starts are then stated with at least the ε of as many steps without a
     resume.
 
+    A query run is stated together with the release on which it builds, whether or not it charged anything.
+
     Args:
         plan: the plan of the run.
         contents: contents of its ledger.
     """
+    if isinstance(plan, QueryPlan):
+        before = () if plan.after is None else plan.after.history
+        return (*before, *stated_answers(plan, contents))
     if plan.selection is not None and contents.num_steps:
         return _of_selection(plan, contents)
     if contents.num_steps == 0 or contents.notes.stopped_independently:
         return taken_starts(contents.history)
     return stated_starts(contents.history, planned_steps(plan, contents), contents.begins, plan.num_steps)
+
+
+def stated_answers(plan: QueryPlan, contents: LedgerContents) -> tuple[tuple[Event, int], ...]:
+    """Return the answers whose ε covers a query run, without the release on which it builds.
+
+    They are all planned answers, for the reason that `stated_history` gives. They are the charged ones if nothing was
+    charged, or if people declared that the stop depends neither on the data nor on the answers. A line that a crash
+    left incomplete may have been any charge, so all planned answers are stated then, whatever was declared.
+
+    Args:
+        plan: the plan of the run.
+        contents: contents of its ledger.
+    """
+    if contents.num_steps == 0:
+        return ()
+    if contents.notes.stopped_independently and not contents.torn_steps:
+        return tuple(contents.history)
+    return tuple(plan.own_history)
 
 
 def claimed_history(plan: PrivacyPlan, contents: LedgerContents) -> Sequence[tuple[Event, int]]:
@@ -120,7 +144,7 @@ def with_planned(history: Sequence[tuple[Event, int]], planned: int, begins: boo
     return (*before, (event, taken + left))
 
 
-def planned_steps(plan: PrivacyPlan, contents: LedgerContents) -> int:
+def planned_steps(plan: PrivacyPlan | QueryPlan, contents: LedgerContents) -> int:
     """Return the steps that the run takes in all: those of the plan, or fewer if a resume costs more than going on.
 
     Args:

@@ -1,0 +1,131 @@
+"""The event of an answer to one question about all units: counts, votes or means with Gaussian noise.
+
+Place in the flow: beside `events`. The answer is a vector that every unit may enter; nothing is sampled. Without one
+unit it moves by at most Δ (zero-out). Replacing a unit is removing one and adding another, so the answer moves by at
+most 2Δ then, and often by less: a vote by √2 instead of 1 and 1.
+
+**Discrete noise.** Where the answer is of whole numbers on a grid, and the noise has the discrete Gaussian distribution
+with parameter s (`dpllm.mechanism.discrete_gaussian`), a move by w has the Rényi divergence α|w|²/(2s²) or less at
+every order α > 1, in both directions (Canonne, Kamath, Steinke, arXiv:2004.00010, theorems 4 and 14): the value of
+Gaussian noise. ε follows from these divergences (`dpllm.mechanism.renyi`), and is a little larger than that of Gaussian
+noise by privacy loss distributions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+import dp_accounting
+import numpy as np
+from dp_accounting import dp_event
+
+from dpllm.mechanism import pld, renyi
+from dpllm.mechanism.events import EventWords, NeverTruncated, Round, Step, _grid, _whole
+
+ORDERS = (*np.linspace(1.05, 2, 20).tolist(), *np.geomspace(2.05, 5000, 240).tolist())
+"""The Rényi orders of discrete noise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Query(NeverTruncated):
+    """An answer about all units with Gaussian noise, continuous or discrete.
+
+    ``noise_multiplier`` is σ/Δ: the standard deviation of the noise over the largest change of the answer by one unit
+    under zero-out, in l2 norm.
+
+    Raises:
+        ValueError: a field is out of range.
+
+    >>> Query(noise_multiplier=2.0, replaced=2**0.5).sampling_rate
+    1.0
+    """
+
+    kind: ClassVar[str] = "query"
+    sampling_rate: float = 1.0
+    """1: every unit enters."""
+    replaced: float | None = 2.0
+    """The largest change of the answer by replacing a unit, over that by removing one; at most 2. None: not known, so
+    replace-one is accounted for by group privacy."""
+    discrete: bool = False
+    """Whether answer and noise are whole multiples of a grid, and the noise has the discrete Gaussian distribution."""
+
+    def __post_init__(self) -> None:
+        """Check kinds and ranges."""
+        super().__post_init__()
+        if self.sampling_rate != 1:
+            raise ValueError(f"a query is about all units, so its sampling_rate is 1, got {self.sampling_rate}")
+        if not isinstance(self.discrete, bool):
+            raise ValueError(f"discrete must be true or false, got {self.discrete!r}")
+        if self.replaced is not None:
+            object.__setattr__(self, "replaced", float(self.replaced))
+            if not 0 < self.replaced <= 2:
+                raise ValueError(
+                    f"replaced must be above 0 and at most 2, got {self.replaced}: replacing a unit is removing one "
+                    "and adding another"
+                )
+
+    @property
+    def untruncated(self) -> Step | None:  # type: ignore[override]
+        """The same event as a step over all units; None for discrete noise."""
+        return None if self.discrete else Step(sampling_rate=1.0, noise_multiplier=self.noise_multiplier)
+
+    def rounds(self, num_steps: int) -> list[tuple[Round, int]]:
+        """Return the answers: each is a round."""
+        return [(dataclasses.replace(self, clip_norm=1.0, num_units=None), num_steps)]
+
+    def has_pair(self, adjacency: str) -> bool:
+        """Return whether there is a pair: under replace-one where the change is known."""
+        return adjacency == "zero-out" or self.replaced is not None
+
+    def parts(self, count: int, adjacency: str, width: float) -> list[tuple[pld.LossPmf, int]]:
+        """Return, per direction of the adjacency, the loss that ``count`` answers add, and its multiplicity."""
+        if self.discrete:
+            directions = 2 if adjacency == "zero-out" else 1
+            return [(_discrete(self._moved(adjacency) ** 2 * count / 2, width), 1)] * directions
+        return _whole(self._noise(adjacency), count, adjacency, width)
+
+    def grid(self, count: int, adjacency: str, width: float) -> float:
+        """Return the finest grid, ``width`` or wider, on which the loss of ``count`` answers fits in memory."""
+        if self.discrete:
+            return max(width, renyi.WIDTH)
+        return _grid(self._noise(adjacency) / math.sqrt(count), 1.0, 1, adjacency, width)
+
+    def dp_event(self) -> dp_accounting.DpEvent:
+        """Return the event in dp_accounting's terms, for zero-out; for discrete noise one with the same divergences."""
+        return dp_event.GaussianDpEvent(self.noise_multiplier)
+
+    def words(self) -> EventWords:
+        """Return the report's description of the event."""
+        noise, how = "Gaussian noise", ""
+        if self.discrete:
+            noise = "discrete Gaussian noise (Canonne et al., arXiv:2004.00010)"
+            how = "; Rényi divergences, the same as those of Gaussian noise"
+        replaced = "Under replace-one, by group privacy: ε is twice a zero-out ε at a smaller δ"
+        if self.replaced is not None:
+            replaced = f"Replacing a unit changes the answer by at most {self.replaced:.6g} times as much"
+        return EventWords(
+            sampling="none: every unit enters",
+            accounted_as=f"{noise} on an answer about all units, of standard deviation {self.noise_multiplier:.6g} "
+            f"times the largest change of the answer by one unit{how}. {replaced}",
+            options="--discrete-sensitivity 1.0" if self.discrete else "",
+            is_sampled=False,
+        )
+
+    def _moved(self, adjacency: str) -> float:
+        """Return the largest change of the answer over the standard deviation of the noise."""
+        replaced = 2.0 if self.replaced is None else self.replaced
+        return (1.0 if adjacency == "zero-out" else replaced) / self.noise_multiplier
+
+    def _noise(self, adjacency: str) -> float:
+        """Return the σ for which `_whole` has the pair of this adjacency: under replace-one its pair is 2 apart."""
+        return (1.0 if adjacency == "zero-out" else 2.0) / self._moved(adjacency)
+
+
+@lru_cache(maxsize=64)
+def _discrete(rho: float, width: float) -> pld.LossPmf:
+    """Return the losses of answers whose divergence at each order α is at most αρ, the same in both directions."""
+    return renyi.dominating(renyi.profile(ORDERS, [order * rho for order in ORDERS]), width)

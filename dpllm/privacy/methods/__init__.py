@@ -1,0 +1,14 @@
+"""Every method of private release that is no training run, with its words for report and card.
+
+Place in the flow: below the plan of a query run, which names a method; the report looks its words up here. A new method
+is a file beside this one and a line here.
+"""
+
+from __future__ import annotations
+
+from dpllm.privacy.methods.label_counts import LABEL_COUNTS
+from dpllm.privacy.methods.method import Method as Method
+
+_METHODS: tuple[Method, ...] = (LABEL_COUNTS,)
+
+METHODS = {method.name: method for method in _METHODS}

@@ -1,0 +1,34 @@
+"""The words for one method of private release, which report, page and card take from here.
+
+Place in the flow: below the catalogue of methods. A method's file holds one `Method`, and imports nothing that computes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """The words for one method of private release."""
+
+    name: str
+    """Value of `QueryPlan.method`: a few words, unique."""
+    result: str
+    """The release, as the title of page and card has it: "counts of labels"."""
+    what: str
+    """One sentence: what was done; the report adds "on the data set …" and the number of units."""
+    mechanism: str
+    """How an answer is made and bounded, for readers who know the field; the plan's settings are listed beside it."""
+    released: tuple[str, ...]
+    """What may be released under the guarantee."""
+    adjacency: str
+    """What the neighbouring data sets are for this method, and why: a clause that follows "zero-out: "."""
+    not_covered: tuple[tuple[str, str], ...]
+    """Uses of the data that ε does not cover, each with what to do about it."""
+    assumptions: tuple[tuple[str, str], ...]
+    """What the numbers rest on, each with how the run ensured it."""
+    use: str
+    """How a reader of the card uses the released files: one paragraph of Markdown."""
+    is_model: bool = False
+    """Whether the release is a model; otherwise the Hub keeps it as a data set."""

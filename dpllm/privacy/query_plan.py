@@ -1,0 +1,357 @@
+"""The plan of a query run: a private release that is no training run, such as noisy counts, votes or tokens.
+
+Place in the flow: beside `dpllm.privacy.plan`. A query run charges kinds of private answers, each an event of the
+catalogue with the number of times that it may be charged. All of that is fixed before the first answer, and ε is that
+of all of it. A run that builds on a trained model of the same people names that run (`PriorRelease`); its ε is that of
+both together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from dpllm.mechanism.catalogue import from_fields, to_fields
+from dpllm.mechanism.events import Event
+from dpllm.mechanism.limits import MAX_NOISE, MAX_STEPS, MAX_TARGET_EPSILON, MIN_NOISE, RANDOMNESS
+from dpllm.mechanism.several import Several
+from dpllm.privacy.accounting import epsilon, merge
+from dpllm.privacy.methods import METHODS
+from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
+from dpllm.privacy.plan_parts import PlannedUnit
+from dpllm.privacy.rounding import format_delta, format_delta_limit, format_epsilon
+
+QUERY_FORMAT = 6
+"""Format of the plan of a query run; the plans of training runs have smaller ones."""
+History = tuple[tuple[Event, int], ...]
+Value = str | int | float | bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Charge:
+    """One kind of private answer of a query run, with the most that it is charged.
+
+    Raises:
+        ValueError: the name is empty, the count is out of range, or the event has no noise.
+    """
+
+    name: str
+    """In plain words, unique in the plan: "votes", "tokens of a text"."""
+    event: Event
+    """Privacy cost of one answer."""
+    count: int
+    """How often it is charged at most."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if not isinstance(self.name, str) or not self.name or self.name != " ".join(self.name.split()):
+            raise ValueError(f"a charge has a name of one line, got {self.name!r}")
+        if isinstance(self.count, bool) or not isinstance(self.count, int) or not 1 <= self.count <= MAX_STEPS:
+            raise ValueError(f"{self.name!r} is charged from 1 to {MAX_STEPS:,} times, got {self.count!r}")
+        if any(one.is_bare for one, _ in merge([(self.event, 1)])):
+            raise ValueError(f"{self.name!r} has no noise, so it would not be private. Plan it with noise")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values."""
+        return {"name": self.name, "count": self.count, **to_fields(self.event)}
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> Charge:
+        """Return a charge from the values of `to_dict`."""
+        values = dict(plain)
+        name, count = values.pop("name"), values.pop("count")
+        return cls(name=name, event=from_fields(values), count=count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PriorRelease:
+    """A released training run of the same people, on whose model a query run builds; made by `prior_release`."""
+
+    folder: str
+    """Name of its folder, without the path."""
+    run: str
+    """Id of its first start, in its ledger."""
+    plan_hash: str
+    chain: str
+    """Hash of the last line of its ledger when the query run was planned."""
+    history: History
+    """The steps whose ε its report states."""
+    unit: str
+    unit_column: str | None
+    num_units: int
+    dataset: str | None
+    budget: tuple[str, str] | None = None
+    """Name of the budget file that it was charged to, and its entry there; None without one."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values."""
+        fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        history = [[to_fields(event), count] for event, count in self.history]
+        return {**fields, "history": history, "budget": None if self.budget is None else list(self.budget)}
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> PriorRelease:
+        """Return a prior release from the values of `to_dict`."""
+        history = tuple((from_fields(event), count) for event, count in plain["history"])
+        budget = None if plain["budget"] is None else (str(plain["budget"][0]), str(plain["budget"][1]))
+        return cls(**{**plain, "history": history, "budget": budget})
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryPlan(PlannedUnit):
+    """The constants of a query run. All of them are public.
+
+    Raises:
+        ValueError: the numbers contradict each other, or the prior release is of other people.
+
+    >>> from dpllm.mechanism.query import Query
+    >>> votes = Charge(name="votes", event=Query(noise_multiplier=10.0), count=20)
+    >>> plan = QueryPlan(
+    ...     method="label counts", unit="sequence", adjacency="zero-out", num_units=1000, charges=(votes,), delta=1e-5
+    ... )
+    >>> round(plan.epsilon, 2)
+    1.78
+    """
+
+    method: str
+    """Of `dpllm.privacy.methods.METHODS`."""
+    num_units: int
+    """N."""
+    charges: tuple[Charge, ...]
+    """All that the run may charge."""
+    settings: tuple[tuple[str, Value], ...] = ()
+    """Public settings on which sensitivity and events rest, by name, for the report."""
+    delta: float
+    """δ."""
+    target_epsilon: float | None = None
+    """The ε that the noise was calibrated to; None when the noise was given."""
+    randomness: str = "os"
+    """The generator of the noise: "os", or "discrete" for exact whole numbers."""
+    after: PriorRelease | None = None
+    """The released run on whose model this one builds; ε is then that of both together."""
+
+    def rules(self) -> dict[str, bool]:
+        """Return the rules for the fields, and whether each holds."""
+        names = [charge.name for charge in self.charges]
+        keys = [name for name, _ in self.settings]
+        return {
+            **super().rules(),
+            f"method in {tuple(METHODS)}": self.method in METHODS,
+            "num_units >= 1": self.num_units >= 1,
+            f"0 < delta < 1/num_units = {format_delta_limit(1 / max(self.num_units, 1))}": (
+                self.num_units >= 1 and self.delta > 0 and self.delta * self.num_units < 1
+            ),
+            "one charge or more, each with its own name": bool(names) and len(set(names)) == len(names),
+            "settings with different names": len(set(keys)) == len(keys),
+            f"randomness in {tuple(name for name in RANDOMNESS if name != 'chacha20')}": (
+                self.randomness in ("os", "discrete")
+            ),
+            "target_epsilon > 0": self.target_epsilon is None or self.target_epsilon > 0,
+            **_same_people(self, self.after),
+        }
+
+    @property
+    def own_history(self) -> list[tuple[Event, int]]:
+        """All that this run may charge."""
+        return [(charge.event, charge.count) for charge in self.charges]
+
+    @property
+    def history(self) -> list[tuple[Event, int]]:
+        """The history from which ε is computed: the prior release, and all that this run may charge."""
+        return [*(() if self.after is None else self.after.history), *self.own_history]
+
+    @property
+    def event(self) -> Event:
+        """All charges of this run as one event, which its ledger and its budget name."""
+        return Several.of(self.own_history)
+
+    @property
+    def num_steps(self) -> int:
+        """The number of answers that may be charged."""
+        return sum(charge.count for charge in self.charges)
+
+    @property
+    def seeded(self) -> bool:
+        """False: a query run takes its randomness from the operating system."""
+        return False
+
+    @property
+    def selection(self) -> None:
+        """None: a query run is released by itself."""
+        return None
+
+    @cached_property
+    def epsilon(self) -> float:
+        """ε of the prior release and all charges together, under the plan's adjacency."""
+        return self.epsilon_under(self.adjacency)
+
+    def epsilon_under(self, adjacency: str) -> float:
+        """Return the same ε under "zero-out" or "replace-one"."""
+        return epsilon(self.history, self.delta, adjacency)
+
+    def charge(self, name: str) -> Charge:
+        """Return the charge of this name.
+
+        Raises:
+            ValueError: the plan has none.
+        """
+        for charge in self.charges:
+            if charge.name == name:
+                return charge
+        known = ", ".join(repr(charge.name) for charge in self.charges)
+        raise ValueError(f"the plan of this run has no charge {name!r}; it has {known}. Charge what was planned")
+
+    @cached_property
+    def hash(self) -> str:
+        """SHA-256 of the plan's fields, in hexadecimal; equal only for equal plans."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values."""
+        fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        return {
+            "format": QUERY_FORMAT,
+            **fields,
+            "charges": [charge.to_dict() for charge in self.charges],
+            "settings": dict(self.settings),
+            "after": None if self.after is None else self.after.to_dict(),
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan and its hash as JSON."""
+        text = json.dumps({**self.to_dict(), "hash": self.hash}, indent=2, ensure_ascii=False, allow_nan=False)
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> QueryPlan:
+        """Read a plan that `save` wrote.
+
+        Raises:
+            ValueError: the file is missing, is not the plan of a query run, or was edited.
+        """
+        raw = _read(path)
+        names = {item.name for item in dataclasses.fields(cls)}
+        if raw.get("format") != QUERY_FORMAT or set(raw) != names | {"format", "hash"}:
+            raise ValueError(f"{path} is not the plan of a query run, of format {QUERY_FORMAT}")
+        try:
+            values = {name: raw[name] for name in names}
+            values["charges"] = tuple(Charge.of(charge) for charge in raw["charges"])
+            values["settings"] = tuple(raw["settings"].items())
+            values["after"] = None if raw["after"] is None else PriorRelease.of(raw["after"])
+            plan = cls(**values)
+        except (TypeError, KeyError, AttributeError, IndexError) as error:
+            raise ValueError(f"{path} holds a value of the wrong type ({error}): restore it from a copy") from error
+        if plan.hash != raw["hash"]:
+            raise ValueError(f"{path} was edited: its numbers do not match its hash. Restore it, or make a new plan")
+        return plan
+
+
+def load_plan(path: str | Path) -> PrivacyPlan | QueryPlan:
+    """Read the plan of a training run or of a query run.
+
+    Raises:
+        ValueError: the file is missing, is not a plan, or was edited.
+    """
+    try:
+        is_query = json.loads(Path(path).read_text(encoding="utf-8")).get("format") == QUERY_FORMAT
+    except (OSError, ValueError, RecursionError, AttributeError):
+        is_query = False  # the other kind names the error
+    return QueryPlan.load(path) if is_query else PrivacyPlan.load(path)
+
+
+def training_plan(folder: str | Path, purpose: str) -> PrivacyPlan:
+    """Return the plan of a training run, where only such a run will do.
+
+    Args:
+        folder: of the run.
+        purpose: subject of the message.
+
+    Raises:
+        ValueError: the folder holds a query run, or no plan.
+    """
+    plan = load_plan(Path(folder) / PLAN_FILE)
+    if isinstance(plan, QueryPlan):
+        raise ValueError(
+            f"{purpose} needs the folder of a training run, and {folder} holds {METHODS[plan.method].result}, which "
+            "have no steps. Give the folder of the training run"
+        )
+    return plan
+
+
+def calibrated(
+    target_epsilon: float,
+    delta: float,
+    history_of: Callable[[float], Sequence[tuple[Event, int]]],
+    *,
+    adjacency: str = "zero-out",
+    after: PriorRelease | None = None,
+) -> float:
+    """Return about the smallest σ with which a query run, and the release before it, cost at most a target ε.
+
+    Guarantee: the ε of `history_of` at the result, with the prior release, is at most the target.
+
+    Args:
+        target_epsilon: ε of all together.
+        delta: δ.
+        history_of: from σ to the history of the query run; its ε falls as σ rises.
+        adjacency: "zero-out" or "replace-one".
+        after: the released run on which this one builds.
+
+    Raises:
+        ValueError: the target is out of range, or no σ keeps to it, as when the prior release alone costs as much.
+
+    >>> from dpllm.mechanism.query import Query
+    >>> sigma = calibrated(1.0, 1e-5, lambda sigma: [(Query(noise_multiplier=sigma), 4)])
+    >>> round(sigma, 2)
+    7.46
+    """
+    if not 0 < target_epsilon <= MAX_TARGET_EPSILON:
+        raise ValueError(f"target_epsilon must be above 0 and at most {MAX_TARGET_EPSILON:g}, got {target_epsilon}")
+    before = () if after is None else after.history
+
+    def fits(sigma: float) -> bool:
+        return epsilon([*before, *history_of(sigma)], delta, adjacency) <= target_epsilon
+
+    high = 1.0
+    while not fits(high):
+        high *= 4
+        if high > MAX_NOISE / 4:
+            alone = f" The run before it alone costs ε = {format_epsilon(epsilon(before, delta, adjacency))}."
+            raise ValueError(
+                f"no noise keeps these answers within ε = {target_epsilon:g} at δ = {format_delta(delta)}."
+                f"{alone if before else ''} Take a larger target_epsilon, or fewer answers"
+            )
+    low = high / 4
+    while low > MIN_NOISE and fits(low):
+        low, high = low / 4, low
+    while high / low > 1 + 1e-6:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
+def _same_people(plan: QueryPlan, after: PriorRelease | None) -> dict[str, bool]:
+    """Return whether a prior release has the unit, the number of units and the data set of the plan."""
+    if after is None:
+        return {}
+    return {
+        f"the {name} of the run before it, {getattr(after, name)!r}": getattr(plan, name) == getattr(after, name)
+        for name in ("unit", "unit_column", "num_units", "dataset")
+    }
+
+
+def _read(path: str | Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON ({error})") from error
+    return raw if isinstance(raw, dict) else {}
