@@ -304,6 +304,15 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         ConfigError: the file cannot be read, or a key is unknown, missing or unusable; the message names both.
     """
+    return _build(Recipe, read_raw(path, overrides), str(path), "")
+
+
+def read_raw(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the sections of a recipe file as plain values, with overrides applied; see `load_recipe`.
+
+    Raises:
+        ConfigError: the file cannot be read or is no mapping, or an override has another form.
+    """
     try:
         raw = read_yaml(recipe_file(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -320,7 +329,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise ConfigError(f"{path}: must be a mapping with the sections {', '.join(_names(Recipe))}")
     for override in overrides:
         _apply_override(raw, override)
-    return _build(Recipe, raw, str(path), "")
+    return raw
 
 
 def _similar(name: str) -> str:

@@ -36,8 +36,8 @@ class Several:
                 raise ValueError(f"an event is counted from 1 to {MAX_STEPS:,} times, got {count!r}")
             if isinstance(event, Several) or event.restarts:
                 raise ValueError(
-                    f"an event of the kind {event.kind!r} depends on the course of its run, so it is no part of several "
-                    "answers. Charge events whose rounds are independent"
+                    f"an event of the kind {event.kind!r} depends on the course of its run, so it is no part of "
+                    "several answers. Charge events whose rounds are independent"
                 )
 
     @classmethod

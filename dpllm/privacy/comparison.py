@@ -27,7 +27,8 @@ from dp_accounting import dp_event
 from scipy import integrate, optimize
 
 from dpllm.mechanism.discrete import DiscreteStep
-from dpllm.mechanism.events import Step
+from dpllm.mechanism.events import Step, StepOfRows
+from dpllm.mechanism.query import Query
 from dpllm.mechanism.selection import SelectedRun
 from dpllm.privacy import accounting
 from dpllm.privacy.accounting import DISCRETIZATION, History, merge
@@ -161,7 +162,7 @@ def library_epsilon(
     merged = merge(history)
     if any(step.noise_multiplier == 0 for step, _ in merged):
         return math.inf
-    if any(isinstance(one, DiscreteStep) for one, _ in merged):
+    if any(isinstance(one, DiscreteStep) or (isinstance(one, Query) and one.discrete) for one, _ in merged):
         raise ValueError("dp_accounting has no loss distribution of discrete noise; compare by zCDP")
     if any(isinstance(one, SelectedRun) for one, _ in merged):
         raise ValueError("dp_accounting has no loss distribution of a selection of runs; compare by Rényi accounting")
@@ -404,8 +405,8 @@ def zcdp_rho(history: History) -> float:
     """
     total = 0.0
     for step, count in merge(history):
-        if step.noise_multiplier == 0 or isinstance(step, SelectedRun):  # a selection has no finite ρ
-            return math.inf
+        if step.noise_multiplier == 0 or not isinstance(step, Step | StepOfRows | DiscreteStep | Query):
+            return math.inf  # a selection has no finite ρ; of other events none is known here
         reach = step.sensitivity if isinstance(step, DiscreteStep) else step.moves
         total += count * reach**2 / (2 * step.noise_multiplier**2)
     return total

@@ -6,12 +6,12 @@ before the call returns, so that no crash can lose a charged step. Each line car
 before it. So an edited, lost or reordered line is found, unless lines are cut off at the very end. The hash is not a
 signature: it guards against accidents, and against edits by someone who does not recompute the hashes.
 
-Kinds of lines: "run" (a process started or resumed), "step", "charge" (answers of a query run), "disclosure" (something that depends on the private data
-was written out, and ε does not cover it), "diagnostic", "fact" (a fact of the run for the report), "open point" (a
-reason not to release before people have settled it), "settled" (what people checked about such a reason, who, and
-when), "public start" (the files of the public training at the start of
-the run, by hash), "released" (the files of a saved model, by hash), "audit" (the verdict of an audit), "adopted"
-(people declared this copy of the file to be the ledger), "recovered" (a crash left the line before incomplete), "end".
+Kinds of lines: "run" (a process started or resumed), "step", "charge" (answers of a query run), "disclosure" (something
+that depends on the private data was written out, and ε does not cover it), "diagnostic", "fact" (a fact of the run for
+the report), "open point" (a reason not to release before people have settled it), "settled" (what people checked about
+such a reason, who, and when), "public start" (the files of the public training at the start of the run, by hash),
+"released" (the files of a saved model, by hash), "audit" (the verdict of an audit), "adopted" (people declared this
+copy of the file to be the ledger), "recovered" (a crash left the line before incomplete), "end".
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from dpllm.privacy.compose import check_run
 from dpllm.privacy.ledger import LEDGER_FILE, is_being_written, read_ledger
-from dpllm.privacy.plan import PLAN_FILE
 from dpllm.privacy.query_plan import PriorRelease, training_plan
 from dpllm.privacy.stated import stated_history
 from dpllm.report.definition import selection_points
@@ -37,8 +36,8 @@ def prior_release(folder: str | Path) -> PriorRelease:
     check_run(folder, plan, contents)
     if contents.end is None or is_being_written(ledger):
         raise ValueError(
-            f"the run in {folder} has not ended, or crashed: it may still take steps, and its ε would grow. Let it end, "
-            "or resume it"
+            f"the run in {folder} has not ended, or crashed: it may still take steps, and its ε would grow. Let it "
+            "end, or resume it"
         )
     if points := selection_points(plan, contents):
         raise ValueError(f"{folder}: {points[0]}")

@@ -26,6 +26,9 @@ from dpllm.privacy.query_plan import QueryPlan
 from dpllm.privacy.unused import is_used, make_way
 from dpllm.privacy.writer import note_writer
 from dpllm.queries.randomness import Randomness
+from dpllm.report.model_card import write_release_card
+from dpllm.report.release_notes import ReleaseNotes
+from dpllm.report.statement import write_report
 
 NOT_FOR_RELEASE = "not_for_release"
 """Folder, inside the run's folder, of files that ε does not cover; readable by its owner only."""
@@ -41,8 +44,16 @@ class QueryRun:
     block ends: as completed or stopped early, or after an exception as failed.
     """
 
-    def __init__(self, folder: Path, plan: QueryPlan, ledger: Ledger, entry: tuple[Path, str] | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        plan: QueryPlan,
+        ledger: Ledger,
+        entry: tuple[Path, str] | None,
+        notes: ReleaseNotes | None = None,
+    ) -> None:
         """Take over the open ledger; use `begin`."""
+        self._notes = notes
         self.folder = folder
         self.plan = plan
         self._ledger = ledger
@@ -57,18 +68,20 @@ class QueryRun:
         folder: str | Path,
         plan: QueryPlan,
         *,
-        dataset: str,
+        dataset: str | None,
         budget: str | Path | None = None,
         recipe_text: str | None = None,
+        notes: ReleaseNotes | None = None,
     ) -> QueryRun:
         """Start a run: charge all its planned answers to the budget, and write the plan and the ledger.
 
         Args:
             folder: of the run; it is made, and must hold no other run.
             plan: the plan.
-            dataset: public name of the data set.
+            dataset: public name of the data set; a budget needs one.
             budget: the budget file of the data set; None: the run is charged to none.
             recipe_text: of the recipe, which is kept in the folder.
+            notes: what only people know about the release, for the report.
 
         Raises:
             ValueError: the plan names another data set.
@@ -76,17 +89,19 @@ class QueryRun:
             BudgetError: the budget does not allow the run, or is that of other data.
         """
         folder = Path(folder)
-        if plan.dataset is not None and plan.dataset != dataset:
+        if plan.dataset != dataset:
             raise ValueError(f"the plan is for the data set {plan.dataset!r}, and this run asks about {dataset!r}")
+        if budget is not None and dataset is None:
+            raise ValueError(f"the budget {budget} is that of a data set with a name: plan the run with its name")
         path = folder / LEDGER_FILE
         if is_used(path) or ((folder / PLAN_FILE).exists() and not path.exists()):
             raise LedgerError(
-                f"{folder} holds an earlier run, whose answers stay charged: a second run there would hide them. Choose "
-                "an empty output folder"
+                f"{folder} holds an earlier run, whose answers stay charged: a second run there would hide them. "
+                "Choose an empty output folder"
             )
         folder.mkdir(parents=True, exist_ok=True)
         make_way(path, None if budget is None else str(budget))
-        entry = None if budget is None else (Path(budget), charge_queries(budget, plan, dataset))
+        entry = None if budget is None else (Path(budget), charge_queries(budget, plan, str(dataset)))
         named = None if entry is None else {"file": entry[0].name, "entry": entry[1]}
         try:
             ledger = Ledger.create(path, plan, budget=named)
@@ -98,7 +113,7 @@ class QueryRun:
         note_writer(folder)
         if recipe_text is not None:
             (folder / RECIPE_FILE).write_text(recipe_text, encoding="utf-8")
-        return cls(folder, plan, ledger, entry)
+        return cls(folder, plan, ledger, entry, notes)
 
     @property
     def randomness(self) -> Randomness:
@@ -206,6 +221,7 @@ class QueryRun:
         contents = read_ledger(self._ledger.path)
         if self._entry is not None:
             settle_queries(*self._entry, contents)
+        write_release_card(self.folder, write_report(self.folder, self.plan, contents, self._notes))
 
     def __enter__(self) -> QueryRun:
         """Return the run itself."""

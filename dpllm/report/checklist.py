@@ -18,10 +18,11 @@ from dpllm.privacy.ledger_reader import ENTROPY_SEEDED
 from dpllm.privacy.rounding import up
 from dpllm.report.definition import NOT_SELECTED
 from dpllm.report.definition import REFUTED as REFUTED
-from dpllm.report.disclosures import DESTINATIONS, kept_files, not_kept
+from dpllm.report.disclosures import DESTINATIONS, kept_files, kept_of_queries, not_kept
 from dpllm.report.front import front
 from dpllm.report.models import Checkable, CrossCheck, Findings, PrivacyReport
 from dpllm.report.models_front import KeptFiles, Line
+from dpllm.report.query_front import method_of, thing_of
 from dpllm.report.release_notes import SETTLED_BY
 
 MOST_DIFFERENCE = 0.01
@@ -55,6 +56,11 @@ def completed(findings: Findings) -> PrivacyReport:
     Args:
         findings: everything else of the report; what follows from it is made again.
     """
+    kept = (
+        kept_files(_destinations(findings), _is_audited(findings))
+        if method_of(findings) is None
+        else kept_of_queries(_is_audited(findings))
+    )
     asked = list(_asked(findings))
     settled = {item.point: item for item in findings.settlements}
     points = list(_points(findings, asked))
@@ -72,9 +78,7 @@ def completed(findings: Findings) -> PrivacyReport:
             _settle(number) if point.how is None else point.how for number, point in enumerate(left, start=1)
         ),
         settled_points=tuple(settled[point.text] for point in by_people),
-        do_not_publish=tuple(
-            KeptFiles(files=files, why=why) for files, why in kept_files(_destinations(findings), _is_audited(findings))
-        ),
+        do_not_publish=tuple(KeptFiles(files=files, why=why) for files, why in kept),
     )
 
 
@@ -127,11 +131,18 @@ def _points(findings: Findings, asked: Iterable[_Asked]) -> Iterator[Point]:
         again = (
             "without `privacy.seed`" if is_seeded(findings.checkable) else "with noise: set `privacy.target_epsilon`"
         )
-        yield Point("This run is not private. Do not release it as such.", f"train again {again}")
+        yield Point("This run is not private. Do not release it as such.", f"run it again {again}")
     if findings.checkable.ended is None:
-        yield Point(
-            "The run has not ended, or ended in a crash. Resume it, or release nothing of it.",
-            "the command that started the run, with `train.resume_from_checkpoint=true`",
+        yield (
+            Point(
+                "The run has not ended, or ended in a crash. Resume it, or release nothing of it.",
+                "the command that started the run, with `train.resume_from_checkpoint=true`",
+            )
+            if method_of(findings) is None
+            else Point(
+                "The run has not ended, or ended in a crash. Release nothing of it.",
+                "a new run in another folder; what this one charged stays charged",
+            )
         )
     steps = findings.accounting.steps
     if steps.charged > steps.planned:
@@ -196,7 +207,8 @@ def _asked(findings: Findings) -> Iterator[_Asked]:
     setting, definition, strength = findings.setting, findings.definition, findings.strength
     yield _Asked("setting", "Which setting of differential privacy, and who is trusted?", setting.model)
     yield _Asked("setting", "Who holds the raw data?", setting.data_holder, _release("data_holder", "data-holder"))
-    yield _Asked("setting", "Who will see the released model?", setting.audience, _release("audience", "audience"))
+    thing = "model" if thing_of(findings) == "model" else "data"
+    yield _Asked("setting", f"Who will see the released {thing}?", setting.audience, _release("audience", "audience"))
     yield _Asked(
         "setting",
         "Which data set is it (its public name)?",

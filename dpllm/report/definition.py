@@ -37,7 +37,7 @@ NOT_SELECTED = (
 ROWS_LEFT_OUT = "rows left out by the bound on rows per user"
 """The ledger's diagnostic of that name."""
 
-_OTHERS = (
+OTHER_PEOPLE = (
     "Other people whom a unit's text names are not that unit: what several units say of one person is protected less"
 )
 
@@ -161,12 +161,13 @@ def _unit(plan: PlannedUnit, contents: LedgerContents) -> str:
         return (
             "one row of the training data, as it was given to the run. Nothing says which record a row is from: if a "
             "record was cut into several rows, each of them is a unit by itself, and the record is protected less. A "
-            f"text that is in several rows is that many units. {_OTHERS}"
+            f"text that is in several rows is that many units. {OTHER_PEOPLE}"
         )
     if plan.unit == "sequence":
         return (
             "one record of the training data. A record longer than the model's context that was cut into several rows "
-            f"is still one unit. A text that is in several records is that many units, and is protected less. {_OTHERS}"
+            "is still one unit. A text that is in several records is that many units, and is protected less. "
+            f"{OTHER_PEOPLE}"
         )
     which = {
         "first": ", the first ones in the order of the data,",
@@ -176,7 +177,7 @@ def _unit(plan: PlannedUnit, contents: LedgerContents) -> str:
     return (
         f"one user: all records with the same id in column '{plan.unit_column}', of which at most "
         f"{plan.max_rows_per_unit} rows{which} were used. A person with several ids is several units. Ids are "
-        f"compared as they are written, unless the recipe normalised them. {_OTHERS}"
+        f"compared as they are written, unless the recipe normalised them. {OTHER_PEOPLE}"
     )
 
 

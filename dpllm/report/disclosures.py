@@ -192,6 +192,22 @@ def kept_files(destinations: Iterable[str], audited: bool) -> list[tuple[str, st
     ]
 
 
+def kept_of_queries(audited: bool) -> list[tuple[str, str]]:
+    """Return the files of a query run's folder that are not for release, each with the reason.
+
+    Args:
+        audited: whether an audit wrote its results into the folder.
+    """
+    return [
+        ("not_for_release/", "figures and states that depend on private records: ε covers none of them"),
+        *([_AUDIT_FILES] if audited else []),
+        (
+            "every other file that `dpllm push` does not upload",
+            "it uploads the files that the ledger names, card, report, plan and ledger only. Nothing is known of others",
+        ),
+    ]
+
+
 def own_callbacks(callbacks: Iterable[Any]) -> list[str]:
     """Return the names of callbacks that neither transformers nor dpllm defines, and that run within training.
 

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 
 from dpllm.privacy.rounding import format_percent, one_in, up_significant
 from dpllm.report.definition import REFUTED, TRAINED_MODEL
-from dpllm.report.models import Findings, Strength
+from dpllm.report.models import Findings, PlanOfQueries, Strength
 from dpllm.report.models_front import Front, Odds, day_in_words
+from dpllm.report.query_front import about_answers, method_of, thing_of, what_was_asked, when_it_was_asked
 
 _ON_THE_FRONT = ("0.5", "0.01", "1e-06")  # of `bounds`: one of each kind of attack
 _REFUTED = (
@@ -29,38 +30,44 @@ def front(findings: Findings, num_open: int) -> Front:
         findings: a report, all but what follows from it.
         num_open: number of open points.
     """
+    method = method_of(findings)
     refuted = (findings.strength.audit or "").startswith(REFUTED)
     holds = findings.statement.private and findings.accounting.steps.charged > 0 and not refuted
     return Front(
-        alert=_alert(num_open, findings.strength.tier),
-        what=_what(findings),
+        alert=_alert(num_open, findings.strength.tier, thing_of(findings)),
+        what=_what(findings) if method is None else what_was_asked(findings, method),
         who=_who(findings),
-        when=_when(findings),
+        when=_when(findings) if method is None else when_it_was_asked(findings),
         protected=_protected(findings),
         odds=_odds(findings) if holds else _REFUTED if refuted else findings.statement.words,
         table=tuple(_on_the_front(findings)) if holds else (),
         numbers=_numbers(findings) if holds else "",
         not_covered=_not_covered(findings),
-        to_do=_to_do(num_open, findings.strength.tier),
+        to_do=_to_do(num_open, findings.strength.tier, thing_of(findings)),
     )
 
 
-def _alert(num_open: int, tier: str) -> str:
+def _alert(num_open: int, tier: str, thing: str) -> str:
     """Return the line above everything else; nothing where no point is open."""
     if num_open:
         points = "One point is" if num_open == 1 else f"{num_open} points are"
-        return f"{points} open: do not release the model yet."
+        return f"{points} open: do not release {_it(thing)} yet."
     return "The guarantee is weak: read the odds before a release." if tier == "weak" else ""
 
 
-def _to_do(num_open: int, tier: str) -> str:
+def _it(thing: str) -> str:
+    return "the model" if thing == "model" else "anything"
+
+
+def _to_do(num_open: int, tier: str, thing: str = "model") -> str:
+    it = _it(thing)
     if num_open == 1:
-        return "One point is open. Do not release the model before it is cleared."
+        return f"One point is open. Do not release {it} before it is cleared."
     if num_open > 1:
-        return f"{num_open} points are open. Do not release the model before each is cleared."
+        return f"{num_open} points are open. Do not release {it} before each is cleared."
     if tier == "weak":
         return (
-            "No point of this report is open, but its guarantee is weak. Whether the model may be released is to be "
+            f"No point of this report is open, but its guarantee is weak. Whether {it} may be released is to be "
             "decided by the odds above, and not by this report alone."
         )
     return "Nothing: no point of this report is open."
@@ -158,10 +165,11 @@ def _what(findings: Findings) -> str:
 
 
 def _who(findings: Findings) -> str:
+    thing = thing_of(findings)
     facts = (
-        ("Trained by", findings.noted.trained_by),
+        ("Trained by" if thing == "model" else "Made by", findings.noted.trained_by),
         ("raw data held by", findings.setting.data_holder),
-        ("model meant for", findings.setting.audience),
+        (f"{thing} meant for", findings.setting.audience),
     )
     return "; ".join(f"{name}: {'not noted' if value is None else value}" for name, value in facts) + "."
 
@@ -188,14 +196,13 @@ def _when(findings: Findings) -> str:
 def _protected(findings: Findings) -> str:
     plan = findings.checkable.plan
     if plan.unit == "user":
-        which = (
-            f"Every single user: all records with the same id in the column “{plan.unit_column}”, of which at most "
-            f"{plan.max_rows_per_unit} were used."
+        which = f"Every single user: all records with the same id in the column “{plan.unit_column}”" + (
+            "." if plan.max_rows_per_unit is None else f", of which at most {plan.max_rows_per_unit} were used."
         )
     elif findings.definition.unit.startswith("one row"):
         which = "Every single row of the training data, as it was given to the run."
     else:
-        which = "Every single record of the training data."
+        which = f"Every single record of the {'training' if method_of(findings) is None else 'private'} data."
     spread = "with several ids" if plan.unit == "user" else "with several records"
     return f"{which} A person {spread}, or of whom others write, is protected less."
 
@@ -207,14 +214,15 @@ def _odds(findings: Findings) -> str:
         f"whether {_named(unit)[0]} was used" if statement.adjacency == "zero-out" else f"which of two {unit}s was used"
     )
     return (
-        f"With the help of the model, someone who knows all other data and every setting can say {asked} and be right "
-        f"at most {format_percent(success)} of the time; tossing a coin is right 50% of the time."
+        f"With the help of the {thing_of(findings)}, someone who knows all other data and every setting can say {asked} and "
+        f"be right at most {format_percent(success)} of the time; tossing a coin is right 50% of the time."
     )
 
 
 def _numbers(findings: Findings) -> str:
     statement, steps = findings.statement, findings.accounting.steps
-    stated = "" if steps.stated == steps.charged else f" ε is that of {steps.stated:,} steps, as planned."
+    counted = "steps" if method_of(findings) is None else "answers"
+    stated = "" if steps.stated == steps.charged else f" ε is that of {steps.stated:,} {counted}, as planned."
     return (
         f"In numbers: ε = {two_figures(statement.epsilon)} and δ = {one_in(statement.delta)}. "
         f"{findings.strength.words}{stated}"
@@ -254,10 +262,13 @@ def _not_covered(findings: Findings) -> str:
     about = (
         "this tuning with all its runs, and the weights it released" if tuned else "this run and its released weights"
     )
+    if isinstance(findings.checkable.plan, PlanOfQueries):
+        about = about_answers(findings.checkable.plan)
     shared = f" The runs that are charged to the same budget ({names}) are added up there." if budgets else ""
+    seen = "the starting model" if method_of(findings) is None else "a public model"
     return (
-        f"{first} ε is about {about}. It covers neither other runs on the same data nor private records that the "
-        f"starting model had already seen.{shared}"
+        f"{first} ε is about {about}. It covers neither other runs on the same data nor private records that "
+        f"{seen} had already seen.{shared}"
     ).strip()
 
 

@@ -86,6 +86,7 @@ _EVENT_SCHEMA = {
     "required": ["sampling_rate", "noise_multiplier"],
     "additionalProperties": {"type": ["number", "string", "null", "array"], "items": {"type": "number"}},
 }
+_SEVERAL_SCHEMA = {"type": "object", "required": ["event", "parts"], "maxProperties": 2}
 _SPEC_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "object", "required": ["kind"]}]}
 
 Adjacency = Annotated[str, OneOf(ADJACENCIES)]
@@ -111,6 +112,10 @@ Chances = Annotated[dict[Annotated[str, Field(pattern="^[0-9.e-]+$")], Probabili
 Event = Annotated[
     dict[str, str | int | float | tuple[float, ...] | None], _known(from_fields), WithJsonSchema(_EVENT_SCHEMA)
 ]
+SeveralEvents = Annotated[
+    dict[str, str | tuple[tuple[dict[str, JsonValue], int], ...]], _known(from_fields), WithJsonSchema(_SEVERAL_SCHEMA)
+]
+"""The event of all answers of a query run."""
 ClippingSpec = Annotated[
     str | dict[str, JsonValue], _known(lambda plain: clipping_of(Spec.of(plain), 1.0)), WithJsonSchema(_SPEC_SCHEMA)
 ]

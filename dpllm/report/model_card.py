@@ -36,12 +36,14 @@ from dpllm.privacy.crashed import settle_crashed
 from dpllm.privacy.identity import adopt
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerContents, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
+from dpllm.privacy.query_plan import QueryPlan, load_plan
 from dpllm.privacy.rounding import up
 from dpllm.report.checklist import SETTLE_OPTION, is_sampled
 from dpllm.report.definition import SELECTED
 from dpllm.report.earlier_reports import EARLIER_FORMATS, due_then, form_of, format_of, forms_until, in_form, then_of
-from dpllm.report.models import PlanOfGenerator, PlanOfParts, PlanOfSelection, PrivacyReport
+from dpllm.report.models import PlanOfGenerator, PlanOfParts, PlanOfQueries, PlanOfSelection, PrivacyReport
 from dpllm.report.pages import part, template
+from dpllm.report.query_metadata import queries_metadata
 from dpllm.report.release_notes import ReleaseNotes, require_own_words, settled_before
 from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, notes_in, privacy_report, write_report
 
@@ -137,6 +139,28 @@ def write_model_card(
     return path
 
 
+def write_release_card(folder: str | Path, report: PrivacyReport) -> Path:
+    """Write the card of a query run into its folder; in place of an earlier one.
+
+    Args:
+        folder: holds the released files, and already the report, the plan and the ledger.
+        report: as `dpllm.report.statement.privacy_report` returns it.
+
+    Returns:
+        The path of the card.
+    """
+    path = Path(folder) / CARD_FILE
+    own = {
+        "language": list(report.noted.language) or None,
+        **license_metadata(report.noted.license),
+        "tags": [tag for tag in _tags(None, report.statement.private) if tag != "dp-sgd"],
+        "differential_privacy": privacy_metadata(report),
+    }
+    data = ModelCardData(**{key: value for key, value in own.items() if value is not None})
+    _replace(path, template(CARD_TEMPLATE).render(metadata=data.to_yaml(), report=report))
+    return path
+
+
 def _replace(path: Path, text: str) -> None:
     """Write a file such that a reader sees the old one or the new one."""
     temporary = path.with_name(path.name + ".tmp")
@@ -167,11 +191,11 @@ def add_notes(folder: str | Path, noted: Mapping[str, Any]) -> PrivacyReport:
     return after
 
 
-def _read(folder: Path) -> tuple[PrivacyPlan, LedgerContents, ReleaseNotes]:
+def _read(folder: Path) -> tuple[PrivacyPlan | QueryPlan, LedgerContents, ReleaseNotes]:
     for name in (PLAN_FILE, LEDGER_FILE):
         if not (folder / name).is_file():
             raise ValueError(f"{folder} holds no {name}, so it is not the folder of a private run")
-    return PrivacyPlan.load(folder / PLAN_FILE), read_ledger(folder / LEDGER_FILE), notes_in(folder)
+    return load_plan(folder / PLAN_FILE), read_ledger(folder / LEDGER_FILE), notes_in(folder)
 
 
 def settle(folder: str | Path, statements: Mapping[str, str], by: str) -> PrivacyReport:
@@ -320,7 +344,7 @@ def _rewritten(folder: Path) -> Iterator[None]:
     """Write report and card again after the block has added lines to the ledger."""
     shown = _as_recorded(folder)
     yield
-    plan, contents = PrivacyPlan.load(folder / PLAN_FILE), read_ledger(folder / LEDGER_FILE)
+    plan, contents = load_plan(folder / PLAN_FILE), read_ledger(folder / LEDGER_FILE)
     renew_card(folder, shown, write_report(folder, plan, contents, notes_in(folder)))
 
 
@@ -481,6 +505,8 @@ def privacy_metadata(report: Any) -> dict[str, Any]:
     statement, accounting = report.statement, report.accounting
     parameters = accounting.parameters
     private, plan = statement.private, report.checkable.plan
+    if isinstance(plan, PlanOfQueries):
+        return queries_metadata(report)
     correlated = isinstance(plan, PlanOfParts) and plan.noise != "independent"
     discrete = isinstance(plan, PlanOfGenerator) and plan.randomness == "discrete"
     rounds = _rounds(report) if correlated or discrete else {}

@@ -17,24 +17,26 @@ from dpllm.report.kinds import (
     Adjacency,
     AtLeastOne,
     Chances,
-    ClippingSpec,
     Count,
     Epsilon,
     Event,
-    NoiseSpec,
     NotNegative,
     OneOf,
     Part,
     Positive,
     Probability,
-    Rate,
     RowsKept,
-    Sampling,
-    SelectionSpec,
+    SeveralEvents,
     Sha256,
     Unit,
 )
 from dpllm.report.models_front import Front, KeptFiles, Line, Noted, Settled
+from dpllm.report.models_plan import AnyPlan, DrawNumbers, QueryParameters
+from dpllm.report.models_plan import Plan as Plan
+from dpllm.report.models_plan import PlanOfGenerator as PlanOfGenerator
+from dpllm.report.models_plan import PlanOfParts as PlanOfParts
+from dpllm.report.models_plan import PlanOfQueries as PlanOfQueries
+from dpllm.report.models_plan import PlanOfSelection as PlanOfSelection
 
 FORMAT: Final = 5
 """Format of the report's JSON. Format 2 had no facts of the run and no open points of the ledger. Format 3 had no first
@@ -176,19 +178,6 @@ class Steps(Part):
     words: str = Field(description="The same in words, and why the run ended.")
 
 
-class DrawNumbers(Part):
-    """The numbers of a draw, which the plan and the parameters of the mechanism share."""
-
-    sampling: Sampling = Field(description="What is drawn and clipped as a whole: units, or rows.")
-    num_units: AtLeastOne = Field(description="N, the number of units; public.")
-    num_examples: AtLeastOne | None = Field(
-        description="Rows there are to draw, with example-level sampling; null otherwise."
-    )
-    sampling_rate: Rate = Field(description="q, the share of units, or of rows, that a step draws on average.")
-    expected_batch_size: AtLeastOne = Field(description="b, which the noisy sum is divided by.")
-    max_batch_size: AtLeastOne = Field(description="B_max, the most that a step draws.")
-
-
 class Parameters(DrawNumbers):
     """Every parameter of the mechanism."""
 
@@ -224,6 +213,11 @@ class Accountant(Part):
     composition: str = Field(description="What was composed.")
 
 
+def _kind_of_parameters(value: Any) -> str:
+    queries = "answers" in value if isinstance(value, dict) else isinstance(value, QueryParameters)
+    return "queries" if queries else "steps"
+
+
 class Accounting(Accountant):
     """How the numbers were computed."""
 
@@ -237,7 +231,10 @@ class Accounting(Accountant):
     epsilon: EpsilonByAdjacency = Field(description="ε at δ.")
     curve: tuple[CurveRow, ...] = Field(min_length=1, description="ε at a few δ.")
     steps: Steps = Field(description="How many steps, and why no more.")
-    parameters: Parameters = Field(description="Every parameter of the mechanism.")
+    parameters: Annotated[
+        Annotated[Parameters, Tag("steps")] | Annotated[QueryParameters, Tag("queries")],
+        Discriminator(_kind_of_parameters),
+    ] = Field(description="Every parameter of the mechanism.")
     assumptions: tuple[Assumption, ...] = Field(min_length=1, description="What the numbers rest on.")
 
 
@@ -313,57 +310,6 @@ class Curves(Part):
     epsilon_over_delta: EpsilonOverDelta = Field(description="δ for each ε.")
 
 
-class ProtectedUnit(Part):
-    """The protected unit, its neighbours, and the data set."""
-
-    unit: Unit = Field(description="Unit of privacy.")
-    adjacency: Adjacency = Field(description="Adjacency of the headline ε.")
-    max_rows_per_unit: AtLeastOne | None = Field(
-        description="k, rows of one user that may be used; null at sequence level."
-    )
-    unit_column: str | None = Field(description="Column of the user's id; null at sequence level.")
-    rows_kept: RowsKept = Field(description="Which k rows of a user with more were kept; null at sequence level.")
-    dataset: str | None = Field(description="Public name of the data set.")
-
-
-class Plan(DrawNumbers, ProtectedUnit):
-    """Every number that the guarantee rests on, fixed before the run."""
-
-    clip_norm: Positive = Field(description="C, in units of the gradient.")
-    noise_multiplier: NotNegative = Field(description="σ, without unit.")
-    seeded: bool = Field(description="Whether sampling and noise come from a fixed seed; then nothing is private.")
-    num_steps: AtLeastOne = Field(description="T, the steps planned.")
-    num_steps_wanted: AtLeastOne | None = Field(
-        description="Steps asked for where the budget allows fewer; null otherwise."
-    )
-    delta: Probability = Field(description="δ.")
-    target_epsilon: Positive | None = Field(description="The ε that the run may cost; null when none was given.")
-    format: Literal[2] = Field(description="Format of the plan: 2 where clipping is flat and noise independent.")
-
-
-class PlanOfParts(Plan):
-    """A plan whose clipping or noise is not that of DP-SGD."""
-
-    format: Literal[3] = Field(description="Format of the plan: 3 where it names clipping and noise.")  # type: ignore[assignment]
-    clipping: ClippingSpec = Field(description="How a contribution is bounded.")
-    noise: NoiseSpec = Field(description="How the noise of the steps hangs together.")
-
-
-class PlanOfGenerator(PlanOfParts):
-    """A plan whose noise has another generator than the default."""
-
-    format: Literal[4] = Field(description="Format of the plan: 4 where it names a generator.")  # type: ignore[assignment]
-    randomness: Literal["chacha20", "discrete"] = Field(description="Generator of the noise.")
-
-
-class PlanOfSelection(PlanOfParts):
-    """A plan of a run that is one of several, of which only the best is released."""
-
-    format: Literal[5] = Field(description="Format of the plan: 5 where only the best of several runs is released.")  # type: ignore[assignment]
-    randomness: Literal["os", "chacha20"] = Field(description="Generator of the noise.")
-    selection: SelectionSpec = Field(description="Distribution of the number of runs, which stays secret.")
-
-
 class Run(Part):
     """A start or resumption of the run."""
 
@@ -381,6 +327,12 @@ class Run(Part):
         description="The budget of the data set that the run is charged to; null without one."
     )
     file: str | None = Field(description="Keyed hash of the ledger file's inode; null: an older ledger.")
+
+
+class QueryStart(Run):
+    """The start of a query run."""
+
+    planned_step: SeveralEvents = Field(description="All answers of the plan, as one event.")  # type: ignore[assignment]
 
 
 class ResumedRun(Run):
@@ -410,8 +362,12 @@ class Versions(Part):
 
 
 def _kind_of_run(value: Any) -> str:
-    resumed = "num_steps" in value if isinstance(value, dict) else isinstance(value, ResumedRun)
-    return "resumed" if resumed else "started"
+    if not isinstance(value, dict):
+        return "queries" if isinstance(value, QueryStart) else "resumed" if isinstance(value, ResumedRun) else "started"
+    event = value.get("planned_step")
+    if isinstance(event, dict) and event.get("event") == "several":
+        return "queries"
+    return "resumed" if "num_steps" in value else "started"
 
 
 class Checkable(Part):
@@ -419,15 +375,17 @@ class Checkable(Part):
 
     verify: str = Field(description="Command that recomputes everything and fails on any difference.")
     recompute_from_the_ledger: str = Field(description="Command that makes the report again.")
-    recompute_from_the_numbers: str = Field(description="Command that computes ε from the parameters.")
-    plan: Annotated[Plan | PlanOfParts | PlanOfGenerator | PlanOfSelection, Discriminator("format")] = Field(
-        description="Every number that the guarantee rests on, fixed before the run."
+    recompute_from_the_numbers: str | None = Field(
+        description="Command that computes ε from the parameters; null where one command has not room for them."
     )
+    plan: AnyPlan = Field(description="Every number that the guarantee rests on, fixed before the run.")
     plan_hash: Sha256 = Field(description="SHA-256 of the plan's fields.")
     ledger_sha256: Sha256 = Field(description="SHA-256 of the ledger's file.")
     runs: tuple[
         Annotated[
-            Annotated[Run, Tag("started")] | Annotated[ResumedRun, Tag("resumed")],
+            Annotated[Run, Tag("started")]
+            | Annotated[ResumedRun, Tag("resumed")]
+            | Annotated[QueryStart, Tag("queries")],
             Discriminator(_kind_of_run),
         ],
         ...,

@@ -26,6 +26,8 @@ from dpllm.report.front import bounds, unit_of
 from dpllm.report.glossary import glossary
 from dpllm.report.models import Parameters, PrivacyReport
 from dpllm.report.models_front import SECTIONS
+from dpllm.report.models_plan import QueryParameters
+from dpllm.report.query_front import method_of, thing_of
 
 NOT_FILLED = "**not filled in**"
 
@@ -57,6 +59,7 @@ def template(name: str) -> jinja2.Template:
         **{"epsilon": _epsilon, "delta": format_delta, "one_in": one_in, "chance": _chance, "share": _share},
         **{"rho": _rho, "cell": _cell, "verbatim": _Verbatim, "width": _width, "code": _code, "ceiling": _ceiling},
     )
+    environment.globals.update(method_of=method_of)
     words = glossary(f"{form}{slash}")
     environment.globals.update(not_filled=NOT_FILLED, sections=SECTIONS, glossary=words, utility_file=UTILITY_FILE)
     text = importlib.resources.files("dpllm").joinpath(f"report/templates/{name}").read_text(encoding="utf-8")
@@ -88,14 +91,32 @@ def in_folder(text: str, folder: str | Path) -> str:
 
 def shown_beside(report: PrivacyReport) -> dict[str, Any]:
     """Return what the pages show beside the report's own values, made from these: all bounds, named parameters."""
-    statement = report.statement
+    statement, parameters = report.statement, report.accounting.parameters
+    if isinstance(parameters, QueryParameters):
+        named = _of_queries(parameters)
+    else:
+        named = [
+            ((Parameters.model_fields[name].description or name).removesuffix(".").partition(";")[0], value)
+            for name, value in parameters
+        ]
     return {
         "bounds": [row for _, row in bounds(report.strength, statement.adjacency, unit_of(statement.unit))],
-        "parameters": [
-            ((Parameters.model_fields[name].description or name).removesuffix(".").partition(";")[0], value)
-            for name, value in report.accounting.parameters
-        ],
+        "parameters": named,
+        "thing": thing_of(report),
     }
+
+
+def _of_queries(parameters: QueryParameters) -> list[tuple[str, Any]]:
+    """Return the parameters of a query run as names and values: each kind of answer and each setting in its row."""
+    of_answers = [
+        (f"{one.name}: charged, of those planned", f"{one.charged:,} of {one.planned:,}") for one in parameters.answers
+    ]
+    fields = [(name, value) for name, value in parameters if name not in ("answers", "settings")]
+    described = [
+        ((QueryParameters.model_fields[name].description or name).removesuffix(".").partition(";")[0], value)
+        for name, value in fields
+    ]
+    return [*described[:3], *of_answers, *parameters.settings.items(), *described[3:]]
 
 
 def _share(value: float) -> str:

@@ -23,7 +23,9 @@ from dpllm.config import ConfigError
 from dpllm.privacy import checkpoints
 from dpllm.privacy.identity import names_exactly, released_files
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
+from dpllm.privacy.methods import METHODS
 from dpllm.privacy.plan import PLAN_FILE
+from dpllm.privacy.query_plan import QueryPlan, load_plan
 from dpllm.report.checklist import REFUTED
 from dpllm.report.model_card import CARD_FILE, add_released, hub_id, metadata_in
 from dpllm.report.pages import in_folder
@@ -205,6 +207,7 @@ def upload(
     token: str | None = None,
     revision: str | None = None,
     blocking: bool = True,
+    repo_type: str = "model",
 ) -> Any:
     """Upload these files of a folder to the Hub, and no others.
 
@@ -219,6 +222,7 @@ def upload(
         token: of the Hub; None: the one of this machine.
         revision: the branch; None: the main one.
         blocking: whether to wait.
+        repo_type: the Hub's kind of repository.
 
     Returns:
         The commit, or a future of it.
@@ -229,6 +233,7 @@ def upload(
         client: Any = HfApi()
         result = client.upload_folder(
             repo_id=repo_id,
+            repo_type=repo_type,
             folder_path=str(staged),
             allow_patterns=names,
             commit_message=message,
@@ -311,11 +316,32 @@ def published_files(folder: str | Path, vocabulary: Iterable[str] = ()) -> list[
         raise PublishError(f"{folder} holds no {LEDGER_FILE}: give the output folder of a private run")
     try:
         named = released_files(read_ledger(folder / LEDGER_FILE), folder) or {}
+        queries = isinstance(load_plan(folder / PLAN_FILE), QueryPlan)
     except ValueError as error:
         raise PublishError(f"{folder} cannot be published: {error}") from error
+    if queries:
+        return _of_queries(folder, named)
     paths = [Path(name) for name in named if Path(name).name == "adapter_config.json" and len(Path(name).parts) < 3]
     inner = [path.parts[0] for path in paths if len(path.parts) == 2]
     return files_to_publish(folder, adapter=bool(paths), vocabulary=vocabulary, adapters=inner)
+
+
+def _of_queries(folder: Path, named: Mapping[str, Any]) -> list[str]:
+    """Return the files of a query run that may be uploaded: those that its ledger names, and those of the guarantee."""
+    lacking = [name for name in (*GUARANTEE_FILES, *named) if not _is_plain_file(folder, name)]
+    if lacking or not named:
+        raise PublishError(
+            f"{folder} holds no {', '.join(lacking)}: restore the files of the run"
+            if lacking
+            else f"the run in {folder} has released no file, so there is nothing to publish"
+        )
+    return sorted({*GUARANTEE_FILES, *named})
+
+
+def repo_type_of(folder: str | Path) -> str:
+    """Return the Hub's kind of repository for a folder: "model", or "dataset" for a release that is no model."""
+    plan = load_plan(Path(folder) / PLAN_FILE)
+    return "dataset" if isinstance(plan, QueryPlan) and not METHODS[plan.method].is_model else "model"
 
 
 def publish(
@@ -349,8 +375,9 @@ def publish(
     names = published_files(folder, vocabulary)
     note_uploaded(folder, names)
     client: Any = HfApi()
-    url = client.create_repo(repo_id, private=private, exist_ok=True)
-    return upload(folder, names, url.repo_id, message=message, revision=revision)
+    kind = repo_type_of(folder)
+    url = client.create_repo(repo_id, private=private, exist_ok=True, repo_type=kind)
+    return upload(folder, names, url.repo_id, message=message, revision=revision, repo_type=kind)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import LEDGER_FILE
+from dpllm.privacy.query_plan import QueryPlan
 from dpllm.privacy.rounding import format_delta, format_epsilon
 from dpllm.privacy.stated import stated_history
 from dpllm.report.statement import JSON_FILE
@@ -62,6 +63,8 @@ def standing_of(folder: str | Path) -> Standing:
     if plan is None or contents is None:
         return Standing("No guarantee: plan or ledger cannot be read.", False, tuple(checks))
     checks += [Check(*result) for result in release_checks(folder, contents)]
+    if isinstance(plan, QueryPlan):
+        return Standing("No model: the folder holds a release that is no training run.", False, tuple(checks))
     if any(step != plan.event for step, _ in contents.history):
         return Standing("No guarantee: the ledger charges steps of another plan.", False, tuple(checks))
     spent = epsilon(stated_history(plan, contents), plan.delta, plan.adjacency)

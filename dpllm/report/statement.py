@@ -28,6 +28,7 @@ from dpllm.privacy import accounting, comparison
 from dpllm.privacy.accounting import merge
 from dpllm.privacy.identity import COMPLETED, STOPPED_EARLY
 from dpllm.privacy.ledger import Ledger, LedgerContents, read_ledger
+from dpllm.privacy.query_plan import QueryPlan
 from dpllm.privacy.risk import attack_risk
 from dpllm.privacy.rounding import format_delta, up
 from dpllm.privacy.stated import planned_steps, stated_history
@@ -55,10 +56,12 @@ from dpllm.report.models import (
     Versions,
 )
 from dpllm.report.models_front import Settled
+from dpllm.report.query_statement import told_of_queries
 from dpllm.report.release_notes import JSON_FILE as JSON_FILE
 from dpllm.report.release_notes import ReleaseNotes as ReleaseNotes
 from dpllm.report.release_notes import notes_in as notes_in
 from dpllm.report.release_notes import notes_of as notes_of
+from dpllm.report.told import Told
 
 if TYPE_CHECKING:
     from dpllm.privacy.plan import PrivacyPlan
@@ -70,7 +73,7 @@ _CURVE_FACTORS = (1.0, 0.1, 0.01)
 
 
 def privacy_report(
-    plan: PrivacyPlan,
+    plan: PrivacyPlan | QueryPlan,
     ledger_contents: LedgerContents,
     notes: ReleaseNotes | None = None,
     *,
@@ -89,27 +92,34 @@ def privacy_report(
         ValueError: the ledger belongs to another plan, or charges steps that are not the plan's.
     """
     contents, notes = ledger_contents, notes or ReleaseNotes()
-    _check_belongs(plan, contents)
+    if any(run["plan_hash"] != plan.hash for run in contents.runs):
+        raise ValueError(f"{contents.path} was written under another plan; report with the plan that lies beside it")
     seeded = plan.seeded or contents.seeded
     history = stated_history(plan, contents)
     epsilons = EpsilonByAdjacency.model_validate(
         {name: accounting.epsilon(history, plan.delta, name) for name in ADJACENCIES}
     )
     headline = epsilons.of(plan.adjacency)
+    told = (
+        told_of_queries(plan, contents, notes, epsilons)
+        if isinstance(plan, QueryPlan)
+        else _told(plan, contents, notes, epsilons)
+    )
     findings = Findings(
         format=FORMAT,
-        statement=_statement(plan, contents, epsilons, seeded),
+        statement=told.statement,
         setting=Setting(
-            model="central differential privacy: the trainer sees the data and is trusted; the release is protected",
+            model=f"central differential privacy: {told.trusted} sees the data and is trusted; the release is "
+            "protected",
             data_holder=notes.data_holder,
             audience=notes.audience,
         ),
-        definition=define(plan, contents, notes),
-        accounting=_accounting(plan, contents, epsilons),
+        definition=told.definition,
+        accounting=_accounting(plan, contents, epsilons, told),
         strength=_strength(plan, contents, headline, seeded, notes.audit),
         curves=curves(history, plan.delta, plan.adjacency, headline, plan.target_epsilon),
-        checkable=_checkable(plan, contents),
-        noted_open_points=(*contents.notes.open_points, *selection_points(plan, contents)),
+        checkable=_checkable(plan, contents, told.command),
+        noted_open_points=(*contents.notes.open_points, *told.open_points),
         settlements=(
             *(Settled(point=point, answer=answer, by="", at="") for point, answer in (settled_before or {}).items()),
             *(
@@ -126,7 +136,7 @@ def privacy_report(
 
 def write_report(
     output_dir: str | Path,
-    plan: PrivacyPlan,
+    plan: PrivacyPlan | QueryPlan,
     ledger: Ledger | LedgerContents,
     notes: ReleaseNotes | None = None,
 ) -> PrivacyReport:
@@ -161,11 +171,26 @@ def _replace(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def _check_belongs(plan: PrivacyPlan, contents: LedgerContents) -> None:
-    if any(run["plan_hash"] != plan.hash for run in contents.runs):
-        raise ValueError(f"{contents.path} was written under another plan; report with the plan that lies beside it")
+def _told(plan: PrivacyPlan, contents: LedgerContents, notes: ReleaseNotes, epsilons: EpsilonByAdjacency) -> Told:
+    """Return what a report says about a training run."""
     if any(step != plan.event for step, _ in contents.history):
         raise ValueError(f"{contents.path} charges steps that are not those of its plan; restore both from a copy")
+    of_selection = "that of the selection follows from Rényi divergences; " if plan.selection is not None else ""
+    return Told(
+        statement=_statement(plan, contents, epsilons, plan.seeded or contents.seeded),
+        trusted="the trainer",
+        definition=define(plan, contents, notes),
+        kind_of_accounting="privacy loss distributions (PLD), discretized pessimistically (connect the dots), composed "
+        f"by FFT; {of_selection}computed by dpllm.mechanism.pld and {accounting.TOOL}; tests compare both",
+        event=event(plan),
+        composition="all steps of all runs in the ledger, those lost in a crash included",
+        cross_checks=_cross_checks(stated_history(plan, contents), plan.delta),
+        steps=_steps(plan, contents),
+        parameters=_parameters(plan, contents),
+        assumptions=assumptions(plan, contents),
+        open_points=selection_points(plan, contents),
+        command=_command(plan, contents),
+    )
 
 
 def _statement(plan: PrivacyPlan, contents: LedgerContents, epsilons: EpsilonByAdjacency, seeded: bool) -> Statement:
@@ -226,26 +251,26 @@ def _about_the_stop(plan: PrivacyPlan, contents: LedgerContents) -> str:
     )
 
 
-def _accounting(plan: PrivacyPlan, contents: LedgerContents, epsilons: EpsilonByAdjacency) -> Accounting:
+def _accounting(
+    plan: PrivacyPlan | QueryPlan, contents: LedgerContents, epsilons: EpsilonByAdjacency, told: Told
+) -> Accounting:
     history = stated_history(plan, contents)
     budgets = (run.get("budget") for run in contents.runs)
     return Accounting(
-        kind="privacy loss distributions (PLD), discretized pessimistically (connect the dots), composed by FFT; "
-        f"{'that of the selection follows from Rényi divergences; ' if plan.selection is not None else ''}"
-        f"computed by dpllm.mechanism.pld and {accounting.TOOL}; tests compare both",
-        event=event(plan),
+        kind=told.kind_of_accounting,
+        event=told.event,
         tool=accounting.TOOL,
         tool_version=accounting.tool_version(),
         discretization=accounting.discretization_used(history, plan.adjacency),
-        composition="all steps of all runs in the ledger, those lost in a crash included",
+        composition=told.composition,
         budget=tuple(dict.fromkeys(BudgetEntry.model_validate(entry) for entry in budgets if entry)),
-        cross_checks=_cross_checks(history, plan.delta),
+        cross_checks=told.cross_checks,
         zcdp_rho=comparison.zcdp_rho(history),
         epsilon=epsilons,
         curve=_curve(history, plan.delta),
-        steps=_steps(plan, contents),
-        parameters=_parameters(plan, contents),
-        assumptions=assumptions(plan, contents),
+        steps=told.steps,
+        parameters=told.parameters,
+        assumptions=told.assumptions,
     )
 
 
@@ -263,7 +288,7 @@ def _curve(history: tuple[tuple[Event, int], ...], delta: float) -> tuple[CurveR
     return tuple(rows)
 
 
-def _reason(plan: PrivacyPlan, contents: LedgerContents) -> str | None:
+def _reason(plan: PrivacyPlan | QueryPlan, contents: LedgerContents) -> str | None:
     """Return why the run ended; one with fewer steps than planned was not completed, whatever was written down."""
     early = contents.num_steps < planned_steps(plan, contents)
     if contents.end is not None and early and contents.end.startswith(COMPLETED):
@@ -375,7 +400,9 @@ def _parameters(plan: PrivacyPlan, contents: LedgerContents) -> Parameters:
     )
 
 
-def _strength(plan: PrivacyPlan, contents: LedgerContents, epsilon: float, seeded: bool, audit: str | None) -> Strength:
+def _strength(
+    plan: PrivacyPlan | QueryPlan, contents: LedgerContents, epsilon: float, seeded: bool, audit: str | None
+) -> Strength:
     risk = attack_risk(stated_history(plan, contents), plan.adjacency)
     tier, words = _tier(epsilon, seeded)
     return Strength(
@@ -420,7 +447,8 @@ def _of_one_release(rounds: Sequence[tuple[Round, int]]) -> float:
     return 1 / math.sqrt(math.fsum(count / one.noise_multiplier**2 for one, count in rounds))
 
 
-def _checkable(plan: PrivacyPlan, contents: LedgerContents) -> Checkable:
+def _command(plan: PrivacyPlan, contents: LedgerContents) -> str:
+    """Return the command that computes ε from the numbers alone."""
     (one, _), *_ = merge(plan.history)
     sample = one.words().options
     rounds = sum(count for _, count in merge(stated_history(plan, contents)))
@@ -429,10 +457,13 @@ def _checkable(plan: PrivacyPlan, contents: LedgerContents) -> Checkable:
         rounds, sigma = one.num_rounds, one.noise_multiplier
     elif isinstance(plan.mechanism.sampler, FixedBatch):
         rounds, sigma = min(1, rounds), _of_one_release(merge(stated_history(plan, contents)))
-    command = (
+    return (
         f"dpllm epsilon --noise-multiplier {sigma!r} --sampling-rate {one.sampling_rate!r} "
         f"--steps {rounds} --delta {plan.delta!r} {sample} --adjacency {plan.adjacency}"
     )
+
+
+def _checkable(plan: PrivacyPlan | QueryPlan, contents: LedgerContents, command: str | None) -> Checkable:
     runs = [{**run, "budget": run.get("budget"), "file": run.get("file")} for run in contents.runs]
     return Checkable.model_validate(
         {

@@ -23,6 +23,7 @@ import dpllm
 from dpllm.config.versions import installed_version
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerContents, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
+from dpllm.privacy.query_plan import QueryPlan, load_plan
 from dpllm.privacy.rounding import format_epsilon
 from dpllm.report.checklist import completed
 from dpllm.report.earlier_reports import (
@@ -49,6 +50,7 @@ from dpllm.report.model_card import (
     privacy_metadata,
 )
 from dpllm.report.models import FORMAT, Part, PrivacyReport, Versions, complaints, listed
+from dpllm.report.query_statement import check_answers
 from dpllm.report.release_notes import settled_before
 from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, ReleaseNotes, notes_of, privacy_report
 from dpllm.report.verify_release import foreign_claims, missing_points, release_checks
@@ -156,7 +158,7 @@ def verify(folder: str | Path) -> Verification:
     return Verification(folder, tuple(checks))
 
 
-def check_ledger(folder: Path, checks: list[Check]) -> tuple[PrivacyPlan | None, LedgerContents | None]:
+def check_ledger(folder: Path, checks: list[Check]) -> tuple[PrivacyPlan | QueryPlan | None, LedgerContents | None]:
     """Read plan and ledger, and compare them; the checks are added to a list.
 
     Args:
@@ -166,7 +168,7 @@ def check_ledger(folder: Path, checks: list[Check]) -> tuple[PrivacyPlan | None,
     Returns:
         Plan and ledger; None for one that cannot be read.
     """
-    plan = _tried(checks, "the plan is there and fits its hash", lambda: PrivacyPlan.load(folder / PLAN_FILE), _of_plan)
+    plan = _tried(checks, "the plan is there and fits its hash", lambda: load_plan(folder / PLAN_FILE), _of_plan)
     contents = _tried(
         checks, "the ledger is there and its lines are chained", lambda: read_ledger(folder / LEDGER_FILE), _of_ledger
     )
@@ -219,12 +221,13 @@ def _in_words(error: Exception) -> str:
     return f"{type(error).__name__} at {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
 
 
-def _of_plan(plan: PrivacyPlan) -> str:
+def _of_plan(plan: PrivacyPlan | QueryPlan) -> str:
     return f"SHA-256 {plan.hash[:12]}"
 
 
 def _of_ledger(contents: LedgerContents) -> str:
-    return f"{contents.num_steps} steps, {len(contents.runs)} start(s), SHA-256 {contents.sha256[:12]}"
+    counted = "answers" if contents.notes.answers else "steps"
+    return f"{contents.num_steps} {counted}, {len(contents.runs)} start(s), SHA-256 {contents.sha256[:12]}"
 
 
 def _of_report(report: Mapping[str, Any]) -> str:
@@ -248,19 +251,27 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _ledger_checks(plan: PrivacyPlan, contents: LedgerContents) -> list[Check]:
+def _ledger_checks(plan: PrivacyPlan | QueryPlan, contents: LedgerContents) -> list[Check]:
     others = [run["plan_hash"][:12] for run in contents.runs if run["plan_hash"] != plan.hash]
+    own = Check(
+        "the ledger is of this plan",
+        not others,
+        f"it was written under {', '.join(others)}, and the plan is {plan.hash[:12]}"
+        if others
+        else "each run in it names the plan's hash",
+    )
+    if isinstance(plan, QueryPlan):
+        wrong = check_answers(plan, contents)
+        words = wrong or f"{contents.num_steps:,} of {plan.num_steps:,} planned answers, with the plan's events"
+        return [
+            own,
+            Check("each answer in the ledger is the plan's, and there are no more than planned", not wrong, words),
+        ]
     foreign = sum(count for step, count in contents.history if step != plan.event)
     taken, adapted = contents.num_steps, thresholds_found(plan, contents)
     return [
         *([] if adapted is None else [Check(_THRESHOLDS, *adapted)]),
-        Check(
-            "the ledger is of this plan",
-            not others,
-            f"it was written under {', '.join(others)}, and the plan is {plan.hash[:12]}"
-            if others
-            else "each run in it names the plan's hash",
-        ),
+        own,
         Check(
             "each step in the ledger is the plan's",
             not foreign,
@@ -321,7 +332,10 @@ def _age_check(contents: LedgerContents, written: int) -> Check:
 
 
 def _recomputed(
-    checks: list[Check], plan: PrivacyPlan | None, contents: LedgerContents | None, recorded: dict[str, Any] | None
+    checks: list[Check],
+    plan: PrivacyPlan | QueryPlan | None,
+    contents: LedgerContents | None,
+    recorded: dict[str, Any] | None,
 ) -> PrivacyReport | None:
     """Return the report as it should be: what people noted and the versions are taken from what was recorded."""
     if plan is None or contents is None:

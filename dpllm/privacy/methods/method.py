@@ -1,6 +1,7 @@
 """The words for one method of private release, which report, page and card take from here.
 
-Place in the flow: below the catalogue of methods. A method's file holds one `Method`, and imports nothing that computes.
+Place in the flow: below the catalogue of methods. A method's file holds one `Method`, and
+imports nothing that computes.
 """
 
 from __future__ import annotations
