@@ -18,6 +18,7 @@ from dpllm.cli import (
     cost,
     generating,
     planning,
+    querying,
     recipes,
     releasing,
     runs,
@@ -60,6 +61,7 @@ runs.register(app)
 releasing.register(app)
 tuning.register(app)
 generating.register(app)
+querying.register(app)
 app.add_typer(budgets.app, name="budget")
 app.add_typer(auditing.app, name="audit")
 fill_help_screens(app)

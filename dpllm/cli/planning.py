@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dpllm.cli.common import AnyRecipe, AsJson, Overrides, one_line_errors, show
+from dpllm.cli.querying import show_query_plan
 from dpllm.cli.rates import computed_rate, rate_values, rate_words
 from dpllm.cli.suggesting import (
     Around,
@@ -24,6 +25,7 @@ from dpllm.cli.suggesting import (
 )
 from dpllm.cli.sweeping import UTILIZATION, Setting, run_noise_sweep, run_sweep
 from dpllm.config import Recipe, load_recipe
+from dpllm.config.query_recipe import method_in
 
 if TYPE_CHECKING:
     from dpllm.privacy.noise_choice import Prediction
@@ -155,6 +157,13 @@ def plan(
         return
     if alone:
         raise ValueError("--num-units and the other numbers replace a recipe: override the recipe's values instead")
+    if method_in(recipe, overrides or ()) is not None:
+        if memory or sweep or suggest:
+            raise ValueError(
+                f"{recipe} is the recipe of a query run, which has no steps: omit --memory, --sweep, --suggest"
+            )
+        show_query_plan(recipe, overrides or [], as_json)
+        return
     loaded = load_recipe(recipe, overrides or ())
     if memory:
         _memory(recipe, loaded, 1 if gpus is None else gpus, engine, as_json)

@@ -184,7 +184,7 @@ class _Draws:
 
 
 def notes() -> list[dict[str, Any]]:
-    """Return the notes: ``{"patient_id", "visit", "header", "note"}``, about 30 000 of `NUM_PATIENTS` patients.
+    """Return about 30 000 notes of `NUM_PATIENTS` patients: ``{"patient_id", "visit", "department", "header", "note"}``.
 
     ``header`` is what a system knows before the note is written: department, kind of visit, age, sex, conditions.
     """
@@ -211,12 +211,13 @@ def _notes_of(number: int, draws: _Draws) -> list[dict[str, Any]]:
         name = draws.one(names)
         kind = "first visit" if visit == 0 else draws.one(_KINDS)
         known = ", ".join(names)
+        department = _CONDITIONS[name].department
         header = (
-            f"{_CONDITIONS[name].department}, {kind}. {'Woman' if woman else 'Man'}, {age + visit // 3} years. "
-            f"Known: {known}. Note: "
+            f"{department}, {kind}. {'Woman' if woman else 'Man'}, {age + visit // 3} years. Known: {known}. Note: "
         )
         text = _note(draws, name, doses, draws.one(facts), weight)
-        found.append({"patient_id": f"P{number:05d}", "visit": visit + 1, "header": header, "note": text})
+        fields = {"patient_id": f"P{number:05d}", "visit": visit + 1, "department": department}
+        found.append({**fields, "header": header, "note": text})
         weight += draws.between(-2, 2)
     return found
 

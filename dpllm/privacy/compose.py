@@ -23,9 +23,11 @@ from dpllm.mechanism.events import Event
 from dpllm.mechanism.limits import ADJACENCIES
 from dpllm.privacy import accounting
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerContents, read_ledger
+from dpllm.privacy.ledger_reader import steps_at
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
+from dpllm.privacy.query_plan import QueryPlan, load_plan
 from dpllm.privacy.rounding import format_delta, format_delta_limit, format_epsilon
-from dpllm.privacy.stated import stated_history
+from dpllm.privacy.stated import stated_answers, stated_history
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +39,13 @@ class ComposedRun:
     runs: tuple[str, ...]
     """Ids in its ledger, of the first start and of each resumption."""
     history: tuple[tuple[Event, int], ...]
-    """The steps that its ledger charges."""
+    """The steps that its ledger charges. Those of a model that several query runs build on are with one run only."""
     num_steps: int
     num_steps_planned: int
     ended: bool
     """Whether its ledger has an end. If not, the run crashed, or it still runs and may cost more."""
     epsilon: float
-    """ε of only this run, at the δ of the composition."""
+    """ε of only this run, at the δ of the composition; of a query run with the model that it builds on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +119,12 @@ def compose(
     if not folders:
         raise ValueError("no run was given. Give the output folders of the runs on one data set")
     paths = [Path(folder) for folder in folders]
-    plans = [PrivacyPlan.load(path / PLAN_FILE) for path in paths]
+    plans = [load_plan(path / PLAN_FILE) for path in paths]
     ledgers = [read_ledger(path / LEDGER_FILE) for path in paths]
     for path, plan, ledger in zip(paths, plans, ledgers, strict=True):
         check_run(path, plan, ledger)
     _check_distinct(paths, ledgers)
+    counted = _counted_once(paths, plans, ledgers)
     name = _common_data(paths, plans, dataset, shared_people)
     adjacency = adjacency or _common("adjacency", paths, [plan.adjacency for plan in plans])
     if adjacency not in ADJACENCIES:
@@ -139,13 +142,13 @@ def compose(
             folder=path,
             plan_hash=plan.hash,
             runs=tuple(run["run"] for run in ledger.runs),
-            history=stated_history(plan, ledger),
+            history=history,
             num_steps=ledger.num_steps,
             num_steps_planned=plan.num_steps,
             ended=ledger.end is not None,
             epsilon=accounting.epsilon(stated_history(plan, ledger), delta, adjacency),
         )
-        for path, plan, ledger in zip(paths, plans, ledgers, strict=True)
+        for path, plan, ledger, history in zip(paths, plans, ledgers, counted, strict=True)
     )
     return Composition(
         dataset=name,
@@ -186,7 +189,39 @@ def _json_number(value: float) -> float | str:
     return "infinite" if value == float("inf") else value
 
 
-def check_run(path: Path, plan: PrivacyPlan, ledger: LedgerContents) -> None:
+def _counted_once(
+    paths: Sequence[Path], plans: Sequence[PrivacyPlan | QueryPlan], ledgers: Sequence[LedgerContents]
+) -> list[tuple[tuple[Event, int], ...]]:
+    """Return the steps of each run, such that the steps of a run that others build on are counted once.
+
+    They are counted with the run itself, if it is given, otherwise with the first run that builds on it.
+
+    Raises:
+        ValueError: a given run is not the one that another builds on, though it has its id.
+    """
+    given = {ledger.runs[0]["run"]: path for path, ledger in zip(paths, ledgers, strict=True)}
+    seen: set[str] = set()
+    histories = []
+    for plan, ledger in zip(plans, ledgers, strict=True):
+        if not isinstance(plan, QueryPlan):
+            histories.append(tuple(stated_history(plan, ledger)))
+            continue
+        own, after = stated_answers(plan, ledger), plan.after
+        if after is not None and after.run in given:
+            there = given[after.run] / LEDGER_FILE
+            if steps_at(there, after.chain) is None:
+                raise ValueError(
+                    f"{there} lacks lines that it had when {ledger.path.parent} built on it: it was cut, or restored "
+                    "from an older copy. Restore the ledger of that run"
+                )
+        elif after is not None and after.run not in seen:
+            seen.add(after.run)
+            own = (*after.history, *own)
+        histories.append(own)
+    return histories
+
+
+def check_run(path: Path, plan: PrivacyPlan | QueryPlan, ledger: LedgerContents) -> None:
     """Raise unless the ledger belongs to the plan and is the run's own, and the run was private."""
     for run in ledger.runs:
         if run["plan_hash"] != plan.hash:
@@ -224,7 +259,9 @@ def _check_distinct(paths: list[Path], ledgers: list[LedgerContents]) -> None:
                 )
 
 
-def _common_data(paths: list[Path], plans: list[PrivacyPlan], dataset: str | None, shared_people: bool) -> str:
+def _common_data(
+    paths: list[Path], plans: Sequence[PrivacyPlan | QueryPlan], dataset: str | None, shared_people: bool
+) -> str:
     """Return the name of the data set, or the names of the data sets, that all runs used."""
     if shared_people:
         units = {(plan.unit, plan.unit_column) for plan in plans}

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dpllm.mechanism.several import Several
 from dpllm.privacy.budget import BudgetError, entry_of, read_budget, require_own_ledger, settle
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, is_being_written, read_ledger, require_own_file
+from dpllm.privacy.query_budget import settle_queries
 from dpllm.privacy.writer import known_writer
 
 
@@ -51,6 +53,8 @@ def settle_crashed(path: str | Path, folder: str | Path, independent: bool = Fal
     entry = entry_of(read_budget(path), named["entry"])
     require_own_ledger(path, entry, ledger)
     require_own_file(contents)  # a copy that was made before the crash holds fewer steps than were taken
+    if isinstance(entry.step, Several):
+        return _settle_queries(path, ledger, named["entry"], independent)
     early = 0 < contents.num_steps < entry.steps_reserved
     if early and independent and not contents.notes.stopped_independently:
         with Ledger.annotate(ledger) as opened:
@@ -58,4 +62,15 @@ def settle_crashed(path: str | Path, folder: str | Path, independent: bool = Fal
         contents = read_ledger(ledger)
     keep = early and not contents.notes.stopped_independently
     settle(path, named["entry"], contents.num_steps, contents.head, keep_reserved=keep)
+    return contents.num_steps
+
+
+def _settle_queries(path: str | Path, ledger: Path, entry_id: str, independent: bool) -> int:
+    """Settle a query run that crashed; return the answers that its ledger charges."""
+    contents = read_ledger(ledger)
+    if independent and contents.num_steps and contents.end is None:
+        with Ledger.annotate(ledger) as opened:
+            opened.append_end("crashed; declared independent of the data and of the answers", independent=True)
+        contents = read_ledger(ledger)
+    settle_queries(path, entry_id, contents)
     return contents.num_steps

@@ -11,7 +11,9 @@ from typing import Any
 
 from dpllm.config.query_recipe import QueryRecipe
 from dpllm.mechanism.events import Event
+from dpllm.privacy.methods import METHODS
 from dpllm.privacy.query_plan import Charge, PriorRelease, QueryPlan, Value, calibrated
+from dpllm.privacy.rounding import format_delta, format_epsilon
 from dpllm.queries.run import QueryRun
 from dpllm.report.release_notes import ReleaseNotes
 
@@ -90,3 +92,26 @@ def begin_from(recipe: QueryRecipe, plan: QueryPlan, **more: Any) -> QueryRun:
         notes=ReleaseNotes(**dataclasses.asdict(recipe.release)),
         **more,
     )
+
+
+def format_query_plan(plan: QueryPlan) -> list[tuple[str, str]]:
+    """Return a plan as (name, value) rows for people."""
+    unit = plan.unit if plan.unit == "sequence" else f"user (column {plan.unit_column})"
+    rows = [("release", METHODS[plan.method].result), ("unit of privacy", unit), ("units N", f"{plan.num_units:,}")]
+    if plan.max_rows_per_unit is not None:
+        rows.append(("rows of one user at most", f"{plan.max_rows_per_unit} ({plan.rows_kept})"))
+    rows += [
+        (f"{charge.name}, at most", f"{charge.count:,}, each {charge.event.words().accounted_as}")
+        for charge in plan.charges
+    ]
+    rows += [(name, f"{value:.6g}" if isinstance(value, float) else str(value)) for name, value in plan.settings]
+    if plan.after is not None:
+        rows.append(("builds on the model of", f"{plan.after.folder}; ε is that of both together"))
+    rows += [
+        ("δ", format_delta(plan.delta)),
+        ("ε, zero-out", format_epsilon(plan.epsilon_under("zero-out"))),
+        ("ε, replace-one", format_epsilon(plan.epsilon_under("replace-one"))),
+        ("adjacency of the headline", plan.adjacency),
+        ("randomness of the noise", plan.randomness),
+    ]
+    return rows

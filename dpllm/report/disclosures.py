@@ -203,7 +203,7 @@ def kept_of_queries(audited: bool) -> list[tuple[str, str]]:
         *([_AUDIT_FILES] if audited else []),
         (
             "every other file that `dpllm push` does not upload",
-            "it uploads the files that the ledger names, card, report, plan and ledger only. Nothing is known of others",
+            "it uploads the files that the ledger names, card, report, plan and ledger. Nothing is known of others",
         ),
     ]
 

@@ -214,8 +214,8 @@ def _odds(findings: Findings) -> str:
         f"whether {_named(unit)[0]} was used" if statement.adjacency == "zero-out" else f"which of two {unit}s was used"
     )
     return (
-        f"With the help of the {thing_of(findings)}, someone who knows all other data and every setting can say {asked} and "
-        f"be right at most {format_percent(success)} of the time; tossing a coin is right 50% of the time."
+        f"With the help of the {thing_of(findings)}, someone who knows all other data and every setting can say "
+        f"{asked} and be right at most {format_percent(success)} of the time; tossing a coin is right 50% of the time."
     )
 
 

@@ -19,7 +19,7 @@ def every_note():
 def test_both_corpora_are_the_same_on_every_machine(every_note):
     """The figures of the recipe are those of these texts; a change of a template changes them."""
     hashes = [hashlib.sha256(json.dumps(records).encode()).hexdigest()[:16] for records in (every_note, leaflets())]
-    assert hashes == ["4226725280bfdeb3", "d7eb92fb031bf64b"]
+    assert hashes == ["d32cf22da1462eaa", "d7eb92fb031bf64b"]
     assert BUILTIN["clinic"] is notes and BUILTIN["leaflets"] is leaflets
 
 
