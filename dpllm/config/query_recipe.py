@@ -107,10 +107,9 @@ class QueryRecipe:
 
     def to_yaml(self) -> str:
         """Return the text of a recipe file that makes an equal recipe."""
-        plain = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        made = {key: dataclasses.asdict(value) for key, value in plain.items() if dataclasses.is_dataclass(value)}
-        options = made.pop("options")
-        return write_yaml({**made, "output_dir": self.output_dir, self.method: options})
+        plain = {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+        method, options = plain.pop("method"), plain.pop("options")
+        return write_yaml({**plain, method: options})
 
 
 _SECTIONS: dict[str, type] = {

@@ -184,7 +184,7 @@ class _Draws:
 
 
 def notes() -> list[dict[str, Any]]:
-    """Return about 30 000 notes of `NUM_PATIENTS` patients: ``{"patient_id", "visit", "department", "header", "note"}``.
+    """Return 30 000 notes of `NUM_PATIENTS` patients: ``{"patient_id", "visit", "department", "header", "note"}``.
 
     ``header`` is what a system knows before the note is written: department, kind of visit, age, sex, conditions.
     """

@@ -205,21 +205,21 @@ def calibrate(
     cheap: Callable[[float], float] = partial(cost, False, DISCRETIZATION)
     start, gap = 1.0, 0.0
     if cost(True, _COARSE, _MOST_NOISE) < target_epsilon / 2:  # else the target is finer than the coarse grid
-        start = _solve(partial(cost, False, _COARSE), target_epsilon, start, tolerance=0.02)
+        start = solve(partial(cost, False, _COARSE), target_epsilon, start, tolerance=0.02)
         gap = cost(True, _COARSE, start) - cost(False, _COARSE, start)
         if gap > 0.02 * target_epsilon:  # truncation adds to ε; then only the truncated cost has the right shape
             cheap, gap = partial(cost, True, _COARSE), 0.0
     sigma = start
     for _ in range(12):
         aim = target_epsilon * (1 - 3e-5)
-        sigma = _solve(lambda s, gap=gap: cheap(s) + gap, aim, sigma, tolerance=1e-4)  # type: ignore[misc]
+        sigma = solve(lambda s, gap=gap: cheap(s) + gap, aim, sigma, tolerance=1e-4)  # type: ignore[misc]
         reached = exact(sigma)
         if target_epsilon * (1 - 4e-4) <= reached <= target_epsilon:
             return sigma
         gap = reached - cheap(sigma)
         if not math.isfinite(gap):
             break
-    return _solve(exact, target_epsilon, sigma, tolerance=1e-4)
+    return solve(exact, target_epsilon, sigma, tolerance=1e-4)
 
 
 def approximate_noise(
@@ -252,7 +252,7 @@ def approximate_noise(
         return math.inf
     if chance_to_enter(merge([(event_of(1.0), num_steps)])) <= delta:
         return MIN_NOISE  # any noise would do
-    return _solve(partial(cost, width), target_epsilon, 1.0, tolerance=2e-3)
+    return solve(partial(cost, width), target_epsilon, 1.0, tolerance=2e-3)
 
 
 def _cost_of(
@@ -278,7 +278,7 @@ def _check_reachable(target_epsilon: float, exact: Callable[[float], float]) -> 
         )
 
 
-def _solve(cost: Callable[[float], float], target: float, start: float, tolerance: float) -> float:
+def solve(cost: Callable[[float], float], target: float, start: float, tolerance: float) -> float:
     """Return a σ whose cost is in [target * (1 - tolerance), target], for a cost that falls as σ rises.
 
     Secant steps in log σ and log ε, where the curve is almost straight, kept inside a bracket.

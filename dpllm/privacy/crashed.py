@@ -10,6 +10,7 @@ from pathlib import Path
 
 from dpllm.mechanism.several import Several
 from dpllm.privacy.budget import BudgetError, entry_of, read_budget, require_own_ledger, settle
+from dpllm.privacy.budget_entry import Entry
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, is_being_written, read_ledger, require_own_file
 from dpllm.privacy.query_budget import settle_queries
 from dpllm.privacy.writer import known_writer
@@ -54,7 +55,7 @@ def settle_crashed(path: str | Path, folder: str | Path, independent: bool = Fal
     require_own_ledger(path, entry, ledger)
     require_own_file(contents)  # a copy that was made before the crash holds fewer steps than were taken
     if isinstance(entry.step, Several):
-        return _settle_queries(path, ledger, named["entry"], independent)
+        return _settle_queries(path, ledger, entry, independent)
     early = 0 < contents.num_steps < entry.steps_reserved
     if early and independent and not contents.notes.stopped_independently:
         with Ledger.annotate(ledger) as opened:
@@ -65,12 +66,14 @@ def settle_crashed(path: str | Path, folder: str | Path, independent: bool = Fal
     return contents.num_steps
 
 
-def _settle_queries(path: str | Path, ledger: Path, entry_id: str, independent: bool) -> int:
+def _settle_queries(path: str | Path, ledger: Path, entry: Entry, independent: bool) -> int:
     """Settle a query run that crashed; return the answers that its ledger charges."""
     contents = read_ledger(ledger)
-    if independent and contents.num_steps and contents.end is None:
+    assert isinstance(entry.step, Several)
+    early = 0 < contents.num_steps < sum(count for _, count in entry.step.parts)
+    if early and independent and not contents.notes.stopped_independently:
         with Ledger.annotate(ledger) as opened:
             opened.append_end("crashed; declared independent of the data and of the answers", independent=True)
         contents = read_ledger(ledger)
-    settle_queries(path, entry_id, contents)
+    settle_queries(path, entry.id, contents)
     return contents.num_steps

@@ -11,23 +11,24 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from dpllm.mechanism.catalogue import from_fields, to_fields
 from dpllm.mechanism.events import Event
-from dpllm.mechanism.limits import MAX_NOISE, MAX_STEPS, MAX_TARGET_EPSILON, MIN_NOISE, RANDOMNESS
+from dpllm.mechanism.limits import MAX_STEPS, RANDOMNESS
 from dpllm.mechanism.several import Several
-from dpllm.privacy.accounting import epsilon, merge
+from dpllm.privacy.accounting import DISCRETIZATION, epsilon, merge
+from dpllm.privacy.calibration import require_target, solve
 from dpllm.privacy.methods import METHODS
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.plan_parts import PlannedUnit
 from dpllm.privacy.rounding import format_delta, format_delta_limit, format_epsilon
 
+_MOST_NOISE, _COARSE = 1e5, 1e-3
 QUERY_FORMAT = 6
 """Format of the plan of a query run; the plans of training runs have smaller ones."""
 History = tuple[tuple[Event, int], ...]
@@ -293,7 +294,7 @@ def calibrated(
     adjacency: str = "zero-out",
     after: PriorRelease | None = None,
 ) -> float:
-    """Return about the smallest σ with which a query run, and the release before it, cost at most a target ε.
+    """Return the smallest σ, to about 1e-4, with which a query run and the release before it cost at most a target ε.
 
     Guarantee: the ε of `history_of` at the result, with the prior release, is at most the target.
 
@@ -312,29 +313,20 @@ def calibrated(
     >>> round(sigma, 2)
     7.46
     """
-    if not 0 < target_epsilon <= MAX_TARGET_EPSILON:
-        raise ValueError(f"target_epsilon must be above 0 and at most {MAX_TARGET_EPSILON:g}, got {target_epsilon}")
+    require_target(target_epsilon)
     before = () if after is None else after.history
 
-    def fits(sigma: float) -> bool:
-        return epsilon([*before, *history_of(sigma)], delta, adjacency) <= target_epsilon
+    def cost(sigma: float, width: float = DISCRETIZATION) -> float:
+        return epsilon([*before, *history_of(sigma)], delta, adjacency, width)
 
-    high = 1.0
-    while not fits(high):
-        high *= 4
-        if high > MAX_NOISE / 4:
-            alone = f" The run before it alone costs ε = {format_epsilon(epsilon(before, delta, adjacency))}."
-            raise ValueError(
-                f"no noise keeps these answers within ε = {target_epsilon:g} at δ = {format_delta(delta)}."
-                f"{alone if before else ''} Take a larger target_epsilon, or fewer answers"
-            )
-    low = high / 4
-    while low > MIN_NOISE and fits(low):
-        low, high = low / 4, low
-    while high / low > 1 + 1e-6:
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high
+    if cost(_MOST_NOISE) > target_epsilon:
+        alone = f" The run before it alone costs ε = {format_epsilon(epsilon(before, delta, adjacency))}."
+        raise ValueError(
+            f"no noise keeps these answers within ε = {target_epsilon:g} at δ = {format_delta(delta)}."
+            f"{alone if before else ''} Take a larger target_epsilon, or fewer answers"
+        )
+    start = solve(partial(cost, width=_COARSE), target_epsilon, 1.0, tolerance=0.02) if target_epsilon > 0.1 else 1.0
+    return solve(cost, target_epsilon, start, tolerance=1e-4)
 
 
 def _same_people(plan: QueryPlan, after: PriorRelease | None) -> dict[str, bool]:

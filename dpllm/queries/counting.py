@@ -107,8 +107,8 @@ def plan_count(recipe: QueryRecipe, units: LabelledUnits, after: PriorRelease | 
         charges_of,
         settings=(
             ("classes", ", ".join(units.classes)),
-            ("largest change of the counts by one unit (l2), zero-out", k),
-            ("largest change of the counts by one unit (l2), replace-one", k * REPLACED),
+            ("largest change by one unit (l2), zero-out", k),
+            ("largest change by one unit (l2), replace-one", k * REPLACED),
         ),
         randomness="discrete",
         after=after,

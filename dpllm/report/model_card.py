@@ -150,7 +150,7 @@ def write_release_card(folder: str | Path, report: PrivacyReport) -> Path:
         The path of the card.
     """
     path = Path(folder) / CARD_FILE
-    own = {
+    own: dict[str, Any] = {
         "language": list(report.noted.language) or None,
         **license_metadata(report.noted.license),
         "tags": [tag for tag in _tags(None, report.statement.private) if tag != "dp-sgd"],

@@ -160,7 +160,7 @@ def _definition(plan: QueryPlan, contents: LedgerContents, notes: ReleaseNotes) 
             "leave the note out"
         )
     method = METHODS[plan.method]
-    model = ()
+    model: tuple[str, ...] = ()
     if plan.after is not None:
         model = (
             f"the {_counted(plan.after.history)} steps of the training run {plan.after.folder}, which it builds on",
