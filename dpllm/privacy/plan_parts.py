@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from dpllm.config import SAMPLINGS, UNITS
 from dpllm.mechanism.limits import ADJACENCIES, RANDOMNESS
@@ -25,11 +26,13 @@ class PlanPart:
         ValueError: the values contradict each other.
     """
 
+    remedy: ClassVar[str] = "Make the plan with make_plan"
+
     def __post_init__(self) -> None:
         """Check all rules; the message names each one that is broken."""
         broken = [rule for rule, holds in self.rules().items() if not holds]
         if broken:
-            raise ValueError(f"a privacy plan needs {'; '.join(broken)}. Make the plan with make_plan")
+            raise ValueError(f"a privacy plan needs {'; '.join(broken)}. {self.remedy}")
 
     def rules(self) -> dict[str, bool]:
         """Return the rules for the fields, and whether each holds. A part adds its rules to those of its bases."""

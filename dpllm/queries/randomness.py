@@ -18,7 +18,6 @@ from dpllm.mechanism.discrete_gaussian import DEVIATION_BITS, DiscreteGaussians
 from dpllm.mechanism.keys import KEY_BYTES
 
 _GRID = 1 << DEVIATION_BITS
-_MOST = 1 << 62
 Shape = int | tuple[int, ...]
 
 
@@ -73,7 +72,7 @@ class Randomness:
             change: Δ, the largest change of the numbers by one unit, in l2 norm.
 
         Raises:
-            ValueError: a number is not whole or too large, a deviation is not positive, or the plan has other noise.
+            ValueError: a number is not whole, a deviation is not positive, or the plan has other noise.
         """
         if self._level != "discrete":
             raise ValueError("the plan has no discrete noise: plan the run with randomness='discrete'")
@@ -86,7 +85,5 @@ class Randomness:
         per_one = int(_GRID // stddev)
         if per_one * stddev > _GRID:  # rounded up by the division
             per_one -= 1
-        if any(abs(value) * per_one >= _MOST for value in values):
-            raise ValueError(f"a count is beyond {_MOST // per_one:,}, where noise this small is not drawn: add more")
         drawn = DiscreteGaussians(secrets.token_bytes(KEY_BYTES)).draw(len(values))
         return [(value * per_one + int(noise)) / per_one for value, noise in zip(values, drawn, strict=True)]

@@ -1,0 +1,218 @@
+"""Report, page, card and push of a query run; `dpllm verify` finds every edit of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import jsonschema
+import pytest
+from typer.testing import CliRunner
+
+from dpllm.cli import app
+from dpllm.mechanism.query import Query
+from dpllm.privacy.ledger import LEDGER_FILE
+from dpllm.privacy.ledger_reader import CHAIN_START, next_chain
+from dpllm.privacy.methods import METHODS
+from dpllm.privacy.plan import PLAN_FILE
+from dpllm.privacy.query_plan import Charge, QueryPlan
+from dpllm.queries import QueryRun, prior_release
+from dpllm.report.model_card import CARD_FILE, add_notes, adopt_run, metadata_in
+from dpllm.report.models import PrivacyReport, report_schema
+from dpllm.report.publishing import PublishError, published_files, repo_type_of, require_publishable
+from dpllm.report.standing import standing_of
+from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, ReleaseNotes
+from dpllm.report.verify import verify
+from tests.queries.making import query_plan, train
+
+NOTES = ReleaseNotes(data_holder="A. Meyer", audience="the public", other_uses="none", utility={"error": "1 %"})
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run on a trained model, with one released file."""
+    place = tmp_path_factory.mktemp("original")
+    train(place / "trained", expected_batch_size=1000, noise_multiplier=60.0)
+    plan = query_plan(after=prior_release(place / "trained"))
+    with QueryRun.begin(place / "run", plan, dataset="chats", notes=NOTES) as run:
+        run.charge("votes", 4)
+        run.charge("others", 2)
+        run.fact("number of classes", 2)
+        run.disclose("a figure on private rows", 2)
+        (run.folder / "counts.json").write_text('{"a": 3}')
+        run.release("counts.json")
+        (run.private_folder / "exact.json").write_text('{"a": 2}')
+    return place / "run"
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    shutil.copytree(original, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def failed(folder: Path) -> str:
+    """Return what verify finds wrong."""
+    return "\n".join(f"{check.what}: {check.detail}" for check in verify(folder).checks if not check.ok)
+
+
+def test_a_finished_run_verifies_and_says_what_it_released(folder: Path) -> None:
+    """The words are those of the method; ε is that of model and answers; the report fits its schema."""
+    assert failed(folder) == ""
+    report = json.loads((folder / JSON_FILE).read_text())
+    plan = QueryPlan.load(folder / PLAN_FILE)
+    jsonschema.Draft202012Validator(report_schema()).validate(report)
+    assert PrivacyReport.read(report).statement.epsilon == plan.epsilon
+    page = (folder / MARKDOWN_FILE).read_text()
+    method = METHODS[plan.method]
+    for words in (
+        method.what,
+        "It builds on the model of trained",
+        "all 6 planned private answers",
+        "a figure on private rows | 2",
+        "votes: charged, of those planned | 4 of 4",
+        "clip | 0.5",
+        "together with the model of trained,",
+        "ε = 0.",
+        *method.released,
+        method.not_covered[0][0],
+    ):
+        assert words in page, words
+    for name in (MARKDOWN_FILE, HTML_FILE, CARD_FILE):
+        text = (folder / name).read_text()
+        for foreign in ("fine-tuned", "training steps", "Training began", "without the model", "Trained by"):
+            assert foreign not in text, (name, foreign)
+    card = metadata_in(folder / CARD_FILE)
+    assert card["differential_privacy"]["num_answers"] == 6 and "dp-sgd" not in card["tags"]
+    assert method.use in (folder / CARD_FILE).read_text()
+
+
+def rechained(folder: Path, edit: Callable[[list[dict]], None]) -> None:
+    """Edit the lines of the ledger, and make its chain of hashes again."""
+    path = folder / LEDGER_FILE
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    edit(lines)
+    chain, text = CHAIN_START, ""
+    for line in lines:
+        line.pop("chain", None)
+        body = json.dumps(line)
+        chain = next_chain(chain, body)
+        text += f'{body[:-1]}, "chain": "{chain}"}}\n'
+    path.write_text(text)
+
+
+def _other_event(lines: list[dict]) -> None:
+    lines[1]["noise_multiplier"] = 120.0
+
+
+def _fewer(lines: list[dict]) -> None:
+    lines[1]["count"] = 1
+
+
+def _more(lines: list[dict]) -> None:
+    lines[1]["count"] = 9
+
+
+def _renamed(lines: list[dict]) -> None:
+    lines[1]["name"] = "others"
+
+
+def _cut(lines: list[dict]) -> None:
+    del lines[2:]
+
+
+@pytest.mark.parametrize("edit", [_other_event, _fewer, _more, _renamed, _cut])
+def test_an_edited_ledger_is_found_even_with_its_hashes_made_again(folder: Path, edit) -> None:
+    """Other events, fewer or more answers than the report counts, and lines that are gone."""
+    rechained(folder, edit)
+    assert failed(folder)
+    assert not standing_of(folder).private
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "text"),
+    [
+        (PLAN_FILE, '"count": 4', '"count": 3', "was edited"),
+        (LEDGER_FILE, '"count": 4', '"count": 3', "edited, or lines before it"),
+        (JSON_FILE, '"adjacency": "zero-out"', '"adjacency": "replace-one"', "says what plan and ledger say"),
+        (JSON_FILE, '"charged": 4', '"charged": 3', "accounting.parameters.answers"),
+        (MARKDOWN_FILE, "A. Meyer", "B. Meyer", "says the same"),
+        (HTML_FILE, "A. Meyer", "B. Meyer", "says the same"),
+        (CARD_FILE, "zero-out: 0.", "zero-out: 0.0", "differential_privacy"),
+        (CARD_FILE, "## How to use it", "ε = 0.01 for everybody\n\n## How to use it", "another claim"),
+        ("counts.json", "3", "2", "counts.json is not what was saved"),
+    ],
+)
+def test_an_edited_file_is_found(folder: Path, name: str, old: str, new: str, text: str) -> None:
+    """Plan, ledger, report, pages, card and the released file."""
+    path = folder / name
+    before = path.read_text()
+    assert old in before
+    path.write_text(before.replace(old, new, 1))
+    assert text in failed(folder)
+
+
+def test_a_file_that_the_ledger_does_not_name_is_found(folder: Path) -> None:
+    """One that may hold anything; text beside the release is listed as not covered."""
+    (folder / "exact.json").write_text("{}")
+    (check,) = (one for one in verify(folder).checks if one.what.startswith("the model's files"))
+    assert check.ok and "exact.json" in check.detail
+    (folder / "exact.parquet").write_bytes(b"PAR1")
+    assert "exact.parquet may hold weights" in failed(folder)
+
+
+def test_notes_and_statements_are_added(folder: Path) -> None:
+    """`dpllm report` writes report and card again, and verify holds them to each other."""
+    add_notes(folder, {"audience": "a partner"})
+    assert failed(folder) == "" and "a partner" in (folder / MARKDOWN_FILE).read_text()
+    adopt_run(folder)
+    add_notes(folder, {"license": "cc-by-4.0"})
+    assert "The ledger's file was copied" in (folder / CARD_FILE).read_text() and failed(folder) == ""
+    with pytest.raises(ValueError, match="names the data set 'chats'"):
+        add_notes(folder, {"dataset": "letters"})
+    printed = CliRunner().invoke(app, ["report", str(folder), "--json"])
+    assert printed.exit_code == 0 and json.loads(printed.output)["accounting"]["steps"]["charged"] == 6
+
+
+def test_only_released_files_are_published(folder: Path) -> None:
+    """With the guarantee; not the exact counts, the recipe or a note; to a repository of data."""
+    names = published_files(folder)
+    assert "counts.json" in names and not [name for name in names if "exact" in name or "not_for_release" in name]
+    assert {PLAN_FILE, LEDGER_FILE, CARD_FILE, JSON_FILE} < set(names) and repo_type_of(folder) == "dataset"
+    with pytest.raises(PublishError, match="open point"):
+        require_publishable(folder)
+    require_publishable(folder, force_open_points=True)
+    (folder / "counts.json").unlink()
+    with pytest.raises(PublishError, match=r"holds no counts\.json"):
+        published_files(folder)
+
+
+def test_a_run_that_released_nothing_is_not_published(tmp_path: Path) -> None:
+    """And one whose stop may follow from its answers states the ε of its plan."""
+    charges = (Charge(name="counts", event=Query(noise_multiplier=20.0), count=3),)
+    with QueryRun.begin(tmp_path / "run", query_plan(charges=charges), dataset="chats", notes=NOTES) as run:
+        run.charge("counts")
+    with pytest.raises(PublishError, match="released no file"):
+        published_files(tmp_path / "run")
+    report = json.loads((tmp_path / "run" / JSON_FILE).read_text())
+    assert report["accounting"]["steps"]["stated"] == 3 and "may depend on the data" in report["statement"]["words"]
+    assert report["statement"]["epsilon"] == run.plan.epsilon and failed(tmp_path / "run") == ""
+
+
+def test_a_run_that_asked_nothing_says_so(tmp_path: Path) -> None:
+    """It has a report without odds, and verifies."""
+    with QueryRun.begin(tmp_path / "run", query_plan(), dataset="chats"):
+        pass
+    report = json.loads((tmp_path / "run" / JSON_FILE).read_text())
+    assert "nothing has been learnt" in report["statement"]["words"] and report["front"]["table"] == []
+    assert failed(tmp_path / "run") == ""
+
+
+def test_every_method_has_words_for_every_place() -> None:
+    """A method without words would leave a hole in its report."""
+    for name, method in METHODS.items():
+        assert name == method.name and method.what[-1] != "." and method.use.strip()
+        assert method.released and method.not_covered and method.assumptions and method.mechanism
