@@ -14,18 +14,11 @@ from typing import Annotated, Any
 import typer
 
 import dpllm
-from dpllm.cli.common import AsJson, one_line_errors, show, show_json
+from dpllm.cli.common import AsJson, Overrides, RecipeName, one_line_errors, show, show_json
 from dpllm.config.output_folder import check_output_folder
 from dpllm.config.query_recipe import QueryRecipe, load_query_recipe
 from dpllm.config.shipped import recipe_file
 
-RecipeFile = Annotated[
-    str, typer.Argument(help="A recipe file, or the name of a shipped recipe (dpllm recipes).", show_default=False)
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Replace values of the recipe.", show_default=False),
-]
 OutputDir = Annotated[
     Path | None, typer.Option("--output-dir", help="The folder of the run, in place of the recipe's output_dir.")
 ]
@@ -74,7 +67,7 @@ def register(app: typer.Typer) -> None:
 
 @one_line_errors
 def count(
-    recipe: RecipeFile, overrides: Overrides = None, output_dir: OutputDir = None, as_json: AsJson = False
+    recipe: RecipeName, overrides: Overrides = None, output_dir: OutputDir = None, as_json: AsJson = False
 ) -> None:
     """Count the records of each public class with noise, from a recipe to counts with their privacy report."""
     run_method("count", recipe, overrides or [], output_dir, as_json)

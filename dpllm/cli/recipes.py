@@ -12,6 +12,7 @@ import typer
 
 from dpllm.cli.common import AsJson, one_line_errors, show_json
 from dpllm.config import ConfigError, nearest
+from dpllm.config.query_recipe import METHOD_SECTIONS, method_in
 from dpllm.config.shipped import FOLDERS, shipped_recipes, shipped_root
 from dpllm.config.yaml12 import read_yaml
 
@@ -53,7 +54,7 @@ def recipes(
         elif name == ALL:
             typer.echo("\n".join(f"copied: {one}" for one in made))
         else:
-            typer.echo(f"copied: {made[0]} (train it with: dpllm train {made[0]})")
+            typer.echo(f"copied: {made[0]} (run it with: dpllm {method_in(made[0]) or 'train'} {made[0]})")
         return
     if path is not None:
         raise ConfigError(f"{path}: a path is for --copy: add it, or leave the path out")
@@ -91,12 +92,15 @@ def described(text: str) -> dict[str, str]:
 
 
 def _mode(values: dict[str, Any]) -> str:
-    model, privacy = values["model"], values["privacy"]
+    model, privacy = values.get("model") or {}, values["privacy"]
+    method = next((name for name in METHOD_SECTIONS if name in values), None)
     how = "LoRA" if model.get("peft") else "full"
     if model.get("quantization"):
         how = "QLoRA"
     elif model.get("config"):
         how = "from scratch"
+    if method is not None:
+        how = f"no training (dpllm {method})"
     if kind := (values.get("train") or {}).get("trainer"):
         how = f"{str(kind).upper()}, {how}"
     target = privacy.get("target_epsilon")

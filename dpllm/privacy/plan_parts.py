@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from dpllm.config import SAMPLINGS, UNITS
 from dpllm.mechanism.limits import ADJACENCIES, RANDOMNESS
@@ -26,7 +25,7 @@ class PlanPart:
         ValueError: the values contradict each other.
     """
 
-    remedy: ClassVar[str] = "Make the plan with make_plan"
+    remedy = "Make the plan with make_plan"
 
     def __post_init__(self) -> None:
         """Check all rules; the message names each one that is broken."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from dpllm.mechanism.catalogue import from_fields, to_fields
 from dpllm.mechanism.events import Event
@@ -121,7 +121,7 @@ class QueryPlan(PlannedUnit):
     1.78
     """
 
-    remedy: ClassVar[str] = "Change these values in the recipe, or where the plan is made"
+    remedy = "Change these values in the recipe, or where the plan is made"
 
     method: str
     """Of `dpllm.privacy.methods.METHODS`."""
