@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 
 from dpllm.mechanism.parts import Spec
 
+LAST_FOLDER = "last_step"
+"""Within the folder of a released average: the model with the weights after the last step. It is not published."""
 WEIGHTS = ("average", "last")
 """Which weights an evaluation during the training uses."""
 

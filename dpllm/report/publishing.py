@@ -20,6 +20,7 @@ from typing import Any
 from huggingface_hub import HfApi
 
 from dpllm.config import ConfigError
+from dpllm.mechanism.averages import LAST_FOLDER
 from dpllm.privacy import checkpoints
 from dpllm.privacy.identity import names_exactly, released_files
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
@@ -322,7 +323,7 @@ def published_files(folder: str | Path, vocabulary: Iterable[str] = ()) -> list[
     if queries:
         return _of_queries(folder, named)
     paths = [Path(name) for name in named if Path(name).name == "adapter_config.json" and len(Path(name).parts) < 3]
-    inner = [path.parts[0] for path in paths if len(path.parts) == 2]
+    inner = [path.parts[0] for path in paths if len(path.parts) == 2 and path.parts[0] != LAST_FOLDER]
     return files_to_publish(folder, adapter=bool(paths), vocabulary=vocabulary, adapters=inner)
 
 

@@ -49,8 +49,6 @@ from dpllm.training.shared_ledger import SharedLedger
 
 AVERAGE_FOLDER = "average"
 """Within a checkpoint: the average beside the weights."""
-LAST_FOLDER = "last_step"
-"""Within the folder of a released average: the model with the weights after the last step."""
 CHANGED = (
     "The weights were changed while the model held the average of the run, and files that were saved then hold others. "
     "The guarantee covers that only where the change depends on nothing but what the run released: confirm it, or save "

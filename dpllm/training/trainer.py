@@ -32,6 +32,7 @@ from dpllm.engines import whole_state
 from dpllm.engines.processes import Processes
 from dpllm.engines.weights import require_finite
 from dpllm.ghost import NormMethod
+from dpllm.mechanism.averages import LAST_FOLDER
 from dpllm.mechanism.limits import NOISE_MEMORIES
 from dpllm.models.ended import note_changes
 from dpllm.models.given import GivenModel
@@ -49,7 +50,7 @@ from dpllm.training.advice import advice
 from dpllm.training.argument_table import ARGUMENTS, Argument
 from dpllm.training.arguments import refuse_changed
 from dpllm.training.attaching import AttachFirst
-from dpllm.training.averaging import LAST_FOLDER, checked_average
+from dpllm.training.averaging import checked_average
 from dpllm.training.corrected_adamw import optimizer_for
 from dpllm.training.fetching import refuse_ignored
 from dpllm.training.interrupt import Interrupt

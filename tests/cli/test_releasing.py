@@ -28,7 +28,8 @@ model: {{name: {folder}/base, peft: {{r: 2, target_modules: all-linear}}}}
 data: {{path: {folder}/records.jsonl, max_length: 16}}
 privacy: {{noise_multiplier: 1, clip_norm: 1, expected_batch_size: 20, delta: 1.0e-3, dataset: words}}
 train: {{output_dir: {folder}/run, max_steps: 2, per_device_train_batch_size: 32, use_cpu: true, disable_tqdm: true,
-  dataloader_pin_memory: false, learning_rate: 0.1, save_strategy: steps, save_steps: 2, logging_strategy: "no"}}
+  dataloader_pin_memory: false, learning_rate: 0.1, save_strategy: steps, save_steps: 2, logging_strategy: "no",
+  average: {{kind: ema, decay: 0.5, keep_last: true}}}}
 release: {{data_holder: a, audience: b, other_uses: none}}
 """
 PARTS = {"adapter_config.json", "adapter_model.safetensors"}
@@ -215,6 +216,7 @@ def test_an_uploaded_adapter_has_no_path_of_this_machine(run, hub, tmp_path, not
     copy = received_in(tmp_path / "copy", hub)
     assert json.loads((copy / "adapter_config.json").read_text())["base_model_name_or_path"] == want
     assert complaints(copy) == [] and complaints(run) == []
+    assert (run / "last_step").is_dir() and not (copy / "last_step").exists()
     assert (run / "adapter_config.json").read_bytes() == own and is_finished(run)
     lines = lines_of(run)
     assert call("push", run, "me/model").exit_code == 0 and lines_of(run) == lines

@@ -17,13 +17,13 @@ from dpllm import PrivateRun, TrainingRows, make_plan, per_sequence_loss
 from dpllm.config import ConfigError
 from dpllm.data.rows import RowCollator
 from dpllm.data.units import UnitIndex
-from dpllm.mechanism.averages import average_of, weights_of
+from dpllm.mechanism.averages import LAST_FOLDER, average_of, weights_of
 from dpllm.models.ended import earlier_run
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import LedgerError, read_ledger
 from dpllm.report.definition import RELEASED_WEIGHTS
 from dpllm.report.verify import verify as verify_folder
-from dpllm.training.averaging import AVERAGE_FOLDER, CHANGED, LAST_FOLDER, AverageError, Averaging
+from dpllm.training.averaging import AVERAGE_FOLDER, CHANGED, AverageError, Averaging
 from dpllm.training.checks.watch import WatchError
 from tests.conftest import tiny_llama_config
 from tests.training.test_trainer import arguments, privacy, rows, trainer
