@@ -46,7 +46,8 @@ def start_files(name: str) -> str | None:
         hashes = list(pool.map(_hash, files))
     listed = "".join(f"{file.name} {one}\n" for file, one in zip(files, hashes, strict=True))
     size = sum(file.stat().st_size for file in files)
-    return f"{len(files)} of {size:,} bytes, SHA-256 {hashlib.sha256(listed.encode()).hexdigest()}"
+    number = "1 file" if len(files) == 1 else f"{len(files)} files"
+    return f"{number}, {size:,} bytes, SHA-256 {hashlib.sha256(listed.encode()).hexdigest()}"
 
 
 def refuse_other_start(ledger: Path, name: str) -> None:

@@ -16,7 +16,7 @@ def folder(tmp_path):
 def test_every_byte_of_every_file_of_weights_counts(folder):
     """And their names, but nothing else in the folder, nor its own name."""
     first = start_files(str(folder))
-    assert first.startswith("2 of 640 bytes, SHA-256 ")
+    assert first.startswith("2 files, 640 bytes, SHA-256 ")
     (folder / "config.json").write_text("{ }")
     (folder / "pytorch_model.bin").write_bytes(b"not loaded beside safetensors")
     assert start_files(str(folder)) == first
@@ -33,7 +33,7 @@ def test_other_kinds_of_files_and_none(folder):
     """Weights of torch where there are no safetensors; a model that is not here has no hash."""
     for shard in folder.glob("*.safetensors"):
         shard.unlink()
-    assert start_files(str(folder)).startswith("1 of 170 bytes")
+    assert start_files(str(folder)).startswith("1 file, 170 bytes, ")
     (folder / "pytorch_model.bin").unlink()
     assert start_files(str(folder)) is None
     assert start_files("nobody/has-this-model") is None and start_files("./gone/a/b") is None
