@@ -213,14 +213,14 @@ def _asked(findings: Findings) -> Iterator[_Asked]:
         "setting",
         "Which data set is it (its public name)?",
         definition.dataset,
-        f"{_note('dataset')}, or `privacy.dataset` in the recipe before a run",
+        f"{_note('dataset')} (or `privacy.dataset` in the recipe before a run)",
     )
     yield _Asked("definition", "Which uses of the data does the guarantee cover?", definition.data_accesses_covered)
     yield _Asked(
         "definition",
         "Which other uses had the same data (tuning runs, earlier models, model selection)? Their ε adds up.",
         definition.other_uses_of_the_data,
-        f'{_release("other_uses", "other-uses")}; "none" if there were none',
+        f'{_release("other_uses", "other-uses")}. Write "none" if there were none',
     )
     yield _Asked("definition", "What may be released under the guarantee?", definition.released_under_the_guarantee)
     yield _Asked("not-covered", "What was written out that the guarantee does not cover?", True)
@@ -267,7 +267,7 @@ def _asked(findings: Findings) -> Iterator[_Asked]:
 
 
 def _release(key: str, option: str) -> str:
-    return f"{_note(option)}, or `release.{key}` in the recipe before a run"
+    return f"{_note(option)} (or `release.{key}` in the recipe before a run)"
 
 
 def _note(option: str, value: str = "…") -> str:

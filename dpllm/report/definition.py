@@ -38,7 +38,7 @@ ROWS_LEFT_OUT = "rows left out by the bound on rows per user"
 """The ledger's diagnostic of that name."""
 
 OTHER_PEOPLE = (
-    "Other people whom a unit's text names are not that unit: what several units say of one person is protected less"
+    "Other people whom a unit's text names are not that unit. A person whom several units describe is protected less"
 )
 
 ADJACENCY_WORDS = {
@@ -51,7 +51,7 @@ _NEVER_COVERED = tuple(
     for what, advice in (
         ("hyper-parameter tuning (other runs on the same data)", "each run has its own ε; add them up"),
         (
-            "choosing a run's noise, length or batch by what earlier private runs released",
+            "choosing a run's noise, length or batch by the releases of earlier private runs",
             "plan runs independently of each other's results; composition is proved for those",
         ),
         (
@@ -79,9 +79,8 @@ _OTHER_RUNS = NeverCovered(
 )
 _RELEASED = (
     "the final weights",
-    "the weights of every checkpoint",
-    "the sequence of noisy gradients with their norms, which the logs show, and the optimizer's state, which is "
-    "computed from them",
+    "the weights of every checkpoint, but not the other files in its folder",
+    "the sequence of noisy gradients with their norms, and all values that are computed from it only",
 )
 _AVERAGES = "averages of the weights after the steps, which are computed from those weights only"
 
@@ -170,13 +169,13 @@ def _unit(plan: PlannedUnit, contents: LedgerContents) -> str:
             f"{OTHER_PEOPLE}"
         )
     which = {
-        "first": ", the first ones in the order of the data,",
-        "random": ", chosen by a secret draw before the run,",
+        "first": ", the first ones in the order of the data",
+        "random": ", chosen by a secret draw before the run",
         None: "",
     }[plan.rows_kept]
     return (
-        f"one user: all records with the same id in column '{plan.unit_column}', of which at most "
-        f"{plan.max_rows_per_unit} rows{which} were used. A person with several ids is several units. Ids are "
+        f"one user: all records with the same id in column '{plan.unit_column}'. At most {plan.max_rows_per_unit} rows "
+        f"of each user were used{which}. A person with several ids is several units. Ids are "
         f"compared as they are written, unless the recipe normalised them. {OTHER_PEOPLE}"
     )
 
@@ -252,7 +251,7 @@ def assumptions(plan: PrivacyPlan, contents: LedgerContents) -> tuple[Assumption
         ),
         *_adapts(plan),
         *_selects(plan),
-        ("There is one draw per step", "what a step draws is drawn once and only then divided into microbatches"),
+        ("There is one draw per step", "the draw of a step is made once and only then divided into microbatches"),
         (
             "A unit's gradient depends on that unit alone",
             "losses are normalised within a row; modules that mix rows, such as batch norm, are refused",
@@ -263,7 +262,7 @@ def assumptions(plan: PrivacyPlan, contents: LedgerContents) -> tuple[Assumption
             f"it is divided by the expected batch size {plan.expected_batch_size}, never by the realised one; a step "
             "without units is taken all the same",
         ),
-        ("Sampling and noise can't be predicted", f"entropy: {entropy}"),
+        ("Sampling and noise cannot be predicted", f"entropy: {entropy}"),
         (
             "Every step is counted",
             "each step is on the disk before its gradient is used; the lines of the ledger are chained by hashes"

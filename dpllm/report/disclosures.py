@@ -46,7 +46,8 @@ _NOT_FOR_RELEASE = (
     ),
     (
         "checkpoint-*/",
-        "states of the training beside the weights of a step. ε covers those weights, and not every file beside them",
+        "the weights of a step, which ε covers, and states of the training, of which ε does not cover each. Publish "
+        "the final model instead",
     ),
     ("training.png", "a picture of the training losses"),
     (
@@ -58,7 +59,7 @@ _EVENT_FILES = ("the folder of TensorBoard (`runs/`, unless another was set)", "
 _AUDIT_FILES = ("audit.json, attacks.json, canaries.json and their pictures", "scores of single private records")
 _ANY_OTHER = (
     "every other file that `dpllm push` does not upload",
-    "it uploads weights, configuration, tokenizer, card, report, plan and ledger only. Nothing is known of other files",
+    "it uploads weights, configuration, tokenizer, card, report, plan and ledger only. Nobody has checked other files",
 )
 ON_PRIVATE_ROWS = "on_private_rows"
 """Name in the logs that marks an evaluation on private rows, in a run whose own evaluation rows are declared public."""
@@ -74,6 +75,16 @@ _HARMLESS = (
 _KNOWN_MODULES = ("dpllm", "transformers", "builtins", "typing", "abc")
 _PRINTERS = ("PrinterCallback", "ProgressCallback", "NotebookProgressCallback", "StepProgress")
 _RESOURCES = ("_runtime", "_samples_per_second", "_steps_per_second", "_tokens_per_second", "_model_preparation_time")
+
+
+_IN_PLAIN_WORDS = {
+    TRAINING_LOSS: "how well the model fits the private texts, during the training",
+    FINAL_LOSS: "how well the model fits the private texts, over the whole training",
+    EVALUATION_DURING: "tests of the model on private texts, during the training",
+    EVALUATION_OUTSIDE: "tests of the model on private texts, before or after the training",
+    HELD_OUT: "tests of the model on private texts that were kept back from the training",
+    PREDICTION: "answers of the model to private texts",
+}
 
 
 @dataclass(frozen=True)
@@ -108,6 +119,15 @@ def not_covered(logs: Mapping[str, Any], evaluating: Evaluating | None, training
         if what is not None:
             counts[what] = counts.get(what, 0) + 1
     return {what: count if what == OTHER else 1 for what, count in counts.items()}
+
+
+def in_plain_words(what: str) -> str:
+    """Return the report's words for a result as a reader outside of the field understands them.
+
+    >>> in_plain_words(PREDICTION), in_plain_words("a table")
+    ('answers of the model to private texts', 'a table')
+    """
+    return _IN_PLAIN_WORDS.get(what, what)
 
 
 def _kind(name: str, evaluating: Evaluating | None, training: bool) -> str | None:

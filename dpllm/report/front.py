@@ -8,14 +8,18 @@ which the sentence still holds.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 
 from dpllm.privacy.rounding import format_percent, one_in, up_significant
 from dpllm.report.definition import REFUTED, TRAINED_MODEL
+from dpllm.report.disclosures import in_plain_words
 from dpllm.report.models import Findings, PlanOfQueries, Strength
 from dpllm.report.models_front import Front, Odds, day_in_words
 from dpllm.report.query_front import about_answers, method_of, thing_of, what_was_asked, when_it_was_asked
 
+NO_TRAINER = 'not noted. This command notes it: `dpllm report . --trained-by "…"`'
+"""Words of a report in which nobody noted who trained the model; no question of the checklist asks it."""
 _ON_THE_FRONT = ("0.5", "0.01", "1e-06")  # of `bounds`: one of each kind of attack
 _REFUTED = (
     "AN AUDIT REFUTES THIS REPORT. It found more about single units in the model than the numbers of this report "
@@ -68,7 +72,7 @@ def _to_do(num_open: int, tier: str, thing: str = "model") -> str:
     if tier == "weak":
         return (
             f"No point of this report is open, but its guarantee is weak. Whether {it} may be released is to be "
-            "decided by the odds above, and not by this report alone."
+            "decided by the odds above, and not by this report only."
         )
     return "Nothing: no point of this report is open."
 
@@ -154,6 +158,7 @@ def _what(findings: Findings) -> str:
     base = f", based on {noted.base_model}," if noted.base_model else ""
     data = f"the data set “{definition.dataset}”" if definition.dataset else "a data set without a public name"
     private = f"{number:,} private records" if unit == "record" else f"private texts of {number:,} users"
+    model = re.sub(r"^an? ((?:\w+ )?)adapter for (.*)$", r"a small addition to \2, called \1adapter", model)
     words = [f"{model[0].upper()}{model[1:]}{base} was trained on {data}: {private}."]
     if findings.checkable.plan.format == 5:
         words.append("It is the best of a secret, random number of training runs.")
@@ -167,11 +172,12 @@ def _what(findings: Findings) -> str:
 def _who(findings: Findings) -> str:
     thing = thing_of(findings)
     facts = (
-        ("Trained by" if thing == "model" else "Made by", findings.noted.trained_by),
-        ("raw data held by", findings.setting.data_holder),
+        ("Raw data held by", findings.setting.data_holder),
         (f"{thing} meant for", findings.setting.audience),
+        ("trained by" if thing == "model" else "made by", findings.noted.trained_by or NO_TRAINER),
     )
-    return "; ".join(f"{name}: {'not noted' if value is None else value}" for name, value in facts) + "."
+    words = "; ".join(f"{name}: {'not noted' if value is None else value}" for name, value in facts)
+    return words if findings.noted.trained_by is None else f"{words}."
 
 
 def _when(findings: Findings) -> str:
@@ -214,8 +220,8 @@ def _odds(findings: Findings) -> str:
         f"whether {_named(unit)[0]} was used" if statement.adjacency == "zero-out" else f"which of two {unit}s was used"
     )
     return (
-        f"With the help of the {thing_of(findings)}, someone who knows all other data and every setting can say "
-        f"{asked} and be right at most {format_percent(success)} of the time; tossing a coin is right 50% of the time."
+        f"Someone who has the {thing_of(findings)}, and knows all other data, can say {asked} and be right at "
+        f"most {format_percent(success)} of the time; tossing a coin is right 50% of the time."
     )
 
 
@@ -254,7 +260,7 @@ def factor_words(epsilon: float) -> str:
 
 def _not_covered(findings: Findings) -> str:
     written = findings.definition.written_out_and_not_covered
-    counted = "; ".join(f"{item.what} ({_times(item.count)})" for item in written)
+    counted = "; ".join(f"{in_plain_words(item.what)} ({_times(item.count)})" for item in written)
     first = f"The run wrote out results that ε does not cover: {counted}." if written else ""
     budgets = sorted({entry.file for entry in findings.accounting.budget})
     names = ", ".join(budgets)

@@ -34,7 +34,7 @@ Value = str | bool | int | float
 class DrawNumbers(Part):
     """The numbers of a draw, which the plan and the parameters of the mechanism share."""
 
-    sampling: Sampling = Field(description="What is drawn and clipped as a whole: units, or rows.")
+    sampling: Sampling = Field(description="Unit of a draw: units, or rows.")
     num_units: AtLeastOne = Field(description="N, the number of units; public.")
     num_examples: AtLeastOne | None = Field(
         description="Rows there are to draw, with example-level sampling; null otherwise."

@@ -20,9 +20,9 @@ from typing import Any
 import jinja2
 import markupsafe
 
-from dpllm.privacy.rounding import format_delta, format_epsilon, one_in, up, up_significant
+from dpllm.privacy.rounding import format_delta, format_epsilon, format_percent, one_in, up, up_significant
 from dpllm.report.disclosures import UTILITY_FILE
-from dpllm.report.front import bounds, unit_of
+from dpllm.report.front import NO_TRAINER, bounds, unit_of
 from dpllm.report.glossary import glossary
 from dpllm.report.models import Parameters, PrivacyReport
 from dpllm.report.models_front import SECTIONS
@@ -30,6 +30,19 @@ from dpllm.report.models_plan import QueryParameters
 from dpllm.report.query_front import method_of, thing_of
 
 NOT_FILLED = "**not filled in**"
+WHERE = "Type the commands in the folder in which this page is: the dot in them means that folder."
+EXACT = (
+    "Sentences and tables above are rounded to two figures, to the safe side. From here on, the numbers are exact "
+    "figures, for readers who know the field."
+)
+KEPT = (
+    "Publish the model with `dpllm push`, which leaves these files out. If you copy the folder by hand, leave them "
+    "out, too."
+)
+CHECKPOINTS = (
+    "ε covers the weights in every checkpoint. It does not cover each of the other files beside them, so a "
+    "checkpoint's folder is not published as a whole."
+)
 
 
 class _Verbatim(str):
@@ -58,10 +71,12 @@ def template(name: str) -> jinja2.Template:
     environment.filters.update(
         **{"epsilon": _epsilon, "delta": format_delta, "one_in": one_in, "chance": _chance, "share": _share},
         **{"rho": _rho, "cell": _cell, "verbatim": _Verbatim, "width": _width, "code": _code, "ceiling": _ceiling},
+        **{"command": _command, "words": _words, "percent": format_percent},
     )
     environment.globals.update(method_of=method_of)
     words = glossary(f"{form}{slash}")
     environment.globals.update(not_filled=NOT_FILLED, sections=SECTIONS, glossary=words, utility_file=UTILITY_FILE)
+    environment.globals.update(where=WHERE, exact=EXACT, kept=KEPT, checkpoints=CHECKPOINTS, trained=NO_TRAINER)
     text = importlib.resources.files("dpllm").joinpath(f"report/templates/{name}").read_text(encoding="utf-8")
     return environment.from_string(text)
 
@@ -132,6 +147,28 @@ def _width(value: float) -> str:
 def _code(value: str) -> markupsafe.Markup:
     """Escape a text, and show what is between backticks as code."""
     return markupsafe.Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(markupsafe.escape(value))))
+
+
+def _words(value: str) -> markupsafe.Markup:
+    """Escape a command such that a line breaks between its words only, never at the hyphens of an option."""
+    return markupsafe.Markup(
+        re.sub(r"\S*-\S*", lambda word: f'<span class="w">{word[0]}</span>', str(markupsafe.escape(value)))
+    )
+
+
+def _command(value: str) -> markupsafe.Markup:
+    """Escape a text, and show commands and other code between backticks; a command has a line of its own."""
+    parts = value.split("`")
+    if len(parts) % 2 == 0:  # a backtick without its partner is text
+        return markupsafe.escape(value)
+    return markupsafe.Markup("").join(
+        markupsafe.Markup("<code{}>{}</code>").format(
+            markupsafe.Markup(' class="command"') if part.startswith("dpllm ") and "-" in part else "", _words(part)
+        )
+        if place % 2
+        else markupsafe.escape(part)
+        for place, part in enumerate(parts)
+    )
 
 
 def _in_one_line(value: Any) -> str:

@@ -203,8 +203,8 @@ def _statement(plan: PrivacyPlan, contents: LedgerContents, epsilons: EpsilonByA
         )
     elif math.isinf(epsilon):
         words = (
-            "NOT PRIVATE. ε is infinite: no noise was added, so nothing limits what the model reveals about any one "
-            f"{unit}."
+            "NOT PRIVATE. ε is infinite: no noise was added, so nothing limits how much the model reveals about any "
+            f"one {unit}."
         )
     elif contents.num_steps == 0:
         words = "No step has been charged: nothing has been learnt from the private data so far."
@@ -232,7 +232,7 @@ def _guarantee(plan: PrivacyPlan, epsilons: EpsilonByAdjacency, unit: str) -> st
     return (
         f"{what} satisfies (ε, δ)-differential privacy with ε = {up(epsilon)} and δ = {format_delta(plan.delta)} "
         f"for every single {unit}. Whatever is released of the model would have come out almost as likely had any one "
-        f"{unit} {changes[plan.adjacency]}: the chance of any outcome changes at most by the factor "
+        f"{unit} {changes[plan.adjacency]}. The chance of any outcome changes at most by the factor "
         f"{factor_words(epsilon)}, plus {format_delta(plan.delta)}. Had any one {unit} {changes[other]} "
         f"({other} adjacency), {value} at the same δ."
     )
@@ -246,8 +246,8 @@ def _about_the_stop(plan: PrivacyPlan, contents: LedgerContents) -> str:
     if contents.notes.stopped_independently and plan.selection is None:
         return f"{taken} The figures are theirs: the stop was declared independent of the data and of the releases."
     return (
-        f"{taken} The figures are those of all {planned}: the stop, or the choice of this checkpoint, may "
-        "depend on the data or on what the run released, and they hold in spite of that."
+        f"{taken} The figures are those of all {planned}. They hold even if the stop, or the choice of this "
+        "checkpoint, depends on the data or on the releases of the run."
     )
 
 
@@ -431,12 +431,12 @@ def _tier(epsilon: float, seeded: bool) -> tuple[str, str]:
     if epsilon <= 10:
         return (
             "reasonable",
-            "ε between 1 and 10 is a reasonable guarantee; the bounds on attacks say what it allows.",
+            "ε between 1 and 10 is a reasonable guarantee. The bounds on attacks show its meaning.",
         )
     return (
         "weak",
-        "ε above 10 is a weak guarantee: the number alone is no evidence of anonymity, and an empirical audit of the "
-        "model belongs with it.",
+        "ε above 10 is a weak guarantee. The number by itself is no evidence of anonymity, and an empirical audit of "
+        "the model belongs with it.",
     )
 
 

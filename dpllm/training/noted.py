@@ -32,9 +32,9 @@ def note_users(ledger: Ledger | SharedLedger, units: UnitIndex, column: str | No
     each = units.num_units == units.num_rows > 1 and units.rows_dropped == 0 and units.rows_per_owner == 1
     if each:
         ledger.append_open_point(
-            f"Every id in column '{column}' is in one row only. If it names a row or a message and not a "
-            "person, a person is spread over several units and is protected less than one: confirm that each person "
-            "has one row, or name the column that holds the person's id."
+            f"No id in column '{column}' occurs twice. Perhaps the column numbers rows or messages, and not people. "
+            "A person with several rows is then protected less than this report says. Confirm that each person has "
+            "one row, or train again with the column that holds the person's id."
         )
     if units.differ_in_case:
         ledger.append_open_point(

@@ -565,7 +565,7 @@ class TestNotes:
         """If the id of a message were used as a person's id, each message would count as a person."""
         records, rows = self.rows(tmp_path, tokenizer, [(str(number), f"text {number}") for number in range(10)])
         notes = self.note(tmp_path, records, rows, unit="user", unit_column="who", max_rows_per_unit=2)
-        assert len(notes.open_points) == 1 and "Every id in column 'who' is in one row only" in notes.open_points[0]
+        assert len(notes.open_points) == 1 and "No id in column 'who' occurs twice" in notes.open_points[0]
         records, rows = self.rows(tmp_path, tokenizer, [(str(number // 2), f"text {number}") for number in range(10)])
         other = tmp_path / "other"
         other.mkdir()

@@ -14,8 +14,8 @@ from dpllm.data.units import ONE_ROW
 from dpllm.privacy.ledger import Ledger, read_ledger
 from dpllm.privacy.plan import make_plan
 from dpllm.report.definition import SELECTED, TRAINED_MODEL, UNITS_MADE_OF
-from dpllm.report.disclosures import TRAINING_LOSS
-from dpllm.report.front import _to_do, bounds
+from dpllm.report.disclosures import TRAINING_LOSS, in_plain_words
+from dpllm.report.front import _alert, _to_do, bounds
 from dpllm.report.html import draw_figures, render_html
 from dpllm.report.markdown import render_markdown
 from dpllm.report.models import PrivacyReport
@@ -34,9 +34,11 @@ def report_of(
     end: str | None = "completed",
     facts: tuple[tuple[str, str], ...] = (),
     budget: dict[str, str] | None = None,
+    written: tuple[str, ...] = (),
+    settled: str | None = None,
     **change: Any,
 ) -> PrivacyReport:
-    """Return the report of a run that took steps up to each of some numbers, in a start each."""
+    """Return the report of a run that took steps up to each of some numbers, in a start each, with a settled point."""
     config = {"noise_multiplier": 2.0, "clip_norm": 0.5, "expected_batch_size": 20, "delta": 3e-7, **change}
     plan = make_plan(PrivacyConfig(**config), num_units=1000, num_steps=NUM_STEPS)
     path, first = tmp_path / "privacy_ledger.jsonl", 0
@@ -48,9 +50,15 @@ def report_of(
                 ledger.append_step(number, plan.event)
             for name, value in facts:
                 ledger.append_fact(name, value)
+            for what in written:
+                ledger.append_disclosure(what, 2)
             if end is not None:
                 ledger.append_end(end)
         first = start
+    if settled is not None:
+        with Ledger.annotate(path) as ledger:
+            ledger.append_open_point(settled)
+            ledger.append_settled(settled, "Each row is a record.", "A. Meyer")
     return privacy_report(plan, read_ledger(path), notes)
 
 
@@ -59,15 +67,25 @@ def test_the_first_screen_of_a_finished_run(tmp_path: Path) -> None:
     report = report_of(tmp_path, facts=((TRAINED_MODEL, "a LoRA adapter for a language model (gpt2)"),))
     front = report.front
     assert front.what == (
-        "A LoRA adapter for a language model (gpt2), based on org/base, was trained on the data set “notes”: 1,000 "
-        "private records. Taken as public: pretraining text: old speeches."
+        "A small addition to a language model (gpt2), called LoRA adapter, based on org/base, was trained on the data "
+        "set “notes”: 1,000 private records. Taken as public: pretraining text: old speeches."
     )
-    assert front.who == "Trained by: research IT; raw data held by: the clinic; model meant for: its staff."
+    assert front.who == "Raw data held by: the clinic; model meant for: its staff; trained by: research IT."
     assert re.fullmatch(r"Training began on \d+ [A-Z][a-z]+ \d{4} and took all 12 planned steps\.", front.when)
     assert front.protected.startswith("Every single record of the training data.")
     assert "δ = 1 in 3.3 million" in front.numbers and "strong" in front.numbers
     assert front.not_covered.startswith("ε is about this run")
     assert report_of_open(report) == front.to_do
+    assert front.alert == f"{len(report.open_points)} points are open: do not release the model yet."
+    for page in (render_markdown(report), render_html(report, draw_figures(report))):
+        assert page.index(front.alert) < page.index("Model and data"), "nobody has to scroll for it"
+
+
+def test_the_command_that_notes_the_trainer_is_beside_the_place_of_its_name(tmp_path: Path) -> None:
+    """No question of the checklist asks for it, so no open point has the command."""
+    report = report_of(tmp_path, dataclasses.replace(NOTES, trained_by=None))
+    command = '`dpllm report . --trained-by "…"`'
+    assert command in report.front.who and render_markdown(report).count(command) == 2
 
 
 def report_of_open(report: PrivacyReport) -> str:
@@ -129,7 +147,7 @@ def test_results_that_were_written_out_and_the_budget(tmp_path: Path) -> None:
         PrivacyConfig(noise_multiplier=2.0, clip_norm=0.5, expected_batch_size=20, delta=3e-7), 1000, NUM_STEPS
     )
     report = privacy_report(plan, read_ledger(tmp_path / "privacy_ledger.jsonl"), NOTES)
-    assert f"ε does not cover: a table (3 times); {TRAINING_LOSS} (once)." in report.front.not_covered
+    assert f"ε does not cover: a table (3 times); {in_plain_words(TRAINING_LOSS)} (once)." in report.front.not_covered
     assert "charged to the same budget (letters.json) are added up" in report.front.not_covered
 
 
@@ -174,5 +192,6 @@ def test_sentences_are_for_people(tmp_path: Path, change: dict[str, Any]) -> Non
 
 def test_a_weak_guarantee_without_open_points_is_not_said_to_be_done() -> None:
     """Else a reader takes an empty list for a permission."""
+    assert "weak" in _alert(0, "weak") and _alert(0, "reasonable") == "" and _alert(1, "weak").startswith("One point")
     assert _to_do(0, "weak").startswith("No point of this report is open, but its guarantee is weak")
     assert _to_do(0, "reasonable").startswith("Nothing") and _to_do(1, "weak").startswith("One point")

@@ -98,7 +98,7 @@ def test_statement_and_tier_come_first(page: str, report: PrivacyReport) -> None
     """Before everything else: what was trained on what, by whom, when, the unit, the odds; then what is not done."""
     words, front = " ".join(Page(page).words.split()), report.front
     for line in (front.what, front.who, front.when, front.protected, front.odds, front.numbers, front.not_covered):
-        place = words.index(" ".join(line.split()))
+        place = words.index(" ".join(line.replace("`", "").split()))
         assert place < words.index(front.to_do)
     assert words.index(front.to_do) < words.index(report.open_points[0]) < words.index("Do not publish these files")
     assert "strong" in words[: words.index(front.to_do)]
@@ -178,7 +178,7 @@ def test_three_pictures_with_captions_and_words(page: str, report: PrivacyReport
     pictures = [attributes for tag, attributes in found.tags if attributes.get("role") == "img"]
     assert len(pictures) == 2 * page.count("<figcaption>") == page.count("<svg ") == 6
     alternatives = " ".join(str(attributes["aria-label"]) for attributes in pictures)
-    assert "false positive rate" in alternatives and "over δ" in alternatives
+    assert "wrongly accuses" in alternatives and "over δ" in alternatives
     assert f"rising to {format_epsilon(report.statement.epsilon)} after 6 steps" in alternatives
 
 
@@ -222,3 +222,24 @@ def test_missing_picture_or_key_is_refused(report: PrivacyReport) -> None:
         template("privacy_report.html").render(report=without)
     with pytest.raises(jinja2.UndefinedError):
         template("privacy_report.md").render(report=without)
+
+
+def test_a_command_never_breaks_within_an_option(page: str, report: PrivacyReport) -> None:
+    """On a narrow screen, a line ends between two words; a copied command has plain hyphens."""
+    shown = re.findall(r'<code class="command">(.*?)</code>', page)
+    assert len(shown) >= len(report.open_points)
+    kept = re.findall(r'<span class="w">([^<]*)</span>', " ".join([*shown, *re.findall(r"<pre>.*?</pre>", page, re.S)]))
+    assert {"--settle", "--noise-multiplier"} <= set(kept)
+    assert "code .w, pre .w { white-space: nowrap; }" in page and "overflow-x: auto" in page
+    assert not re.search(r"--\w", re.sub(r"<span class=\"w\">[^<]*</span>", "", " ".join(shown)))
+
+
+def test_numbers_are_rounded_until_the_section_of_exact_figures(page: str) -> None:
+    """One rule for both: no number with more than two figures or a power of ten before the section that says so."""
+    before, _, after = page[page.index("<body>") :].partition('<section id="accounting">')
+    words = Page(re.sub(r"<svg.*?</svg>", "", before, flags=re.S)).words
+    words = words.partition("Facts of the run (exact figures)")[0]
+    assert not re.search(r"\de[-+]\d", words)
+    for number in re.findall(r"(?<![\d.])\d+\.\d+", words):
+        assert len(number.replace(".", "").lstrip("0")) <= 3, number
+    assert "exact figures" in after and "Bounds on attacks, exact figures" in after

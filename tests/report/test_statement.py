@@ -356,7 +356,7 @@ def test_crash_and_resume_are_charged(tmp_path: Path) -> None:
 def test_user_level_words(tmp_path: Path) -> None:
     """Users drawn as wholes: the unit, its column, its bound, and one clip for all rows of a user."""
     report = report_of(tmp_path, unit="user", unit_column="sender", max_rows_per_unit=4)
-    assert "'sender'" in report.definition.unit and "at most 4 rows" in report.definition.unit
+    assert "'sender'" in report.definition.unit and "At most 4 rows" in report.definition.unit
     assert "every single user" in report.statement.words
     mechanism = report.definition.mechanism
     assert mechanism.startswith("user-level sampling (ULS)") and "summed over all rows of that user" in mechanism
