@@ -51,7 +51,7 @@ def front(findings: Findings, num_open: int) -> Front:
     )
 
 
-def _alert(num_open: int, tier: str, thing: str) -> str:
+def _alert(num_open: int, tier: str, thing: str = "model") -> str:
     """Return the line above everything else; nothing where no point is open."""
     if num_open:
         points = "One point is" if num_open == 1 else f"{num_open} points are"
