@@ -57,7 +57,8 @@ def hub(monkeypatch):
     """What a Hub would receive."""
     received = SimpleNamespace(created=[], files=None)
 
-    def create(client, repo_id, *, private, exist_ok):
+    def create(client, repo_id, *, private, exist_ok, repo_type):
+        assert repo_type == "model"
         received.created.append((repo_id, private))
         return SimpleNamespace(repo_id=repo_id)
 
