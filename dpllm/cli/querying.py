@@ -1,4 +1,4 @@
-"""`dpllm count`, and what the commands of all query runs do alike.
+"""`dpllm count` and `dpllm predict`, and what the commands of all query runs do alike.
 
 Place in the flow: between the command line and the methods of private release. A method is a line in `METHODS`: the
 functions that read its data, plan it and carry it out.
@@ -56,13 +56,38 @@ def _count(recipe: QueryRecipe, units: Any, plan: Any, say: Callable[[str], None
     return {"counts": count_labels(recipe, units, plan)}
 
 
-METHODS = {"count": QueryCommand("reading the labels", _read_counts, _plan_counts, _count)}
+def _read_for_prediction(recipe: QueryRecipe) -> Any:
+    from dpllm.prediction.run import read_records
+
+    return read_records(recipe)
+
+
+def _plan_prediction(recipe: QueryRecipe, records: Any) -> Any:
+    from dpllm.prediction.run import plan_prediction
+
+    return plan_prediction(recipe, records.num_units)
+
+
+def _predict(recipe: QueryRecipe, records: Any, plan: Any, say: Callable[[str], None]) -> dict[str, Any]:
+    from dpllm.prediction.run import predict_texts
+
+    return {"texts": str(predict_texts(recipe, records, plan, say))}
+
+
+METHODS = {
+    "count": QueryCommand("reading the labels", _read_counts, _plan_counts, _count),
+    "predict": QueryCommand("reading the records", _read_for_prediction, _plan_prediction, _predict),
+}
 """By the name of the recipe's section, which is that of the command."""
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command(epilog="Example: dpllm count label_counts privacy.target_epsilon=0.5")(count)
+    app.command(
+        epilog="Example: dpllm predict predict_e2e predict.texts=100\n\n"
+        "Example: dpllm predict mine.yaml predict.kind=logits privacy.target_epsilon=3 --output-dir runs/eps3"
+    )(predict)
 
 
 @one_line_errors
@@ -71,6 +96,18 @@ def count(
 ) -> None:
     """Count the records of each public class with noise, from a recipe to counts with their privacy report."""
     run_method("count", recipe, overrides or [], output_dir, as_json)
+
+
+@one_line_errors
+def predict(
+    recipe: RecipeFile, overrides: Overrides = None, output_dir: OutputDir = None, as_json: AsJson = False
+) -> None:
+    """Draw texts from a public model that reads private records, without training.
+
+    Each text is made by a secret group of records, whose logits are clipped and averaged (private prediction,
+    InvisibleInk). All tokens that the texts may have are charged before the first. `dpllm plan` prints the cost.
+    """
+    run_method("predict", recipe, overrides or [], output_dir, as_json)
 
 
 def run_method(method: str, recipe: str, overrides: list[str], output_dir: Path | None, as_json: bool) -> None:

@@ -24,6 +24,7 @@ from dpllm.mechanism.quantile import QuantileClipping
 from dpllm.mechanism.query import Query
 from dpllm.mechanism.selection import SelectedRun
 from dpllm.mechanism.several import Several
+from dpllm.mechanism.token_draw import TokenDraw
 
 _CLIPPINGS: tuple[type[Clipping], ...] = (
     FlatClipping,
@@ -34,7 +35,17 @@ _CLIPPINGS: tuple[type[Clipping], ...] = (
     QuantileClipping,
 )
 _NOISES: tuple[type[Noise], ...] = (IndependentNoise, BandedNoise, BltNoise)
-_EVENTS: tuple[type[Event], ...] = (Step, StepOfRows, BandedStep, BltStep, DiscreteStep, SelectedRun, Query, Several)
+_EVENTS: tuple[type[Event], ...] = (
+    Step,
+    StepOfRows,
+    BandedStep,
+    BltStep,
+    DiscreteStep,
+    SelectedRun,
+    Query,
+    Several,
+    TokenDraw,
+)
 
 CLIPPINGS = {part.kind: part for part in _CLIPPINGS}
 NOISES = {part.kind: part for part in _NOISES}

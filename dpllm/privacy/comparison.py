@@ -30,6 +30,7 @@ from dpllm.mechanism.discrete import DiscreteStep
 from dpllm.mechanism.events import Step, StepOfRows
 from dpllm.mechanism.query import Query
 from dpllm.mechanism.selection import SelectedRun
+from dpllm.mechanism.token_draw import TokenDraw
 from dpllm.privacy import accounting
 from dpllm.privacy.accounting import DISCRETIZATION, History, merge
 from dpllm.privacy.rounding import up
@@ -166,6 +167,8 @@ def library_epsilon(
         raise ValueError("dp_accounting has no loss distribution of discrete noise; compare by zCDP")
     if any(isinstance(one, SelectedRun) for one, _ in merged):
         raise ValueError("dp_accounting has no loss distribution of a selection of runs; compare by Rényi accounting")
+    if any(isinstance(one, TokenDraw) for one, _ in merged):
+        raise ValueError("dp_accounting has no loss distribution of a token draw; compare by zCDP")
     if not all(one.has_pair(adjacency) for one, _ in merged):
         raise ValueError(
             f"dp_accounting has no {adjacency} event for units whose rows are drawn singly; compare under zero-out"
@@ -405,6 +408,9 @@ def zcdp_rho(history: History) -> float:
     """
     total = 0.0
     for step, count in merge(history):
+        if isinstance(step, TokenDraw):
+            total += count * step.rho()
+            continue
         if step.noise_multiplier == 0 or not isinstance(step, Step | StepOfRows | DiscreteStep | Query):
             return math.inf  # a selection has no finite ρ; of other events none is known here
         reach = step.sensitivity if isinstance(step, DiscreteStep) else step.moves

@@ -53,7 +53,27 @@ def plan_from(
             adjacency=privacy.adjacency,
             after=after,
         )
-    charges = tuple(Charge(name=name, event=event, count=count) for name, event, count in charges_of(sigma))
+    return plan_with(
+        recipe, method, num_units, charges_of(sigma), settings=settings, randomness=randomness, after=after
+    )
+
+
+def plan_with(
+    recipe: QueryRecipe,
+    method: str,
+    num_units: int,
+    charges: Sequence[tuple[str, Event, int]],
+    *,
+    settings: Sequence[tuple[str, Value]] = (),
+    randomness: str = "os",
+    after: PriorRelease | None = None,
+) -> QueryPlan:
+    """Return the plan of a recipe whose charges are known; as `plan_from`, which finds them.
+
+    Raises:
+        ValueError: δ is out of range.
+    """
+    privacy = recipe.privacy
     return QueryPlan(
         unit=privacy.unit,
         adjacency=privacy.adjacency,
@@ -63,9 +83,9 @@ def plan_from(
         dataset=privacy.dataset,
         method=method,
         num_units=num_units,
-        charges=charges,
+        charges=tuple(Charge(name=name, event=event, count=count) for name, event, count in charges),
         settings=tuple(settings),
-        delta=delta,
+        delta=privacy.delta_for(num_units),
         target_epsilon=privacy.target_epsilon,
         randomness=randomness,
         after=after,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dpllm.privacy.methods.label_counts import LABEL_COUNTS
 from dpllm.privacy.methods.method import Method as Method
+from dpllm.privacy.methods.predicted_text import PREDICTED_TEXT
 
-_METHODS: tuple[Method, ...] = (LABEL_COUNTS,)
+_METHODS: tuple[Method, ...] = (LABEL_COUNTS, PREDICTED_TEXT)
 
 METHODS = {method.name: method for method in _METHODS}

@@ -1,0 +1,223 @@
+"""A private prediction from a recipe: its plan, its groups, and one text after the other.
+
+Place in the flow: above the sampler; the command `dpllm predict` calls it. All tokens are charged before a record
+reaches the model. What can be refused is refused before that: a model that does not load, has no room for the tokens,
+couples rows, or does not fit into memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from rich.console import Console
+
+from dpllm.config import ConfigError, ModelConfig
+from dpllm.config.predict_section import PredictConfig
+from dpllm.config.query_recipe import QueryRecipe
+from dpllm.data.records import load_records, required_columns
+from dpllm.data.rows import unit_index_of
+from dpllm.data.units import Int64Array, UnitIndex
+from dpllm.mechanism.sampling import secret_rng
+from dpllm.models.load import load_base_model, load_tokenizer
+from dpllm.models.starting_point import check_start
+from dpllm.prediction.groups import secret_groups
+from dpllm.prediction.model import require_independent_rows, require_memory
+from dpllm.prediction.plan import TokenPlan, noise_within, plan_tokens
+from dpllm.prediction.prompts import Template
+from dpllm.prediction.sampler import GroupSampler, TextLimits
+from dpllm.privacy.query_plan import QueryPlan, Value
+from dpllm.queries.planned import begin_from, plan_with
+from dpllm.training.phases import Phases
+
+CHARGE = "tokens of one group's texts"
+METHOD = "predicted text"
+
+
+@dataclass(frozen=True)
+class PrivateRecords:
+    """The records of a recipe, in units, and the template of their contexts."""
+
+    records: datasets.Dataset
+    units: UnitIndex
+    template: Template
+
+    @property
+    def num_units(self) -> int:
+        """N."""
+        return self.units.num_units
+
+    def contexts(self, group: Int64Array) -> list[list[str]]:
+        """Return, for each unit of a group, the contexts of its records."""
+        rows, place = self.units.rows_of(group)
+        found: list[list[str]] = [[] for _ in group]
+        for row, unit in zip(rows.tolist(), place.tolist(), strict=True):
+            found[unit].append(self.template.of(self.records[row]))
+        return found
+
+
+def read_records(recipe: QueryRecipe) -> PrivateRecords:
+    """Read the records of a recipe.
+
+    Raises:
+        ConfigError: the template names a column that they lack.
+        DataError: they cannot be read.
+    """
+    context = _options(recipe).context or _usual_context(recipe)
+    records = load_records(recipe.data)
+    template = Template(context, records.column_names)
+    return PrivateRecords(records, unit_index_of(records, recipe.privacy, secret_rng()), template)
+
+
+def tokens_of(recipe: QueryRecipe, num_units: int) -> TokenPlan:
+    """Return the public numbers of a recipe's tokens.
+
+    Args:
+        recipe: with the section ``predict``.
+        num_units: N.
+
+    Raises:
+        ConfigError: the numbers contradict each other, or the units do not suffice.
+    """
+    privacy = recipe.privacy
+
+    def noise_for(tokens: int) -> float:
+        if privacy.noise_multiplier is not None:
+            return privacy.noise_multiplier
+        assert privacy.target_epsilon is not None  # the section has one of the two
+        return noise_within(privacy.target_epsilon, privacy.delta_for(num_units), privacy.adjacency, tokens)
+
+    return plan_tokens(_options(recipe), num_units, noise_for)
+
+
+def plan_prediction(recipe: QueryRecipe, num_units: int) -> QueryPlan:
+    """Return the plan of a recipe's run; it needs the number of units and no record.
+
+    Raises:
+        ConfigError: as `tokens_of`.
+        ValueError: δ is out of range.
+    """
+    tokens, texts = tokens_of(recipe, num_units), _options(recipe).texts
+    scoring = tokens.scoring
+    settings: list[tuple[str, Value]] = [
+        ("clipped quantity", "difference to the public logits" if scoring.around_public else "logits"),
+        ("clip c, of a logit", scoring.clip),
+        ("group size s, units", scoring.units),
+        ("temperature τ", scoring.temperature),
+        ("noise multiplier sτ/c", float(f"{scoring.noise_multiplier:.6g}")),
+        ("tokens of a text, at most", tokens.max_new_tokens),
+        ("texts", texts),
+        ("texts of one group, at most", tokens.texts_of_group),
+        ("texts that the units allow at the same ε", tokens.free_texts(num_units)),
+        (
+            "drawn from",
+            "all tokens" if scoring.top_k is None else f"the {scoring.top_k} likeliest public tokens, top-k+",
+        ),
+    ]
+    return plan_with(
+        recipe, METHOD, num_units, [(CHARGE, tokens.event, tokens.tokens)], settings=settings, randomness="discrete"
+    )
+
+
+def predict_texts(recipe: QueryRecipe, records: PrivateRecords, plan: QueryPlan, say: Callable[[str], None]) -> Path:
+    """Draw the texts, and return their file.
+
+    Args:
+        recipe: with the sections ``model`` and ``predict``.
+        records: as `read_records` returns them.
+        plan: as `plan_prediction` returns it.
+        say: prints a line.
+
+    Raises:
+        ConfigError: the model does not load, has no room, couples rows or does not fit into memory.
+        ValueError: the plan is another one, the budget does not allow the run, or the folder holds another.
+    """
+    options, tokens = _options(recipe), tokens_of(recipe, records.num_units)
+    charge = plan.charge(CHARGE)
+    if (charge.event, charge.count, plan.num_units) != (tokens.event, tokens.tokens, records.num_units):
+        raise ValueError("the plan is not that of this recipe and these records: make it with plan_prediction")
+    say(f"loading {_model(recipe).name}")
+    sampler, points = _sampler(recipe, tokens)
+    say(
+        f"{options.texts:,} texts of at most {tokens.max_new_tokens:,} tokens, each by a group of "
+        f"{tokens.scoring.units:,} units; all tokens are charged now"
+    )
+    with begin_from(recipe, plan) as run:
+        for point in points:
+            run.open_point(point)
+        run.charge(CHARGE, tokens.tokens)
+        groups = secret_groups(records.num_units, tokens.scoring.units, tokens.groups)
+        path = run.folder / options.file
+        bar = Phases(Console(stderr=True)).bar(options.texts, "text")
+        with bar as moved, open(path, "x", encoding="utf-8") as file:
+            for number in range(options.texts):
+                prompt = options.prompts[number % len(options.prompts)]
+                contexts = records.contexts(groups[number % len(groups)])
+                text = sampler.text(contexts, prompt, options.public_context)
+                file.write(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
+                moved(1)
+        run.release(path)
+    return path
+
+
+def _sampler(recipe: QueryRecipe, tokens: TokenPlan) -> tuple[GroupSampler, list[str]]:
+    """Return the loaded sampler, and open points about its model."""
+    options = _options(recipe)
+    tokenizer = load_tokenizer(_model(recipe))
+    model: Any = load_base_model(_model(recipe), tokenizer).eval()
+    points = check_start(model, None, _model(recipe).start_is_independent)
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    model = model if device is None else model.to(device)
+    limits = TextLimits(
+        max_new_tokens=options.max_new_tokens,
+        stop=options.stop,
+        rows_per_pass=options.rows_per_pass,
+        cached=options.cached,
+    )
+    sampler = GroupSampler(model, tokenizer, tokens.scoring, limits, recipe.data.max_length)
+    sampler.require_room(options.prompts)
+    length = max(map(sampler.length, options.prompts))
+    require_independent_rows(model, length, options.rows_per_pass)
+    if device is not None:
+        rows = tokens.scoring.units * (recipe.privacy.max_rows_per_unit or 1)
+        require_memory(model, length + options.max_new_tokens, rows, options.rows_per_pass, options.cached)
+    return sampler, points
+
+
+def _options(recipe: QueryRecipe) -> PredictConfig:
+    assert isinstance(recipe.options, PredictConfig)  # `load_query_recipe` made it
+    return recipe.options
+
+
+def _model(recipe: QueryRecipe) -> ModelConfig:
+    """Return the section of the model.
+
+    Raises:
+        ConfigError: there is none, or it describes a model to be trained.
+    """
+    model = recipe.model
+    if model is None or model.name is None:
+        raise ConfigError("a private prediction needs a pretrained public model: give model.name")
+    if model.task != "causal_lm" or model.peft is not None or model.freeze:
+        raise ConfigError(
+            "a private prediction uses a causal language model as it is: leave model.task, model.peft and model.freeze "
+            "out of the recipe"
+        )
+    return model
+
+
+def _usual_context(recipe: QueryRecipe) -> str:
+    """Return the template of a recipe without one: the text columns of a record, and an end of line."""
+    if recipe.data.format not in ("text", "prompt_completion", "classification"):
+        raise ConfigError(
+            f"data.format={recipe.data.format!r} has no usual context: give predict.context with names of columns in "
+            'braces, such as "{text}\\n"'
+        )
+    names = required_columns(recipe.data)
+    names = names[:1] if recipe.data.format == "classification" else names
+    return "".join(f"{{{name}}}" for name in names) + "\n"

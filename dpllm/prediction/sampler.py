@@ -1,0 +1,141 @@
+"""One text of one group, token by token.
+
+Place in the flow: above the scores, the draw and the model's rows. Its caller has charged for as many tokens as the
+text may have at most, and has checked that the groups are disjoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from dpllm.config import ConfigError
+from dpllm.prediction.draw import draw_index
+from dpllm.prediction.model import Continuation
+from dpllm.prediction.prompts import PromptEncoder
+from dpllm.prediction.scores import Scoring
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextLimits:
+    """When a text ends: public rules about the tokens drawn."""
+
+    max_new_tokens: int
+    """T: the most tokens of a text, each of which is charged."""
+    stop: str | None = None
+    """A text ends before this, as it does before a token that ends texts."""
+    rows_per_pass: int = 32
+    """The most rows of one forward pass."""
+    cached: bool = True
+    """Keep keys and values of earlier tokens."""
+
+
+class GroupSampler:
+    """Draws texts from a public model and a group of private records.
+
+    Args:
+        model: a causal language model in evaluation mode.
+        tokenizer: its own.
+        scoring: clip, group size and temperature.
+        limits: when a text ends.
+        max_context: the most tokens of a record's context.
+
+    Raises:
+        ConfigError: the model is an encoder with a decoder.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        scoring: Scoring,
+        limits: TextLimits,
+        max_context: int,
+    ) -> None:
+        """Take a loaded model."""
+        if model.config.is_encoder_decoder:
+            raise ConfigError(
+                "the model has an encoder and a decoder: private prediction needs a causal language model (task: "
+                "causal_lm)"
+            )
+        self._model, self._tokenizer = model, tokenizer
+        self._scoring, self._limits = scoring, limits
+        self._encoder = PromptEncoder(tokenizer, max_context)
+        ends = model.generation_config.eos_token_id
+        own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        self._ends = {*own, *(ends if isinstance(ends, list) else [] if ends is None else [ends])}
+
+    def length(self, prompt: str) -> int:
+        """Return the public number of tokens of a row with this prompt, before a token is drawn."""
+        return self._encoder.length(self._encoder.prompt(prompt))
+
+    def require_room(self, prompts: Sequence[str]) -> None:
+        """Refuse prompts that leave no room for T new tokens.
+
+        Raises:
+            ConfigError: one does not.
+        """
+        sees = getattr(self._model.config, "max_position_embeddings", None)
+        longest = max(map(self.length, prompts)) + self._limits.max_new_tokens
+        if isinstance(sees, int) and 0 < sees < longest:
+            raise ConfigError(
+                f"context, prompt and new tokens are {longest} tokens together, and the model sees {sees}: lower "
+                "data.max_length or predict.max_new_tokens"
+            )
+
+    def text(self, contexts: Sequence[Sequence[str]], prompt: str, public_context: str = "") -> str:
+        """Return a text that continues the prompt.
+
+        Args:
+            contexts: of each unit of the group, the contexts of its records, one at least.
+            prompt: public.
+            public_context: stands in place of a record for the public model.
+
+        Raises:
+            ValueError: there are more units than the public group size.
+        """
+        if len(contexts) > self._scoring.units:
+            raise ValueError(
+                f"a group of {len(contexts)} units is larger than its public size {self._scoring.units}: the average "
+                "would move further than is charged. Make groups of that size"
+            )
+        ids = self._encoder.prompt(prompt)
+        rows = [self._encoder.row(one, ids) for unit in contexts for one in unit]
+        rows_of_unit = [len(unit) for unit in contexts for _ in unit]
+        # The public row has no public length of contexts to hide, but equal shapes keep its rounding the same.
+        length = self._encoder.length(ids)
+        own = Continuation(self._model, rows, max(length, 1), self._limits.rows_per_pass, self._limits.cached)
+        public_row = self._encoder.row(public_context, ids)
+        public = Continuation(self._model, [public_row], max(length, 1), 1, self._limits.cached)
+        return self._until_end(own, public, rows_of_unit)
+
+    def _until_end(self, own: Continuation, public: Continuation, rows_of_unit: list[int]) -> str:
+        tokens: list[int] = []
+        while len(tokens) < self._limits.max_new_tokens:
+            token = self._next(own, public, rows_of_unit)
+            if token in self._ends:
+                break
+            tokens.append(token)
+            text = self._decoded(tokens)
+            if self._limits.stop is not None and self._limits.stop in text:
+                return text[: text.index(self._limits.stop)]
+            for rows in (own, public):
+                rows.append(token)
+        return self._decoded(tokens)
+
+    def _decoded(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def _next(self, own: Continuation, public: Continuation, rows_of_unit: list[int]) -> int:
+        ((_, public_1V),) = public.logits()
+        public_V = public_1V[0]
+        counts_R = torch.tensor(rows_of_unit, device=public_V.device)
+        sum_V: Tensor = torch.zeros_like(public_V, dtype=torch.int64)
+        for place, logits_RV in own.logits():
+            sum_V += self._scoring.contributions(logits_RV, public_V, counts_R[place]).sum(dim=0)
+        return draw_index(self._scoring.log_weights(sum_V, public_V).cpu().numpy())
