@@ -70,7 +70,7 @@ class PredictConfig(PredictedTokens):
     """
 
     context: str | None = None
-    """The text before the prompt for one record, with names of columns in braces, such as "Review: {text}\\n". None: the
+    """The text before the prompt for one record, with names of columns in braces, such as "Review: {text}". None: the
     text columns of ``data``, and an end of line. A context longer than ``data.max_length`` tokens loses its end."""
     public_context: str = ""
     """The same for the model without a record."""

@@ -119,8 +119,8 @@ def require_independent_rows(model: Any, length: int, rows_per_pass: int) -> Non
         apart = float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1.0))
         if not apart <= _RELATIVE:
             raise ConfigError(
-                f"the logits of a row depend {what}, by {apart:.2g} of the largest logit: a unit would change the scores "
-                "of others, and no ε would hold. Take a model of another architecture"
+                f"the logits of a row depend {what}, by {apart:.2g} of the largest logit: a unit would change the "
+                "scores of others, and no ε would hold. Take a model of another architecture"
             )
 
 

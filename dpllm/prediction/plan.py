@@ -89,9 +89,9 @@ class TokenPlan:
         )
         if free is None and scoring.noise_multiplier < noise * (1 - 1e-9):
             raise ConfigError(
-                f"predict.group_size, temperature and clip have the noise multiplier {scoring.noise_multiplier:.6g}, and "
-                f"the privacy section asks for {noise:.6g}: leave {_ORDER[tokens.kind][0]} out, so that it follows, or "
-                "take a larger group_size or temperature, or a smaller clip"
+                f"predict.group_size, temperature and clip have the noise multiplier {scoring.noise_multiplier:.6g}, "
+                f"and the privacy section asks for {noise:.6g}: leave {_ORDER[tokens.kind][0]} out, so that it follows, "
+                "or take a larger group_size or temperature, or a smaller clip"
             )
         groups = math.ceil(tokens.texts / texts_of_group)
         if groups * scoring.units > num_units:
@@ -109,8 +109,8 @@ class TokenPlan:
 def plan_tokens(tokens: PredictedTokens, num_units: int, noise_for: Callable[[int], float]) -> TokenPlan:
     """Return the plan with the fewest texts of one group.
 
-    Every text of a group costs its units more, and texts of other groups cost them nothing. So each group makes one text
-    if the units suffice, otherwise two, and so on.
+    Every text of a group costs its units more, and texts of other groups cost them nothing. So each group makes one
+    text if the units suffice; if they do not, two, and so on.
 
     Args:
         tokens: the recipe's numbers.

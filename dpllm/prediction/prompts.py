@@ -24,8 +24,8 @@ class Template:
     Raises:
         ConfigError: it names no column, or one that the records lack.
 
-    >>> Template("Review: {text}\\n", ["text", "label"]).of({"text": "Good.", "label": 1})
-    'Review: Good.\\n'
+    >>> Template("Review: {text}", ["text", "label"]).of({"text": "Good.", "label": 1})
+    'Review: Good.'
     """
 
     def __init__(self, text: str, columns: Sequence[str]) -> None:
@@ -34,13 +34,13 @@ class Template:
         self.columns = list(dict.fromkeys(_FIELD.findall(text)))
         if not self.columns:
             raise ConfigError(
-                f"predict.context={text!r} names no column, so no text would depend on a record: write a column's name "
-                f"in braces, one of {', '.join(columns)}"
+                f"predict.context={text!r} names no column, so no text would depend on a record: write a column's "
+                f"name in braces, one of {', '.join(columns)}"
             )
         if unknown := [name for name in self.columns if name not in columns]:
             raise ConfigError(
-                f"predict.context names the column {unknown[0]!r}, which the records lack{nearest(unknown[0], columns)}: "
-                f"they have {', '.join(columns)}"
+                f"predict.context names the column {unknown[0]!r}, which the records lack"
+                f"{nearest(unknown[0], columns)}: they have {', '.join(columns)}"
             )
 
     def of(self, record: Mapping[str, Any]) -> str:

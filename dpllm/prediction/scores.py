@@ -53,7 +53,8 @@ class Scoring:
         """Return (R, V) whole numbers of steps: what each row adds to the sum.
 
         A unit of k rows adds the mean of its rows: each row is clipped, and divided by k towards zero. So a unit adds
-        at most `MOST` steps whatever k is. A row with a logit that is not a number, or with none that is finite, adds 0.
+        at most `MOST` steps whatever k is. A row adds 0 if a logit is not a number, or the
+        largest is infinite.
 
         Args:
             logits_RV: one row per record.

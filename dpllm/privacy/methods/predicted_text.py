@@ -47,7 +47,8 @@ PREDICTED_TEXT = Method(
         ),
         (
             "All tokens that the texts may have are charged",
-            "the largest number of tokens is charged before the first is drawn, whatever the length of the texts becomes",
+            "the largest number of tokens is charged before the first is drawn; how long the texts become is "
+            "not counted",
         ),
         (
             "A token is drawn exactly, with secret randomness",
