@@ -82,7 +82,7 @@ class TokenPlan:
             chosen[free] = _rounded(noise * chosen["clip"] / chosen["group_size"], math.ceil)
         scoring = Scoring(
             clip=chosen["clip"],
-            units=chosen["group_size"],
+            units=int(chosen["group_size"]),
             temperature=chosen["temperature"],
             around_public=tokens.kind == "invisible-ink",
             top_k=tokens.top_k,
@@ -90,8 +90,8 @@ class TokenPlan:
         if free is None and scoring.noise_multiplier < noise * (1 - 1e-9):
             raise ConfigError(
                 f"predict.group_size, temperature and clip have the noise multiplier {scoring.noise_multiplier:.6g}, "
-                f"and the privacy section asks for {noise:.6g}: leave {_ORDER[tokens.kind][0]} out, so that it follows, "
-                "or take a larger group_size or temperature, or a smaller clip"
+                f"and the privacy section asks for {noise:.6g}: leave {_ORDER[tokens.kind][0]} out, so that it follows "
+                "from the noise, or take a larger group_size or temperature, or a smaller clip"
             )
         groups = math.ceil(tokens.texts / texts_of_group)
         if groups * scoring.units > num_units:
