@@ -34,6 +34,55 @@ class Mutation:
 
 MUTATIONS = [
     Mutation(
+        "the scores of a private prediction are not clipped",
+        "dpllm/prediction/scores.py",
+        ".round().clamp(-MOST, MOST).long()",
+        ".clamp(-1e15, 1e15).round().long()",
+        ("tests/prediction/test_scores.py::test_a_unit_is_bounded_and_moves_the_average_by_no_more",),
+    ),
+    Mutation(
+        "each record of a user adds to the scores as much as a whole user may",
+        "dpllm/prediction/scores.py",
+        'torch.div(steps_RV, rows_of_unit_R[:, None], rounding_mode="trunc")',
+        "steps_RV",
+        ("tests/prediction/test_scores.py::test_a_unit_is_bounded_and_moves_the_average_by_no_more",),
+    ),
+    Mutation(
+        "a unit may be in two groups of a private prediction",
+        "dpllm/prediction/groups.py",
+        "if len(np.unique(units)) < len(units):",
+        "if False:",
+        ("tests/prediction/test_groups.py::test_a_record_in_two_groups_is_refused",),
+    ),
+    Mutation(
+        "a private prediction charges fewer tokens than its texts may have",
+        "dpllm/prediction/run.py",
+        "run.charge(CHARGE, tokens.tokens)",
+        "run.charge(CHARGE, 1)",
+        ("tests/prediction/test_run.py::test_every_token_is_charged_before_the_first_whatever_the_texts_become",),
+    ),
+    Mutation(
+        "the plan of a private prediction charges one text of each group, and the groups make several",
+        "dpllm/prediction/plan.py",
+        "return self.texts_of_group * self.max_new_tokens",
+        "return self.max_new_tokens",
+        ("tests/prediction/test_run.py::test_more_texts_than_groups_cost_more",),
+    ),
+    Mutation(
+        "a model whose rows depend on each other predicts privately",
+        "dpllm/prediction/model.py",
+        "if not apart <= _RELATIVE:",
+        "if False:",
+        ("tests/prediction/test_model.py::test_independence_is_measured",),
+    ),
+    Mutation(
+        "ρ of a token is half of what the range of its scores has",
+        "dpllm/mechanism/token_draw.py",
+        "return 0.5 * (moved / self.noise_multiplier) ** 2",
+        "return 0.25 * (moved / self.noise_multiplier) ** 2",
+        ("tests/mechanism/test_token_draw.py::test_the_figures_of_the_papers",),
+    ),
+    Mutation(
         "a recipe with rows of TRL's shapes is audited on other rows",
         "dpllm/config/recipe.py",
         "    if trainer is not None:",

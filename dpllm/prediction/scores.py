@@ -68,7 +68,7 @@ class Scoring:
             apart_RV = logits_RV - logits_RV.amax(dim=1, keepdim=True) + self.clip
         unusable_R = logits_RV.isnan().any(dim=1) | ~logits_RV.amax(dim=1).isfinite()
         apart_RV = apart_RV.masked_fill(unusable_R[:, None] | apart_RV.isnan(), 0.0)
-        steps_RV = (apart_RV.clamp(-self.clip, self.clip) * (STEPS / self.clip)).round().clamp(-MOST, MOST).long()
+        steps_RV = (apart_RV * (STEPS / self.clip)).round().clamp(-MOST, MOST).long()
         return torch.div(steps_RV, rows_of_unit_R[:, None], rounding_mode="trunc")
 
     def log_weights(self, sum_V: Tensor, public_V: Tensor) -> Tensor:
