@@ -100,7 +100,7 @@ def count(
 
 @one_line_errors
 def predict(
-    recipe: RecipeFile, overrides: Overrides = None, output_dir: OutputDir = None, as_json: AsJson = False
+    recipe: RecipeName, overrides: Overrides = None, output_dir: OutputDir = None, as_json: AsJson = False
 ) -> None:
     """Draw texts from a public model that reads private records, without training.
 

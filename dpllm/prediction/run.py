@@ -37,6 +37,8 @@ from dpllm.training.phases import Phases
 
 CHARGE = "tokens of one group's texts"
 METHOD = "predicted text"
+FREE_TEXTS = "texts that the units allow at the same ε"
+"""Name of a setting of the plan."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def plan_prediction(recipe: QueryRecipe, num_units: int) -> QueryPlan:
         ("tokens of a text, at most", tokens.max_new_tokens),
         ("texts", texts),
         ("texts of one group, at most", tokens.texts_of_group),
-        ("texts that the units allow at the same ε", tokens.free_texts(num_units)),
+        (FREE_TEXTS, tokens.free_texts(num_units)),
         (
             "drawn from",
             "all tokens" if scoring.top_k is None else f"the {scoring.top_k} likeliest public tokens, top-k+",

@@ -8,16 +8,19 @@ from collections import Counter
 import pytest
 import torch
 import yaml
+from typer.testing import CliRunner
 
+from dpllm.cli import app
 from dpllm.config import ConfigError
 from dpllm.config.query_recipe import load_query_recipe
 from dpllm.prediction import run as module
 from dpllm.prediction import sampler
-from dpllm.prediction.run import CHARGE, plan_prediction, predict_texts, read_records
+from dpllm.prediction.run import CHARGE, FREE_TEXTS, plan_prediction, predict_texts, read_records
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.report.verify import verify
 from tests.small_model import WORDS, save_small_model
+from tests.tiers import deep_case
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +54,7 @@ def carry_out(read):
     return plan, predict_texts(read, records, plan, lambda _: None)
 
 
-@pytest.mark.parametrize("kind", ["invisible-ink", "logits"])
+@pytest.mark.parametrize("kind", ["invisible-ink", deep_case("logits")])
 def test_a_release_that_verifies(recipe, kind):
     """Texts with their prompts; plan, ledger, report and card agree; ε is the target's."""
     read = recipe(f"predict.kind={kind}", 'predict.prompts=["the","one"]')
@@ -187,6 +190,28 @@ def test_a_run_that_fails_is_charged_in_full(recipe, tmp_path, monkeypatch):
     contents = read_ledger(tmp_path / "run" / LEDGER_FILE)
     assert "released" not in (tmp_path / "run" / LEDGER_FILE).read_text()
     assert sum(count for _, count in contents.history) == 6
+
+
+def test_the_shipped_recipe_is_planned():
+    """At its ε and no more, with a clip that a text can use, for the number of records that its header names."""
+    plan = plan_prediction(load_query_recipe("predict_e2e"), 42_061)
+    assert 3.999 < plan.epsilon <= 4 and plan.delta < 1 / (10 * 42_061)
+    assert dict(plan.settings)["clip c, of a logit"] > 1 and dict(plan.settings)[FREE_TEXTS] == 420
+
+
+def test_the_command_of_the_shipped_recipe(tmp_path, model, monkeypatch):
+    """`dpllm predict` with a small model and local records: the texts are where it says, and --json is one object."""
+    monkeypatch.chdir(tmp_path)
+    rows = "".join(json.dumps({"human_reference": " ".join(WORDS[n % 7 :])}) + "\n" for n in range(12))
+    (tmp_path / "e2e.jsonl").write_text(rows)
+    small = ["data.path=e2e.jsonl", "data.max_length=20", "predict.texts=2", "predict.group_size=6"]
+    more = [f"model.name={model}", "predict.max_new_tokens=2", "predict.public_context=the", "predict.prompts=[the]"]
+    command = ["predict", "predict_e2e", *small, *more, "privacy.delta=1e-3", "--output-dir", "out", "--json"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["texts"] == "out/texts.jsonl" and 3.99 < found["epsilon"] <= 4
+    assert len((tmp_path / found["texts"]).read_text().splitlines()) == 2
 
 
 def test_another_plan_is_refused(recipe):
