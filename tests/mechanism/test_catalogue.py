@@ -17,6 +17,7 @@ from dpllm.mechanism.parts import Draw, Mechanism, Spec
 from dpllm.mechanism.query import Query
 from dpllm.mechanism.selection import SelectedRun
 from dpllm.mechanism.several import Several
+from dpllm.mechanism.token_draw import TokenDraw
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = [
@@ -27,6 +28,7 @@ STEPS = [
     BltStep(num_units=100, batch_size=9, noise_multiplier=1.0, decays=(0.9, 0.5), weights=(0.2, 0.3), scale=0.5),
     SelectedRun(sampling_rate=0.1, noise_multiplier=1.0, num_rounds=20, runs="geometric", mean_runs=10),
     Query(noise_multiplier=2.0, replaced=1.5, discrete=True),
+    TokenDraw(noise_multiplier=12.0),
     Several(parts=((Query(noise_multiplier=2.0), 3), (Step(sampling_rate=0.1, noise_multiplier=1.0), 2))),
 ]
 
