@@ -31,8 +31,9 @@ its variance is η²/3 and not η²/4.
 **Floating point.** The scores are whole numbers of steps of a grid, added up exactly, and the token is drawn exactly
 from the weights (`dpllm.prediction.scores`, `dpllm.prediction.draw`). A score's bound is c (1 - 2^-16): the rest of c
 is a margin for the rounding of the weights. A gap remains that training has too: a model's pass over several rows may
-round a row differently beside other rows. Each pass has public sizes, and `dpllm.prediction.model` measures with public
-tokens that rows do not depend on each other.
+round a row differently beside other rows. Where a unit is one record, each pass has public sizes; users
+have different numbers of records, so the others' places in a pass may differ. `dpllm.prediction.model` measures with
+public tokens that rows do not depend on each other.
 """
 
 from __future__ import annotations
