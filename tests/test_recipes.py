@@ -405,7 +405,7 @@ def test_the_launcher_is_told_which_process_failed_and_of_what(finetune, tmp_pat
     with pytest.raises(SystemExit):
         finetune.main()
     told = json.loads((tmp_path / "error.json").read_text())["message"]
-    assert "nowhere.yaml: cannot be read" in (told if isinstance(told, str) else told["message"])
+    assert "nowhere.yaml: there is no such file" in (told if isinstance(told, str) else told["message"])
     assert capsys.readouterr().err.startswith("error: ")
 
 

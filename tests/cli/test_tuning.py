@@ -65,7 +65,7 @@ def test_without_a_command_of_ones_own_this_installation_trains(tmp_path):
     """`dpllm train` with the file of the run, in place of {recipe}, also where no dpllm is on the path."""
     start = _runner("dpllm train {recipe}", {"PYTHONPATH": str(ROOT)})
     assert start(tmp_path / "nowhere.yaml", tmp_path / "log") == 2
-    assert f"{tmp_path / 'nowhere.yaml'}: cannot be read" in (tmp_path / "log").read_text()
+    assert f"{tmp_path / 'nowhere.yaml'}: there is no such file" in (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
