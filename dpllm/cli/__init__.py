@@ -16,6 +16,7 @@ from dpllm.cli import (
     auditing,
     budgets,
     cost,
+    evaluating,
     generating,
     planning,
     querying,
@@ -61,6 +62,7 @@ runs.register(app)
 releasing.register(app)
 tuning.register(app)
 generating.register(app)
+evaluating.register(app)
 querying.register(app)
 app.add_typer(budgets.app, name="budget")
 app.add_typer(auditing.app, name="audit")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dpllm.cli import data_sets
 from dpllm.cli.common import one_line_errors
 from dpllm.config.values import integer, nearest
 
@@ -47,7 +48,9 @@ def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command(
         epilog='Example: dpllm generate runs/quickstart --prompt "The people" -n 5\n\n'
-        "Example: dpllm generate runs/quickstart --prompts prompts.jsonl --output texts.jsonl --temperature 0.8"
+        "Example: dpllm generate runs/quickstart --prompts prompts.jsonl --output texts.jsonl --temperature 0.8\n\n"
+        "Example: dpllm generate runs/mine -n 5000 --prompt 'topic: {label}' --labels sport,politics,other "
+        "--count-labels topic --output runs/synthetic"
     )(generate)
     app.command(epilog="Example: dpllm chat runs/quickstart")(chat)
 
@@ -64,37 +67,78 @@ def generate(
     prompt_column: Annotated[
         str | None, typer.Option(help="Column of the file: texts, or lists of messages; prompt without it.")
     ] = None,
-    number: Annotated[int, typer.Option("--number", "-n", help="Texts for each prompt.")] = 1,
+    number: Annotated[
+        int, typer.Option("--number", "-n", "--n", help="Texts for each prompt; of a data set: texts in all.")
+    ] = 1,
     max_new_tokens: NewTokens = 128,
     temperature: Temperature = 1.0,
     top_p: TopP = 1.0,
     seed: Seed = None,
     batch_size: Annotated[int, typer.Option(help="The most texts that are made together.")] = 16,
     template: Template = None,
-    output: Annotated[Path | None, typer.Option(help="Write the texts into this .jsonl file, a line each.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="A .jsonl file for the texts, a line each; or a new folder for a data set with its report."),
+    ] = None,
     unverified: Unverified = False,
+    labels: data_sets.LabelNames = None,
+    label_shares: data_sets.LabelShares = None,
+    count_labels: data_sets.CountLabels = None,
+    count_noise: data_sets.CountNoise = None,
+    min_words: data_sets.MinWords = 1,
+    max_words: data_sets.MaxWords = None,
+    duplicates: data_sets.Duplicates = False,
+    blocklist: data_sets.Blocklist = None,
+    file_format: data_sets.FileFormat = "jsonl",
+    budget: data_sets.BudgetFile = None,
 ) -> None:
     """Sample texts from a released model, and state its guarantee.
 
     The guarantee is recomputed from the folder's ledger, and the weights are compared with it. A folder that fails is
     refused. Generated text has the same guarantee as the model. Texts go to the screen or to --output; all else goes
     to the error stream.
+
+    --output FOLDER makes a data set with ledger, report and card, which `dpllm verify` checks. Only there can texts
+    have labels and filters. Counting labels of the private records (--count-labels) costs ε; everything else is free.
     """
     integer("--number", number, 1)
     integer("--batch-size", batch_size, 1)
+    wishes = data_sets.Wishes(
+        labels,
+        label_shares,
+        count_labels,
+        count_noise,
+        min_words,
+        max_words,
+        duplicates,
+        blocklist,
+        file_format,
+        budget,
+    )
+    makes_folder = data_sets.is_folder(output, wishes)
     if prompt and prompts is not None:
         raise ValueError("--prompt and --prompts both give prompts: give one of them")
     if prompt_column is not None and prompts is None:
         raise ValueError("--prompt-column names a column of --prompts: add --prompts FILE, or omit it")
-    if output is not None and output.exists():
+    if output is not None and output.exists() and not makes_folder:
         raise ValueError(f"--output {output} exists already, and it is not replaced: give another name, or remove it")
+    if makes_folder and unverified:
+        raise ValueError("--unverified has no guarantee that a data set could state: write a .jsonl file instead")
     _say(f"checking {folder}")
     _check(folder, unverified)
+    planned = data_sets.prepare(folder, wishes, prompt) if makes_folder else None
     asked: Sequence[Prompt] = [*(prompt or ())] or [""]
     if prompts is not None:
         asked = _read(prompts, prompt_column)
     model, sampling = _load(folder, max_new_tokens, temperature, top_p, seed)
     in_chat = _uses_template(folder, model, template)
+    if makes_folder:
+        assert output is not None
+        to_model = _as_chat if in_chat else None
+        data_sets.make(
+            folder, output, model, planned or asked, wishes.request(number, sampling, batch_size), wishes, to_model
+        )
+        return
     ready = [_as_chat(one) if in_chat and isinstance(one, str) and one else one for one in asked]
     repeated = [one for one in ready for _ in range(number)]
     made = (text for batch in model.sample(repeated, sampling, batch_size) for text in batch)

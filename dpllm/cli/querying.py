@@ -74,9 +74,28 @@ def _predict(recipe: QueryRecipe, records: Any, plan: Any, say: Callable[[str], 
     return {"texts": str(predict_texts(recipe, records, plan, say))}
 
 
+def _read_voters(recipe: QueryRecipe) -> Any:
+    from dpllm.synthetic.evolving import read_voters
+
+    return read_voters(recipe)
+
+
+def _plan_evolution(recipe: QueryRecipe, voters: Any) -> Any:
+    from dpllm.synthetic.evolving import evolution_plan
+
+    return evolution_plan(recipe, voters)
+
+
+def _evolve(recipe: QueryRecipe, voters: Any, plan: Any, say: Callable[[str], None]) -> dict[str, Any]:
+    from dpllm.synthetic.evolving import run_evolution
+
+    return {"texts": run_evolution(recipe, voters, plan, say)}
+
+
 METHODS = {
     "count": QueryCommand("reading the labels", _read_counts, _plan_counts, _count),
     "predict": QueryCommand("reading the records", _read_for_prediction, _plan_prediction, _predict),
+    "evolve": QueryCommand("reading the records", _read_voters, _plan_evolution, _evolve),
 }
 """By the name of the recipe's section, which is that of the command."""
 
@@ -88,6 +107,7 @@ def register(app: typer.Typer) -> None:
         epilog="Example: dpllm predict predict_e2e predict.texts=100\n\n"
         "Example: dpllm predict mine.yaml predict.kind=logits privacy.target_epsilon=3 --output-dir runs/eps3"
     )(predict)
+    app.command(epilog="Example: dpllm evolve evolve_e2e privacy.target_epsilon=2")(evolve)
 
 
 @one_line_errors
@@ -108,6 +128,14 @@ def predict(
     InvisibleInk). All tokens that the texts may have are charged before the first. `dpllm plan` prints the cost.
     """
     run_method("predict", recipe, overrides or [], output_dir, as_json)
+
+
+@one_line_errors
+def evolve(
+    recipe: RecipeName, overrides: Overrides = None, output_dir: OutputDir = None, as_json: AsJson = False
+) -> None:
+    """Make synthetic text without training: a public model writes, and private records vote with noise."""
+    run_method("evolve", recipe, overrides or [], output_dir, as_json)
 
 
 def run_method(method: str, recipe: str, overrides: list[str], output_dir: Path | None, as_json: bool) -> None:

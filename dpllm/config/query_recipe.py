@@ -15,6 +15,7 @@ from typing import Any
 from dpllm.config import values
 from dpllm.config.count_section import CountConfig
 from dpllm.config.data_section import DataConfig
+from dpllm.config.evolve_section import EvolveConfig
 from dpllm.config.predict_section import PredictConfig
 from dpllm.config.privacy_section import STOPS, PrivacyUnit
 from dpllm.config.recipe import ModelConfig, ReleaseConfig, read_raw, read_section
@@ -22,7 +23,7 @@ from dpllm.config.values import ConfigError, nearest
 from dpllm.config.yaml12 import write_yaml
 from dpllm.mechanism.limits import ADJACENCIES, MAX_NOISE, MAX_TARGET_EPSILON, MIN_NOISE
 
-METHOD_SECTIONS: dict[str, type] = {"count": CountConfig, "predict": PredictConfig}
+METHOD_SECTIONS: dict[str, type] = {"count": CountConfig, "predict": PredictConfig, "evolve": EvolveConfig}
 """The section of each method; its name is that of the command, `dpllm count`."""
 
 

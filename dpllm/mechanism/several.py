@@ -11,16 +11,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dpllm.mechanism.events import Event, EventWords, Round
-from dpllm.mechanism.limits import MAX_STEPS
+from dpllm.mechanism.limits import MAX_NOISE, MAX_STEPS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Several:
     """All answers of a query run together.
 
+    A run that only builds on an earlier release has no answers of its own, and no parts.
+
     Raises:
-        ValueError: there is no part, a part is no event whose steps are independent of each other, or a count is out of
-            range.
+        ValueError: a part is no event whose steps are independent of each other, or a count is out of range.
     """
 
     kind: ClassVar[str] = "several"
@@ -29,8 +30,6 @@ class Several:
 
     def __post_init__(self) -> None:
         """Check the parts."""
-        if not self.parts:
-            raise ValueError("several answers need at least one event")
         for event, count in self.parts:
             if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_STEPS:
                 raise ValueError(f"an event is counted from 1 to {MAX_STEPS:,} times, got {count!r}")
@@ -50,8 +49,8 @@ class Several:
 
     @property
     def noise_multiplier(self) -> float:
-        """The smallest σ of the parts."""
-        return min(event.noise_multiplier for event, _ in self.parts)
+        """The smallest σ of the parts; without parts the largest σ that there is."""
+        return min((event.noise_multiplier for event, _ in self.parts), default=MAX_NOISE)
 
     @property
     def clip_norm(self) -> float:
@@ -61,7 +60,7 @@ class Several:
     @property
     def moves(self) -> int:
         """The largest change by one unit, in clip norms."""
-        return max(event.moves for event, _ in self.parts)
+        return max((event.moves for event, _ in self.parts), default=1)
 
     @property
     def restarts(self) -> bool:
@@ -75,4 +74,5 @@ class Several:
     def words(self) -> EventWords:
         """Return the report's description of the event."""
         listed = "; ".join(f"{count:,} times {event.words().accounted_as}" for event, count in self.parts)
+        listed = listed or "no answer of its own"
         return EventWords(sampling="as each answer says", accounted_as=listed, options="", is_sampled=False)

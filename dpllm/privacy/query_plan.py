@@ -118,7 +118,7 @@ class QueryPlan(PlannedUnit):
     ...     method="label counts", unit="sequence", adjacency="zero-out", num_units=1000, charges=(votes,), delta=1e-5
     ... )
     >>> round(plan.epsilon, 2)
-    1.78
+    1.76
     """
 
     remedy = "Change these values in the recipe, or where the plan is made"
@@ -151,7 +151,8 @@ class QueryPlan(PlannedUnit):
             f"0 < delta < 1/num_units = {format_delta_limit(1 / max(self.num_units, 1))}": (
                 self.num_units >= 1 and self.delta > 0 and self.delta * self.num_units < 1
             ),
-            "one charge or more, each with its own name": bool(names) and len(set(names)) == len(names),
+            "one charge or more, or a release before it": bool(names) or self.after is not None,
+            "charges with different names": len(set(names)) == len(names),
             "settings with different names": len(set(keys)) == len(keys),
             f"randomness in {tuple(name for name in RANDOMNESS if name != 'chacha20')}": (
                 self.randomness in ("os", "discrete")

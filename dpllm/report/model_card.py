@@ -43,6 +43,7 @@ from dpllm.report.definition import SELECTED
 from dpllm.report.earlier_reports import EARLIER_FORMATS, due_then, form_of, format_of, forms_until, in_form, then_of
 from dpllm.report.models import PlanOfGenerator, PlanOfParts, PlanOfQueries, PlanOfSelection, PrivacyReport
 from dpllm.report.pages import part, template
+from dpllm.report.query_front import method_of
 from dpllm.report.query_metadata import queries_metadata
 from dpllm.report.release_notes import ReleaseNotes, require_own_words, settled_before
 from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, notes_in, privacy_report, write_report
@@ -261,6 +262,21 @@ def add_audit(folder: str | Path, file: str, summary: str) -> None:
     digest = hashlib.sha256((folder / file).read_bytes()).hexdigest()
     with _rewritten(folder), Ledger.annotate(folder / LEDGER_FILE) as ledger:
         ledger.append_audit(file, digest, summary)
+
+
+def add_disclosure(folder: str | Path, what: str) -> None:
+    """Write into a run's ledger that a result exists that ε does not cover, and write its report and card again.
+
+    Args:
+        folder: of a run that has ended.
+        what: the result, in the report's words.
+
+    Raises:
+        ValueError: the folder holds no plan or no ledger, or a run is writing it.
+    """
+    folder = Path(folder)
+    with _rewritten(folder), Ledger.annotate(folder / LEDGER_FILE) as ledger:
+        ledger.append_disclosure(what)
 
 
 def adopt_run(folder: str | Path) -> int:
@@ -584,7 +600,8 @@ def own_lines(report: Any, base: Any = None) -> set[str]:
         base: Hub id of the base model, as the card names it.
     """
     card = _template_of(report)
-    texts = [_part(name, report, card) for name in ("open_points", "guarantee", "not_covered", "check_it")]
+    names = ("open_points", "guarantee", "not_covered", "check_it", *(("use",) if method_of(report) else ()))
+    texts = [_part(name, report, card) for name in names]
     for template_of in [f"{form}{CARD_TEMPLATE}" for form in forms_until(report.format)]:  # a title stays, when renewed
         for name in (None, hub_id(base)):
             texts += [_part("title", report, template_of, base=name, adapter=adapter) for adapter in (False, True)]

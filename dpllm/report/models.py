@@ -168,8 +168,8 @@ class CurveRow(_ByAdjacency):
 class Steps(Part):
     """How many steps, and why no more."""
 
-    wanted: AtLeastOne = Field(description="Steps asked for.")
-    planned: AtLeastOne = Field(description="Steps planned; fewer than wanted where the budget allows fewer.")
+    wanted: Count = Field(description="Steps asked for; 0 for a data set from a model that asks nothing more.")
+    planned: Count = Field(description="Steps planned; fewer than wanted where the budget allows fewer.")
     charged: Count = Field(description="Steps taken and charged.")
     stated: Count = Field(
         description="Steps whose ε is stated: those charged, or all planned ones where the run stopped before them."

@@ -102,7 +102,7 @@ class PlanOfQueries(ProtectedUnit):
     method: Annotated[str, OneOf(tuple(METHODS))] = Field(description="The method of the release.")
     num_units: AtLeastOne = Field(description="N, the number of units; public.")
     charges: tuple[dict[str, JsonValue], ...] = Field(
-        min_length=1, description="All that the run may charge: name, event and its number."
+        description="All that the run may charge: name, event and its number."
     )
     settings: dict[str, Value] = Field(description="Public settings on which sensitivity and events rest.")
     delta: Probability = Field(description="δ.")
@@ -134,9 +134,9 @@ class QueryParameters(Part):
     """Every parameter of a query run."""
 
     num_units: AtLeastOne = Field(description="N, the number of units; public.")
-    num_steps_planned: AtLeastOne = Field(description="Answers planned.")
+    num_steps_planned: Count = Field(description="Answers planned; 0 for texts of a model without counts.")
     num_steps_charged: Count = Field(description="Answers charged.")
-    answers: tuple[Answers, ...] = Field(min_length=1, description="Each kind of private answer.")
+    answers: tuple[Answers, ...] = Field(description="Each kind of private answer.")
     settings: dict[str, Value] = Field(description="Public settings on which sensitivity and events rest.")
     after: str | None = Field(description="The released training run on which this one builds, and its cost alone.")
     target_epsilon: Positive | None = Field(description="The ε that the run may cost; null without a limit.")

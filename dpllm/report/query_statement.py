@@ -108,7 +108,7 @@ def told_of_queries(
 def _statement(plan: QueryPlan, contents: LedgerContents, epsilons: EpsilonByAdjacency) -> Statement:
     epsilon, unit = epsilons.of(plan.adjacency), "record" if plan.unit == "sequence" else "user"
     words = _guarantee(plan, epsilons, unit) + _about_the_stop(plan, contents)
-    if contents.num_steps == 0:
+    if contents.num_steps == 0 and plan.charges:
         words = "No answer has been charged: nothing has been learnt from the private data by this run."
     elif math.isinf(epsilon):
         words = f"NOT PRIVATE. ε is infinite, so nothing limits what the release reveals about any one {unit}."
@@ -171,7 +171,10 @@ def _definition(plan: QueryPlan, contents: LedgerContents, notes: ReleaseNotes) 
         adjacency=f"{ADJACENCY_WORDS[plan.adjacency]}. {method.adjacency[0].upper()}{method.adjacency[1:]}",
         mechanism=method.mechanism,
         public=("the number of units N, and all settings in this report", *contents.public),
-        data_accesses_covered=(f"the {contents.num_steps:,} charged answers in the ledger", *model),
+        data_accesses_covered=(
+            *((f"the {contents.num_steps:,} charged answers in the ledger",) if plan.charges else ()),
+            *model,
+        ),
         other_uses_of_the_data=notes.other_uses,
         released_under_the_guarantee=method.released,
         written_out_and_not_covered=tuple(

@@ -6,10 +6,12 @@ is a file beside this one and a line here.
 
 from __future__ import annotations
 
+from dpllm.privacy.methods.evolution import EVOLUTION
 from dpllm.privacy.methods.label_counts import LABEL_COUNTS
 from dpllm.privacy.methods.method import Method as Method
 from dpllm.privacy.methods.predicted_text import PREDICTED_TEXT
+from dpllm.privacy.methods.synthetic_text import SYNTHETIC_TEXT
 
-_METHODS: tuple[Method, ...] = (LABEL_COUNTS, PREDICTED_TEXT)
+_METHODS: tuple[Method, ...] = (EVOLUTION, LABEL_COUNTS, PREDICTED_TEXT, SYNTHETIC_TEXT)
 
 METHODS = {method.name: method for method in _METHODS}

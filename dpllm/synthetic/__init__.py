@@ -1,0 +1,1 @@
+"""Synthetic text: data sets from released models, their evaluation, and Private Evolution without training."""
