@@ -17,6 +17,7 @@ from dpllm.cli import (
     budgets,
     cost,
     evaluating,
+    federating,
     generating,
     planning,
     querying,
@@ -55,6 +56,7 @@ def _options(
 
 starting.register(app)
 training.register(app)
+federating.register(app)
 recipes.register(app)
 cost.register(app)
 planning.register(app)

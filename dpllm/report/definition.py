@@ -25,6 +25,11 @@ RELEASED_WEIGHTS = "released weights"
 """The ledger's fact of that name: an average of the weights; without it, the weights after the last step."""
 SELECTED = "selected by a private tuning"
 """The ledger's fact of that name: the candidate of the run that a private tuning released."""
+FEDERATED = "federated training"
+"""The ledger's fact of that name: `TRUSTED` or `SECURE`. Without it one trainer saw the records."""
+TRUSTED, SECURE = "trusted server", "secure aggregation"
+WHO_SEES = "who sees what"
+"""The ledger's fact of that name, of a federated run."""
 REFUTED = "FAIL"
 """What the summary of an audit begins with when the audit refutes the claim."""
 TRAINED_MODEL = "trained model"
@@ -82,7 +87,24 @@ _RELEASED = (
     "the weights of every checkpoint, but not the other files in its folder",
     "the sequence of noisy gradients with their norms, and all values that are computed from it only",
 )
+_RELEASED_BY_ROUNDS = (
+    "the final weights",
+    "the weights of every round, which the server sends to the clients of the next one",
+    "the sequence of noisy sums, as seen by those who do not know who was in a cohort",
+)
 _AVERAGES = "averages of the weights after the steps, which are computed from those weights only"
+
+
+_CLIENTS_BOUNDED = (
+    "No client contributes more than the clip norm",
+    "the norm of each client's change over all weights trained in the round is bounded, by the client with secure "
+    "aggregation, otherwise by the server; a client contributes zero where its change is not finite",
+)
+_CLIENTS_APART = (
+    "A client's change depends on its own records and on the server's weights alone",
+    "each client trains by itself, with a new optimizer and random numbers from the operating system; in a simulation "
+    "in one process, a model whose buffers or frozen weights change is refused",
+)
 
 
 def define(plan: PrivacyPlan, contents: LedgerContents, notes: ReleaseNotes) -> Definition:
@@ -107,18 +129,21 @@ def define(plan: PrivacyPlan, contents: LedgerContents, notes: ReleaseNotes) -> 
             "the number of users N, the exact number of rows to draw from (the sampling rate is computed from it, so "
             "this number is published and must be public), and all settings in this report"
         )
+    federated = FEDERATED in contents.notes.facts
     return Definition(
         dataset=plan.dataset or notes.dataset,
-        unit=_unit(plan, contents),
+        unit=f"{'a client, which has the records of ' if federated else ''}{_unit(plan, contents)}",
         adjacency=ADJACENCY_WORDS[plan.adjacency],
-        mechanism=mechanism(plan),
+        mechanism=mechanism(plan, federated),
         public=(*public, *contents.public),
         data_accesses_covered=(
             f"the {contents.num_steps} training steps in the ledger, of {_starts(len(contents.runs))}",
             *(() if plan.selection is None else ("the other runs of the tuning, none of which is released",)),
         ),
         other_uses_of_the_data=notes.other_uses,
-        released_under_the_guarantee=(*_RELEASED, *([_AVERAGES] if RELEASED_WEIGHTS in contents.notes.facts else [])),
+        released_under_the_guarantee=_RELEASED_BY_ROUNDS
+        if federated
+        else (*_RELEASED, *([_AVERAGES] if RELEASED_WEIGHTS in contents.notes.facts else [])),
         written_out_and_not_covered=tuple(
             WrittenOut(what=what, count=count) for what, count in sorted(_written_out(contents).items())
         ),
@@ -180,8 +205,13 @@ def _unit(plan: PlannedUnit, contents: LedgerContents) -> str:
     )
 
 
-def mechanism(plan: PrivacyPlan) -> str:
-    """Return one step of the run in words, with all its parameters."""
+def mechanism(plan: PrivacyPlan, federated: bool = False) -> str:
+    """Return one step of the run in words, with all its parameters.
+
+    Args:
+        plan: the plan of the run.
+        federated: whether a step is a round over clients, each of which trains on its own records.
+    """
     parts = plan.mechanism
     sigma = f"σC = {plan.noise_stddev:.6g} (σ = {plan.noise_multiplier:.6g})"
     if parts.first_threshold is not None:
@@ -199,6 +229,11 @@ def mechanism(plan: PrivacyPlan) -> str:
         return (
             f"example-level sampling (ELS): {parts.noise.drawing(parts.draw, 'row')}; the gradient of each row {how} "
             f"by itself; a user has at most {plan.max_rows_per_unit} rows, each of which may be drawn or not; {noise}"
+        )
+    if federated:
+        return (
+            f"federated rounds: {parts.noise.drawing(parts.draw, 'client')}; each of them trains from the weights of "
+            f"the server on its own records, and the change of its weights {how}; {noise}"
         )
     drawn, name = ("record", "") if plan.unit == "sequence" else ("user", "user-level sampling (ULS): ")
     whole = "over all its rows" if plan.unit == "sequence" else "over all rows of that user"
@@ -241,10 +276,13 @@ def assumptions(plan: PrivacyPlan, contents: LedgerContents) -> tuple[Assumption
     torn = f"; steps torn by a crash are charged: {contents.torn_steps}" if contents.torn_steps else ""
     parts, drawn = plan.mechanism, "row" if plan.sampling == "example" else "unit"
     sampling, *noise = parts.noise.ensured(parts.draw, drawn, plan.noise_stddev)
+    federated = FEDERATED in contents.notes.facts
     pairs = (
         *_bounded(plan),
         sampling,
-        (
+        _CLIENTS_BOUNDED
+        if federated
+        else (
             f"No {drawn} contributes more than the clip norm",
             f"the exact gradient norm of each {drawn} over all trained parameters is bounded before the sum; a {drawn} "
             "contributes zero where its gradient is not finite; a parameter without a norm rule is refused",
@@ -252,7 +290,9 @@ def assumptions(plan: PrivacyPlan, contents: LedgerContents) -> tuple[Assumption
         *_adapts(plan),
         *_selects(plan),
         ("There is one draw per step", "the draw of a step is made once and only then divided into microbatches"),
-        (
+        _CLIENTS_APART
+        if federated
+        else (
             "A unit's gradient depends on that unit alone",
             "losses are normalised within a row; modules that mix rows, such as batch norm, are refused",
         ),

@@ -563,6 +563,8 @@ def _rounds(report: Any) -> dict[str, Any]:
         of_group["noise_multiplier_of_a_round"] = noise
     if "--discrete-sensitivity" in given:
         of_group["discrete_sensitivity"] = float(given["--discrete-sensitivity"])
+    if "--min-batch-size" in given:
+        of_group |= {"min_batch_size": int(given["--min-batch-size"]), "dropouts": float(given["--dropouts"])}
     return {
         **{name: value for name, value in options.items() if name != "kind"},
         "rounds": int(given["--steps"]),

@@ -34,7 +34,16 @@ from dpllm.privacy.rounding import format_delta, up
 from dpllm.privacy.stated import planned_steps, stated_history
 from dpllm.report.checklist import REFUTED, completed
 from dpllm.report.curves import curves
-from dpllm.report.definition import ROWS_LEFT_OUT, assumptions, define, event, selection_points
+from dpllm.report.definition import (
+    FEDERATED,
+    ROWS_LEFT_OUT,
+    SECURE,
+    TRUSTED,
+    assumptions,
+    define,
+    event,
+    selection_points,
+)
 from dpllm.report.front import factor_words
 from dpllm.report.html import draw_figures, render_html
 from dpllm.report.markdown import render_markdown as render_markdown
@@ -69,6 +78,13 @@ if TYPE_CHECKING:
 MARKDOWN_FILE = "privacy_report.md"
 HTML_FILE = "privacy_report.html"
 
+_SETTINGS = {
+    TRUSTED: "central differential privacy: a simulation of federated learning with a trusted server, in one process "
+    "that reads the records of all clients and is trusted; the release is protected",
+    SECURE: "central differential privacy: a simulation of federated learning with secure aggregation, in one process "
+    "that reads the records of all clients and is trusted; the release is protected",
+}
+"""The value of the fact `FEDERATED`, if there is one, to the setting."""
 _CURVE_FACTORS = (1.0, 0.1, 0.01)
 
 
@@ -109,8 +125,8 @@ def privacy_report(
         format=FORMAT,
         statement=told.statement,
         setting=Setting(
-            model=f"central differential privacy: {told.trusted} sees the data and is trusted; the release is "
-            "protected",
+            model=_SETTINGS.get(str(contents.notes.facts.get(FEDERATED, [""])[-1]))
+            or f"central differential privacy: {told.trusted} sees the data and is trusted; the release is protected",
             data_holder=notes.data_holder,
             audience=notes.audience,
         ),

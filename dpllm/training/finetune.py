@@ -22,7 +22,16 @@ from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
-from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, ModelConfig, PrivacyConfig, Recipe, load_recipe, save_recipe
+from dpllm.config import (
+    PRETRAINED_FOLDER,
+    RECIPE_FILE,
+    ConfigError,
+    ModelConfig,
+    PrivacyConfig,
+    Recipe,
+    load_recipe,
+    save_recipe,
+)
 from dpllm.config.launched import check_numbers, note_exit_code, process_number
 from dpllm.config.mistakes import print_any_character, tell, words_of
 from dpllm.config.shipped import shipped_root
@@ -150,6 +159,11 @@ def run(recipe: Recipe) -> int:
     """Run the recipe up to the model and its report; return the exit code, which is not 0 after most signals."""
     began, phases = time.monotonic(), Phases(console, bars=not recipe.train.get("disable_tqdm"))
     phases.begin("checking the recipe", "options, model and output folder")
+    if recipe.federate is not None:
+        raise ConfigError(
+            "the recipe has a section federate, and here one trainer would read the records of all clients: run it "
+            "with dpllm federate, or leave the section out"
+        )
     check_recipe(recipe)  # before anything is read
     args = training_arguments({**PLAIN, **recipe.train})
     output = Path(str(args.output_dir))

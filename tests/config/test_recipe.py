@@ -25,6 +25,7 @@ from dpllm.config import (
     save_recipe,
 )
 from dpllm.config.data_section import DataSource, HeldOutData, RecordFormat
+from dpllm.config.federate_section import FederateConfig
 from dpllm.config.privacy_section import PrivacyCost, PrivacyMechanism, PrivacyNumbers, PrivacyUnit
 from dpllm.config.topics import Topic
 from dpllm.config.train_values import WARM_UP
@@ -352,6 +353,7 @@ def test_the_table_of_recipe_keys_is_complete() -> None:
         "privacy": PrivacyConfig,
         "public_pretrain": PublicPretrainConfig,
         "release": ReleaseConfig,
+        "federate": FederateConfig,
         "(top level)": Recipe,
     }
     text = (Path(__file__).resolve().parents[2] / "recipes" / "README.md").read_text(encoding="utf-8")

@@ -11,6 +11,7 @@ from dpllm.mechanism.banded import BandedNoise, BandedStep
 from dpllm.mechanism.blt import BltNoise, BltStep
 from dpllm.mechanism.catalogue import CLIPPINGS, EVENTS, NOISES, clipping_of, from_fields, noise_of, spec_of, to_fields
 from dpllm.mechanism.discrete import DiscreteStep
+from dpllm.mechanism.distributed import DistributedStep
 from dpllm.mechanism.events import Step, StepOfRows
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Draw, Mechanism, Spec
@@ -25,6 +26,9 @@ STEPS = [
     StepOfRows(num_units=100, sampling_rate=0.1, rows_per_unit=3, noise_multiplier=1.0),
     BandedStep(num_units=100, sampling_rate=0.4, max_batch_size=30, noise_multiplier=1.0, bands=4),
     DiscreteStep(num_units=100, sampling_rate=0.1, max_batch_size=30, noise_multiplier=1.0, sensitivity=1.01),
+    DistributedStep(
+        num_units=100, sampling_rate=0.5, max_batch_size=90, noise_multiplier=1.0, min_batch_size=11, dropouts=0.2
+    ),
     BltStep(num_units=100, batch_size=9, noise_multiplier=1.0, decays=(0.9, 0.5), weights=(0.2, 0.3), scale=0.5),
     SelectedRun(sampling_rate=0.1, noise_multiplier=1.0, num_rounds=20, runs="geometric", mean_runs=10),
     Query(noise_multiplier=2.0, replaced=1.5, discrete=True),
