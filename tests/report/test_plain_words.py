@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,9 @@ def test_a_report_is_in_plain_words(tmp_path: Path, change: dict[str, Any]) -> N
     report = made(tmp_path, change)
     page, card = render_markdown(report), "\n\n".join(sorted(own_lines(report, "org/base")))
     assert found(page) == [] and found(card) == []
+    assert not re.findall(r"[^`|]*[a-z]\.[A-Zε]\w* \w+ [^|\n]*", re.sub(r"`[^`]*`", "", page)), (
+        "a space follows a sentence"
+    )
     parts = {part.partition("\n")[0]: part for part in page.split("\n## ")}
     del parts[SECTIONS["accounting"]]
     long = [one for text in (*parts.values(), card) for one in sentences(text) if len(one.split()) > MOST_WORDS]
