@@ -81,6 +81,8 @@ MUTATIONS = [
         "return 0.5 * (moved / self.noise_multiplier) ** 2",
         "return 0.25 * (moved / self.noise_multiplier) ** 2",
         ("tests/mechanism/test_token_draw.py::test_the_figures_of_the_papers",),
+    ),
+    Mutation(
         "the histogram of labels of a synthetic data set is exact",
         "dpllm/synthetic/counted.py",
         "noisy = charge_and_count(run, units, exact)",
