@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dpllm.privacy.compose import check_run
-from dpllm.privacy.ledger import LEDGER_FILE, is_being_written, read_ledger
+from dpllm.privacy.ledger import LEDGER_FILE, is_being_written, read_ledger, require_own_file
 from dpllm.privacy.query_plan import PriorRelease, training_plan
 from dpllm.privacy.stated import stated_history
 from dpllm.report.definition import selection_points
@@ -27,7 +27,8 @@ def prior_release(folder: str | Path) -> PriorRelease:
     Raises:
         ValueError: the folder holds no training run, plan and ledger do not belong together, the run was not private,
             has not ended, or is one of a private tuning that did not select it.
-        LedgerError: the ledger is missing or was edited.
+        LedgerError: the ledger is missing or was edited; or it is a copy of one whose stop was declared independent,
+            and the original may have been resumed since.
     """
     folder = Path(folder)
     plan = training_plan(folder, "A run that builds on a model")
@@ -39,6 +40,8 @@ def prior_release(folder: str | Path) -> PriorRelease:
             f"the run in {folder} has not ended, or crashed: it may still take steps, and its ε would grow. Let it "
             "end, or resume it"
         )
+    if contents.notes.stopped_independently:
+        require_own_file(contents)  # a copy from before a resume states fewer steps than were taken
     if points := selection_points(plan, contents):
         raise ValueError(f"{folder}: {points[0]}")
     budget = contents.runs[0].get("budget")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 
 from dpllm.mechanism.query import Query
 from dpllm.privacy.accounting import epsilon
+from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerError
 from dpllm.privacy.plan import PLAN_FILE
 from dpllm.privacy.query_plan import Charge, QueryPlan, calibrated, load_plan, training_plan
 from dpllm.queries import prior_release
@@ -167,6 +169,13 @@ def test_only_a_finished_private_run_is_a_prior_release(tmp_path: Path) -> None:
     query_plan().save(tmp_path / "query" / PLAN_FILE)
     with pytest.raises(ValueError, match="needs the folder of a training run"):
         prior_release(tmp_path / "query")
+    train(tmp_path / "stopped", end=False)
+    with Ledger.annotate(tmp_path / "stopped" / LEDGER_FILE) as ledger:
+        ledger.append_end("stopped early", independent=True)
+    assert prior_release(tmp_path / "stopped").history
+    shutil.copytree(tmp_path / "stopped", tmp_path / "copy")
+    with pytest.raises(LedgerError, match="is a copy of the file that the run wrote"):
+        prior_release(tmp_path / "copy")
     selection = {"kind": "logarithmic", "mean": 5}
     train(tmp_path / "candidate", selection=selection, noise_multiplier=2.0)
     with pytest.raises(ValueError, match="which has not selected it"):
