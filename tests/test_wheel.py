@@ -19,10 +19,11 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import dpllm
 from dpllm.config import load_recipe
+from dpllm.config.query_recipe import load_query_recipe, method_in
 from dpllm.config.shipped import config_file, shipped_recipes, shipped_root
 assert dpllm.__file__.startswith(sys.argv[1]) and str(shipped_root()).startswith(sys.argv[1])
 for name in shipped_recipes():
-    load_recipe(name)
+    (load_recipe if method_in(name) is None else load_query_recipe)(name)
 assert config_file("fsdp2").is_file() and (shipped_root() / "launch" / "common.sh").is_file()
 assert (shipped_root() / "accelerate_configs" / "deepspeed" / "zero3.json").is_file()
 assert "torch" not in sys.modules

@@ -25,6 +25,7 @@ from dpllm.cli import (
     releasing,
     runs,
     starting,
+    teaching,
     training,
     tuning,
 )
@@ -66,6 +67,7 @@ tuning.register(app)
 generating.register(app)
 evaluating.register(app)
 querying.register(app)
+teaching.register(app)
 app.add_typer(budgets.app, name="budget")
 app.add_typer(auditing.app, name="audit")
 fill_help_screens(app)

@@ -100,7 +100,7 @@ def _mode(values: dict[str, Any]) -> str:
     elif model.get("config"):
         how = "from scratch"
     if method is not None:
-        how = f"no training (dpllm {method})"
+        how = f"dpllm {method}"
     if kind := (values.get("train") or {}).get("trainer"):
         how = f"{str(kind).upper()}, {how}"
     target = privacy.get("target_epsilon")

@@ -19,11 +19,17 @@ from dpllm.config.evolve_section import EvolveConfig
 from dpllm.config.predict_section import PredictConfig
 from dpllm.config.privacy_section import STOPS, PrivacyUnit
 from dpllm.config.recipe import ModelConfig, ReleaseConfig, read_raw, read_section
+from dpllm.config.teach_section import TeachConfig
 from dpllm.config.values import ConfigError, nearest
 from dpllm.config.yaml12 import write_yaml
 from dpllm.mechanism.limits import ADJACENCIES, MAX_NOISE, MAX_TARGET_EPSILON, MIN_NOISE
 
-METHOD_SECTIONS: dict[str, type] = {"count": CountConfig, "predict": PredictConfig, "evolve": EvolveConfig}
+METHOD_SECTIONS: dict[str, type] = {
+    "count": CountConfig,
+    "predict": PredictConfig,
+    "evolve": EvolveConfig,
+    "teach": TeachConfig,
+}
 """The section of each method; its name is that of the command, `dpllm count`."""
 
 

@@ -39,6 +39,8 @@ _NOTHING = {"LORA": {"lora_B": 0, "lora_embedding_A": 0}, "ADALORA": {"lora_E": 
 """Parts of PEFT's layers, and the value of all their entries in a new adapter, which does not change the model."""
 _FOLLOWING = ("reduce_lr_on_plateau", "greedy")  # names of schedules that receive evaluation results
 _SHORTEST_LINE = 40  # characters of a line within a private text that is compared separately; any text has shorter ones
+PUBLIC_TRAINING = ("public_pretrain.data.path", "public_pretrain.max_shared_records")
+"""Keys of a recipe: the public text, and the largest number of private records that it may share."""
 _READ_TOGETHER = 256  # records; one by one they would take four times as long
 _GUARANTEE = re.compile(r"^\W*differential_privacy\b", re.MULTILINE)  # the key of a card's guarantee
 _TRAINED: weakref.WeakKeyDictionary[torch.nn.Module, set[RunName]] = weakref.WeakKeyDictionary()
@@ -160,7 +162,12 @@ def note_trained(model: torch.nn.Module, run: RunName, begins: bool = False) -> 
 
 
 def refuse_shared_records(
-    private: Any, private_data: DataConfig, public: Any, public_data: DataConfig, allowed: int = 0
+    private: Any,
+    private_data: DataConfig,
+    public: Any,
+    public_data: DataConfig,
+    allowed: int = 0,
+    keys: tuple[str, str] = PUBLIC_TRAINING,
 ) -> int:
     """Make sure that public text does not contain the private records (`shared_records`).
 
@@ -172,6 +179,7 @@ def refuse_shared_records(
         public: the public records.
         public_data: the configuration with which they are read.
         allowed: the declared largest number of shared records (`shared_records_point`).
+        keys: of the recipe, for the message: the public text, and the declared number.
 
     Returns:
         The number of shared private records.
@@ -182,10 +190,10 @@ def refuse_shared_records(
     shared = shared_records(private, private_data, public, public_data)
     if shared > allowed:
         raise DataError(
-            f"public_pretrain.data.path={public_data.path} shares {shared} of {len(private)} records with "
+            f"{keys[0]}={public_data.path} shares {shared} of {len(private)} records with "
             f"data.path={private_data.path}: training on them without noise would reveal them, and {allowed} are "
-            "declared (public_pretrain.max_shared_records). Take the private records out of the public text, or, if "
-            f"these texts are public (greetings), declare public_pretrain.max_shared_records={shared}; the "
+            f"declared ({keys[1]}). Take the private records out of the public text, or, if "
+            f"these texts are public (greetings), declare {keys[1]}={shared}; the "
             "report then says that epsilon does not cover them"
         )
     return shared
@@ -208,7 +216,7 @@ def shared_records(private: Any, private_data: DataConfig, public: Any, public_d
     return sum(any(key in known for key in _keys(texts, _SHORTEST_LINE)) for texts in _texts(private, private_data))
 
 
-def shared_records_point(allowed: int, public_data: DataConfig) -> list[str]:
+def shared_records_point(allowed: int, public_data: DataConfig, keys: tuple[str, str] = PUBLIC_TRAINING) -> list[str]:
     """Return the open point of a declared overlap of public text and private records; an empty list without one.
 
     It names the declared bound, which is public, not the number found, which depends on the private data.
@@ -217,7 +225,7 @@ def shared_records_point(allowed: int, public_data: DataConfig) -> list[str]:
         return []
     return [
         f"Up to {allowed} of the private records may occur in the public text {public_data.path} "
-        "(public_pretrain.max_shared_records), from which they are learnt without noise: epsilon does not cover these "
+        f"({keys[1]}), from which they are learnt without noise: epsilon does not cover these "
         "records. Confirm that their texts are public (greetings, boilerplate), or take them out of the public text."
     ]
 

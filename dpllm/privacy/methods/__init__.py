@@ -11,7 +11,8 @@ from dpllm.privacy.methods.label_counts import LABEL_COUNTS
 from dpllm.privacy.methods.method import Method as Method
 from dpllm.privacy.methods.predicted_text import PREDICTED_TEXT
 from dpllm.privacy.methods.synthetic_text import SYNTHETIC_TEXT
+from dpllm.privacy.methods.teach import TEACH
 
-_METHODS: tuple[Method, ...] = (EVOLUTION, LABEL_COUNTS, PREDICTED_TEXT, SYNTHETIC_TEXT)
+_METHODS: tuple[Method, ...] = (EVOLUTION, LABEL_COUNTS, PREDICTED_TEXT, SYNTHETIC_TEXT, TEACH)
 
 METHODS = {method.name: method for method in _METHODS}

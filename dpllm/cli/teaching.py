@@ -1,0 +1,59 @@
+"""`dpllm teach`: labels of public texts by a noisy vote of teachers, and a student.
+
+Place in the flow: a method of `dpllm.cli.querying`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+from dpllm.cli.common import AsJson, Overrides, RecipeName, one_line_errors
+from dpllm.cli.querying import METHODS, OutputDir, QueryCommand, run_method
+from dpllm.config.query_recipe import QueryRecipe
+
+
+def _read(recipe: QueryRecipe) -> Any:
+    from dpllm.teaching.prepare import prepare
+
+    return prepare(recipe)
+
+
+def _carry_out(recipe: QueryRecipe, prepared: Any, plan: Any, say: Callable[[str], None]) -> dict[str, Any]:
+    from dpllm.teaching.teach import teach
+
+    teachers, every = recipe.options.teachers, max(1, recipe.options.teachers // 10)
+
+    def trained(number: int) -> None:
+        if number % every == 0 or number == teachers:
+            say(f"  {number} of {teachers} teachers have voted")
+
+    taught = teach(prepared, say, trained)
+    result: dict[str, Any] = {"labels": taught.num_labels}
+    if taught.accuracy is not None:
+        result["accuracy of the student on the held-out records"] = round(taught.accuracy, 4)
+    return result
+
+
+METHODS["teach"] = QueryCommand(
+    "reading the records and the public texts", _read, lambda recipe, prepared: prepared.plan, _carry_out
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(epilog="Example: dpllm teach teach_sst2 privacy.target_epsilon=4")(teach)
+
+
+@one_line_errors
+def teach(
+    recipe: RecipeName, overrides: Overrides = None, output_dir: OutputDir = None, as_json: AsJson = False
+) -> None:
+    """Label public texts by a noisy vote of models trained on disjoint units (PATE), and train a student on the labels.
+
+    The teachers are trained without privacy, one after the other, over one base model in memory. Their votes are
+    private. Each label costs privacy, and the student none. `dpllm plan RECIPE` prints the cost.
+    """
+    run_method("teach", recipe, overrides or [], output_dir, as_json)

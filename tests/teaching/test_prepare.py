@@ -1,0 +1,71 @@
+"""The plan of a PATE run, and everything that is refused before a teacher is trained."""
+
+import pytest
+
+from dpllm.config import ConfigError
+from dpllm.data.records import DataError
+from dpllm.teaching.votes import CHECKS, LABELS
+from tests.small_model import WORDS
+
+
+def test_the_plan_charges_every_text(school):
+    """N, the vote and its settings are in the plan."""
+    plan = school(privacy={"noise_multiplier": 2.0}, teach={"max_prompts": 5}).plan
+    assert [(charge.name, charge.count, charge.event.noise_multiplier) for charge in plan.charges] == [(LABELS, 5, 2.0)]
+    assert plan.num_units == 12 and dict(plan.settings)["teachers"] == 4
+    assert plan.epsilon == pytest.approx(plan.epsilon_under("replace-one"))
+
+
+def test_noise_is_calibrated_to_labels_and_checks(school):
+    """The target holds for both together."""
+    plan = school(
+        privacy={"noise_multiplier": None, "target_epsilon": 2.0}, teach={"threshold": 3.0, "max_answers": 2}
+    ).plan
+    assert {charge.name: charge.count for charge in plan.charges} == {LABELS: 2, CHECKS: 6}
+    assert 1.999 < plan.epsilon <= 2.0
+    assert dict(plan.settings)["votes for a label, threshold"] == 3.0
+
+
+def test_texts_that_hold_private_records_are_refused(school):
+    """They would be published with their labels, by name of the recipe's keys, and without the text."""
+    text = f"{WORDS[0]} {WORDS[0]} small man"
+    prompts = [{"text": text.upper()}, {"text": "one bridge"}]
+    with pytest.raises(
+        DataError, match=r"teach.public_prompts=.* shares 1 of 12 records .*teach.max_shared"
+    ) as refused:
+        school(prompts=prompts)
+    assert text not in str(refused.value)
+    declared = school(prompts=prompts, teach={"max_shared_records": 1})
+    assert any("Up to 1 of the private records" in point for point in declared.points)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"teach": {"teachers": 13}}, "teach.teachers=13 for 12 units"),
+        ({"model": {"task": "causal_lm", "num_labels": None}}, "teachers vote for a class of a text"),
+        ({"model": {"num_labels": None}}, "the number of classes is not known"),
+        ({"teach": {"train": {"max_step": 3}}}, "train.max_step is unknown"),
+        ({"teach": {"public_prompts": None}}, "teach.public_prompts is missing"),
+        ({"model": None}, "needs the section model"),
+    ],
+)
+def test_recipes_without_a_vote_are_refused(school, changes, text):
+    """Before anything is trained or charged."""
+    with pytest.raises(ConfigError, match=text):
+        school(**changes)
+
+
+def test_a_launcher_is_refused(school, monkeypatch):
+    """Several processes would each draw their own division."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="start it without a launcher"):
+        school()
+
+
+def test_a_model_of_a_private_run_is_refused(school, tmp_path):
+    """All teachers would depend on its records."""
+    school()
+    (tmp_path / "model" / "privacy_ledger.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match="start_is_independent"):
+        school()
