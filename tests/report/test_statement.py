@@ -589,7 +589,7 @@ def test_a_report_has_no_other_keys_kinds_or_values(tmp_path: Path) -> None:
         (plain["statement"], "epsilon", -0.1, "statement.epsilon: Input should be greater than or equal to 0"),
         (plain["statement"], "private", 1, "statement.private: Input should be a valid boolean"),
         (plain["strength"]["bayes_success"], "0.5", "1", "strength.bayes_success.0.5: Input should be a valid number"),
-        (plain["accounting"]["steps"], "planned", 0, "accounting.steps.planned: Input should be greater than"),
+        (plain["accounting"]["steps"], "planned", -1, "accounting.steps.planned: Input should be greater than"),
         (run["planned_step"], "event", "tree", "checkable.runs[0].planned_step: Value error, unknown kind of event"),
         (run["planned_step"], "bands", None, "checkable.runs[0].planned_step: Value error"),
         (run, "num_steps", 0, "checkable.runs[0].num_steps: Input should be greater than or equal to 1"),
