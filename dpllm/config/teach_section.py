@@ -30,14 +30,11 @@ class Teachers(Topic):
     fewer are better teachers."""
     train: dict[str, Any] = field(default_factory=dict)
     """Names of `TrainingArguments` for the training of a teacher, which is ordinary and has no noise."""
-    keep_teachers: bool = False
-    """Whether the trained weights of each teacher are kept in not_for_release, which ε does not cover."""
 
     def __post_init__(self) -> None:
         """Check every value."""
         super().__post_init__()
         values.integer("teachers", self.teachers, 2, MOST_TEACHERS)
-        values.flag("keep_teachers", self.keep_teachers)
         _check_training("train", self.train)
 
 

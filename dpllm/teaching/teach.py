@@ -14,7 +14,6 @@ from typing import Any
 
 import datasets
 import numpy as np
-from safetensors.torch import save_file
 
 from dpllm.data.rows import RowCollator, tokenize_records, unit_index_of
 from dpllm.data.units import Int64Array
@@ -153,8 +152,6 @@ def count_votes(classroom: Classroom, rows: datasets.Dataset, run: QueryRun, vot
         if len(own):
             model = train_without_privacy(model, own, classroom.collator, options.train, run.private_folder)
         ballots.add(classes_of(model, prompts, classroom.collator))
-        if options.keep_teachers:
-            save_file(classroom.base.trained(), run.private_folder / f"teacher-{teacher:05d}.safetensors")
         voted(teacher + 1)
     return ballots
 

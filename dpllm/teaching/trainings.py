@@ -14,7 +14,7 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PrinterCallback, Trainer
 from transformers.trainer_utils import set_seed
 
@@ -89,14 +89,6 @@ class OneBase:
             if name in self._start:
                 tensor.copy_(self._start[name])
         return self.model
-
-    def trained(self) -> dict[str, Tensor]:
-        """Return copies of the trainable parameters, on the CPU."""
-        return {
-            name: tensor.detach().cpu().contiguous().clone()
-            for name, tensor in self.model.named_parameters()
-            if tensor.requires_grad
-        }
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from dpllm.config.teach_section import SET_BY_TEACH, TeachConfig
 def test_defaults_need_only_the_public_texts():
     """Fifty teachers, every text labelled, a student."""
     options = TeachConfig(public_prompts="public.jsonl")
-    assert (options.teachers, options.threshold, options.student, options.keep_teachers) == (50, None, True, False)
+    assert (options.teachers, options.threshold, options.student) == (50, None, True)
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,6 @@ def test_defaults_need_only_the_public_texts():
         ({"max_prompts": 0}, "max_prompts must be at least 1"),
         ({"max_shared_records": -1}, "max_shared_records must be at least 0"),
         ({"student": "no"}, "student must be true or false"),
-        ({"keep_teachers": "no"}, "keep_teachers must be true or false"),
         ({"train": {"learning_rate": "1e-3"}}, "train.learning_rate must be a finite number"),
         ({"train": {"average": {"kind": "ema", "decay": 0.9}}}, "average is an option of the private training"),
         ({"public_prompts": ""}, "public_prompts must be a text"),

@@ -141,12 +141,10 @@ def test_without_a_label_there_is_no_student(school, tmp_path, monkeypatch):
     assert (tmp_path / "run" / "labels.jsonl").read_text() == "" and not (tmp_path / "run" / "student").exists()
 
 
-def test_kept_teachers_are_for_the_owner_only(school, tmp_path):
-    """One file for each, in not_for_release."""
-    teaching.teach(school(teach={"keep_teachers": True, "student": False}), _quiet, _quiet)
-    kept = tmp_path / "run" / "not_for_release"
-    assert len(list(kept.glob("teacher-*.safetensors"))) == TEACHERS and kept.stat().st_mode & 0o077 == 0
-    assert not (tmp_path / "run" / "student").exists()
+def test_a_student_is_made_only_if_it_is_asked_for(school, tmp_path):
+    """Labels alone are a release; nothing of the teachers stays in the folder."""
+    teaching.teach(school(teach={"student": False}), _quiet, _quiet)
+    assert not (tmp_path / "run" / "student").exists() and not list((tmp_path / "run").rglob("*.safetensors"))
 
 
 def test_held_out_private_records_are_counted_as_disclosures(school, tmp_path):

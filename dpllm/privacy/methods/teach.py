@@ -21,7 +21,7 @@ TEACH = Method(
     not_covered=(
         (
             "the teachers, their votes and the division of the units",
-            "they are private and are not released; keep not_for_release to yourself",
+            "they are private, and none of them is written or shown",
         ),
         (
             "an ε computed from the votes",
