@@ -32,7 +32,58 @@ class Mutation:
     """Module of an extra without which its tests are skipped."""
 
 
+_OF_QUERIES = "tests/queries/test_run.py"
 MUTATIONS = [
+    Mutation(
+        "a query run charges more answers than it planned",
+        "dpllm/queries/run.py",
+        "        if count > self._left[name]:",
+        "        if False:",
+        (f"{_OF_QUERIES}::test_no_more_than_planned_is_charged",),
+        quick=True,
+    ),
+    Mutation(
+        "a second query run in a folder hides the first",
+        "dpllm/queries/run.py",
+        "        if is_used(path) or",
+        "        if",
+        (f"{_OF_QUERIES}::test_a_second_run_in_the_folder_is_refused",),
+    ),
+    Mutation(
+        "the answers of a query run are charged to no budget",
+        "dpllm/privacy/query_budget.py",
+        "        put((*budget.entries, *prior, entry))",
+        "        put((*budget.entries, *prior))",
+        (f"{_OF_QUERIES}::test_the_whole_plan_is_charged_to_the_budget_before_the_first_answer",),
+    ),
+    Mutation(
+        "the model that a query run builds on is not in the budget",
+        "dpllm/privacy/query_budget.py",
+        "        prior = _prior_entry(budget, plan)",
+        "        prior = ()",
+        (f"{_OF_QUERIES}::test_a_trained_model_is_in_the_budget_exactly_once",),
+    ),
+    Mutation(
+        "a query run states only its own answers, and not the model that it builds on",
+        "dpllm/privacy/query_plan.py",
+        "        return [*(() if self.after is None else self.after.history), *self.own_history]",
+        "        return self.own_history",
+        ("tests/privacy/test_query_plan.py::test_a_run_on_a_model_costs_both",),
+    ),
+    Mutation(
+        "a query run that stopped early states the answers that it gave",
+        "dpllm/privacy/stated.py",
+        "    if contents.notes.stopped_independently and not contents.torn_steps:",
+        "    if True:",
+        (f"{_OF_QUERIES}::test_the_whole_plan_is_charged_to_the_budget_before_the_first_answer",),
+    ),
+    Mutation(
+        "the counts of labels are exact",
+        "dpllm/queries/counting.py",
+        "    noisy = run.randomness.noisy(counts, event.noise_multiplier, run.plan.max_rows_per_unit or 1)",
+        "    noisy = list(counts)",
+        ("tests/queries/test_counting.py::test_an_exact_histogram_is_seen",),
+    ),
     Mutation(
         "the scores of a private prediction are not clipped",
         "dpllm/prediction/scores.py",

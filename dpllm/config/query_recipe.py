@@ -32,6 +32,8 @@ METHOD_SECTIONS: dict[str, type] = {
 }
 """The section of each method; its name is that of the command, `dpllm count`."""
 
+_HOLD_OUT = ("teach",)  # methods that measure their result on records that were held out
+
 
 @dataclass(frozen=True, kw_only=True)
 class QueryPrivacy(PrivacyUnit):
@@ -177,7 +179,13 @@ def load_query_recipe(path: str | Path, overrides: Sequence[str] = (), method: s
         made[key] = read_section(section, value or {}, source, key)
     if not isinstance(raw.get("output_dir"), str) or not raw["output_dir"].strip():
         raise ConfigError(f"{source}: output_dir must be the name of the run's folder, got {raw.get('output_dir')!r}")
-    return QueryRecipe(method=name, options=made.pop(name), output_dir=raw["output_dir"], **made)
+    recipe = QueryRecipe(method=name, options=made.pop(name), output_dir=raw["output_dir"], **made)
+    if name not in _HOLD_OUT and (recipe.data.eval_path or recipe.data.eval_split or recipe.data.eval_fraction):
+        raise ConfigError(
+            f"{source}: data.eval_path, eval_split and eval_fraction hold records out, and `dpllm {name}` uses every "
+            "record: leave them out, and keep records that it must not use in another file"
+        )
+    return recipe
 
 
 def _method_of(raw: Mapping[str, Any], source: str) -> str | None:

@@ -79,11 +79,6 @@ def read_units(recipe: QueryRecipe) -> LabelledUnits:
         )
     if data.format != "classification":
         raise ConfigError(f"data.format={data.format!r} has no labels to count: set data.format=classification")
-    if data.eval_path or data.eval_split or data.eval_fraction:
-        raise ConfigError(
-            "data.eval_path, eval_split and eval_fraction hold records out, and this run counts every record: leave "
-            "them out"
-        )
     records = load_records(data)
     index = unit_index_of(records, recipe.privacy, secret_rng())
     return LabelledUnits(tuple(data.class_names), records[data.label_column], index)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from dpllm.config import RECIPE_FILE
 from dpllm.privacy import checkpoints
@@ -59,7 +60,7 @@ class QueryRun:
         self._ledger = ledger
         self._entry = entry
         self._left = {charge.name: charge.count for charge in plan.charges}
-        self._released: list[str] = []
+        self._released: dict[str, dict[str, Any]] = {}
         self._ended = False
 
     @classmethod
@@ -177,17 +178,19 @@ class QueryRun:
     def release(self, *files: str | Path) -> None:
         """Note files of the folder that may be published, by size and hash; they must not change afterwards.
 
+        The ledger gets one line with all of them at the end of the run: with a line per call, a folder in which a later
+        file was edited would still match the line before.
+
         Args:
             files: paths inside the run's folder.
 
         Raises:
-            ValueError: a file is not in the folder, is missing, or is one that is never for release.
+            ValueError: a file is not in the folder, is missing, is one that is never for release, or was released.
         """
-        for file in files:
-            name = self._name(Path(file))
-            if name not in self._released:
-                self._released.append(name)
-        self._ledger.append_released(self.folder.resolve().name, checkpoints.seal(self.folder, self._released))
+        names = [self._name(Path(file)) for file in files]
+        if known := sorted(set(names) & set(self._released)):
+            raise ValueError(f"{known[0]} is released already, as it was then: release the files of an answer once")
+        self._released |= checkpoints.seal(self.folder, names)
 
     def _name(self, file: Path) -> str:
         """Return the name of a file in the folder; refuse one that cannot be released."""
@@ -216,6 +219,8 @@ class QueryRun:
         if self._ended:
             return
         self._ended = True
+        if self._released:
+            self._ledger.append_released(self.folder.resolve().name, self._released)
         self._ledger.append_end(reason, independent)
         self._ledger.close()
         contents = read_ledger(self._ledger.path)

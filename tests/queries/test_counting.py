@@ -120,7 +120,7 @@ def _index(rows: int):
     [
         (["data.class_names="], "data.class_names is missing"),
         (["data.format=text"], "has no labels to count"),
-        (["data.eval_fraction=0.1"], "counts every record"),
+        (["data.eval_fraction=0.1"], "uses every record"),
         (["privacy.target_epsilon="], "give exactly one of target_epsilon"),
         (["privacy.noise_multiplier=2"], "give exactly one of target_epsilon"),
         (["privacy.delta=0.5"], "0 < delta < 1/num_units"),

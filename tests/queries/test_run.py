@@ -24,6 +24,7 @@ from dpllm.privacy.query_budget import charge_queries, require_room_for_queries,
 from dpllm.privacy.query_plan import Charge
 from dpllm.privacy.stated import stated_history
 from dpllm.queries import QueryRun, Randomness, prior_release
+from dpllm.report.verify import verify
 from tests.queries.making import DELTA, OTHER, VOTE, budget_in, query_plan, train
 
 
@@ -298,9 +299,21 @@ def test_only_files_of_the_folder_are_released(tmp_path: Path, kind: str) -> Non
             run.release(file)
         (run.folder / "counts.json").write_text("{}")
         run.release("counts.json")
-        run.release(run.folder / "counts.json")
+        with pytest.raises(ValueError, match="released already"):
+            run.release(run.folder / "counts.json")
     (*_, last) = read_ledger(tmp_path / "run" / LEDGER_FILE).notes.released
     assert set(last["files"]) == {"counts.json"}
+
+
+def test_a_file_of_a_later_call_that_was_edited_is_found(tmp_path: Path) -> None:
+    """Files that were released one by one are held to their hashes together, each as it was then."""
+    with QueryRun.begin(tmp_path / "run", query_plan(), dataset="chats") as run:
+        for name in ("counts.json", "texts.jsonl"):
+            (run.folder / name).write_text("{}")
+            run.release(name)
+    assert verify(tmp_path / "run").ok
+    (tmp_path / "run" / "texts.jsonl").write_text("{ }")
+    assert not verify(tmp_path / "run").ok
 
 
 def test_runs_on_one_model_compose_to_one_training(tmp_path: Path) -> None:
