@@ -67,19 +67,25 @@ def evaluate(
     exact, and ε does not cover them: they go to not_for_release/, and the ledger of the data set lists that they exist.
     """
     from dpllm.config.extras import require
+    from dpllm.privacy.ledger import LEDGER_FILE
     from dpllm.synthetic.evaluation import (
         EVALUATION_FILE,
         EvaluationSettings,
         evaluation_table,
         note_evaluation,
+        require_outside,
     )
     from dpllm.synthetic.evaluation import evaluate as compare
     from dpllm.synthetic.texts import read_texts
 
     settings = EvaluationSettings(most=most, ngram=ngram, with_mauve=mauve, with_classifier=classifier)
+    folder = synthetic if synthetic.is_dir() else synthetic.parent
     path = output or (synthetic / EVALUATION_FILE if synthetic.is_dir() else None)
     if path is not None and path.suffix != ".json":
         raise ValueError(f"--output {path}: results are written as .json, with a table beside them: change the ending")
+    private = not real_is_public or train is not None or canaries is not None
+    if private and path is not None:
+        require_outside(path)
     if classifier or (mauve and model is not None):
         require("synthetic", "evaluation by MAUVE and a classifier (--no-mauve --no-classifier does without)")
     _say(f"reading {synthetic}")
@@ -94,9 +100,8 @@ def evaluate(
         _say(f"loading {model}")
         with quiet():
             embedder = load_embedder(model)
-    private = not real_is_public or train is not None or canaries is not None
-    if private and synthetic.is_dir():
-        note_evaluation(synthetic)  # before there is a result
+    if private and (synthetic.is_dir() or (folder / LEDGER_FILE).is_file()):
+        note_evaluation(folder)  # before there is a result
     heard = None if canaries is None else _echo(canaries, sets[0].texts)
     found = compare(sets, held_out, trained, embedder, model, settings, _say)
     if heard is not None:

@@ -251,6 +251,24 @@ def _figures(one: LabelledTexts, figures: dict[str, Any]) -> SetFigures:
     )
 
 
+def require_outside(path: str | Path) -> None:
+    """Refuse a file of exact results in a folder that people publish.
+
+    Args:
+        path: of the results.
+
+    Raises:
+        ConfigError: a folder above it is that of a release, and the file is not in its ``not_for_release/``.
+    """
+    path, private = Path(path).resolve(), Path(EVALUATION_FILE).parent.name
+    for folder in path.parents:
+        if (folder / LEDGER_FILE).is_file() and path.relative_to(folder).parts[0] != private:
+            raise ConfigError(
+                f"--output {path} is in {folder}, which is for release, and results on private text are not: write "
+                f"them to {folder / EVALUATION_FILE}, or outside of this folder"
+            )
+
+
 def note_evaluation(folder: str | Path) -> None:
     """Write into the ledger of a data set's folder that results on real text exist, and its report and card again.
 

@@ -21,6 +21,7 @@ from dpllm.data.units import UnitIndex
 from dpllm.mechanism.events import Event
 from dpllm.mechanism.sampling import secret_rng
 from dpllm.models.generation import Sampling, load_generator
+from dpllm.models.starting_point import refuse_private_start
 from dpllm.privacy.ledger import LEDGER_FILE
 from dpllm.privacy.query_plan import QueryPlan
 from dpllm.queries.planned import begin_from, plan_from
@@ -32,6 +33,10 @@ from dpllm.synthetic.making import Wanted, write_records
 from dpllm.synthetic.votes import CHARGE, votes_charge
 
 METHOD = "private evolution"
+DECLARED = (
+    "Declared independent of these records (model.start_is_independent), to be confirmed before release: the models "
+    "that write and embed texts"
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ def read_voters(recipe: QueryRecipe) -> Voters:
     options = _options(recipe)
     for name in _models(recipe):
         refuse_private_model(name)
+        refuse_private_start(name, recipe.model is not None and recipe.model.start_is_independent)
     column = text_column(recipe.data)
     records = load_records(recipe.data)
     units = unit_index_of(records, recipe.privacy, secret_rng())
@@ -134,6 +140,8 @@ def run_evolution(
     )
     sigma = plan.charge(CHARGE).event.noise_multiplier
     with begin_from(recipe, plan) as run:
+        if recipe.model is not None and recipe.model.start_is_independent:
+            run.open_point(DECLARED)
         made = evolve(run, private, model, embedder.embed, wanted_of(options), settings, sigma, say)
         texts = run.folder / f"texts.{options.file_format}"
         write_records(texts, made)

@@ -52,9 +52,16 @@ def test_a_data_set_with_counted_labels(run):
     assert "ε does not cover them" in result.stderr and "longest common run: largest" in result.stdout
     assert (folder / EVALUATION_FILE).is_file() and verify(folder).ok
     assert read_ledger(folder / LEDGER_FILE).disclosures == {DISCLOSED: 1}
+    for name in ("figures.json", "figures/own.json"):
+        result = invoke(["evaluate", str(folder), "--real", str(real), *plain, "--output", str(folder / name)])
+        assert result.exit_code == 2 and "is for release, and results on private text are not" in result.stderr
+        assert not (folder / name).exists() and read_ledger(folder / LEDGER_FILE).disclosures == {DISCLOSED: 1}
     result = invoke(["evaluate", str(folder), "--real", str(real), "--real-is-public", *plain, "--json"])
     assert json.loads(result.stdout)["reads_training"] is False
     assert read_ledger(folder / LEDGER_FILE).disclosures == {DISCLOSED: 1}
+    result = invoke(["evaluate", str(folder / "texts.jsonl"), "--real", str(real), *plain])
+    assert result.exit_code == 0, result.output
+    assert read_ledger(folder / LEDGER_FILE).disclosures == {DISCLOSED: 2}  # the file of the folder is named, too
 
 
 def test_public_shares_and_prompts(run, tmp_path):

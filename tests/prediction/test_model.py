@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -95,10 +96,22 @@ class _Forgetful(_Coupled):
         return self.inner(**inputs)
 
 
+class Linear8bitLt(nn.Module):
+    """Stands in for the module of bitsandbytes, whose outlier columns are chosen over all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = SimpleNamespace(threshold=6.0)
+
+
 def test_independence_is_measured():
     """A model whose rows couple, and one whose cache is wrong, are refused; a sound one passes."""
     require_independent_rows(llama(), 8, 4)
     with pytest.raises(ConfigError, match="on the other rows"):
         require_independent_rows(_Coupled(copy.deepcopy(llama())), 8, 4)
+    coarse = llama()
+    coarse.model.layers[0].mlp.up_proj = Linear8bitLt()
+    with pytest.raises(ConfigError, match=r"up_proj: LLM.int8 chooses outlier columns over all rows"):
+        require_independent_rows(coarse, 8, 4)
     with pytest.raises(ConfigError, match="on the cache"):
         require_independent_rows(_Forgetful(llama()), 8, 4)

@@ -18,6 +18,7 @@ from dpllm.privacy.query_plan import load_plan
 from dpllm.report.verify import verify
 from dpllm.synthetic.embeddings import load_embedder
 from dpllm.synthetic.evolution import Evolution, PrivateRecords, evolve
+from dpllm.synthetic.evolving import DECLARED
 from dpllm.synthetic.making import Wanted
 from tests.cli.test_generating import invoke
 from tests.report.test_standing import folder_of
@@ -104,6 +105,20 @@ def test_a_model_of_a_private_run_is_refused(recipe, tmp_path):
         for place in ("run", "run/merged"):
             result = invoke(["evolve", str(recipe), f"{name}={place}"])
             assert result.exit_code == 2 and "that a private run trained" in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("sign", ["recipe.yaml", "README.md"])
+def test_a_model_with_signs_of_private_records_needs_a_declaration(recipe, tmp_path, sign):
+    """The same signs as at the start of a training: a recipe beside the weights, or a card with a guarantee."""
+    model = tmp_path / "tuned"
+    save_small_model(model, hidden_size=16)
+    (model / sign).write_text("---\ndifferential_privacy:\n  epsilon: 8\n---\n")
+    for name in ("model.name", "evolve.embedding"):
+        result = invoke(["evolve", str(recipe), f"{name}={model}"])
+        assert result.exit_code == 2 and "The weights come from" in result.stderr, result.output
+    result = invoke(["evolve", str(recipe), f"model.name={model}", "model.start_is_independent=true"])
+    assert result.exit_code == 0, result.output
+    assert DECLARED in read_ledger(tmp_path / "made" / LEDGER_FILE).notes.open_points
 
 
 class Run:
