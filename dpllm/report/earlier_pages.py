@@ -49,7 +49,8 @@ def with_factor(words: str, epsilon: float) -> str:
     """Return a sentence of today with exp(ε) as reports up to format 4 print it, where it is large."""
     if not 30 < epsilon < math.inf:
         return words
-    printed = "more than 1e300" if epsilon >= 700 else f"more than {10 ** int(epsilon / math.log(10)):.0e}"
+    least = 10 ** int(min(epsilon, 700) / math.log(10))
+    printed = "more than 1e300" if epsilon >= 700 else f"more than {least:.0e}"
     return words.replace(factor_words(epsilon), f"exp(ε) = {printed}")
 
 

@@ -50,7 +50,7 @@ def test_no_client_changes_the_update_of_another(model):
     first = training.update(ROWS, start, 0)
     training.update(OTHERS, start + 1, 1)
     assert np.abs(first).max() > 1e-3
-    assert training.update(ROWS, start, 0) == pytest.approx(first, abs=1e-7)
+    assert training.update(ROWS, start, 0) == pytest.approx(first, abs=1e-6)  # float32
 
 
 def test_the_update_is_that_of_plain_training(model):

@@ -77,7 +77,7 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path: Path) -> None:
         ({"delta": 1e-3}, "0 < delta < 1/num_units"),
         ({"delta": 0.0}, "0 < delta < 1/num_units"),
         ({"charges": ()}, "one charge or more"),
-        ({"charges": (Charge(name="a", event=VOTE, count=1),) * 2}, "each with its own name"),
+        ({"charges": (Charge(name="a", event=VOTE, count=1),) * 2}, "charges with different names"),
         ({"settings": (("a", 1), ("a", 2))}, "settings with different names"),
         ({"randomness": "seeded"}, "randomness in"),
         ({"target_epsilon": -1.0}, "target_epsilon > 0"),

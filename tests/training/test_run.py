@@ -613,7 +613,7 @@ def test_a_model_that_a_loop_of_ones_own_saved_is_known_to_verify(tmp_path):
     ("units", "unit", "doubt"),
     [
         (UnitIndex.one_row_per_unit(UNITS), "sequence", "Nearly all rows have the same 8 tokens"),
-        (UnitIndex.from_ids([f"message {n}" for n in range(UNITS)], 3), "user", "Every id in column 'who'"),
+        (UnitIndex.from_ids([f"message {n}" for n in range(UNITS)], 3), "user", "No id in column 'who' occurs twice"),
         (UnitIndex.from_ids([*(f"u{n}" for n in range(UNITS - 1)), "U1", "U1"], 3), "user", "upper and lower case"),
     ],
     ids=["blocks", "ids of messages", "case"],
