@@ -129,7 +129,9 @@ def run_evolution(
     say("embedding the records")
     rows, units = voters.units.rows_of(np.arange(voters.units.num_units))
     labels = None if voters.labels is None else tuple(voters.labels[row] for row in rows.tolist())
-    private = PrivateRecords(embedder.embed([voters.texts[row] for row in rows.tolist()]), units, labels)
+    # One by one: beside others, padding changes the rounding, and a vote between near-equal candidates with it.
+    vectors = embedder.embed([voters.texts[row] for row in rows.tolist()], batch_size=1)
+    private = PrivateRecords(vectors, units, labels)
     settings = Evolution(
         number=options.number,
         steps=options.steps,

@@ -16,7 +16,7 @@ from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PLAN_FILE
 from dpllm.privacy.query_plan import load_plan
 from dpllm.report.verify import verify
-from dpllm.synthetic.embeddings import load_embedder
+from dpllm.synthetic.embeddings import Embedder, load_embedder
 from dpllm.synthetic.evolution import Evolution, PrivateRecords, evolve
 from dpllm.synthetic.evolving import DECLARED
 from dpllm.synthetic.making import Wanted
@@ -119,6 +119,21 @@ def test_a_model_with_signs_of_private_records_needs_a_declaration(recipe, tmp_p
     result = invoke(["evolve", str(recipe), f"model.name={model}", "model.start_is_independent=true"])
     assert result.exit_code == 0, result.output
     assert DECLARED in read_ledger(tmp_path / "made" / LEDGER_FILE).notes.open_points
+
+
+def test_records_are_embedded_one_by_one(recipe, monkeypatch):
+    """A record's embedding does not depend on the others, to the last bit: its vote could change by rounding."""
+    sizes = []
+    embed = Embedder.embed
+
+    def seen(self, texts, batch_size=64):
+        if len(texts) == 60:  # the private records
+            sizes.append(batch_size)
+        return embed(self, texts, batch_size)
+
+    monkeypatch.setattr(Embedder, "embed", seen)
+    assert invoke(["evolve", str(recipe)]).exit_code == 0
+    assert sizes == [1]
 
 
 class Run:
