@@ -21,6 +21,4 @@ class CountConfig(Topic):
     def __post_init__(self) -> None:
         """Check every value."""
         super().__post_init__()
-        values.text("file", self.file)
-        if "/" in self.file or "\\" in self.file or not self.file.endswith(".json"):
-            raise values.ConfigError(f"file is a name that ends in .json, without a folder, got {self.file!r}")
+        values.own_file("file", self.file, ".json")

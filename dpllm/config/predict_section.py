@@ -98,6 +98,4 @@ class PredictConfig(PredictedTokens):
             raise ConfigError(f"stop must be a text that is not empty, or null, got {values.shown(self.stop)}")
         values.integer("rows_per_pass", self.rows_per_pass, 1)
         values.flag("cached", self.cached)
-        values.text("file", self.file)
-        if "/" in self.file or "\\" in self.file or not self.file.endswith(".jsonl"):
-            raise ConfigError(f"file is a name that ends in .jsonl, without a folder, got {self.file!r}")
+        values.own_file("file", self.file, ".jsonl")

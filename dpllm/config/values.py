@@ -138,6 +138,19 @@ def text(name: str, value: Any) -> None:
         raise ConfigError(f"{name} must be a text that is not empty, got {shown(value)}")
 
 
+def own_file(name: str, value: Any, ending: str) -> None:
+    """Refuse a value that is no name of a new file, with this ending, in the folder of a run.
+
+    Raises:
+        ConfigError: it has a folder or another ending, or is the name of a file that each run writes.
+    """
+    text(name, value)
+    if "/" in value or "\\" in value or not value.endswith(ending) or value == ending:
+        raise ConfigError(f"{name} is a name that ends in {ending}, without a folder, got {value!r}")
+    if value.startswith("privacy_"):
+        raise ConfigError(f"{name} must not begin with privacy_, as plan, ledger and report of a run do, got {value!r}")
+
+
 def _kind(value: Any) -> str:
     """Return the value with its kind, and the remedy for a number in quotes."""
     words = f"{shown(value)} ({type(value).__name__})"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dpllm.config import ConfigError
-from dpllm.ghost.scales import coupling
+from dpllm.ghost import routing, scales
 
 _RELATIVE = 1e-3
 """The largest difference of a row's logits by other rows, relative to its largest logit."""
@@ -108,7 +108,7 @@ def require_independent_rows(model: Any, length: int, rows_per_pass: int) -> Non
         ConfigError: they do: the bound of one unit's contribution would not hold.
     """
     for name, module in model.named_modules():
-        if reason := coupling(module):
+        if reason := scales.coupling(module) or routing.coupling(module):
             raise ConfigError(f"{name}: {reason}")
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     tokens = [(7 * place + 3) % vocabulary for place in range(length)]

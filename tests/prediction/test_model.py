@@ -115,3 +115,11 @@ def test_independence_is_measured():
         require_independent_rows(coarse, 8, 4)
     with pytest.raises(ConfigError, match="on the cache"):
         require_independent_rows(_Forgetful(llama()), 8, 4)
+
+
+def test_experts_with_a_capacity_are_refused_by_name():
+    """Tokens of other rows use it up; public tokens need not show that."""
+    model = llama()
+    model.model.layers[0].mlp.expert_capacity = 4
+    with pytest.raises(ConfigError, match="an expert drops tokens beyond its capacity"):
+        require_independent_rows(model, 8, 2)

@@ -129,6 +129,7 @@ def _index(rows: int):
         (["count.files=x"], "did you mean 'count.file'"),
         (["count.file=a/b.json"], "without a folder"),
         (["count.file=counts.txt"], "ends in .json"),
+        (["count.file=privacy_plan.json"], "must not begin with privacy_"),
         (["train.max_steps=3"], "unknown key 'train'"),
         (["output_dir="], "output_dir must be the name"),
         (["privacy.dataset=", "privacy.budget_file=x"], "budget_file needs dataset"),
