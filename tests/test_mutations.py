@@ -78,6 +78,13 @@ MUTATIONS = [
         (f"{_OF_QUERIES}::test_the_whole_plan_is_charged_to_the_budget_before_the_first_answer",),
     ),
     Mutation(
+        "a ledger with more answers than the plan's is reported",
+        "dpllm/report/query_statement.py",
+        "        if count > planned[name, event]:",
+        "        if False:",
+        ("tests/report/test_query_report.py::test_no_report_is_made_of_answers_that_the_plan_does_not_allow",),
+    ),
+    Mutation(
         "the counts of labels are exact",
         "dpllm/queries/counting.py",
         "    noisy = run.randomness.noisy(counts, event.noise_multiplier, run.plan.max_rows_per_unit or 1)",

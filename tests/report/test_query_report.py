@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from dpllm.cli import app
 from dpllm.mechanism.query import Query
-from dpllm.privacy.ledger import LEDGER_FILE
+from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.ledger_reader import CHAIN_START, next_chain
 from dpllm.privacy.methods import METHODS
 from dpllm.privacy.plan import PLAN_FILE
@@ -23,7 +23,7 @@ from dpllm.report.model_card import CARD_FILE, add_notes, adopt_run, metadata_in
 from dpllm.report.models import PrivacyReport, report_schema
 from dpllm.report.publishing import PublishError, published_files, repo_type_of, require_publishable
 from dpllm.report.standing import standing_of
-from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, ReleaseNotes
+from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, ReleaseNotes, privacy_report
 from dpllm.report.verify import verify
 from tests.queries.making import query_plan, train
 
@@ -130,6 +130,16 @@ def test_an_edited_ledger_is_found_even_with_its_hashes_made_again(folder: Path,
     rechained(folder, edit)
     assert failed(folder)
     assert not standing_of(folder).private
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"), [(_more, "is charged 9 times, and the plan has 4"), (_other_event, "an event that the plan")]
+)
+def test_no_report_is_made_of_answers_that_the_plan_does_not_allow(folder: Path, edit, words: str) -> None:
+    """More answers than planned, or others: ε of the plan would be too small for them."""
+    rechained(folder, edit)
+    with pytest.raises(ValueError, match=words):
+        privacy_report(QueryPlan.load(folder / PLAN_FILE), read_ledger(folder / LEDGER_FILE))
 
 
 @pytest.mark.parametrize(
