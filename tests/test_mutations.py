@@ -50,6 +50,13 @@ MUTATIONS = [
         (f"{_OF_QUERIES}::test_a_second_run_in_the_folder_is_refused",),
     ),
     Mutation(
+        "a query run drops the disclosures of the run whose place it takes",
+        "dpllm/queries/run.py",
+        "            ledger.append_disclosure(what, count)\n        plan.save",
+        "            pass\n        plan.save",
+        (f"{_OF_QUERIES}::test_what_a_run_without_answers_wrote_out_is_listed_by_the_run_in_its_place",),
+    ),
+    Mutation(
         "the answers of a query run are charged to no budget",
         "dpllm/privacy/query_budget.py",
         "        put((*budget.entries, *prior, entry))",
@@ -171,9 +178,16 @@ MUTATIONS = [
     Mutation(
         "an evolution takes a model that a private run trained",
         "dpllm/synthetic/evolving.py",
-        "        refuse_private_model(name)\n",
+        "        refuse_private_start(name, recipe.model is not None and recipe.model.start_is_independent)\n",
         "        pass\n",
         ("tests/synthetic/test_evolution.py::test_a_model_of_a_private_run_is_refused",),
+    ),
+    Mutation(
+        "a model in a folder inside that of a private run passes for a public one",
+        "dpllm/models/starting_point.py",
+        "for above in (place, *place.parents):",
+        "for above in (place,):",
+        ("tests/models/test_starting_point.py::test_a_model_inside_the_folder_of_a_private_run_is_one_of_its",),
     ),
     Mutation(
         "labels are counted in other records than those of the training",

@@ -17,7 +17,7 @@ from dpllm.config.count_section import CountConfig
 from dpllm.config.data_section import DataConfig
 from dpllm.config.evolve_section import EvolveConfig
 from dpllm.config.predict_section import PredictConfig
-from dpllm.config.privacy_section import STOPS, PrivacyUnit
+from dpllm.config.privacy_section import PrivacyUnit
 from dpllm.config.recipe import ModelConfig, ReleaseConfig, read_raw, read_section
 from dpllm.config.teach_section import TeachConfig
 from dpllm.config.values import ConfigError, nearest
@@ -51,9 +51,6 @@ class QueryPrivacy(PrivacyUnit):
     """δ, below 1/N for N units. None: 1/(10 N)."""
     adjacency: str = "zero-out"
     """Adjacency of the headline ε: "zero-out" (a unit against nothing) or "replace-one" (a unit against another)."""
-    stop: str = "planned"
-    """The ε stated by a run that ends before its planned answers: "planned", the ε of all of them, or "independent",
-    the ε of those given. The latter holds only if the stop depends neither on the data nor on the answers."""
     dataset: str | None = None
     """Public name of the private data set; the costs of runs on it are added up."""
     budget_file: str | None = None
@@ -76,7 +73,6 @@ class QueryPrivacy(PrivacyUnit):
         if self.delta is not None:
             self._set("delta", values.between("delta", self.delta, 0, 1, above=True, below=True))
         values.choice("adjacency", self.adjacency, ADJACENCIES)
-        values.choice("stop", self.stop, STOPS)
         for name in ("dataset", "budget_file"):
             if getattr(self, name) is not None:
                 values.text(name, getattr(self, name))

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
 from dpllm.config import RECIPE_FILE, ConfigError, DataConfig, RecordFormat
+from dpllm.config.recipe import PRETRAINED_FOLDER
 from dpllm.data.records import DataError, text_columns
 from dpllm.engines.checksums import Checksum, values
 from dpllm.engines.optimizers import innermost
@@ -261,11 +262,25 @@ def _earlier_runs(model: Any, own_folder: str | Path | None) -> list[str]:
     run = None if own_folder is None else run_in(own_folder)
     own, found = None if run is None else run.folder, []
     for folder in dict.fromkeys(_folders_of(model)):
-        path = folder.resolve()
-        if path == own or (own is not None and own in path.parents and _of_one_run(path, own)):
+        place = _run_around(folder) or folder.resolve()
+        if place == own or (own is not None and own in place.parents and _of_one_run(place, own)):
             continue
         found += _signs_of_private_records(folder)
     return found + _trained_before(model, run)
+
+
+def _run_around(folder: Path) -> Path | None:
+    """Return the nearest folder with a ledger that a folder is, or is in; None for the public weights that a run wrote.
+
+    Not everything that a run releases has a ledger of its own: the student of a vote, a copied checkpoint.
+    """
+    place = folder.resolve()
+    for above in (place, *place.parents):
+        if (above / LEDGER_FILE).is_file():
+            return above
+        if above.name == PRETRAINED_FOLDER:
+            break
+    return None
 
 
 def _of_one_run(folder: Path, own: Path) -> bool:
@@ -359,12 +374,13 @@ def _checksums_of(modules: Sequence[torch.nn.Module]) -> list[int]:
 
 def _signs_of_private_records(folder: Path) -> list[str]:
     """Return signs of private records in weights: the folder of a private run, a copy of its model, plain training."""
-    if (folder / LEDGER_FILE).is_file():
+    if (run := _run_around(folder)) is not None:
         try:
-            steps = f"{read_ledger(folder / LEDGER_FILE).num_steps} steps"
+            steps = f"{read_ledger(run / LEDGER_FILE).num_steps} steps"
         except LedgerError:
             steps = "a ledger that cannot be read"
-        return [f"The weights come from {folder}, a private run ({steps} in its {LEDGER_FILE})"]
+        inside = "" if run == folder.resolve() else f"in {run}, "
+        return [f"The weights come from {folder}, {inside}a private run ({steps} in its {LEDGER_FILE})"]
     if (folder / RECIPE_FILE).is_file():
         return [
             f"The weights come from {folder}, which the recipe in its {RECIPE_FILE} fine-tuned, and no ledger is there"

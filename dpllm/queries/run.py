@@ -101,7 +101,7 @@ class QueryRun:
                 "Choose an empty output folder"
             )
         folder.mkdir(parents=True, exist_ok=True)
-        make_way(path, None if budget is None else str(budget))
+        written_out = make_way(path, None if budget is None else str(budget))
         entry = None if budget is None else (Path(budget), charge_queries(budget, plan, str(dataset)))
         named = None if entry is None else {"file": entry[0].name, "entry": entry[1]}
         try:
@@ -110,6 +110,8 @@ class QueryRun:
             if entry is not None:
                 settle(entry[0], entry[1], 0)
             raise
+        for what, count in written_out.items():
+            ledger.append_disclosure(what, count)
         plan.save(folder / PLAN_FILE)
         note_writer(folder)
         if recipe_text is not None:

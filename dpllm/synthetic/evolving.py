@@ -22,7 +22,6 @@ from dpllm.mechanism.events import Event
 from dpllm.mechanism.sampling import secret_rng
 from dpllm.models.generation import Sampling, load_generator
 from dpllm.models.starting_point import refuse_private_start
-from dpllm.privacy.ledger import LEDGER_FILE
 from dpllm.privacy.query_plan import QueryPlan
 from dpllm.queries.planned import begin_from, plan_from
 from dpllm.synthetic.data_set import of_labels, shared_out
@@ -63,7 +62,6 @@ def read_voters(recipe: QueryRecipe) -> Voters:
     """
     options = _options(recipe)
     for name in _models(recipe):
-        refuse_private_model(name)
         refuse_private_start(name, recipe.model is not None and recipe.model.start_is_independent)
     column = text_column(recipe.data)
     records = load_records(recipe.data)
@@ -179,20 +177,6 @@ def text_column(config: RecordFormat) -> str:
         f"data.format={config.format!r} has no column of texts to imitate: use text, prompt_completion or "
         f"classification"
     )
-
-
-def refuse_private_model(name: str) -> None:
-    """Raise if a model is one that a private run trained: its text then depends on private records.
-
-    Raises:
-        ConfigError: the folder, or the one above it, has a ledger.
-    """
-    folder = Path(name).expanduser()
-    if any((place / LEDGER_FILE).is_file() for place in (folder, folder.resolve().parent)):
-        raise ConfigError(
-            f"{name} is a model that a private run trained, and an evolution states the ε of its votes only: take a "
-            "public model, or sample from this one with `dpllm generate`"
-        )
 
 
 def _options(recipe: QueryRecipe) -> EvolveConfig:

@@ -144,6 +144,23 @@ def test_weights_of_an_earlier_run_below_the_own_folder_are_those_of_another_run
     assert own == check_start(warm, tmp_path / "runs" / "first", False) == []
 
 
+def test_a_model_inside_the_folder_of_a_private_run_is_one_of_its(tmp_path):
+    """A copied checkpoint or a student has no ledger beside it. The run itself counts its own; public weights are free."""
+    (run := tmp_path / "run").mkdir()
+    (run / "privacy_ledger.jsonl").write_text("damaged\n")
+    for name in ("copies/of/checkpoint-4", "public_pretrain"):
+        LlamaForCausalLM(tiny_llama_config()).save_pretrained(run / name)
+    warm = LlamaForCausalLM.from_pretrained(run / "copies" / "of" / "checkpoint-4")
+    for own in (None, tmp_path / "other"):
+        with pytest.raises(ConfigError, match=rf"in {run}, a private run \(a ledger that cannot be read"):
+            check_start(warm, own, False)
+    assert check_start(LlamaForCausalLM.from_pretrained(run / "public_pretrain"), None, False) == []
+    trainer(tmp_path / "own").train()
+    shutil.copytree(run / "copies", tmp_path / "own" / "copies")
+    warm = LlamaForCausalLM.from_pretrained(tmp_path / "own" / "copies" / "of" / "checkpoint-4")
+    assert check_start(warm, tmp_path / "own", False) == []
+
+
 @pytest.mark.parametrize(
     ("name", "text", "match"),
     [

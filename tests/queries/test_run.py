@@ -103,6 +103,16 @@ def test_a_run_that_asked_nothing_makes_way(tmp_path: Path) -> None:
     assert spent(budget) == query_plan().epsilon
 
 
+def test_what_a_run_without_answers_wrote_out_is_listed_by_the_run_in_its_place(tmp_path: Path) -> None:
+    """Exact results were shown before a charge, or `dpllm evaluate` measured in the folder: ε covers neither."""
+    with pytest.raises(RuntimeError), QueryRun.begin(tmp_path / "run", query_plan(), dataset="chats") as bad:
+        bad.disclose("exact figures", 3)
+        raise RuntimeError
+    asked(tmp_path / "run")
+    assert read_ledger(tmp_path / "run" / LEDGER_FILE).disclosures == {"exact figures": 3}
+    assert "exact figures" in (tmp_path / "run" / "privacy_report.md").read_text()
+
+
 def test_the_whole_plan_is_charged_to_the_budget_before_the_first_answer(tmp_path: Path) -> None:
     """It stays charged after a stop that may follow from the answers, and after an error."""
     budget, plan = budget_in(tmp_path), query_plan()

@@ -100,11 +100,13 @@ def test_a_model_of_a_private_run_is_refused(recipe, tmp_path):
     """Its texts depend on private records, and ε of the votes would not cover them; in a folder inside, too."""
     (tmp_path / "run").mkdir()
     folder_of(tmp_path / "run")
-    save_small_model(tmp_path / "run" / "merged", hidden_size=16)
+    places = ("run", "run/merged", "run/copies/of/checkpoint-4")
+    for place in places[1:]:
+        save_small_model(tmp_path / place, hidden_size=16)
     for name in ("model.name", "evolve.embedding"):
-        for place in ("run", "run/merged"):
+        for place in places:
             result = invoke(["evolve", str(recipe), f"{name}={place}"])
-            assert result.exit_code == 2 and "that a private run trained" in result.stderr.splitlines()[-1]
+            assert result.exit_code == 2 and "a private run (" in result.stderr.splitlines()[-1], result.output
 
 
 @pytest.mark.parametrize("sign", ["recipe.yaml", "README.md"])
