@@ -113,6 +113,13 @@ MUTATIONS = [
         ("tests/prediction/test_scores.py::test_a_unit_is_bounded_and_moves_the_average_by_no_more",),
     ),
     Mutation(
+        "the number of a user's records shows in the shape of a pass",
+        "dpllm/prediction/sampler.py",
+        "            empty = most - len(unit)",
+        "            empty = 0 if unit else most",
+        ("tests/prediction/test_sampler.py::test_the_rows_of_the_passes_are_public",),
+    ),
+    Mutation(
         "a unit may be in two groups of a private prediction",
         "dpllm/prediction/groups.py",
         "if len(np.unique(units)) < len(units):",
@@ -202,6 +209,14 @@ MUTATIONS = [
         "add_disclosure(folder, DISCLOSED)",
         "pass",
         ("tests/synthetic/test_data_set.py::test_an_evaluation_is_listed_as_not_covered",),
+    ),
+    Mutation(
+        "a client answers a round again, with fresh noise",
+        "dpllm/federated/secure.py",
+        "    if number <= last:",
+        "    if False:",
+        ("tests/federated/test_secure.py::test_a_client_begins_a_round_once",),
+        needs="cryptography",
     ),
     Mutation(
         "clients share the noise of a round among the whole cohort, so that dropouts take their part with them",

@@ -48,9 +48,15 @@ class Participant:
             state: the client's memory.
 
         Raises:
-            ProtocolError: the request is of another plan, another mode, or not the next one of its round.
+            ProtocolError: the request is of another plan, another mode, a round that the plan does not have or that was
+            answered, or not the next one of its round.
         """
         task = request["task"]
+        if not 0 <= int(request["round"]) < self._plan.num_steps:
+            raise secure.ProtocolError(
+                f"the server asks for round {request['round']}, and the plan of this client has the rounds 0 to "
+                f"{self._plan.num_steps - 1}, whose cost it agreed to. Do not answer this server"
+            )
         if task == "update" and self._shares is None:
             return {"update": bounded(self._update(client, request), self._plan).astype("<f8").tobytes()}
         if task == "keys" and self._shares is not None:

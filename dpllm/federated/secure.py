@@ -57,17 +57,26 @@ def require_packages() -> None:
 
 
 def make_keys(client: int, request: Content, state: State) -> Content:
-    """Begin a round: draw two pairs of keys, and forget all rounds before.
+    """Begin a round: draw two pairs of keys, and forget the secrets of all rounds before.
 
     Args:
         client: own number.
         request: has ``round``.
-        state: the client's memory.
+        state: the client's memory, which must last over all rounds of a run.
+
+    Raises:
+        ProtocolError: the client has begun this round, or a later one, before.
     """
+    number, last = int(request["round"]), int(state.get("last", -1))
+    if number <= last:
+        raise ProtocolError(
+            f"the server asks for round {number}, and this client has begun round {last} before: each round is "
+            "answered once, since ε counts it once. Do not answer this server"
+        )
     state.clear()
     keys = {name: _new_key() for name in ("mask", "seal")}
     state.update({f"{name}_key": _private_bytes(key) for name, key in keys.items()})
-    state.update({"round": int(request["round"]), "client": client, "stage": "keys"})
+    state.update({"round": number, "last": number, "client": client, "stage": "keys"})
     return {f"{name}_key": _public_bytes(key) for name, key in keys.items()}
 
 
@@ -148,9 +157,12 @@ def reveal(request: Content, state: State) -> Content:
         state: the client's memory.
 
     Raises:
-        ProtocolError: fewer survivors than the threshold, a client on both lists, or one without shares here.
+        ProtocolError: fewer survivors than the threshold, a client on both lists, one without shares here, or no vector
+            was sent.
     """
     _advance(request, state, "unmask")
+    if "senders" not in state:
+        raise ProtocolError("this client sent no vector in this round, so it reveals nothing. Leave it out")
     survivors, dropouts = ([int(one) for one in request[name]] for name in ("survivors", "dropouts"))
     held = {int(state["client"]): state["own_shares"], **dict(zip(state["senders"], state["held"], strict=True))}
     everyone, threshold = {*survivors, *dropouts}, int(state["threshold"])
@@ -160,7 +172,9 @@ def reveal(request: Content, state: State) -> Content:
             f"client, of an unknown one, or of fewer than {threshold} survivors are not given: they could unmask a "
             "single vector"
         )
+    last = state["last"]
     state.clear()
+    state["last"] = last
     seeds = [held[client][:_SHARE_BYTES] for client in survivors]
     keys = [held[client][_SHARE_BYTES:] for client in dropouts]
     return {"seeds": seeds, "keys": keys}

@@ -1,9 +1,9 @@
 """Next-token logits of many rows that continue with the same tokens, with a cache of keys and values.
 
 Place in the flow: between the prompts of a group and the scores. Each row is a private record, or none, followed by the
-same public prompt; every token drawn is appended to all rows. Rows are padded on the left to one public length, and
-where a unit is one record, a pass has a public number of rows: the shapes of a computation then say nothing about a
-record, and a row's rounding does not depend on the length of another.
+same public prompt; every token drawn is appended to all rows. Rows are padded on the left to one public length, and the
+sampler gives each unit a public number of them: the shapes of a computation then say nothing about a record, and a
+row's rounding does not depend on the length of another, or on the number of a user's records.
 """
 
 from __future__ import annotations

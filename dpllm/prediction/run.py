@@ -179,6 +179,7 @@ def _sampler(recipe: QueryRecipe, tokens: TokenPlan) -> tuple[GroupSampler, list
         max_new_tokens=options.max_new_tokens,
         stop=options.stop,
         rows_per_pass=options.rows_per_pass,
+        rows_per_unit=recipe.privacy.max_rows_per_unit or 1,
         cached=options.cached,
     )
     sampler = GroupSampler(model, tokenizer, tokens.scoring, limits, recipe.data.max_length)
@@ -186,7 +187,7 @@ def _sampler(recipe: QueryRecipe, tokens: TokenPlan) -> tuple[GroupSampler, list
     length = max(map(sampler.length, options.prompts))
     require_independent_rows(model, length, options.rows_per_pass)
     if device is not None:
-        rows = tokens.scoring.units * (recipe.privacy.max_rows_per_unit or 1)
+        rows = tokens.scoring.units * limits.rows_per_unit
         require_memory(model, length + options.max_new_tokens, rows, options.rows_per_pass, options.cached)
     return sampler, points
 

@@ -31,6 +31,8 @@ class TextLimits:
     """A text ends before this, as it does before a token that ends texts."""
     rows_per_pass: int = 32
     """The most rows of one forward pass."""
+    rows_per_unit: int = 1
+    """k: the most records of a unit. Each unit takes k rows, so that the number of rows is public."""
     cached: bool = True
     """Keep keys and values of earlier tokens."""
 
@@ -97,20 +99,26 @@ class GroupSampler:
             public_context: stands in place of a record for the public model.
 
         Raises:
-            ValueError: there are more units than the public group size.
+            ValueError: there are more units than the public group size, or a unit has more than k records.
         """
         if len(contexts) > self._scoring.units:
             raise ValueError(
                 f"a group of {len(contexts)} units is larger than its public size {self._scoring.units}: the average "
                 "would move further than is charged. Make groups of that size"
             )
+        most = self._limits.rows_per_unit
+        if (found := max(map(len, contexts), default=0)) > most:
+            raise ValueError(f"a unit has {found} records, and {most} are public: take at most {most} of each unit")
         ids = self._encoder.prompt(prompt)
-        rows = [self._encoder.row(one, ids) for unit in contexts for one in unit]
-        rows_of_unit = [len(unit) for unit in contexts for _ in unit]
+        public_row = self._encoder.row(public_context, ids)
+        rows, rows_of_unit = [], []
+        for unit in [*contexts, *[[]] * (self._scoring.units - len(contexts))]:
+            empty = most - len(unit)  # public rows in their place, which are not read: a unit has the same places always
+            rows += [*(self._encoder.row(one, ids) for one in unit), *[public_row] * empty]
+            rows_of_unit += [len(unit)] * len(unit) + [0] * empty
         # The public row has no public length of contexts to hide, but equal shapes keep its rounding the same.
         length = self._encoder.length(ids)
         own = Continuation(self._model, rows, max(length, 1), self._limits.rows_per_pass, self._limits.cached)
-        public_row = self._encoder.row(public_context, ids)
         public = Continuation(self._model, [public_row], max(length, 1), 1, self._limits.cached)
         return self._until_end(own, public, rows_of_unit)
 
@@ -137,5 +145,6 @@ class GroupSampler:
         counts_R = torch.tensor(rows_of_unit, device=public_V.device)
         sum_V: Tensor = torch.zeros_like(public_V, dtype=torch.int64)
         for place, logits_RV in own.logits():
-            sum_V += self._scoring.contributions(logits_RV, public_V, counts_R[place]).sum(dim=0)
+            read_R = counts_R[place] > 0
+            sum_V += self._scoring.contributions(logits_RV[read_R], public_V, counts_R[place][read_R]).sum(dim=0)
         return draw_index(self._scoring.log_weights(sum_V, public_V).cpu().numpy())

@@ -124,10 +124,12 @@ def request_of(plan, changes):
         (False, {"task": "masked"}, "asks for 'masked'"),
         (True, {"task": "update"}, "sends masked sums only"),
         (True, {"task": "shares", "threshold": 2}, "the noise of fewer is too small"),
+        (True, {"task": "keys", "round": 4}, "has the rounds 0 to 3, whose cost"),
+        (False, {"round": -1}, "has the rounds 0 to 3, whose cost"),
     ],
 )
 def test_a_client_refuses_what_its_plan_does_not_say(secure, changes, match):
-    """Neither a bounded update in the clear, where noise was agreed on, nor sums of fewer clients, nor another C."""
+    """Neither a bounded update in the clear, where noise was agreed on, nor sums of fewer clients, nor more rounds."""
     plan = plan_of(num_clients=40, batch=40, secure=secure, max_batch_size=40)
     with pytest.raises(ProtocolError, match=match):
         Participant(plan, None, lambda client: client).answer(0, request_of(plan, changes), {})

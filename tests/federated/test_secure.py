@@ -193,6 +193,27 @@ def test_a_client_reveals_once():
         secure.reveal({**request, "survivors": [0, 1, 3], "dropouts": [2]}, states[0])
 
 
+@pytest.mark.parametrize("stage", ["shares", "unmask", "answered"])
+def test_a_client_begins_a_round_once(stage):
+    """Its update with fresh noise would be one more release, and two shares of one round let a server cancel noise."""
+    states, request = states_before("unmask" if stage == "answered" else stage)
+    if stage == "answered":
+        secure.reveal(request, states[0])
+    for number in (7, 3):
+        with pytest.raises(ProtocolError, match=f"asks for round {number}, and this client has begun round 7"):
+            secure.make_keys(0, {"round": number}, states[0])
+    secure.make_keys(0, {"round": 8}, states[0])
+
+
+def test_a_client_that_refused_to_mask_reveals_nothing():
+    """It has no list of senders, and is no survivor."""
+    states, request = states_before("masked", threshold=3)
+    with pytest.raises(ProtocolError, match="of too few"):
+        secure.mask({**request, "senders": [], "sealed": []}, states[0], np.zeros(3, np.uint64))
+    with pytest.raises(ProtocolError, match="sent no vector"):
+        secure.reveal({"round": 7, "survivors": [1, 2, 3], "dropouts": []}, states[0])
+
+
 def test_simulated_clients_leave_at_every_stage():
     """As often as asked for, before each of their answers alike."""
     left = dict.fromkeys(secure.STAGES, 0)

@@ -55,7 +55,7 @@ def drawn(monkeypatch):
 @pytest.mark.parametrize("one", [["clouds"], ["the old man", "walks over one bridge", "red"], ["seven clouds"]])
 def test_neighbours_through_model_and_tokenizer(loaded, drawn, scoring, one):
     """Take a unit away, of one or of several records: log-probabilities move within a range of 2c/(sτ)."""
-    limited = sampler_of(loaded, scoring, max_new_tokens=1)
+    limited = sampler_of(loaded, scoring, max_new_tokens=1, rows_per_unit=3)
     for group in ([*RECORDS[:3], one], RECORDS[:3]):
         limited.text(group, "the")
     logs = [log_weights - np.log(np.exp(log_weights).sum()) for log_weights in drawn]
@@ -63,6 +63,28 @@ def test_neighbours_through_model_and_tokenizer(loaded, drawn, scoring, one):
     assert (finite == np.isfinite(logs[1])).all()  # the set of tokens is public
     moved = logs[0][finite] - logs[1][finite]
     assert 0 < moved.max() - moved.min() <= 2 / scoring.noise_multiplier
+
+
+def test_the_rows_of_the_passes_are_public(loaded, monkeypatch):
+    """Users with other numbers of records, or none, leave the shapes of all passes and the places of others alone."""
+    given = []
+
+    class Kept(module.Continuation):
+        def __init__(self, model, rows, *others):
+            given.append(rows)
+            super().__init__(model, rows, *others)
+
+    monkeypatch.setattr(module, "Continuation", Kept)
+    limited = sampler_of(loaded, max_new_tokens=1, rows_per_unit=3, rows_per_pass=5)
+    three = ["the small dog", "one bridge", "red"]
+    for one in (three, three[:1], []):
+        limited.text([["seven clouds"], one, three, ["a house"]], "the")
+    first, second, third = given[::2]  # the others are of the public model
+    assert len(first) == len(second) == len(third) == 4 * 3
+    for other in (second, third):
+        assert {place for place in range(12) if other[place] != first[place]} <= {3, 4, 5}
+    with pytest.raises(ValueError, match="a unit has 4 records, and 3 are public"):
+        limited.text([[*three, "old"]], "the")
 
 
 def test_rows_continue_with_the_same_tokens(loaded, drawn):
