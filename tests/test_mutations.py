@@ -204,6 +204,13 @@ MUTATIONS = [
         ("tests/synthetic/test_data_set.py::test_records_that_do_not_fit_are_refused_before_a_charge",),
     ),
     Mutation(
+        "labels are counted in records of other people, of the same number",
+        "dpllm/synthetic/counted.py",
+        "doubt = compare_records(Path(folder) / LEDGER_FILE, contents_of(records))",
+        "doubt = None",
+        ("tests/synthetic/test_data_set.py::test_the_records_are_those_of_the_training",),
+    ),
+    Mutation(
         "an evaluation on real text is not in the ledger of the data set",
         "dpllm/synthetic/evaluation.py",
         "add_disclosure(folder, DISCLOSED)",

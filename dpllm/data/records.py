@@ -25,6 +25,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from dpllm.config import ConfigError, DataConfig, PrivacyUnit, RecordFormat, nearest
+from dpllm.data.contents import hash_of_records
 from dpllm.data.corpora import BUILTIN
 from dpllm.data.readers import (
     READERS,
@@ -112,6 +113,27 @@ def load_train_and_eval(
         DataError: as for `load_records`; also for a share that leaves no record on one side, and for held-out records
             most of which are training records.
     """
+    train, held_out = _train_and_eval(config, privacy)
+    column = None if privacy is None else privacy.unit_column
+    keep_notes(
+        train, train, contents=hash_of_records(train, [*required_columns(config), *([column] if column else [])])
+    )
+    return train, held_out
+
+
+def contents_of(records: datasets.Dataset) -> str | None:
+    """Return a hash of the contents of training records, or of the records that rows were made of.
+
+    It is that of the columns that are trained on, and of the units' ids. None: `load_train_and_eval` did not read them.
+    """
+    found = _notes(records).get("contents")
+    return None if found is None else str(found)
+
+
+def _train_and_eval(
+    config: DataConfig, privacy: PrivacyUnit | None
+) -> tuple[datasets.Dataset, datasets.Dataset | None]:
+    """Return what `load_train_and_eval` does, without its note."""
     if config.eval_path is not None:
         _refuse_shared_files(config)
     if config.eval_split is not None and config.eval_split == config.split:

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments, get_schedul
 
 from dpllm.config import RECIPE_FILE, ConfigError, Recipe, save_recipe
 from dpllm.config.federate_section import FederateConfig
+from dpllm.data.records import contents_of
 from dpllm.data.rows import RowCollator, load_train_and_eval, tokenize_records, unit_index_of
 from dpllm.data.units import UnitIndex
 from dpllm.engines.processes import Processes
@@ -157,6 +158,8 @@ def run(recipe: Recipe) -> int:
     def note(ledger: SharedLedger) -> None:
         note_units(ledger, records.units)
         note_data(ledger, rows, records.units, recipe.privacy)
+        if (contents := contents_of(records.train)) is not None:
+            ledger.remember_records(contents)
 
     def rows_of(client: int) -> list[Any]:
         numbers, _ = records.units.rows_of(np.array([client]))

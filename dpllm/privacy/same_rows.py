@@ -1,10 +1,10 @@
-"""Check that a resumed run reads the rows with which it was started.
+"""Check that a resumed run reads the rows with which it was started, and a later count the records of the training.
 
-Place in the flow: between the rows and the ledger, at each start. ε covers the people in one data set. A run that is
-resumed on other rows has trained on two data sets, but its ledger would cover only one. When a run starts, a digest of
-the rows' contents is written to the ledger; when it resumes, the digest is compared. The digest is an HMAC-SHA256 under
-a random key, which is kept in a file of the run's folder and is not for release: without the key, nobody can use the
-ledger to test whether a guessed text is in the data.
+Place in the flow: between the rows and the ledger, at each start; and before the labels of a run's records are counted.
+ε covers the people in one data set. A run that is resumed on other rows has trained on two data sets, but its ledger
+would cover only one. When a run starts, a digest of the rows' contents is written to the ledger; when it resumes, the
+digest is compared. The digest is an HMAC-SHA256 under a random key, which is kept in a file of the run's folder and is
+not for release: without the key, nobody can use the ledger to test whether a guessed text is in the data.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ KEY_FILE = "not_for_release/data_key.txt"
 """Relative to the run's folder; readable by its owner only."""
 DIGEST = "digest of the training rows, under a key that is not released"
 """Name of the fact in ledger and report."""
+RECORDS_DIGEST = "digest of the training records, under a key that is not released"
+"""Name of the fact about the records of which the rows were made."""
 _KEY_BYTES = 32
 
 
@@ -74,6 +76,57 @@ def remember_rows(ledger: _Facts, contents: str, point: str | None = None) -> No
     Raises:
         OSError: the key cannot be written.
     """
+    ledger.append_fact(DIGEST, _digest(_new_key(ledger), contents))
+    if point is not None:
+        ledger.append_open_point(point)
+
+
+def remember_records(ledger: _Facts, contents: str) -> None:
+    """Note the digest of the records in the open ledger of a new run, after that of its rows; on rank 0.
+
+    Args:
+        ledger: ledger of the run.
+        contents: hash of the records (`dpllm.data.records.contents_of`).
+
+    Raises:
+        OSError: the key cannot be written.
+    """
+    key = _read_key(ledger.path.parent / KEY_FILE) or _new_key(ledger)
+    ledger.append_fact(RECORDS_DIGEST, _digest(key, contents))
+
+
+def compare_records(ledger: str | Path, contents: str | None) -> str | None:
+    """Compare records with those of a training run, before they are read for another purpose.
+
+    Args:
+        ledger: ledger of the training run.
+        contents: hash of the records; None: they have none.
+
+    Returns:
+        An open point if they cannot be compared; None if they are the same.
+
+    Raises:
+        LedgerError: they are other records, or the ledger is damaged.
+    """
+    ledger = Path(ledger)
+    facts, key = read_ledger(ledger).notes.facts, _read_key(ledger.parent / KEY_FILE)
+    noted, starts = facts.get(RECORDS_DIGEST), facts.get(DIGEST, [])
+    if noted and key is not None and contents is not None and len(starts) <= 1:  # otherwise the key is a later one
+        if hmac.compare_digest(str(noted[0]), _digest(key, contents)):
+            return None
+        raise LedgerError(
+            f"the records differ from those of the training in {ledger.parent}: their digest is "
+            f"{_digest(key, contents)[:12]}, and the ledger has {str(noted[0])[:12]}. The ε of both together is about "
+            "the same people: restore the records of the training. Nothing was charged"
+        )
+    why = "its ledger holds no digest of them" if not noted else f"{KEY_FILE} is missing, damaged or of a later start"
+    return (
+        f"Private records were read again, and could not be compared with those of the training: {why}. Make sure that "
+        "they are the same records; ε is about one data set."
+    )
+
+
+def _new_key(ledger: _Facts) -> bytes:
     path = ledger.path.parent / KEY_FILE
     key = secrets.token_bytes(_KEY_BYTES)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,9 +137,7 @@ def remember_rows(ledger: _Facts, contents: str, point: str | None = None) -> No
         file.write(key.hex() + "\n")
         file.flush()
         os.fsync(file.fileno())
-    ledger.append_fact(DIGEST, _digest(key, contents))
-    if point is not None:
-        ledger.append_open_point(point)
+    return key
 
 
 def _read_key(path: Path) -> bytes | None:

@@ -16,12 +16,14 @@ import numpy as np
 
 from dpllm.config import RECIPE_FILE, ConfigError, load_recipe
 from dpllm.config.values import between
-from dpllm.data.records import check_column, load_train_and_eval
+from dpllm.data.records import check_column, contents_of, load_train_and_eval
 from dpllm.data.rows import unit_index_of
 from dpllm.mechanism.limits import MAX_NOISE, MIN_NOISE
 from dpllm.mechanism.query import Query
 from dpllm.mechanism.sampling import secret_rng
+from dpllm.privacy.ledger import LEDGER_FILE
 from dpllm.privacy.query_plan import Charge, QueryPlan, Value
+from dpllm.privacy.same_rows import compare_records
 from dpllm.queries import QueryRun
 from dpllm.queries.counting import CHARGE, REPLACED, LabelledUnits, charge_and_count
 from dpllm.synthetic.labels import LabelShares, check_classes, shares_of
@@ -64,8 +66,10 @@ class CountedLabels:
         )
 
 
-def read_labels(folder: str | Path, plan: QueryPlan, counted: CountedLabels) -> LabelledUnits:
-    """Return the labels of the records that a run was trained on; nothing is charged yet.
+def read_labels(folder: str | Path, plan: QueryPlan, counted: CountedLabels) -> tuple[LabelledUnits, str | None]:
+    """Return the labels of the records that a run was trained on, and a doubt if the records cannot be compared.
+
+    Nothing is charged yet. The column of the labels may have been added after the training.
 
     Args:
         folder: of the training run, with its recipe.
@@ -75,6 +79,7 @@ def read_labels(folder: str | Path, plan: QueryPlan, counted: CountedLabels) -> 
     Raises:
         ConfigError: the folder has no recipe, the records cannot be read, have no such column, or are others than those
             of the training.
+        LedgerError: they have other contents than those of the training.
     """
     path = Path(folder) / RECIPE_FILE
     if not path.is_file():
@@ -91,7 +96,8 @@ def read_labels(folder: str | Path, plan: QueryPlan, counted: CountedLabels) -> 
             f"{recipe.data.path} does not have the {plan.num_units:,} units that the run in {folder} was trained on: "
             "restore the records of the training. The guarantee of both together needs the same people"
         )
-    return LabelledUnits(counted.classes, [str(label) for label in records[counted.column]], units)
+    doubt = compare_records(Path(folder) / LEDGER_FILE, contents_of(records))
+    return LabelledUnits(counted.classes, [str(label) for label in records[counted.column]], units), doubt
 
 
 def count_noisily(run: QueryRun, units: LabelledUnits, exact: Sequence[int]) -> LabelShares:

@@ -165,13 +165,15 @@ def make_data_set(
     texts = output / f"texts.{request.file_format}"
     if texts.exists():
         raise ConfigError(f"{texts} exists already, and it is not replaced: give another folder")
-    units, exact = None, None
+    units, exact, doubt = None, None, None
     if counted is not None:
         say("reading the labels of the private records")
-        units = read_labels(run_of(source), plan, counted)
+        units, doubt = read_labels(run_of(source), plan, counted)
         exact = units.exact_counts()  # a label that is no class ends the run before anything is charged
     with QueryRun.begin(output, plan, dataset=plan.dataset, budget=budget) as run:
         shares = wanted.shares if isinstance(wanted, Labels) else None
+        if doubt is not None:
+            run.open_point(doubt)
         if units is not None and exact is not None:
             shares = count_noisily(run, units, exact)
         asked = _wanted(wanted, shares, request.number, to_model)

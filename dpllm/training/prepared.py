@@ -19,6 +19,7 @@ from transformers import TrainingArguments
 from dpllm.config import ConfigError, PrivacyConfig
 from dpllm.data.lengths import Limits, row_lengths
 from dpllm.data.preferences import PairCollator
+from dpllm.data.records import contents_of
 from dpllm.data.rows import PackedCollator, unit_index_of
 from dpllm.data.units import UnitIndex
 from dpllm.engines.processes import Processes
@@ -236,6 +237,8 @@ class Prepared:
         note_data(ledger, self.dataset, self.units, self.privacy)
         note_units(ledger, self.units, self.rows.lengths)
         ledger.remember_rows(self.rows.contents)
+        if (contents := contents_of(self.dataset)) is not None:
+            ledger.remember_records(contents)
         return ledger
 
     def run(self, ledger: SharedLedger) -> PrivateRun:

@@ -15,7 +15,7 @@ from dpllm.privacy.identity import COMPLETED, STOPPED_EARLY, note_public_start, 
 from dpllm.privacy.ledger import Ledger, LedgerError, read_ledger
 from dpllm.privacy.ledger_reader import LedgerHead, count_step
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
-from dpllm.privacy.same_rows import compare_rows, remember_rows
+from dpllm.privacy.same_rows import compare_rows, remember_records, remember_rows
 from dpllm.privacy.stated import planned_steps, stated_starts, steps_allowed, taken_starts
 from dpllm.privacy.unused import make_way
 from dpllm.privacy.writer import note_writer
@@ -199,6 +199,15 @@ class SharedLedger:
         def remember() -> None:
             assert self._ledger is not None
             remember_rows(self._ledger, contents)
+
+        self._processes.from_main(remember)
+
+    def remember_records(self, contents: str) -> None:
+        """Note the records of a new run (`dpllm.privacy.same_rows`). Called by all processes together."""
+
+        def remember() -> None:
+            assert self._ledger is not None
+            remember_records(self._ledger, contents)
 
         self._processes.from_main(remember)
 

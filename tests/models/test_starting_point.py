@@ -145,7 +145,7 @@ def test_weights_of_an_earlier_run_below_the_own_folder_are_those_of_another_run
 
 
 def test_a_model_inside_the_folder_of_a_private_run_is_one_of_its(tmp_path):
-    """A copied checkpoint or a student has no ledger beside it. The run itself counts its own; public weights are free."""
+    """A copied checkpoint or a student has no ledger beside it. A run counts its own; public weights are free."""
     (run := tmp_path / "run").mkdir()
     (run / "privacy_ledger.jsonl").write_text("damaged\n")
     for name in ("copies/of/checkpoint-4", "public_pretrain"):

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from dpllm.config import ConfigError
+from dpllm.config import ConfigError, load_recipe
 from dpllm.config.yaml12 import write_yaml
+from dpllm.data.records import contents_of, load_train_and_eval
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.budget import create_budget, read_budget
-from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
+from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerError, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.query_plan import load_plan
+from dpllm.privacy.same_rows import KEY_FILE, remember_records
 from dpllm.report.verify import verify
 from dpllm.synthetic.counted import COUNTS_FILE, CountedLabels, read_labels
 from dpllm.synthetic.data_set import Labels, Request, make_data_set, plan_of
@@ -138,6 +140,26 @@ def test_records_that_do_not_fit_are_refused_before_a_charge(run, tmp_path, chan
     assert "secret" not in str(found.value) and not (tmp_path / "made").exists()
 
 
+def test_the_records_are_those_of_the_training(run, tmp_path):
+    """Other people of the same number would bear an ε that no report states. A label that was added later is none."""
+    recipe = load_recipe(run / "recipe.yaml")
+    with Ledger.annotate(run / LEDGER_FILE) as ledger:
+        remember_records(ledger, contents_of(load_train_and_eval(recipe.data, recipe.privacy)[0]))
+    assert (run / KEY_FILE).stat().st_mode & 0o777 == 0o600
+    plan, kinds = plan_of(run, counted().counted), ["bar"] * 500
+    records_of(run, kinds)  # the text is the same
+    assert read_labels(run, plan, counted().counted)[1] is None
+    (lines := (run / "private.jsonl").read_text().splitlines())[7] = '{"kind": "pub", "text": "secret"}'
+    (run / "private.jsonl").write_text("\n".join(lines))
+    with pytest.raises(LedgerError, match="the records differ from those of the training") as found:
+        make_data_set(run, tmp_path / "made", Parrot(), counted(), Request(number=3))
+    assert "secret" not in str(found.value) and not (tmp_path / "made").exists()
+    (run / KEY_FILE).unlink()
+    make_data_set(run, tmp_path / "made", Parrot(), counted(), Request(number=3))
+    (point,) = read_ledger(tmp_path / "made" / LEDGER_FILE).notes.open_points
+    assert "could not be compared with those of the training: not_for_release/data_key.txt is missing" in point
+
+
 def test_a_run_that_is_not_private_or_not_over_is_refused(tmp_path):
     for name, given in (("none", {"noise_multiplier": 0.0}), ("seeded", {"seed": 1})):
         (tmp_path / name).mkdir()
@@ -166,7 +188,7 @@ def test_users_rows_are_cut_and_the_noise_grows_with_them(tmp_path):
     lines += [{"kind": "cafe", "text": "x", "who": 7}] * 50
     (folder / "private.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     plan = plan_of(folder, counted().counted)
-    found = read_labels(folder, plan, counted().counted).exact_counts()
+    found = read_labels(folder, plan, counted().counted)[0].exact_counts()
     assert sum(found) == 503 and found[1] <= 4
     assert dict(plan.settings)["noise of a count (standard deviation)"] == 80
     assert plan.max_rows_per_unit == 4 and plan.charges[0].event.replaced == pytest.approx(math.sqrt(2))
