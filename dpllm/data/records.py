@@ -114,10 +114,8 @@ def load_train_and_eval(
             most of which are training records.
     """
     train, held_out = _train_and_eval(config, privacy)
-    column = None if privacy is None else privacy.unit_column
-    keep_notes(
-        train, train, contents=hash_of_records(train, [*required_columns(config), *([column] if column else [])])
-    )
+    ids = [] if privacy is None or privacy.unit_column is None else [privacy.unit_column]
+    keep_notes(train, train, contents=hash_of_records(train, [*required_columns(config), *ids]))
     return train, held_out
 
 

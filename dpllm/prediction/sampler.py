@@ -113,9 +113,7 @@ class GroupSampler:
         public_row = self._encoder.row(public_context, ids)
         rows, rows_of_unit = [], []
         for unit in [*contexts, *[[]] * (self._scoring.units - len(contexts))]:
-            empty = most - len(
-                unit
-            )  # public rows in their place, which are not read: a unit has the same places always
+            empty = most - len(unit)  # public rows, whose logits are not read: each unit has its own places
             rows += [*(self._encoder.row(one, ids) for one in unit), *[public_row] * empty]
             rows_of_unit += [len(unit)] * len(unit) + [0] * empty
         # The public row has no public length of contexts to hide, but equal shapes keep its rounding the same.

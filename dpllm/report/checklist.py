@@ -207,8 +207,8 @@ def _asked(findings: Findings) -> Iterator[_Asked]:
     setting, definition, strength = findings.setting, findings.definition, findings.strength
     yield _Asked("setting", "Which setting of differential privacy, and who is trusted?", setting.model)
     yield _Asked("setting", "Who holds the raw data?", setting.data_holder, _release("data_holder", "data-holder"))
-    thing = "model" if thing_of(findings) == "model" else "data"
-    yield _Asked("setting", f"Who will see the released {thing}?", setting.audience, _release("audience", "audience"))
+    seen = "the released model" if thing_of(findings) == "model" else "the release"
+    yield _Asked("setting", f"Who will see {seen}?", setting.audience, _release("audience", "audience"))
     yield _Asked(
         "setting",
         "Which data set is it (its public name)?",

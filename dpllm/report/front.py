@@ -16,7 +16,14 @@ from dpllm.report.definition import REFUTED, TRAINED_MODEL
 from dpllm.report.disclosures import in_plain_words
 from dpllm.report.models import Findings, PlanOfQueries, Strength
 from dpllm.report.models_front import Front, Odds, day_in_words
-from dpllm.report.query_front import about_answers, method_of, thing_of, what_was_asked, when_it_was_asked
+from dpllm.report.query_front import (
+    about_answers,
+    method_of,
+    not_even_seen,
+    thing_of,
+    what_was_asked,
+    when_it_was_asked,
+)
 
 NO_TRAINER = 'not noted. This command notes it: `dpllm report . --trained-by "…"`'
 """Words of a report in which nobody noted who trained the model; no question of the checklist asks it."""
@@ -271,11 +278,9 @@ def _not_covered(findings: Findings) -> str:
     if isinstance(findings.checkable.plan, PlanOfQueries):
         about = about_answers(findings.checkable.plan)
     shared = f" The runs that are charged to the same budget ({names}) are added up there." if budgets else ""
-    seen = "the starting model" if method_of(findings) is None else "a public model"
-    return (
-        f"{first} ε is about {about}. It covers neither other runs on the same data nor private records that "
-        f"{seen} had already seen.{shared}"
-    ).strip()
+    seen = not_even_seen(method_of(findings))
+    covers = "covers neither" if seen else "does not cover"
+    return f"{first} ε is about {about}. It {covers} other runs on the same data{seen}.{shared}".strip()
 
 
 def _times(count: int) -> str:

@@ -23,9 +23,8 @@ def method_of(report: Any) -> Method | None:
 
 
 def thing_of(report: Any) -> str:
-    """Return the word for what is released: "model", or "release"."""
-    method = method_of(report)
-    return "model" if method is None or method.is_model else "release"
+    """Return the word for what is released: "model", or "release" of a query run, also if a model is part of it."""
+    return "model" if method_of(report) is None else "release"
 
 
 def what_was_asked(findings: Findings, method: Method) -> str:
@@ -33,11 +32,11 @@ def what_was_asked(findings: Findings, method: Method) -> str:
     plan, definition = findings.checkable.plan, findings.definition
     data = f"the data set “{definition.dataset}”" if definition.dataset else "a data set without a public name"
     private = f"{plan.num_units:,} private records" if plan.unit == "sequence" else f"texts of {plan.num_units:,} users"
-    words = [f"{method.what}, on {data}: {private}."]
+    words = [f"{method.what}. The private data: {data}, {private}."]
     after = plan.after if isinstance(plan, PlanOfQueries) else None
     if after is not None:
         words.append(
-            f"It builds on the model of {after['folder']}, which was trained on the same people; ε is that of both."
+            f"It builds on the model of “{after['folder']}”, which was trained on the same people; ε is that of both."
         )
     if len(definition.public) > 1:
         words.append(f"Taken as public: {'; '.join(definition.public[1:])}.")
@@ -58,6 +57,13 @@ def when_it_was_asked(findings: Findings) -> str:
     if ended is None:
         return f"{words} It has not ended, or it crashed."
     return words if steps.charged == steps.planned else f"{words} It ended early ({ended})."
+
+
+def not_even_seen(method: Method | None) -> str:
+    """Return the records that ε does not cover since a model had seen them, as the end of a sentence; may be empty."""
+    if method is None:
+        return " nor private records that the starting model had already seen"
+    return " nor private records that a public model had already seen" if method.has_model else ""
 
 
 def about_answers(plan: PlanOfQueries) -> str:

@@ -33,6 +33,9 @@ from dpllm.report.models_plan import Answers, QueryParameters
 from dpllm.report.release_notes import ReleaseNotes
 from dpllm.report.told import Told
 
+_SEEN_BEFORE = NeverCovered(
+    what="private records that a public model had seen already", advice="check the source of its weights"
+)
 _NEVER_COVERED = tuple(
     NeverCovered(what=what, advice=advice)
     for what, advice in (
@@ -42,7 +45,6 @@ _NEVER_COVERED = tuple(
             "choose them before, or on public data",
         ),
         ("evaluation on private data", "keep the results to yourself, or evaluate on public data"),
-        ("private records that a public model had seen already", "check the source of its weights"),
         ("running time and memory use, as seen by someone on the same machine", "run on a machine you control"),
     )
 )
@@ -127,7 +129,7 @@ def _guarantee(plan: QueryPlan, epsilons: EpsilonByAdjacency, unit: str) -> str:
     changes = {"zero-out": "contributed nothing", "replace-one": f"been another {unit}"}
     epsilon, other = epsilons.of(plan.adjacency), _other(plan.adjacency)
     value = f"ε = {up(epsilons.of(other))}" if math.isfinite(epsilons.of(other)) else "ε is infinite"
-    what = "The release" if plan.after is None else f"The release, together with the model of {plan.after.folder},"
+    what = "The release" if plan.after is None else f"The release, together with the model of “{plan.after.folder}”,"
     return (
         f"{what} satisfies (ε, δ)-differential privacy with ε = {up(epsilon)} and δ = {format_delta(plan.delta)} for "
         f"every single {unit}. Whatever is released would have come out almost as likely had any one {unit} "
@@ -163,7 +165,7 @@ def _definition(plan: QueryPlan, contents: LedgerContents, notes: ReleaseNotes) 
     model: tuple[str, ...] = ()
     if plan.after is not None:
         model = (
-            f"the {_counted(plan.after.history)} steps of the training run {plan.after.folder}, which it builds on",
+            f"the {_counted(plan.after.history)} steps of the training run “{plan.after.folder}”, which it builds on",
         )
     return Definition(
         dataset=plan.dataset or notes.dataset,
@@ -172,7 +174,7 @@ def _definition(plan: QueryPlan, contents: LedgerContents, notes: ReleaseNotes) 
         mechanism=method.mechanism,
         public=("the number of units N, and all settings in this report", *contents.public),
         data_accesses_covered=(
-            *((f"the {contents.num_steps:,} charged answers in the ledger",) if plan.charges else ()),
+            *((_charged_answers(contents.num_steps),) if plan.charges else ()),
             *model,
         ),
         other_uses_of_the_data=notes.other_uses,
@@ -182,6 +184,7 @@ def _definition(plan: QueryPlan, contents: LedgerContents, notes: ReleaseNotes) 
         ),
         never_covered=(
             *(NeverCovered(what=what, advice=advice) for what, advice in method.not_covered),
+            *((_SEEN_BEFORE,) if method.has_model else ()),
             *_NEVER_COVERED,
             *(() if plan.randomness == "discrete" else (_ROUNDED_NOISE,)),
         ),
@@ -205,6 +208,10 @@ def _unit(plan: QueryPlan) -> str:
         f"one user: all records with the same id in column '{plan.unit_column}'{bound}. A person with several ids is "
         f"several units. Ids are compared as they are written, unless the recipe normalised them. {OTHER_PEOPLE}"
     )
+
+
+def _charged_answers(count: int) -> str:
+    return "the one charged answer in the ledger" if count == 1 else f"the {count:,} charged answers in the ledger"
 
 
 def _counted(history: accounting.History) -> str:

@@ -125,13 +125,14 @@ def verify(folder: str | Path) -> Verification:
     folder = Path(folder)
     checks: list[Check] = []
     plan, contents = check_ledger(folder, checks)
+    queries = isinstance(plan, QueryPlan)
     recorded = _tried(checks, f"{JSON_FILE} can be read", lambda: _read_json(folder / JSON_FILE), _of_report)
     written = format_of(recorded)
     earlier = written if written in EARLIER_FORMATS else None
     if contents is not None and recorded is not None:
-        checks.append(_step_count(contents, recorded))
+        checks.append(_step_count(contents, recorded, queries))
     if contents is not None:
-        checks += [Check(*result) for result in release_checks(folder, contents)]
+        checks += [Check(*result) for result in release_checks(folder, contents, queries)]
     if recorded is not None:
         checks.append(_schema_check(recorded))
         if contents is not None and earlier is not None:
@@ -285,19 +286,20 @@ def _ledger_checks(plan: PrivacyPlan | QueryPlan, contents: LedgerContents) -> l
     ]
 
 
-def _step_count(contents: LedgerContents, recorded: Mapping[str, Any]) -> Check:
-    what = "the ledger holds the steps that the report counts"
+def _step_count(contents: LedgerContents, recorded: Mapping[str, Any], queries: bool) -> Check:
+    steps = "answers" if queries else "steps"
+    what = f"the ledger holds the {steps} that the report counts"
     try:
         counted = recorded["accounting"]["parameters"]["num_steps_charged"]
     except (KeyError, TypeError):
-        return Check(what, False, "the report counts no steps")
+        return Check(what, False, f"the report counts no {steps}")
     if counted == contents.num_steps:
-        return Check(what, True, f"{counted} steps")
+        return Check(what, True, f"{counted} {steps}")
     missing = isinstance(counted, int) and counted > contents.num_steps
     cause = (
         "lines were cut off its end, or the report is of an earlier state" if missing else "the run went on after it"
     )
-    return Check(what, False, f"the report counts {counted} steps, the ledger {contents.num_steps}: {cause}")
+    return Check(what, False, f"the report counts {counted} {steps}, the ledger {contents.num_steps}: {cause}")
 
 
 def _schema_check(recorded: Mapping[str, Any]) -> Check:

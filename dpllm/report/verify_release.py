@@ -56,17 +56,21 @@ _TAG_LINES = tuple(f"- {tag}" for tag in TAGS)
 _Result = tuple[str, bool, str]
 
 
-def release_checks(folder: Path, contents: LedgerContents) -> Iterator[_Result]:
+def release_checks(folder: Path, contents: LedgerContents, queries: bool = False) -> Iterator[_Result]:
     """Yield (what must hold, whether it does, what was found) for the files beside a ledger.
 
     Args:
         folder: of a run, of a checkpoint, or one that a model was saved in.
         contents: what the ledger in it says.
+        queries: whether it is that of a query run, which has no steps of weights.
     """
-    yield _weights(folder, contents)
+    files = "the released files" if queries else "the model's files"
+    what = f"{files} are those that were saved"
+    yield _weights(what, folder, contents)
     if contents.notes.public_start is not None:
         yield _public_start(folder, contents)
-    yield _steps(folder, contents)
+    if not queries:
+        yield _steps(folder, contents)
     found = list(checkpoints_in(folder))
     if found:
         yield _checkpoints(folder / LEDGER_FILE, found)
@@ -74,8 +78,7 @@ def release_checks(folder: Path, contents: LedgerContents) -> Iterator[_Result]:
         yield _audits(folder, contents)
 
 
-def _weights(folder: Path, contents: LedgerContents) -> _Result:
-    what = "the model's files are those that were saved"
+def _weights(what: str, folder: Path, contents: LedgerContents) -> _Result:
     if (folder / checkpoints.MANIFEST_FILE).is_file():
         try:
             checkpoints.verify(folder)

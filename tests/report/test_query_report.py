@@ -70,12 +70,13 @@ def test_a_finished_run_verifies_and_says_what_it_released(folder: Path) -> None
     method = METHODS[plan.method]
     for words in (
         method.what,
-        "It builds on the model of trained",
+        "It builds on the model of “trained”",
         "all 6 planned private answers",
         "a figure on private rows | 2",
         "votes: charged, of those planned | 4 of 4",
         "clip | 0.5",
-        "together with the model of trained,",
+        "together with the model of “trained”,",
+        "Who will see the release?",
         "ε = 0.",
         *method.released,
         method.not_covered[0][0],
@@ -85,6 +86,12 @@ def test_a_finished_run_verifies_and_says_what_it_released(folder: Path) -> None
         text = (folder / name).read_text()
         for foreign in ("fine-tuned", "training steps", "Training began", "without the model", "Trained by"):
             assert foreign not in text, (name, foreign)
+    words = {check.what for check in verify(folder).checks}
+    assert {
+        "the ledger holds the answers that the report counts",
+        "the released files are those that were saved",
+    } <= words
+    assert not any("model" in one or "weights" in one or "steps" in one for one in words)
     card = metadata_in(folder / CARD_FILE)
     assert card["differential_privacy"]["num_answers"] == 6 and "dp-sgd" not in card["tags"]
     assert method.use in (folder / CARD_FILE).read_text()
@@ -168,7 +175,7 @@ def test_an_edited_file_is_found(folder: Path, name: str, old: str, new: str, te
 def test_a_file_that_the_ledger_does_not_name_is_found(folder: Path) -> None:
     """One that may hold anything; text beside the release is listed as not covered."""
     (folder / "exact.json").write_text("{}")
-    (check,) = (one for one in verify(folder).checks if one.what.startswith("the model's files"))
+    (check,) = (one for one in verify(folder).checks if one.what.startswith("the released files"))
     assert check.ok and "exact.json" in check.detail
     (folder / "exact.parquet").write_bytes(b"PAR1")
     assert "exact.parquet may hold weights" in failed(folder)

@@ -22,7 +22,7 @@ LABEL_COUNTS = Method(
         (
             "The classes are public",
             "they are listed in the recipe; a record of another class ends the run before anything is charged, and the "
-            "error names no record",
+            "error has the number of the record and not its class",
         ),
         (
             "One unit changes few counts",
@@ -37,4 +37,5 @@ LABEL_COUNTS = Method(
     ),
     use="`counts.json` holds the noisy number of records of each class. The numbers are rounded and never negative; "
     "their sum differs from the number of records.",
+    has_model=False,
 )

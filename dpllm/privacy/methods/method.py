@@ -18,7 +18,7 @@ class Method:
     result: str
     """The release, as the title of page and card has it: "counts of labels"."""
     what: str
-    """One sentence: what was done; the report adds "on the data set …" and the number of units."""
+    """What was done, without a full stop at the end; the report adds the data set and the number of units."""
     mechanism: str
     """How an answer is made and bounded, for readers who know the field; the plan's settings are listed beside it."""
     released: tuple[str, ...]
@@ -31,5 +31,7 @@ class Method:
     """What the numbers rest on, each with how the run ensured it."""
     use: str
     """How a reader of the card uses the released files: one paragraph of Markdown."""
+    has_model: bool = True
+    """Whether a public model reads or writes texts, which may have seen private records before."""
     is_model: bool = False
     """Whether the release is a model; otherwise the Hub keeps it as a data set."""

@@ -7,14 +7,17 @@ from dpllm.privacy.methods.method import Method
 TEACH = Method(
     name="public labels by PATE",
     result="labels of public texts, and a model trained on them",
-    what="Models were trained on disjoint groups of units, and labelled public texts by a vote with noise; the texts "
-    "with their labels trained the model that is released",
+    what="Models were trained on disjoint groups of units, and labelled public texts by a vote with noise. If a "
+    "student model is released, it was trained on these texts with their labels",
     mechanism="the units are divided at random among the teachers, each unit to one; every teacher is trained in the "
     "ordinary way on its own units and names one class of each public text; the counts of the classes get Gaussian "
     "noise, and only the class with the largest noisy count is released (GNMax, Papernot et al., arXiv:1802.08908). "
     "With a threshold, a text gets a label only if its largest count, with noise of its own, reaches it; every such "
     "check is charged, and as many labels as were planned, however many were given",
-    released=("the labels of the public texts", "the student, which was trained on these texts and labels only"),
+    released=(
+        "the labels of the public texts",
+        "the student, if there is one, which was trained on these texts and labels only",
+    ),
     adjacency="a unit belongs to one teacher. Without the unit, or with another one in its place, this teacher may "
     "name any other class: one vote goes from one class to another, which changes the counts by √2. ε is the same "
     "under replace-one",
@@ -55,7 +58,8 @@ TEACH = Method(
             "it is not looked into; a folder of an earlier private run is refused",
         ),
     ),
-    use="`labels.jsonl` holds the public texts with their labels, one JSON object a line. The folder `student` holds "
-    "the model, for `AutoModelForSequenceClassification.from_pretrained` (with PEFT, if it is an adapter).",
+    use="`labels.jsonl` holds the public texts with their labels, one JSON object a line. The folder `student`, if "
+    "there is one, holds the model, for `AutoModelForSequenceClassification.from_pretrained` (with PEFT, if it is an "
+    "adapter).",
     is_model=True,
 )
