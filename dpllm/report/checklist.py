@@ -229,12 +229,14 @@ def _asked(findings: Findings) -> Iterator[_Asked]:
     yield _Asked("definition", "Which data sets are neighbours?", definition.adjacency)
     yield _Asked("definition", "What is taken as public?", definition.public)
     yield _Asked("definition", "What did the run find out about itself?", True)
+    trained = method_of(findings) is None
     for question in (
         "What is the guarantee?",
-        "What is ε under each adjacency that the sampler supports?",
+        f"What is ε under each adjacency that the {'sampler' if trained else 'mechanism'} supports?",
         "How was it accounted for, with which tool, version and discretization?",
-        "How were steps, phases and runs composed?",
-        "How many steps were asked for, planned and taken, and why did it stop?",
+        f"How were {'steps, phases' if trained else 'answers'} and runs composed?",
+        f"How many {'steps were asked for, planned and taken' if trained else 'answers were planned and charged'}, "
+        "and why did it stop?",
         "What is ε at other δ?",
         "What is ρ of zero-concentrated privacy?",
         "With which parameters did the mechanism run?",

@@ -25,17 +25,27 @@ class Entry(NamedTuple):
     """Its explanation."""
     pattern: str
     """Regular expression of its uses on the page."""
+    of_queries: str | None = ""
+    """Its explanation on the page of a query run, where it is another one; None: it is not there."""
 
 
 @cache
-def glossary(form: str = "") -> tuple[Entry, ...]:
+def glossary(form: str = "", queries: bool = False) -> tuple[Entry, ...]:
     """Return every entry, in the order in which the page lists them.
 
     Args:
         form: of the page: today's, or the folder of an earlier one (`dpllm.report.pages.template`).
+        queries: whether the page is that of a query run, which has no words of a training.
     """
     path = importlib.resources.files("dpllm").joinpath(f"report/templates/{form}glossary.yaml")
-    return tuple(Entry(**entry) for entry in yaml.safe_load(path.read_text(encoding="utf-8"))) if path.is_file() else ()
+    if not path.is_file():
+        return ()
+    entries = tuple(Entry(**entry) for entry in yaml.safe_load(path.read_text(encoding="utf-8")))
+    if not queries:
+        return entries
+    return tuple(
+        entry._replace(words=entry.of_queries or entry.words) for entry in entries if entry.of_queries is not None
+    )
 
 
 _TAG = re.compile(r"(<[^>]*>)")

@@ -16,6 +16,7 @@ from dpllm.report.glossary import glossary, linked
 from dpllm.report.markdown import title_of
 from dpllm.report.models import Curves
 from dpllm.report.pages import shown_beside, template
+from dpllm.report.query_front import method_of
 
 _PICTURES = ("tradeoff", "epsilon_over_delta", "epsilon_over_steps")
 FIGURES = (*_PICTURES, *(f"{name}_narrow" for name in _PICTURES))
@@ -68,4 +69,4 @@ def render_html(report: Any, figures: Mapping[str, str], form: str = "") -> str:
     page = template(f"{form}privacy_report.html").render(
         report=report, figures=figures, title=title_of(report), **shown_beside(report)
     )
-    return linked(page.rstrip() + "\n", glossary(form))
+    return linked(page.rstrip() + "\n", glossary(form, queries=method_of(report) is not None))

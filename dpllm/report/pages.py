@@ -104,6 +104,13 @@ def in_folder(text: str, folder: str | Path) -> str:
     return re.sub(r"\bdpllm (verify|report) \.(?![\w/.])", lambda found: f"dpllm {found[1]} {quote(str(folder))}", text)
 
 
+_TEXTS_OF_QUERIES = {
+    "sections": {**SECTIONS, "utility": "How useful the release is"},
+    "glossary": glossary(queries=True),
+}
+"""Of the page of a query run, in place of those of a training."""
+
+
 def shown_beside(report: PrivacyReport) -> dict[str, Any]:
     """Return what the pages show beside the report's own values, made from these: all bounds, named parameters."""
     statement, parameters = report.statement, report.accounting.parameters
@@ -118,6 +125,7 @@ def shown_beside(report: PrivacyReport) -> dict[str, Any]:
         "bounds": [row for _, row in bounds(report.strength, statement.adjacency, unit_of(statement.unit))],
         "parameters": named,
         "thing": thing_of(report),
+        **(_TEXTS_OF_QUERIES if method_of(report) is not None else {}),
     }
 
 
