@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from dpllm.cli import app
 from dpllm.cli.querying import METHODS
 from dpllm.cli.recipes import described
+from dpllm.config import ConfigError
 from dpllm.config.query_recipe import METHOD_SECTIONS, load_query_recipe, method_in
 
 FOLDER = Path(__file__).parents[2] / "recipes"
@@ -41,3 +42,9 @@ def test_the_departments_are_planned_and_counted(tmp_path: Path) -> None:
     plan = json.loads(result.stdout)
     assert plan["num_units"] == 6000 and 0.999 < plan["epsilon_zero_out"] <= 1 == recipe.privacy.target_epsilon
     assert plan["charges"][0]["count"] == 1 and plan["settings"]["largest change by one unit (l2), zero-out"] == 3
+
+
+def test_a_stop_is_declared_after_a_crash_and_not_in_the_recipe() -> None:
+    """No command would read it: a run ends with its planned answers, or by an error."""
+    with pytest.raises(ConfigError, match="unknown key 'stop'"):
+        load_query_recipe("label_counts", ["privacy.stop=independent"])
