@@ -338,7 +338,7 @@ MUTATIONS = [
     ),
     Mutation(
         "one label of all is charged",
-        "dpllm/teaching/teach.py",
+        "dpllm/teaching/release.py",
         "run.charge(LABELS, vote.most_labels)",
         "run.charge(LABELS)",
         ("tests/teaching/test_teach.py::test_labels_are_charged_before_they_are_drawn_with_the_planned_noise",),

@@ -19,6 +19,7 @@ from dpllm.privacy.risk import tradeoff_curve
 from dpllm.privacy.rounding import down, up
 from dpllm.report.figures import BLUE, GREY, ORANGE
 
+PICTURE_FILE = "audit.png"
 _COLOURS = (BLUE, "#5b8e7d", "#8a5a83", "#b08d2f", "#4f5d75")
 
 

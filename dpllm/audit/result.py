@@ -151,7 +151,7 @@ class AuditResult:
             noise = "" if self.noise is None or not self.noise.refuted else f"; the noise is {self.noise}"
             return (
                 f"FAIL: {canaries}: {shown}{noise}, and the claim is {format_epsilon(self.claimed_epsilon)}. "
-                "The claim is refuted: do not release the model"
+                "The claim is refuted: do not release"
             )
         return f"{self.verdict}: {canaries}: {shown}{self._power()}"
 

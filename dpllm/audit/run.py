@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from dpllm.audit.bounds import CONFIDENCE, AuditError
 from dpllm.audit.canaries import Canary, CanarySet, check_data, record_of
 from dpllm.audit.exposure import FEWEST_REFERENCE, exposure
-from dpllm.audit.figure import plot_audit
+from dpllm.audit.figure import PICTURE_FILE, plot_audit
 from dpllm.audit.result import AUDIT_FILE, AuditResult, judge
 from dpllm.audit.scores import loss_score, ratio_score, token_scores
 from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, ConfigError, ModelConfig, load_recipe
@@ -37,7 +37,6 @@ from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.stated import claimed_history
 from dpllm.report.model_card import add_audit
 
-PICTURE_FILE = "audit.png"
 LOSS, RATIO = "loss", "ratio to the reference"
 
 _ADAPTER = "adapter_config.json"

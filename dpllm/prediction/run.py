@@ -8,10 +8,10 @@ couples rows, or does not fit into memory.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import datasets
 import torch
@@ -32,13 +32,18 @@ from dpllm.prediction.plan import TokenPlan, noise_within, plan_tokens
 from dpllm.prediction.prompts import Template
 from dpllm.prediction.sampler import GroupSampler, TextLimits
 from dpllm.privacy.query_plan import QueryPlan, Value
+from dpllm.queries import QueryRun
 from dpllm.queries.planned import begin_from, plan_with
 from dpllm.training.phases import Phases
 
 CHARGE = "tokens of one group's texts"
 METHOD = "predicted text"
 FREE_TEXTS = "texts that the units allow at the same ε"
-"""Name of a setting of the plan."""
+QUANTITY, AROUND_PUBLIC = "clipped quantity", "difference to the public logits"
+CLIP, GROUP_SIZE, TEMPERATURE = "clip c, of a logit", "group size s, units", "temperature τ"
+TOKENS, TEXTS_OF_GROUP = "tokens of a text, at most", "texts of one group, at most"
+"""Names of settings of the plan, and one value."""
+_Text = TypeVar("_Text")
 
 
 @dataclass(frozen=True)
@@ -107,14 +112,14 @@ def plan_prediction(recipe: QueryRecipe, num_units: int) -> QueryPlan:
     tokens, texts = tokens_of(recipe, num_units), _options(recipe).texts
     scoring = tokens.scoring
     settings: list[tuple[str, Value]] = [
-        ("clipped quantity", "difference to the public logits" if scoring.around_public else "logits"),
-        ("clip c, of a logit", scoring.clip),
-        ("group size s, units", scoring.units),
-        ("temperature τ", scoring.temperature),
+        (QUANTITY, AROUND_PUBLIC if scoring.around_public else "logits"),
+        (CLIP, scoring.clip),
+        (GROUP_SIZE, scoring.units),
+        (TEMPERATURE, scoring.temperature),
         ("noise multiplier sτ/c", float(f"{scoring.noise_multiplier:.6g}")),
-        ("tokens of a text, at most", tokens.max_new_tokens),
+        (TOKENS, tokens.max_new_tokens),
         ("texts", texts),
-        ("texts of one group, at most", tokens.texts_of_group),
+        (TEXTS_OF_GROUP, tokens.texts_of_group),
         (FREE_TEXTS, tokens.free_texts(num_units)),
         (
             "drawn from",
@@ -152,19 +157,42 @@ def predict_texts(recipe: QueryRecipe, records: PrivateRecords, plan: QueryPlan,
     with begin_from(recipe, plan) as run:
         for point in points:
             run.open_point(point)
-        run.charge(CHARGE, tokens.tokens)
-        groups = secret_groups(records.num_units, tokens.scoring.units, tokens.groups)
+
+        def made(number: int, group: Int64Array) -> dict[str, str]:
+            prompt = options.prompts[number % len(options.prompts)]
+            text = sampler.text(records.contexts(group), prompt, options.public_context)
+            return {"prompt": prompt, "text": text}
+
+        texts = charged_texts(run, tokens, records.num_units, options.texts, made)
         path = run.folder / options.file
         bar = Phases(Console(stderr=True)).bar(options.texts, "text")
         with bar as moved, open(path, "x", encoding="utf-8") as file:
-            for number in range(options.texts):
-                prompt = options.prompts[number % len(options.prompts)]
-                contexts = records.contexts(groups[number % len(groups)])
-                text = sampler.text(contexts, prompt, options.public_context)
-                file.write(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
+            for text in texts:
+                file.write(json.dumps(text, ensure_ascii=False) + "\n")
                 moved(1)
         run.release(path)
     return path
+
+
+def charged_texts(
+    run: QueryRun, tokens: TokenPlan, num_units: int, texts: int, made: Callable[[int, Int64Array], _Text]
+) -> Iterator[_Text]:
+    """Charge all tokens that the texts may have, divide the units in secret, and yield text after text.
+
+    Guarantee: a unit is in one group at most, a group makes at most the texts that were charged, and the charge is on
+    the disk before the first of them.
+
+    Args:
+        run: its plan has the charge of `plan_prediction`.
+        tokens: the public numbers.
+        num_units: N.
+        texts: how many.
+        made: from a text's number and the units of its group to the text.
+    """
+    run.charge(CHARGE, tokens.tokens)
+    groups = secret_groups(num_units, tokens.scoring.units, tokens.groups)
+    for number in range(texts):
+        yield made(number, groups[number % len(groups)])
 
 
 def _sampler(recipe: QueryRecipe, tokens: TokenPlan) -> tuple[GroupSampler, list[str]]:

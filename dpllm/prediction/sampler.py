@@ -6,9 +6,9 @@ text may have at most, and has checked that the groups are disjoint.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +35,18 @@ class TextLimits:
     """k: the most records of a unit. Each unit takes k rows, so that the number of rows is public."""
     cached: bool = True
     """Keep keys and values of earlier tokens."""
+
+
+class Rows(Protocol):
+    """Rows that grow by the same tokens, such as `dpllm.prediction.model.Continuation`."""
+
+    def logits(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield rows' numbers and their logits of the next token, (rows, V)."""
+        ...
+
+    def append(self, token: int) -> None:
+        """Append a token to every row."""
+        ...
 
 
 class GroupSampler:
@@ -123,28 +135,58 @@ class GroupSampler:
         return self._until_end(own, public, rows_of_unit)
 
     def _until_end(self, own: Continuation, public: Continuation, rows_of_unit: list[int]) -> str:
-        tokens: list[int] = []
-        while len(tokens) < self._limits.max_new_tokens:
-            token = self._next(own, public, rows_of_unit)
-            if token in self._ends:
-                break
-            tokens.append(token)
-            text = self._decoded(tokens)
-            if self._limits.stop is not None and self._limits.stop in text:
-                return text[: text.index(self._limits.stop)]
-            for rows in (own, public):
-                rows.append(token)
-        return self._decoded(tokens)
+        stop = self._limits.stop
+
+        def stopped(tokens: list[int]) -> bool:
+            return stop is not None and stop in self._decoded(tokens)
+
+        most = self._limits.max_new_tokens
+        text = self._decoded(drawn_tokens(self._scoring, own, public, rows_of_unit, most, self._ends, stopped))
+        return text if stop is None else text.split(stop, 1)[0]
 
     def _decoded(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    def _next(self, own: Continuation, public: Continuation, rows_of_unit: list[int]) -> int:
-        ((_, public_1V),) = public.logits()
-        public_V = public_1V[0]
-        counts_R = torch.tensor(rows_of_unit, device=public_V.device)
-        sum_V: Tensor = torch.zeros_like(public_V, dtype=torch.int64)
-        for place, logits_RV in own.logits():
-            read_R = counts_R[place] > 0
-            sum_V += self._scoring.contributions(logits_RV[read_R], public_V, counts_R[place][read_R]).sum(dim=0)
-        return draw_index(self._scoring.log_weights(sum_V, public_V).cpu().numpy())
+
+def drawn_tokens(
+    scoring: Scoring,
+    own: Rows,
+    public: Rows,
+    rows_of_unit: Sequence[int],
+    most: int,
+    ends: Collection[int] = (),
+    stopped: Callable[[list[int]], bool] = lambda _: False,
+) -> list[int]:
+    """Return the tokens of one text of one group.
+
+    Args:
+        scoring: clip, group size and temperature.
+        own: the rows of the group, with the prompt.
+        public: the row without a record, with the prompt.
+        rows_of_unit: of each own row, the number of rows of its unit; 0: the row counts for nothing.
+        most: T, the most tokens, all of which are charged.
+        ends: tokens that end a text.
+        stopped: whether the tokens so far end the text; it looks at nothing else.
+    """
+    tokens: list[int] = []
+    while len(tokens) < most:
+        token = _next_token(scoring, own, public, rows_of_unit)
+        if token in ends:
+            break
+        tokens.append(token)
+        if stopped(tokens):
+            break
+        for rows in (own, public):
+            rows.append(token)
+    return tokens
+
+
+def _next_token(scoring: Scoring, own: Rows, public: Rows, rows_of_unit: Sequence[int]) -> int:
+    ((_, public_1V),) = public.logits()
+    public_V = public_1V[0]
+    counts_R = torch.tensor(rows_of_unit, dtype=torch.int64, device=public_V.device)
+    sum_V: Tensor = torch.zeros_like(public_V, dtype=torch.int64)
+    for place, logits_RV in own.logits():
+        read_R = counts_R[place] > 0
+        sum_V += scoring.contributions(logits_RV[read_R], public_V, counts_R[place][read_R]).sum(dim=0)
+    return draw_index(scoring.log_weights(sum_V, public_V).cpu().numpy())

@@ -23,6 +23,8 @@ from dpllm.teaching.votes import Vote
 from dpllm.training.arguments import check_optimizer, training_arguments
 
 METHOD = "public labels by PATE"
+TEACHERS, CLASSES, PROMPTS, THRESHOLD = "teachers", "classes", "public texts", "votes for a label, threshold"
+"""Names of settings of the plan."""
 _KEYS = ("teach.public_prompts", "teach.max_shared_records")
 
 
@@ -143,14 +145,14 @@ def prompts_of(recipe: QueryRecipe) -> DataConfig:
 def settings_of(options: TeachConfig, vote: Vote, num_classes: int) -> list[tuple[str, Value]]:
     """Return the public numbers of the vote, by name, for plan and report."""
     settings: list[tuple[str, Value]] = [
-        ("teachers", options.teachers),
-        ("classes", num_classes),
-        ("public texts", vote.num_prompts),
+        (TEACHERS, options.teachers),
+        (CLASSES, num_classes),
+        (PROMPTS, vote.num_prompts),
         ("labels at most", vote.most_labels),
     ]
     if vote.threshold is not None:
         settings += [
-            ("votes for a label, threshold", vote.threshold),
+            (THRESHOLD, vote.threshold),
             ("noise of a check over that of a label", vote.check_noise),
         ]
     return settings

@@ -24,8 +24,9 @@ from dpllm.queries.run import QueryRun
 from dpllm.report.disclosures import HELD_OUT
 from dpllm.teaching.partition import Partition
 from dpllm.teaching.prepare import Prepared
+from dpllm.teaching.release import ballots_of, released_labels
 from dpllm.teaching.trainings import OneBase, classes_of, train_without_privacy
-from dpllm.teaching.votes import CHECKS, LABELS, NO_LABEL, Ballots
+from dpllm.teaching.votes import NO_LABEL, Ballots
 from dpllm.training.evaluation import measure
 
 LABELS_FILE = "labels.jsonl"
@@ -114,7 +115,7 @@ def teach(prepared: Prepared, say: Say, voted: Voted) -> Taught:
         say(f"training {options.teachers} teachers in turn, without privacy; nothing of them is shown")
         ballots = count_votes(classroom, rows, run, voted)
         say(f"labelling {prepared.vote.num_prompts:,} public texts by a noisy vote")
-        labels_N = released_labels(prepared, run, ballots)
+        labels_N = released_labels(prepared.vote, options.teachers, run, ballots)
         labelled = classroom.labelled(labels_N)
         path = Path(recipe.output_dir) / LABELS_FILE
         write_labels(labelled, path)
@@ -145,29 +146,17 @@ def count_votes(classroom: Classroom, rows: datasets.Dataset, run: QueryRun, vot
     units = unit_index_of(rows, prepared.recipe.privacy, run.randomness.generator())
     partition = Partition(prepared.plan.num_units, options.teachers, run.randomness.generator())
     prompts = classroom.prompts()
-    ballots = Ballots(len(prompts), prepared.num_classes)
-    for teacher in range(options.teachers):
+
+    def vote_of(teacher: int, rows_of_teacher: Int64Array) -> Int64Array:
         model = classroom.base.begin()
-        own = rows.select(partition.rows_of(teacher, units))
+        own = rows.select(rows_of_teacher)
         if len(own):
             model = train_without_privacy(model, own, classroom.collator, options.train, run.private_folder)
-        ballots.add(classes_of(model, prompts, classroom.collator))
+        classes_N = classes_of(model, prompts, classroom.collator)
         voted(teacher + 1)
-    return ballots
+        return classes_N
 
-
-def released_labels(prepared: Prepared, run: QueryRun, ballots: Ballots) -> Int64Array:
-    """Charge the vote, add its noise, and return (N,) the label of each public text, `NO_LABEL` where it has none."""
-    vote, event = prepared.vote, prepared.plan.charge(LABELS).event
-    if ballots.num_voters != prepared.options.teachers:
-        raise ValueError(f"{ballots.num_voters} of {prepared.options.teachers} teachers have voted")
-    run.charge(LABELS, vote.most_labels)
-    if vote.threshold is not None:
-        run.charge(CHECKS, vote.num_prompts)
-    stddev, check_stddev = vote.stddevs(event.noise_multiplier)
-    noise_NC = run.randomness.gaussian(ballots.counts_NC.shape, stddev)
-    noise_N = run.randomness.gaussian((vote.num_prompts,), check_stddev)
-    return vote.winners(ballots.counts_NC, noise_NC, noise_N)
+    return ballots_of(partition, units, Ballots(len(prompts), prepared.num_classes), vote_of)
 
 
 def write_labels(labelled: datasets.Dataset, path: Path) -> None:

@@ -20,15 +20,24 @@ import torch
 from torch import Tensor, nn
 
 from dpllm import PrivacyPlan, PrivateRun, TrainingRows, per_sequence_loss
+from dpllm.audit.answers import run_trials
 from dpllm.audit.gradient import Basis, Design, Restarts, Steps, observe, unit_gradients
 from dpllm.audit.gradient_attacks import judge_releases
 from dpllm.audit.result import AuditResult
+from dpllm.cli.auditing.answers import PROBES
 from dpllm.data.units import UnitIndex
 from dpllm.mechanism.averages import MovingAverage
 from dpllm.mechanism.blt import BltNoise
 from dpllm.mechanism.catalogue import spec_of
 from dpllm.mechanism.parts import Draw, Spec
+from dpllm.mechanism.query import Query
+from dpllm.mechanism.token_draw import TokenDraw
 from dpllm.mechanism.workload import Workload
+from dpllm.prediction import run as prediction
+from dpllm.privacy.query_plan import Charge, QueryPlan
+from dpllm.queries.counting import CHARGE as LABEL_COUNTS
+from dpllm.synthetic.votes import votes_charge
+from dpllm.teaching.votes import Vote
 from dpllm.training.attached import Attached
 
 CONFIDENCE = 0.999  # a sound run fails once in a thousand times at most
@@ -339,6 +348,78 @@ def on_fsdp2(place: Path) -> AuditResult:
     return averaged(prepare=lambda model: prepare("fsdp2", model, lr=1.0), place=place, setup="fsdp2, 2 processes")
 
 
+def answers(method: str, charges: Sequence[Charge], trials: int, user: bool = False, **settings: Any) -> AuditResult:
+    """All answers of a query run in each trial, with and without a canary; a user has at most three rows."""
+    unit = (
+        {"unit": "user", "unit_column": "person", "max_rows_per_unit": 3, "rows_kept": "first"}
+        if user
+        else {"unit": "sequence"}
+    )
+    plan = QueryPlan(
+        **{**unit, "adjacency": "zero-out", "method": method, "num_units": 1000, "delta": 1e-4},
+        charges=tuple(charges),
+        settings=tuple(settings.items()),
+        randomness="discrete" if method in ("label counts", "predicted text") else "os",
+    )
+    probe = PROBES[method](plan)
+    return run_trials(plan, probe, trials).result(plan, probe.canary, CONFIDENCE)
+
+
+def counts(user: bool = False) -> AuditResult:
+    """Noisy counts, released once."""
+    event = Query(noise_multiplier=1.0, replaced=2**0.5, discrete=True)
+    return answers("label counts", [Charge(name=LABEL_COUNTS, event=event, count=1)], 2000, user)
+
+
+def counts_of_users() -> AuditResult:
+    """The same of users with nine rows each, of which three count."""
+    return counts(user=True)
+
+
+def evolution() -> AuditResult:
+    """Four histograms of votes."""
+    return answers("private evolution", [votes_charge(2.0, 4)], 2000)
+
+
+def evolution_of_users() -> AuditResult:
+    """The same of users with three records each, which share a vote."""
+    return answers("private evolution", [votes_charge(2.0, 4)], 2000, user=True)
+
+
+def teachers() -> AuditResult:
+    """Eleven teachers label twenty texts."""
+    made = [Charge(name=name, event=event, count=count) for name, event, count in Vote(20).charges(4.0)]
+    settings = {"teachers": 11, "classes": 2, "public texts": 20}
+    return answers("public labels by PATE", made, 2000, **settings)
+
+
+def confident_teachers() -> AuditResult:
+    """Eleven teachers label the first two texts on which they agree, of eighty."""
+    vote = Vote(80, threshold=5.0, max_answers=2)
+    made = [Charge(name=name, event=event, count=count) for name, event, count in vote.charges(4.0)]
+    settings = {"teachers": 11, "classes": 2, "public texts": 80, "votes for a label, threshold": 5.0}
+    return answers("public labels by PATE", made, 2000, **settings)
+
+
+def tokens(user: bool = False, around_public: bool = True) -> AuditResult:
+    """A text of forty tokens by a group of five units."""
+    event = TokenDraw(noise_multiplier=5.0)
+    settings = {
+        prediction.QUANTITY: prediction.AROUND_PUBLIC if around_public else "logits",
+        prediction.CLIP: 1.0,
+        prediction.GROUP_SIZE: 5,
+        prediction.TEMPERATURE: 1.0,
+        prediction.TOKENS: 40,
+        prediction.TEXTS_OF_GROUP: 1,
+    }
+    return answers("predicted text", [Charge(name=prediction.CHARGE, event=event, count=40)], 1000, user, **settings)
+
+
+def tokens_of_users() -> AuditResult:
+    """The same of users with three records each; the logits themselves are clipped."""
+    return tokens(user=True, around_public=False)
+
+
 def summary(result: AuditResult) -> dict[str, Any]:
     """A row of the table of planted bugs."""
     (attack,) = [attack for attack in result.attacks if result.best in attack.bounds][:1]
@@ -359,7 +440,8 @@ SETUPS: dict[str, Callable[[], AuditResult]] = {
     for setup in (
         *(long_gradient, two_processes, two_steps, tied_head, witnesses, epochs, empty_steps, resumed),
         *(one_cycle, two_bands, many_others, resumed_bands, counted, layers, fixed_order, averaged),
-        averaged_shards,
+        *(averaged_shards, counts, counts_of_users, evolution, evolution_of_users, teachers, confident_teachers),
+        *(tokens, tokens_of_users),
     )
 }
 

@@ -269,6 +269,100 @@ BUGS = [
     ),
     Bug("weights without the noise of their step are averaged", "averaged", NOISE_FREE),
     Bug("shards without the noise of their step are averaged, fsdp2", "averaged_shards", NOISE_FREE),
+    Bug(
+        "counts of labels are exact",
+        "counts",
+        (
+            (
+                "dpllm/queries/counting.py",
+                "    noisy = run.randomness.noisy(counts, event.noise_multiplier, run.plan.max_rows_per_unit or 1)",
+                "    noisy = list(counts)",
+            ),
+        ),
+    ),
+    Bug(
+        "counts have the noise of one row of a user",
+        "counts_of_users",
+        (
+            (
+                "dpllm/queries/counting.py",
+                "run.randomness.noisy(counts, event.noise_multiplier, run.plan.max_rows_per_unit or 1)",
+                "run.randomness.noisy(counts, event.noise_multiplier, 1)",
+            ),
+        ),
+    ),
+    Bug(
+        "all rows of a user are counted",
+        "counts_of_users",
+        (("dpllm/queries/counting.py", "for row in self.index.rows:", "for row in range(len(self.labels)):"),),
+    ),
+    Bug(
+        "votes get the same noise in every step",
+        "evolution",
+        (
+            (
+                "dpllm/queries/randomness.py",
+                "PCG64DXSM(secrets.randbits(8 * KEY_BYTES))",
+                "PCG64DXSM(20)",
+            ),
+        ),
+    ),
+    Bug(
+        "each record of a user has a whole vote",
+        "evolution_of_users",
+        (("dpllm/synthetic/votes.py", "share_N = 1.0 / rows_of_unit[units]", "share_N = 1.0 + 0 * units"),),
+    ),
+    Bug(
+        "teachers share units",
+        "teachers",
+        (
+            (
+                "dpllm/teaching/partition.py",
+                "np.flatnonzero(self.teacher_of == teacher)",
+                "np.flatnonzero(self.teacher_of // 2 == teacher // 2)",
+            ),
+        ),
+    ),
+    Bug(
+        "one label of all is charged",
+        "teachers",
+        (("dpllm/teaching/release.py", "run.charge(LABELS, vote.most_labels)", "run.charge(LABELS)"),),
+    ),
+    Bug(
+        "more texts get a label than are charged",
+        "confident_teachers",
+        (("dpllm/teaching/votes.py", "np.where(passed_N & within_N, labels_N", "np.where(passed_N, labels_N"),),
+    ),
+    Bug(
+        "scores of tokens are not clipped",
+        "tokens",
+        (("dpllm/prediction/scores.py", ".round().clamp(-MOST, MOST).long()", ".clamp(-1e15, 1e15).round().long()"),),
+    ),
+    Bug(
+        "the realised length of a text is charged",
+        "tokens",
+        (
+            ("dpllm/prediction/run.py", "    run.charge(CHARGE, tokens.tokens)\n", ""),
+            (
+                "dpllm/prediction/run.py",
+                "    for number in range(texts):\n        yield made(number, groups[number % len(groups)])",
+                "    found = [made(number, groups[number % len(groups)]) for number in range(texts)]\n"
+                "    run.charge(CHARGE, max(1, *map(len, found)))\n"
+                "    yield from found",
+            ),
+        ),
+    ),
+    Bug(
+        "each record of a user adds as much as a whole user",
+        "tokens_of_users",
+        (
+            (
+                "dpllm/prediction/scores.py",
+                'torch.div(steps_RV, rows_of_unit_R[:, None], rounding_mode="trunc")',
+                "steps_RV",
+            ),
+        ),
+    ),
 ]
 
 

@@ -102,10 +102,10 @@ def test_labels_are_charged_before_they_are_drawn_with_the_planned_noise(school,
     ballots = Ballots(6, 2)
     with begin_from(prepared.recipe, prepared.plan) as run:
         with pytest.raises(ValueError, match="0 of 4 teachers have voted"):
-            teaching.released_labels(prepared, run, ballots)
+            teaching.released_labels(prepared.vote, TEACHERS, run, ballots)
         for _ in range(TEACHERS):
             ballots.add(np.zeros(6, dtype=np.int64))
-        labels = teaching.released_labels(prepared, run, ballots)
+        labels = teaching.released_labels(prepared.vote, TEACHERS, run, ballots)
     nothing_left = dict.fromkeys(charges, 0)
     assert drawn == [((6, 2), 2 * 2**0.5, nothing_left), ((6,), 2 * 2**0.5 * (5 if confident else 3), nothing_left)]
     assert (labels != NO_LABEL).sum() == (3 if confident else 6)
@@ -135,7 +135,7 @@ def test_a_run_releases_labels_and_a_student_and_verifies(school, tmp_path, caps
 
 def test_without_a_label_there_is_no_student(school, tmp_path, monkeypatch):
     """No text passed the check: the run is charged, and says so."""
-    monkeypatch.setattr(teaching, "released_labels", lambda prepared, run, ballots: np.full(6, NO_LABEL))
+    monkeypatch.setattr(teaching, "released_labels", lambda vote, num_teachers, run, ballots: np.full(6, NO_LABEL))
     taught = teaching.teach(school(teach={"threshold": 4.0, "max_answers": 2}), _quiet, _quiet)
     assert taught.num_labels == 0 and taught.accuracy is None
     assert (tmp_path / "run" / "labels.jsonl").read_text() == "" and not (tmp_path / "run" / "student").exists()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from dpllm.cli.auditing import attack, gradient, prepare, run
+from dpllm.cli.auditing import answers, attack, gradient, prepare, run
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -14,3 +14,4 @@ prepare.register(app)
 run.register(app)
 attack.register(app)
 gradient.register(app)
+answers.register(app)
