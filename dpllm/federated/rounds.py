@@ -6,6 +6,8 @@ before a client is asked, whether or not it is given up later.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,17 @@ from dpllm.training.checks.outstanding import Charges, Outstanding
 
 GIVEN_UP = "rounds given up because too few clients answered; each stays charged"
 """The ledger's diagnostic of that name."""
+TOO_MANY_LEFT = (
+    "A round was given up, because too few clients answered. With the dropouts that the plan declares this almost "
+    "never happens: δ counts on it. Find out how many clients left on average. If it was a larger share than "
+    "declared, or if leaving depended on the records or on the draw, this ε and δ do not hold."
+)
+"""The open point of a run with such rounds."""
+MORE_LEFT = (
+    "More of the clients that were drawn left their rounds than the plan declares (dropouts). No round was given up, "
+    "but δ counts on the declared share. Take a plan that declares as many as leave, or find out why so many left."
+)
+"""The open point of a run whose clients left more often than declared."""
 
 
 def require_federated(plan: PrivacyPlan | PrivacyConfig) -> None:
@@ -79,19 +92,76 @@ def against_the_server(plan: PrivacyPlan) -> float:
     return epsilon([(plan.event.against_the_server, plan.num_steps)], plan.delta)
 
 
-def words_about_the_server(plan: PrivacyPlan) -> str:
-    """Return who sees what, for the ledger's fact. The clients are simulated."""
+def against_a_node(plan: PrivacyPlan, most_clients: int) -> float | None:
+    """Return ε for the operator of a node, of a client of another node that is in every round; None: no bound.
+
+    A node knows its own clients' shares of the noise and can subtract them. In a round of n survivors, the shares of
+    the others remain: of the variance the part (n - k)/n for k clients. It may also know the cohorts.
+
+    Args:
+        plan: with distributed noise.
+        most_clients: k, the most clients of one node.
+    """
+    event = plan.event
+    assert isinstance(event, DistributedStep)
+    others = event.min_batch_size - most_clients
+    if others < 1:
+        return None
+    noise = event.noise_multiplier * math.sqrt(others / event.min_batch_size)
+    return epsilon(
+        [(dataclasses.replace(event.against_the_server, noise_multiplier=noise), plan.num_steps)], plan.delta
+    )
+
+
+def words_about_the_server(plan: PrivacyPlan, most_clients: int | None = None) -> str:
+    """Return who sees what, for the ledger's fact.
+
+    Args:
+        plan: of the run.
+        most_clients: the most clients of one node. None: the clients are simulated.
+    """
     simulated = "in this simulation one process sees the records of all clients. In a deployment of its rounds "
+    nodes = "each node reads the records of its own clients, and no process reads those of all. "
+    first = simulated if most_clients is None else nodes
     if not is_secure(plan):
-        return simulated + (
+        return first + (
             "a trusted server sees the bounded update of each client of a cohort and adds the noise; ε protects from "
             "those who see the weights that it sends out or releases"
         )
-    return simulated + (
+    words = first + (
         "the server sees the sum of a round with the noise of its clients, and no single update (secure aggregation). "
         "It knows the cohorts, and so do their members: for them no sampling hides a client, and for one in all "
         f"{plan.num_steps} rounds ε is at most {up(against_the_server(plan))} at the same δ"
     )
+    return words if most_clients is None else f"{words}. {_words_about_nodes(plan, most_clients)}"
+
+
+def _words_about_nodes(plan: PrivacyPlan, most_clients: int) -> str:
+    found = against_a_node(plan, most_clients)
+    which = "1 client" if most_clients == 1 else f"up to {most_clients} clients"
+    known = f"A node of {which} knows the noise that they added. Against its operator "
+    if found is None:
+        assert isinstance(plan.event, DistributedStep)
+        return known + (
+            f"no ε is stated for the clients of other nodes, because a round may have {plan.event.min_batch_size} "
+            "survivors, and all of the noise may be of that node"
+        )
+    return known + f"ε is at most {up(found)} at the same δ, for a client of another node that is in all rounds"
+
+
+def more_left_than_declared(plan: PrivacyPlan, asked: int, answered: int) -> bool:
+    """Return whether more clients left than declared, by four standard deviations or more.
+
+    Args:
+        plan: of the run.
+        asked: how often a client was asked to begin a round.
+        answered: how often it sent its masked sum.
+    """
+    event = plan.event
+    if not isinstance(event, DistributedStep) or not asked:
+        return False
+    share = event.dropouts
+    return asked - answered > share * asked + 4 * math.sqrt(share * (1 - share) * asked)
 
 
 def require_rounds(plan: PrivacyPlan, clients: Clients, weights: SharedWeights) -> None:

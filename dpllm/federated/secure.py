@@ -230,7 +230,8 @@ def secure_sum(
     for client, box in boxes.items():
         given = {"senders": list(box), "sealed": list(box.values())}
         to_mask[client] = {**requests[client], **common, "task": "masked", **given}
-    masked = clients.ask(to_mask)
+    answers = clients.ask(to_mask)
+    masked = {client: answer for client, answer in answers.items() if len(answer["masked"]) == 8 * size}
     if len(masked) < threshold:
         return None
     total = np.zeros(size, np.uint64)

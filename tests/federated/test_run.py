@@ -111,6 +111,10 @@ def test_a_run_says_what_it_was_and_verifies(recipe_file, secure, tmp_path, caps
         (["federate.local_steps=0"], "local_steps"),
         (["federate.server_optimizer=adam", "federate.server_momentum=0.9"], "belongs to server_optimizer=sgd"),
         (["federate.lora=both"], "lora must be one of"),
+        (
+            ["privacy.randomness=discrete", "privacy.noise={kind: distributed, dropouts: 0.1}"],
+            r"simulated_dropouts=0\.2, and privacy\.noise declares dropouts=0\.1|needs cryptography",
+        ),
     ],
 )
 def test_a_recipe_without_the_guarantee_or_with_unused_options_is_refused(recipe_file, changes, match, tmp_path):
