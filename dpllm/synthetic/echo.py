@@ -2,7 +2,7 @@
 
 Place in the flow: part of the evaluation, for a run on data that `dpllm audit prepare` made. About half of the canaries
 were included by coin flips. Synthetic text from a private model repeats as much of the others. The figure is no bound
-on ε: `dpllm audit run` has the bounds, from the model itself.
+on ε: `dpllm audit texts` has bounds from the texts, and `dpllm audit run` from the model itself.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy import stats
 
 from dpllm.config.values import ConfigError
@@ -65,10 +66,7 @@ def echo(texts: Sequence[str], canaries: Sequence[str], included: Sequence[bool]
     coins = np.asarray(included, dtype=bool)
     if coins.all() or not coins.any():
         raise ConfigError("the canaries are all included or all left out, so there is nothing to compare them with")
-    runs = Runs([words_of(canary) for canary in canaries])
-    for text in texts:
-        runs.mark(words_of(text))
-    longest = np.asarray(runs.longest(), dtype=np.float64)
+    longest = longest_runs(texts, canaries)
     ranks = stats.rankdata(longest)
     inside = int(coins.sum())
     above = float(ranks[coins].sum()) - inside * (inside + 1) / 2
@@ -79,3 +77,15 @@ def echo(texts: Sequence[str], canaries: Sequence[str], included: Sequence[bool]
         run_left_out=float(median(longest[~coins].tolist())),
         auroc=above / (inside * (len(coins) - inside)),
     )
+
+
+def longest_runs(texts: Sequence[str], canaries: Sequence[str]) -> NDArray[np.float64]:
+    """Return (len(canaries),) the number of words in each canary's longest run that a text has too.
+
+    >>> longest_runs(["a red fox ran home"], ["my red fox ran", "one old dog sat"]).tolist()
+    [3.0, 0.0]
+    """
+    runs = Runs([words_of(canary) for canary in canaries])
+    for text in texts:
+        runs.mark(words_of(text))
+    return np.asarray(runs.longest(), dtype=np.float64)

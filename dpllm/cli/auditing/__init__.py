@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from dpllm.cli.auditing import answers, attack, gradient, prepare, run
+from dpllm.cli.auditing import answers, attack, gradient, prepare, run, texts
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -15,3 +15,4 @@ run.register(app)
 attack.register(app)
 gradient.register(app)
 answers.register(app)
+texts.register(app)
