@@ -57,6 +57,13 @@ MUTATIONS = [
         (f"{_OF_QUERIES}::test_what_a_run_without_answers_wrote_out_is_listed_by_the_run_in_its_place",),
     ),
     Mutation(
+        "of two new runs in a folder, one removes the ledger of the other",
+        "dpllm/privacy/unused.py",
+        "    with _locked(path) as held:",
+        "    path.unlink(missing_ok=True)\n    with _locked(path) as held:",
+        ("tests/privacy/test_unused.py::test_of_two_new_runs_one_removes_the_unused_ledger",),
+    ),
+    Mutation(
         "the answers of a query run are charged to no budget",
         "dpllm/privacy/query_budget.py",
         "        put((*budget.entries, *prior, entry))",

@@ -8,8 +8,12 @@ copy of a ledger (whose original may have steps by now) is never touched.
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
+from dpllm.privacy import locks
 from dpllm.privacy.budget import entry_of, read_budget, require_own_ledger, settle
 from dpllm.privacy.ledger import LedgerContents, LedgerError, is_being_written, read_ledger, require_own_file
 
@@ -37,15 +41,36 @@ def make_way(path: str | Path, budget_file: str | None) -> dict[str, int]:
         BudgetError: the budget file cannot be read or written, or counts steps that the ledger has lost.
     """
     path = Path(path)
-    contents = _unused(path) if path.exists() else None
-    if contents is None:
+    if not path.exists() or _unused(path) is None:
         return {}
+    with _locked(path) as held:  # two new runs do not both take it for unused, and one does not remove the other's
+        contents = read_ledger(path) if held else None
+        if contents is None or contents.num_steps or contents.torn_lines:
+            return {}
+        _settle(path, contents, budget_file)
+        path.unlink()
+    return dict(contents.disclosures)
+
+
+def _settle(path: Path, contents: LedgerContents, budget_file: str | None) -> None:
     named = contents.runs[0].get("budget") if contents.runs else None
     if named and budget_file is not None and named["file"] == Path(budget_file).name:
         require_own_ledger(budget_file, entry_of(read_budget(budget_file), named["entry"]), path)
         settle(budget_file, named["entry"], 0)
-    path.unlink()
-    return dict(contents.disclosures)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """Hold the lock of a ledger; yield whether it is held, and the file is still the one of this name."""
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except FileNotFoundError:  # another new run has removed it
+        yield False
+        return
+    try:
+        yield locks.lock(descriptor) and path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
+    finally:
+        os.close(descriptor)
 
 
 def _unused(path: Path) -> LedgerContents | None:

@@ -11,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, TrainerC
 
 from dpllm.config import PrivacyConfig
 from dpllm.engines.processes import Processes
+from dpllm.privacy import unused
 from dpllm.privacy.budget import create_budget, read_budget
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.privacy.plan import PrivacyPlan, make_plan
@@ -47,6 +48,25 @@ def test_a_failure_before_the_first_step_gives_back_what_was_reserved(tmp_path: 
     again.append_step(0, plan().event)
     assert [entry.num_steps for entry in read_budget(budget).entries] == [0, 5]
     assert is_used(path)
+
+
+def test_of_two_new_runs_one_removes_the_unused_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other found it unused, too, and must not remove the ledger that the first one made in its place."""
+    path = tmp_path / "run" / LEDGER_FILE
+    SharedLedger.create(path, plan(), Processes()).close()
+    found = unused._unused(path)
+    assert unused.make_way(path, None) == {} and not path.exists()
+    first = SharedLedger.create(path, plan(), Processes())
+    first.append_step(0, plan().event)
+    monkeypatch.setattr(unused, "_unused", lambda _: found)  # as the other one saw it before
+    for closed in (False, True):
+        if closed:
+            first.close()
+        assert unused.make_way(path, None) == {} and read_ledger(path).num_steps == 1
+    path.unlink()
+    real = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda one: one == path or real(one))  # removed after it was looked at
+    assert unused.make_way(path, None) == {}
 
 
 def test_a_crash_before_the_first_step_leaves_a_folder_that_can_be_used(tmp_path: Path) -> None:
