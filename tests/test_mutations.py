@@ -64,6 +64,13 @@ MUTATIONS = [
         ("tests/privacy/test_unused.py::test_of_two_new_runs_one_removes_the_unused_ledger",),
     ),
     Mutation(
+        "a composition counts the steps that a model had at the first run on it, and not those taken since",
+        "dpllm/privacy/compose.py",
+        "            if known is None or cost(plan.after.history) > cost(known):",
+        "            if known is None:",
+        (f"{_OF_QUERIES}::test_a_model_that_was_trained_on_between_two_runs_is_composed_with_all_its_steps",),
+    ),
+    Mutation(
         "the answers of a query run are charged to no budget",
         "dpllm/privacy/query_budget.py",
         "        put((*budget.entries, *prior, entry))",

@@ -14,7 +14,7 @@ step is accounted with the N of its own run, and a person who is in only one of 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from dpllm.privacy import accounting
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerContents, read_ledger
 from dpllm.privacy.ledger_reader import steps_at
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
-from dpllm.privacy.query_plan import QueryPlan, load_plan
+from dpllm.privacy.query_plan import History, QueryPlan, load_plan
 from dpllm.privacy.rounding import format_delta, format_delta_limit, format_epsilon
 from dpllm.privacy.stated import stated_answers, stated_history
 
@@ -124,7 +124,6 @@ def compose(
     for path, plan, ledger in zip(paths, plans, ledgers, strict=True):
         check_run(path, plan, ledger)
     _check_distinct(paths, ledgers)
-    counted = _counted_once(paths, plans, ledgers)
     name = _common_data(paths, plans, dataset, shared_people)
     adjacency = adjacency or _common("adjacency", paths, [plan.adjacency for plan in plans])
     if adjacency not in ADJACENCIES:
@@ -137,6 +136,7 @@ def compose(
             f"N={num_units} units: publishing one unit outright would satisfy it. "
             f"Take 1/(10 N) = {format_delta_limit(1 / (10 * num_units))}"
         )
+    counted = _counted_once(paths, plans, ledgers, lambda history: accounting.epsilon(history, delta, adjacency))
     runs = tuple(
         ComposedRun(
             folder=path,
@@ -190,16 +190,26 @@ def _json_number(value: float) -> float | str:
 
 
 def _counted_once(
-    paths: Sequence[Path], plans: Sequence[PrivacyPlan | QueryPlan], ledgers: Sequence[LedgerContents]
+    paths: Sequence[Path],
+    plans: Sequence[PrivacyPlan | QueryPlan],
+    ledgers: Sequence[LedgerContents],
+    cost: Callable[[History], float],
 ) -> list[tuple[tuple[Event, int], ...]]:
     """Return the steps of each run, such that the steps of a run that others build on are counted once.
 
-    They are counted with the run itself, if it is given, otherwise with the first run that builds on it.
+    They are counted with the run itself, if it is given, otherwise with the first run that builds on it. If it was
+    resumed between two runs that build on it, the second one knows more of its steps: these are counted.
 
     Raises:
         ValueError: a given run is not the one that another builds on, though it has its id.
     """
     given = {ledger.runs[0]["run"]: path for path, ledger in zip(paths, ledgers, strict=True)}
+    priors: dict[str, History] = {}
+    for plan in plans:
+        if isinstance(plan, QueryPlan) and plan.after is not None:
+            known = priors.get(plan.after.run)
+            if known is None or cost(plan.after.history) > cost(known):
+                priors[plan.after.run] = plan.after.history
     seen: set[str] = set()
     histories = []
     for plan, ledger in zip(plans, ledgers, strict=True):
@@ -216,7 +226,7 @@ def _counted_once(
                 )
         elif after is not None and after.run not in seen:
             seen.add(after.run)
-            own = (*after.history, *own)
+            own = (*priors[after.run], *own)
         histories.append(own)
     return histories
 

@@ -40,8 +40,15 @@ def budget_in(folder: Path, epsilon: float = 3.0, **change: Any) -> Path:
     return path
 
 
-def train(folder: Path, budget: Path | None = None, steps: int = 5, end: bool = True, **change: Any) -> PrivacyPlan:
-    """Write the plan and the ledger of a training run with all its steps."""
+def train(
+    folder: Path,
+    budget: Path | None = None,
+    steps: int = 5,
+    end: bool = True,
+    stop_after: int | None = None,
+    **change: Any,
+) -> PrivacyPlan:
+    """Write the plan and the ledger of a training run with all its steps, or stopped earlier for another reason."""
     settings: dict[str, Any] = {"noise_multiplier": 1.0, "clip_norm": 1.0, "expected_batch_size": 20, "delta": DELTA}
     plan = make_plan(PrivacyConfig(**{**settings, "dataset": "chats", **change}), UNITS, steps)
     folder.mkdir(parents=True)
@@ -49,10 +56,12 @@ def train(folder: Path, budget: Path | None = None, steps: int = 5, end: bool = 
     entry = None if budget is None else charge(budget, plan, "chats")
     named = None if budget is None or entry is None else {"file": budget.name, "entry": entry}
     with Ledger.create(folder / LEDGER_FILE, plan, budget=named) as ledger:
-        for number in range(steps):
+        for number in range(steps if stop_after is None else stop_after):
             ledger.append_step(number, plan.event)
         if end:
-            ledger.append_end("completed")
+            ledger.append_end(
+                "completed" if stop_after is None else "stopped early", independent=stop_after is not None
+            )
         if budget is not None and entry is not None:
             mark(budget, entry, ledger.head)
             settle(budget, entry, steps, ledger.head)

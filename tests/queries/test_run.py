@@ -326,6 +326,24 @@ def test_a_file_of_a_later_call_that_was_edited_is_found(tmp_path: Path) -> None
     assert not verify(tmp_path / "run").ok
 
 
+def test_a_model_that_was_trained_on_between_two_runs_is_composed_with_all_its_steps(tmp_path: Path) -> None:
+    """The first run knows 5 steps of it, and the second one 20: whoever has both has seen the result of 20."""
+    trained = train(tmp_path / "trained", steps=20, stop_after=5)
+    early = query_plan(after=prior_release(tmp_path / "trained"))
+    asked(tmp_path / "early", plan=early)
+    with Ledger.open(tmp_path / "trained" / LEDGER_FILE, trained) as ledger:
+        for number in range(5, 20):
+            ledger.append_step(number, trained.event)
+        ledger.append_end("completed")
+    late = query_plan(after=prior_release(tmp_path / "trained"))
+    asked(tmp_path / "late", plan=late)
+    assert early.after is not None and sum(count for _, count in early.after.history) == 5
+    both = [*trained.history, *early.own_history, *late.own_history]
+    for names in (("early", "late"), ("late", "early"), ("trained", "early", "late")):
+        found = compose([tmp_path / name for name in names])
+        assert found.epsilon == pytest.approx(epsilon(both, DELTA), rel=1e-9), names
+
+
 def test_runs_on_one_model_compose_to_one_training(tmp_path: Path) -> None:
     """The training is counted once, whether its folder is given or not; a run of other people is refused."""
     full = {"expected_batch_size": 1000, "noise_multiplier": 60.0}
