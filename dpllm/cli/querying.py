@@ -6,10 +6,14 @@ functions that read its data, plan it and carry it out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from types import FrameType
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -164,7 +168,8 @@ def run_method(method: str, recipe: str, overrides: list[str], output_dir: Path 
 
     cost = f"ε = {format_epsilon(plan.epsilon)} at δ = {format_delta(plan.delta)} ({plan.adjacency})"
     say(f"the run costs {cost} for each of N = {plan.num_units:,} units")
-    result = known.carry_out(read, data, plan, say)
+    with _ended_by_a_signal(read.output_dir):
+        result = known.carry_out(read, data, plan, say)
     folder = read.output_dir
     if as_json:
         show_json({"folder": folder, "epsilon": plan.epsilon, "delta": plan.delta, **result})
@@ -173,6 +178,33 @@ def run_method(method: str, recipe: str, overrides: list[str], output_dir: Path 
         listed = ", ".join(f"{key}: {one}" for key, one in value.items()) if isinstance(value, dict) else value
         say(f"{name}: {listed}")
     say(f"report and card are in {folder} (check them with: dpllm verify {folder})")
+
+
+@contextlib.contextmanager
+def _ended_by_a_signal(folder: str) -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM end a run as an error does: with an end in its ledger, its report and its card."""
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        for one in before:
+            signal.signal(one, signal.SIG_IGN)  # the report takes seconds
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():  # where no signal can be handled
+        yield
+        return
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    except SystemExit:
+        from dpllm.privacy.ledger import LEDGER_FILE
+
+        charged = (Path(folder) / LEDGER_FILE).is_file()
+        words = f"what was charged stays charged: dpllm report {folder}" if charged else "nothing was charged"
+        typer.echo(f"stopped by a signal; {words}", err=True)
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def show_query_plan(path: Path, overrides: list[str], as_json: bool) -> None:

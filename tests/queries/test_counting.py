@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +16,9 @@ from dpllm.config import ConfigError
 from dpllm.config.query_recipe import load_query_recipe, method_in
 from dpllm.data.rows import DataError
 from dpllm.privacy.budget import read_budget
+from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.query_plan import QueryPlan
-from dpllm.queries import Randomness
+from dpllm.queries import QueryRun, Randomness, counting
 from dpllm.queries.counting import LabelledUnits, count_labels, plan_count, read_units
 from dpllm.report.verify import verify
 from tests.queries.making import budget_in
@@ -174,3 +177,20 @@ def test_the_commands_from_recipe_to_verified_release(tmp_path: Path) -> None:
     assert 0.99 < read_budget(budget).spent <= 1.0 and verify(tmp_path / "out").ok
     again = CliRunner().invoke(app, ["count", str(path), *more, "--output-dir", str(tmp_path / "out")])
     assert again.exit_code == 2 and "holds an earlier run" in again.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_with_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """After the charge: the ledger has an end, the report the ε of the plan, and the folder verifies."""
+    recipe = recipe_in(tmp_path, [("a", "calm"), ("b", "sad")] * 20, OF_USERS)
+
+    def charged(run: QueryRun, *_) -> None:
+        run.charge("label counts")
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(counting, "charge_and_count", charged)
+    result = CliRunner().invoke(app, ["count", str(recipe)])
+    folder = Path(load_query_recipe(recipe).output_dir)
+    assert result.exit_code == 128 + number and f"dpllm report {folder}" in result.stderr.splitlines()[-1]
+    contents = read_ledger(folder / LEDGER_FILE)
+    assert (contents.end, contents.num_steps) == ("failed", 1) and verify(folder).ok
