@@ -218,6 +218,13 @@ MUTATIONS = [
         ("tests/synthetic/test_data_set.py::test_records_that_do_not_fit_are_refused_before_a_charge",),
     ),
     Mutation(
+        "held-out private records are published with labels of teachers",
+        "dpllm/teaching/prepare.py",
+        "    if held_out is not None and not recipe.data.eval_is_public:",
+        "    if False:",
+        ("tests/teaching/test_prepare.py::test_texts_that_hold_held_out_records_are_refused_unless_these_are_public",),
+    ),
+    Mutation(
         "labels are counted in records of other people, of the same number",
         "dpllm/synthetic/counted.py",
         "doubt = compare_records(Path(folder) / LEDGER_FILE, contents_of(records))",

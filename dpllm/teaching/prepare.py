@@ -5,6 +5,7 @@ Place in the flow: first, in `dpllm plan` and `dpllm teach`. Nothing is trained 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import dataclass
 
@@ -122,10 +123,22 @@ def prepare(recipe: QueryRecipe) -> Prepared:
     prompts_data = prompts_of(recipe)
     prompts = load_records(prompts_data)
     refuse_shared_records(private, recipe.data, prompts, prompts_data, options.max_shared_records, _KEYS)
+    if held_out is not None and not recipe.data.eval_is_public:  # they would be published with their labels
+        refuse_shared_records(
+            held_out, _held_out_data(recipe), prompts, prompts_data, options.max_shared_records, _KEYS
+        )
     vote = Vote(len(prompts), options.threshold, options.max_answers, options.check_noise)
     plan = plan_from(recipe, METHOD, num_units, vote.charges, settings=settings_of(options, vote, num_classes))
     points = tuple(shared_records_point(options.max_shared_records, prompts_data, _KEYS))
     return Prepared(recipe, private, held_out, prompts, prompts_data, num_classes, vote, plan, points)
+
+
+def _held_out_data(recipe: QueryRecipe) -> DataConfig:
+    """Return the section of the held-out records, which names their file in a message."""
+    data = recipe.data
+    return dataclasses.replace(
+        data, path=data.eval_path or data.path, eval_path=None, eval_split=None, eval_fraction=0.0
+    )
 
 
 def prompts_of(recipe: QueryRecipe) -> DataConfig:

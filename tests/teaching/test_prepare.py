@@ -39,6 +39,16 @@ def test_texts_that_hold_private_records_are_refused(school):
     assert any("Up to 1 of the private records" in point for point in declared.points)
 
 
+def test_texts_that_hold_held_out_records_are_refused_unless_these_are_public(school, tmp_path):
+    """N does not count them, so no ε would cover their publication."""
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text('{"text": "a record that was held out", "label": 1}\n')
+    prompts, data = [{"text": "a record that was held out"}, {"text": "one bridge"}], {"eval_path": str(held_out)}
+    with pytest.raises(DataError, match=r"shares 1 of 1 records with data.path=.*held_out.jsonl"):
+        school(prompts=prompts, data=data)
+    school(prompts=prompts, data={**data, "eval_is_public": True})
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
