@@ -1,6 +1,6 @@
 # make quickstart   set everything up and run the main job: a language model fine-tuned privately, with its report
 # make test         set everything up and run the checks that every change passes: at most 15 minutes on two idle cores
-# make test-flower  the tests of federated runs over processes, with Flower in a set-up of its own: about two minutes
+# make test-flower  the tests of federated runs over processes, with Flower in a set-up of its own: one or two minutes
 # make test-deep    the same with every test: all mutations, planted bugs and combinations, whole runs on every engine
 PYTHON ?= python3
 VENV := .venv
@@ -18,10 +18,11 @@ test: check
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not deep"
 
 test-flower: $(FLOWER)/.installed
-	OMP_NUM_THREADS=1 $(FLOWER)/bin/python -m pytest -n 0 tests/federated/test_flower.py
+	OMP_NUM_THREADS=1 $(FLOWER)/bin/python -m pytest -n 0 tests/federated/test_flower.py -m "not deep"
 
-test-deep: check
+test-deep: check $(FLOWER)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(FLOWER)/bin/python -m pytest -n 0 tests/federated/test_flower.py
 
 check: setup
 	$(BIN)/ruff check .

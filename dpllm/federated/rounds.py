@@ -20,7 +20,9 @@ from dpllm.federated.participant import bounded
 from dpllm.federated.secure import STAGES, secure_sum
 from dpllm.federated.shares import Shares
 from dpllm.federated.transport import Clients, Content
+from dpllm.mechanism.discrete import DiscreteStep
 from dpllm.mechanism.distributed import DistributedStep
+from dpllm.mechanism.events import Step
 from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Spec
@@ -86,10 +88,12 @@ def against_the_server(plan: PrivacyPlan) -> float:
     """Return ε of the noisy sums for somebody who knows the cohorts, for a client that is in every round.
 
     Args:
-        plan: with distributed noise.
+        plan: of a federated run.
     """
-    assert isinstance(plan.event, DistributedStep)
-    return epsilon([(plan.event.against_the_server, plan.num_steps)], plan.delta)
+    event = plan.event
+    assert isinstance(event, Step | DiscreteStep)  # `require_federated` admits no other
+    everybody = dataclasses.replace(event.without_truncation, sampling_rate=1.0)
+    return epsilon([(everybody, plan.num_steps)], plan.delta)
 
 
 def against_a_node(plan: PrivacyPlan, most_clients: int) -> float | None:
@@ -124,16 +128,27 @@ def words_about_the_server(plan: PrivacyPlan, most_clients: int | None = None) -
     nodes = "each node reads the records of its own clients, and no process reads those of all. "
     first = simulated if most_clients is None else nodes
     if not is_secure(plan):
-        return first + (
+        words = first + (
             "a trusted server sees the bounded update of each client of a cohort and adds the noise; ε protects from "
             "those who see the weights that it sends out or releases"
         )
+        return words if most_clients is None else f"{words}. {_words_about_traffic(plan)}"
     words = first + (
         "the server sees the sum of a round with the noise of its clients, and no single update (secure aggregation). "
         "It knows the cohorts, and so do their members: for them no sampling hides a client, and for one in all "
         f"{plan.num_steps} rounds ε is at most {up(against_the_server(plan))} at the same δ"
     )
-    return words if most_clients is None else f"{words}. {_words_about_nodes(plan, most_clients)}"
+    if most_clients is None:
+        return words
+    return f"{words}. {_words_about_traffic(plan)}. {_words_about_nodes(plan, most_clients)}"
+
+
+def _words_about_traffic(plan: PrivacyPlan) -> str:
+    return (
+        "The traffic of a node shows when its clients take part, although it is encrypted. For those who watch it no "
+        f"sampling hides a client, and for one in all {plan.num_steps} rounds ε is at most "
+        f"{up(against_the_server(plan))} at the same δ"
+    )
 
 
 def _words_about_nodes(plan: PrivacyPlan, most_clients: int) -> str:

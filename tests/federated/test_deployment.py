@@ -24,8 +24,10 @@ from dpllm.federated.rounds import (
 )
 from dpllm.federated.serving import Options, serve_rounds, share_that_must_be_there
 from dpllm.federated.wire import ALL, unpack
+from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PrivacyPlan
+from dpllm.privacy.rounding import up
 from dpllm.report.verify import verify
 from tests.federated.deployed import Wire
 from tests.federated.small import plan_of
@@ -235,12 +237,26 @@ def test_a_node_of_many_clients_knows_much_of_the_noise():
     one, half = against_a_node(plan, 1), against_a_node(plan, fewest // 2)
     assert against_the_server(plan) < one < half
     weaker = dataclasses.replace(plan.event, noise_multiplier=plan.noise_multiplier * np.sqrt((fewest - 1) / fewest))
-    from dpllm.privacy.accounting import epsilon
-
     assert one == epsilon([(dataclasses.replace(weaker.against_the_server), 5)], plan.delta)
     assert against_a_node(plan, fewest) is None
     assert "Against its operator no ε is stated" in words_about_the_server(plan, fewest)
     assert "A node of 1 client knows the noise" in words_about_the_server(plan, 1)
+
+
+def test_the_traffic_shows_the_cohorts():
+    """Who watches the network knows them, so a deployment states ε without sampling too: here that of 5 Gaussians."""
+    from dp_accounting import GaussianDpEvent, SelfComposedDpEvent, pld
+
+    plan = plan_of(num_clients=100, batch=50, rounds=5, target_epsilon=4.0, noise_multiplier=None)
+    accountant = pld.PLDAccountant()
+    accountant.compose(SelfComposedDpEvent(GaussianDpEvent(plan.noise_multiplier), 5))
+    assert against_the_server(plan) == pytest.approx(accountant.get_epsilon(plan.delta), rel=1e-3)
+    assert against_the_server(plan) > 1.3 * 4
+    words = words_about_the_server(plan, 1)
+    assert (
+        f"no sampling hides a client, and for one in all 5 rounds ε is at most {up(against_the_server(plan))}" in words
+    )
+    assert "traffic" not in words_about_the_server(plan)
 
 
 def test_a_round_that_is_given_up_is_an_open_point(place, tmp_path, monkeypatch):

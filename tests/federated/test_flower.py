@@ -31,7 +31,7 @@ from dpllm.federated.wire import unpack  # noqa: E402
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger  # noqa: E402
 from dpllm.report.verify import verify  # noqa: E402
 from tests.small_model import WORDS, save_small_model  # noqa: E402
-from tests.tiers import deep  # noqa: E402
+from tests.tiers import deep, deep_case  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 NODES = ("north", "south")
@@ -185,8 +185,7 @@ def attack_tls(place, port, found):
         found["plain"] = type(error).__name__
 
 
-@deep
-@pytest.mark.parametrize("secure", [False, True], ids=["trusted", "secure"])
+@pytest.mark.parametrize("secure", [deep_case(False), True], ids=["trusted", "secure"])
 def test_server_and_nodes_are_processes_with_tls(place, tmp_path, secure):
     """By the shipped script, to the verified report; the server's folder and process get no record."""
     port, found = free_port(), {}
