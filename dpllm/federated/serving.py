@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import datasets
 import filelock
+import psutil
 
 from dpllm.config import RECIPE_FILE, ConfigError, Recipe, load_recipe
 from dpllm.config.mistakes import MISTAKE, tell
@@ -129,16 +130,19 @@ def server_app() -> ServerApp:
     def main(grid: Grid, context: Context) -> None:
         folder = Path(str(context.run_config["folder"]))
         write_end(folder, {"pid": os.getpid()})
-        with (
-            (folder / ROUNDS_LOG).open("a", encoding="utf-8", buffering=1) as log,
-            contextlib.redirect_stdout(log),
-            contextlib.redirect_stderr(log),
-        ):
-            try:
-                code = serve_rounds(folder, FlowerLine(grid), Options.load(folder / OPTIONS_FILE))
-            except Exception as error:  # in one line, as by every command; the ledger has ended
-                code = tell(error, _say)
-        write_end(folder, {"pid": os.getpid(), "code": code})
+        code = MISTAKE  # also where a signal ends the process before the first round
+        try:
+            with (
+                (folder / ROUNDS_LOG).open("a", encoding="utf-8", buffering=1) as log,
+                contextlib.redirect_stdout(log),
+                contextlib.redirect_stderr(log),
+            ):
+                try:
+                    code = serve_rounds(folder, FlowerLine(grid), Options.load(folder / OPTIONS_FILE))
+                except Exception as error:  # in one line, as by every command; the ledger has ended
+                    code = tell(error, _say)
+        finally:
+            write_end(folder, {"pid": os.getpid(), "code": code})
 
     return app
 
@@ -281,7 +285,7 @@ def _serve(folder: Path, host: str, port: int, options: Options) -> int:
         run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if run.returncode != 0:
             raise ConfigError(f"Flower did not take the run: {(run.stderr or run.stdout).strip()[-500:]}")
-        return _until_the_end(folder)
+        return until_the_end(folder)
 
 
 def flower_environment(folder: Path, host: str, port: int) -> dict[str, str]:
@@ -350,7 +354,7 @@ def _app(folder: Path) -> Path:
     return app
 
 
-def _until_the_end(folder: Path) -> int:
+def until_the_end(folder: Path) -> int:
     """Show the output of the rounds until they have ended; pass Ctrl-C on to them, which end after their round."""
     with (folder / ROUNDS_LOG).open(encoding="utf-8", errors="replace") as log, _passing_on(folder):
         while True:
@@ -384,11 +388,11 @@ def _passing_on(folder: Path) -> Iterator[None]:
 
 
 def _alive(pid: int) -> bool:
+    """Return whether a process runs; one that has ended and that its parent does not ask about does not."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
         return False
-    return True
 
 
 def read_end(folder: Path) -> dict[str, int]:

@@ -6,6 +6,8 @@ import dataclasses
 import json
 import os
 import ssl
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ from dpllm.federated.rounds import (
     more_left_than_declared,
     words_about_the_server,
 )
-from dpllm.federated.serving import Options, serve_rounds, share_that_must_be_there
+from dpllm.federated.serving import Options, serve_rounds, share_that_must_be_there, until_the_end, write_end
 from dpllm.federated.wire import ALL, unpack
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
@@ -228,6 +230,18 @@ def test_the_server_refuses_the_folder_of_a_node_and_answers_without_noise(place
         serve_rounds(folder / "server", Wire({}), options)
     with pytest.raises(ConfigError, match="must be above 0"):
         Options(wait=0)
+
+
+def test_the_end_of_the_rounds_is_noticed_however_they_end(tmp_path, capsys):
+    """With their exit code, and where their process was killed and nobody asked for its code."""
+    (tmp_path / "rounds.log").write_text("round 1\n")
+    write_end(tmp_path, {"pid": os.getpid(), "code": 3})
+    assert until_the_end(tmp_path) == 3 and "round 1" in capsys.readouterr().out
+    killed = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    write_end(tmp_path, {"pid": killed.pid})
+    killed.kill()
+    assert until_the_end(tmp_path) == 2 and "ended early" in capsys.readouterr().out
+    killed.communicate()
 
 
 def test_a_node_of_many_clients_knows_much_of_the_noise():
