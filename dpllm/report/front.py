@@ -191,14 +191,19 @@ def _when(findings: Findings) -> str:
     runs, steps = findings.checkable.runs, findings.accounting.steps
     words = [f"Training began on {day_in_words(runs[0].started_at)}"]
     if len(runs) > 1:
-        times = "once" if len(runs) == 2 else f"{len(runs) - 1} times"
-        words.append(f", was resumed {times}, the last time on {day_in_words(runs[-1].started_at)},")
+        last = day_in_words(runs[-1].started_at)
+        times = "once, on" if len(runs) == 2 else f"{len(runs) - 1} times, the last time on"
+        words.append(f", was resumed {times} {last},")
+    plan = findings.checkable.plan
+    left_out = 0 if isinstance(plan, PlanOfQueries) else plan.num_steps - steps.planned
     taken = (
         f"all {steps.planned:,} planned steps"
-        if steps.charged == steps.planned
-        else f"{steps.charged:,} of {steps.planned:,} planned steps"
+        if steps.charged == steps.planned and not left_out
+        else f"{steps.charged:,} of {steps.planned + left_out:,} planned steps"
     )
     words.append(f" and took {taken}.")
+    if left_out:
+        words.append(f" {left_out:,} were left out after a resume: they would have cost more than the planned ε.")
     if findings.checkable.ended is None:
         words.append(" It has not ended, or it crashed.")
     elif steps.charged != steps.planned:

@@ -325,9 +325,7 @@ def _steps(plan: PrivacyPlan, contents: LedgerContents) -> Steps:
         if plan.num_steps_wanted is not None and plan.target_epsilon is not None
         else ""
     )
-    resumed = (
-        f"{plan.num_steps - planned} of the plan were left out after a resume, which began a new cycle of the noise; "
-    )
+    resumed = f"{plan.num_steps - planned} were left out after a resume, which began a new cycle of the noise; "
     resumed = resumed if planned < plan.num_steps else ""
     ended = (
         f"the run ended: {_reason(plan, contents)}" if contents.end is not None else "the run has not ended, or crashed"
@@ -345,7 +343,7 @@ def _steps(plan: PrivacyPlan, contents: LedgerContents) -> Steps:
         charged=taken,
         stated=total,
         torn_by_a_crash=contents.torn_steps,
-        words=f"{budget}{taken} of {planned} planned steps were taken; {resumed}{ended}{stated}",
+        words=f"{budget}{taken} of {plan.num_steps} planned steps were taken; {resumed}{ended}{stated}",
     )
 
 

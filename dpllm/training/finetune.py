@@ -67,7 +67,7 @@ from dpllm.training.pair_losses import HeldOutPairs
 from dpllm.training.phases import Phases
 from dpllm.training.preflight import PLAIN, check_recipe
 from dpllm.training.public_stage import start_in, train_on_public_text
-from dpllm.training.restarting import RunCompletedError, begin_in
+from dpllm.training.restarting import RunCompletedError, begin_in, cut_short, to_go_on
 from dpllm.training.signals import StopRequest, Terminal, end_with_the_launcher, exit_code
 from dpllm.training.trainer import DPTrainer
 
@@ -170,7 +170,10 @@ def run(recipe: Recipe) -> int:
     restart = begin_in(output, args.resume_from_checkpoint, Processes())
     resume = restart.checkpoint
     if not restart.continues and is_used(output / LEDGER_FILE):
-        raise ValueError(f"{output} already holds a private run: set train.output_dir to another folder")
+        raise ValueError(
+            f"{output} already holds a private run: go on with it by train.resume_from_checkpoint=auto, or set "
+            "train.output_dir to another folder"
+        )
 
     if restart.continues and recipe.model.name is not None and recipe.model.peft is not None:
         Processes().from_main(lambda: refuse_other_start(output / LEDGER_FILE, str(recipe.model.name)))
@@ -185,7 +188,7 @@ def run(recipe: Recipe) -> int:
     if recipe.public_pretrain:
         args = training_arguments({**PLAIN, **recipe.train})  # again: the engine was set up for the other training
     phases.begin("tokenizing the records", "after the model was loaded")
-    before = Begin(None, phases)
+    before = Begin(None, phases, plan.num_steps)
     trainer, held_out = trainer_of(recipe, args, start, (train_records, eval_records), num_labels, before)
     before.held_out = held_out if not resume else None
     trainer.add_callback(End(phases))
@@ -428,7 +431,7 @@ def stopped(trainer: DPTrainer, number: int) -> int:
             ("private steps", f"{step} of {trainer.plan.num_steps}"),
             ("checkpoint", str(output / f"checkpoint-{step}")),
             ("privacy report", str(output / "privacy_report.md")),
-            ("to go on", "the same command with train.resume_from_checkpoint=true"),
+            *to_go_on(trainer.plan, read_ledger(output / LEDGER_FILE)),
         ]
         show(f"stopped by {signal.Signals(number).name}", rows)
     return exit_code(number)
@@ -482,9 +485,9 @@ class Begin(TrainerCallback):
         result: the figure before the training. None: there was nothing to measure.
     """
 
-    def __init__(self, held_out: HeldOut | HeldOutPairs | None, phases: Phases) -> None:
-        """Store the records to measure."""
-        self.held_out, self.phases = held_out, phases
+    def __init__(self, held_out: HeldOut | HeldOutPairs | None, phases: Phases, planned: int) -> None:
+        """Store the records to measure, and the number of planned steps."""
+        self.held_out, self.phases, self._planned = held_out, phases, planned
         self.result: Measurement | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -493,7 +496,8 @@ class Begin(TrainerCallback):
             self.phases.begin("evaluating before", "the held-out records")
             processes = Processes() if args.world_size > 1 else None
             self.result = evaluated(kwargs["model"], self.held_out, processes, self.phases)
-        self.phases.begin("training", f"{state.max_steps - state.global_step:,} private steps")
+        taken = state.global_step
+        self.phases.begin("training", cut_short(state.max_steps - taken, self._planned - taken))
         self.phases.say(NOISY_NORM)
 
 

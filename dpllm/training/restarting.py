@@ -15,7 +15,9 @@ from dpllm.config import ConfigError
 from dpllm.engines.processes import Processes
 from dpllm.privacy.checkpoints import CheckpointError, differing, latest_whole, verify
 from dpllm.privacy.identity import check_checkpoint, ended_as_planned, steps_of_weights
-from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
+from dpllm.privacy.ledger import LEDGER_FILE, LedgerContents, read_ledger
+from dpllm.privacy.plan import PrivacyPlan
+from dpllm.privacy.stated import steps_allowed
 from dpllm.training.shared_folder import require_shared_folder
 
 logger = logging.get_logger(__name__)
@@ -162,3 +164,39 @@ def checkpoint_to_resume(folder: Path, wanted: str | bool | None, processes: Pro
         return found
 
     return processes.from_main(find)
+
+
+def to_go_on(plan: PrivacyPlan, contents: LedgerContents) -> list[tuple[str, str]]:
+    """Return how to continue a stopped run, and the steps that a resume leaves out.
+
+    Noise that is correlated over steps begins again at a resume, so fewer steps than are left may fit into ε.
+
+    Args:
+        plan: the plan of the run.
+        contents: contents of its ledger.
+    """
+    try:
+        allowed = steps_allowed(plan, contents)
+    except ValueError as error:
+        return [("to go on", f"not possible: {error}")]
+    command = [("to go on", "the same command with train.resume_from_checkpoint=auto")]
+    if allowed is None:
+        return command
+    taken = contents.num_steps
+    return [*command, ("it then takes", cut_short(allowed - taken, plan.num_steps - taken))]
+
+
+def cut_short(steps: int, left: int) -> str:
+    """Return the steps of a resumed run in words, with the reason if they are fewer than were left.
+
+    >>> cut_short(176, 176)
+    '176 private steps'
+
+    Args:
+        steps: those that it takes.
+        left: those of the plan that were not taken.
+    """
+    words = f"{steps:,} private steps"
+    if steps >= left:
+        return words
+    return f"{words}, not all {left:,} that were left: a resume begins new noise, and more steps would exceed ε"

@@ -11,14 +11,16 @@ import pytest
 
 from dpllm.config import PrivacyConfig
 from dpllm.data.units import ONE_ROW
-from dpllm.privacy.ledger import Ledger, read_ledger
+from dpllm.privacy.ledger import LEDGER_FILE, Ledger, read_ledger
 from dpllm.privacy.plan import make_plan
+from dpllm.privacy.stated import steps_allowed
 from dpllm.report.definition import SELECTED, TRAINED_MODEL, UNITS_MADE_OF
 from dpllm.report.disclosures import TRAINING_LOSS, in_plain_words
 from dpllm.report.front import _alert, _to_do, bounds
 from dpllm.report.html import draw_figures, render_html
 from dpllm.report.markdown import render_markdown
 from dpllm.report.models import PrivacyReport
+from dpllm.report.models_front import day_in_words
 from dpllm.report.statement import ReleaseNotes, privacy_report
 
 NUM_STEPS = 12
@@ -130,6 +132,33 @@ def test_a_run_that_was_resumed_and_stopped(tmp_path: Path) -> None:
     (tmp_path / "privacy_ledger.jsonl").unlink()
     assert report_of(tmp_path, starts=(7,)).front.numbers.endswith(" ε is that of 12 steps, as planned.")
     assert report_of_unended(tmp_path / "running").front.when.endswith("It has not ended, or it crashed.")
+
+
+def test_a_run_that_a_resume_cut_short_did_not_take_all_planned_steps(tmp_path: Path) -> None:
+    """A resume of correlated noise may leave steps of the plan out: the page names the plan's own number of steps."""
+    noise = {"kind": "banded", "bands": 4}
+    plan = make_plan(
+        PrivacyConfig(target_epsilon=8.0, delta=1e-3, clip_norm=1.0, expected_batch_size=10, noise=noise), 200, 16
+    )
+    path = tmp_path / LEDGER_FILE
+    with Ledger.create(path, plan) as ledger:
+        for number in range(5):
+            ledger.append_step(number, plan.event)
+    allowed = steps_allowed(plan, read_ledger(path))
+    assert allowed is not None and 5 < allowed < 16
+    with Ledger.open(path, plan, (), allowed) as ledger:
+        for number in range(5, allowed):
+            ledger.append_step(number, plan.event)
+        ledger.append_end("completed")
+    report = privacy_report(plan, read_ledger(path))
+    assert f"was resumed once, on {day_in_words(report.checkable.runs[1].started_at)}, and took {allowed} of 16 " in (
+        report.front.when
+    )
+    assert f" {16 - allowed} were left out after a resume" in report.front.when
+    assert "It ended early" not in report.front.when
+    words = report.accounting.steps.words
+    assert words.startswith(f"{allowed} of 16 planned steps were taken; {16 - allowed} were left out after a resume")
+    assert words.endswith("the run ended: completed")
 
 
 def report_of_unended(folder: Path) -> PrivacyReport:

@@ -2,9 +2,11 @@
 
 import pytest
 
+from dpllm.config import PrivacyConfig
 from dpllm.privacy.checkpoints import CheckpointError, publish
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, read_ledger
-from dpllm.training.restarting import Restart, RunCompletedError, restart_of
+from dpllm.privacy.plan import make_plan
+from dpllm.training.restarting import Restart, RunCompletedError, restart_of, to_go_on
 from tests.training.test_run import plan_of
 from tests.training.test_trainer import arguments, trainer
 
@@ -27,6 +29,13 @@ def checkpoint(folder, step):
     staging.mkdir(parents=True)
     (staging / "weights").write_bytes(b"w")
     publish(staging, folder / f"checkpoint-{step}")
+
+
+def banded_plan(num_steps):
+    """A plan of noise that is correlated over cycles of 4 steps."""
+    noise = {"kind": "banded", "bands": 4}
+    privacy = PrivacyConfig(target_epsilon=8.0, delta=1e-3, clip_norm=1.0, expected_batch_size=10, noise=noise)
+    return make_plan(privacy, 200, num_steps)
 
 
 def test_what_is_asked_for_by_name_is_taken_as_it_is(tmp_path):
@@ -80,3 +89,33 @@ def test_a_run_that_ended_at_its_budget_is_left_alone(tmp_path):
         opened.append_end("stopped at the budget, after 3 of 9 steps")
     with pytest.raises(RunCompletedError, match=r"is completed \(3 steps\)"):
         restart_of(tmp_path, "auto")
+
+
+def test_a_stopped_run_says_how_many_steps_a_resume_leaves_out(tmp_path):
+    """Correlated noise begins again at a resume. With noise that is independent, or whose cycles of 4 steps the stop
+    does not cut, all steps that are left follow."""
+    banded, said = banded_plan(16), {}
+    for name, plan, steps in (("cut", banded, 5), ("whole", banded, 8), ("independent", plan_of(), 2)):
+        (tmp_path / name).mkdir()
+        with Ledger.create(tmp_path / name / LEDGER_FILE, plan) as made:
+            for number in range(steps):
+                made.append_step(number, plan.event)
+        said[name] = to_go_on(plan, read_ledger(tmp_path / name / LEDGER_FILE))
+    command = ("to go on", "the same command with train.resume_from_checkpoint=auto")
+    assert said["whole"] == said["independent"] == [command]
+    assert said["cut"] == [
+        command,
+        (
+            "it then takes",
+            "8 private steps, not all 11 that were left: a resume begins new noise, and more steps would exceed ε",
+        ),
+    ]
+
+
+def test_a_stopped_run_that_cannot_go_on_says_why(tmp_path):
+    """A resume would cost more than the target ε: no further step of this plan fits."""
+    plan = banded_plan(4)
+    with Ledger.create(tmp_path / LEDGER_FILE, plan) as made:
+        made.append_step(0, plan.event)
+    ((name, words),) = to_go_on(plan, read_ledger(tmp_path / LEDGER_FILE))
+    assert name == "to go on" and words.startswith("not possible: ") and "no further step stays within ε = 8" in words
