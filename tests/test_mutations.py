@@ -1363,6 +1363,13 @@ MUTATIONS = [
         ("tests/cli/test_releasing.py::test_starting_weights_that_were_replaced_are_noticed",),
     ),
     Mutation(
+        "starting weights that were replaced are not noticed by a sampling from the adapter",
+        "dpllm/models/start_files.py",
+        "        refuse_other_start(ledger, str(base))\n",
+        "        pass\n",
+        ("tests/cli/test_releasing.py::test_starting_weights_that_were_replaced_are_noticed",),
+    ),
+    Mutation(
         "a function that begins later is not measured for rows that depend on each other",
         "dpllm/ghost/functional.py",
         "            self.host.measure_rows_again()\n",

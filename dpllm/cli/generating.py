@@ -17,6 +17,7 @@ from dpllm.config.values import integer, nearest
 
 if TYPE_CHECKING:
     from dpllm.models.generation import Prompt, Sampling, TextGenerator
+    from dpllm.report.standing import Standing
 
 Folder = Annotated[
     Path,
@@ -258,15 +259,30 @@ def _check(folder: Path, unverified: bool) -> None:
             raise ValueError(words if not folder.is_dir() else f"{words}. --unverified goes on without one") from error
         _say(f"NO GUARANTEE: {error}.")
         return
-    failed = standing.failed
-    if failed is not None or not standing.private:
-        found = standing.words.rstrip(".") if failed is None else f"a check fails: {failed.what}: {failed.detail}"
+    found = _refuted(folder, standing)
+    if found is not None:
         if not unverified:
             raise ValueError(f"{folder}: {found}. {remedy}")
         _say(f"NO GUARANTEE: {found}.")
         return
     _say(standing.words)
     _say(COVERED)
+
+
+def _refuted(folder: Path, standing: Standing) -> str | None:
+    """Return why a folder has no guarantee; None: it has one."""
+    from dpllm.models.start_files import refuse_other_base
+
+    failed = standing.failed
+    if failed is not None:
+        return f"a check fails: {failed.what}: {failed.detail}"
+    if not standing.private:
+        return standing.words.rstrip(".")
+    try:
+        refuse_other_base(folder)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _load(
@@ -322,8 +338,8 @@ def _read(path: Path, column: str | None) -> list[Prompt]:
         known = [name for name in ("prompt", "messages", "text") if name in names]
         chosen = column or (names[0] if len(names) == 1 else next(iter(known), None))
         if chosen is None or chosen not in names:
-            asked = f"no column '{column}'{nearest(str(column), names)}" if column else "no column named prompt"
-            raise ValueError(f"--prompts {path}: {asked}. It has {', '.join(names)}: name one with --prompt-column")
+            asked = f"no column '{column}'{nearest(str(column), names) or '.'}" if column else "no column named prompt."
+            raise ValueError(f"--prompts {path}: {asked} It has {', '.join(names)}: name one with --prompt-column")
         found += table.column(chosen).to_pylist()
     wrong = next((place for place, one in enumerate(found) if not _is_prompt(one)), None)
     if wrong is not None or not found:

@@ -221,7 +221,8 @@ def _read(given: str, path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, ConfigError) as error:
         known = ", ".join(shipped_configs())
         raise ConfigError(
-            f"--config {given}: cannot be read{nearest(given, shipped_configs())} Give the path of an accelerate "
+            f"--config {given}: cannot be read{nearest(given, shipped_configs()) or '.'} "
+            "Give the path of an accelerate "
             f"config, or one of {known}"
         ) from error
     if not isinstance(values, dict):

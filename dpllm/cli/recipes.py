@@ -112,7 +112,9 @@ def _named(name: str) -> Path:
     known = shipped_recipes()
     stem = name.removesuffix(".yaml").removeprefix("recipes/")
     if stem not in known:
-        raise ConfigError(f"{name} is no shipped recipe{nearest(stem, known)} Known are: {', '.join(known)}, {ALL}")
+        raise ConfigError(
+            f"{name} is no shipped recipe{nearest(stem, known) or '.'} Known are: {', '.join(known)}, {ALL}"
+        )
     return known[stem]
 
 

@@ -86,11 +86,21 @@ def report(
     if settle and by is not None:
         # Before other notes, since these change the numbers of the points.
         settle_points(output_dir, settled_by(add_notes(output_dir, {}), settle), by)
-    made = add_notes(output_dir, {name: value for name, value in given.items() if value is not None})
+    noted = {name: value for name, value in given.items() if value is not None}
+    made = add_notes(output_dir, noted)
     if as_json:
         typer.echo(json.dumps(made.to_dict(), ensure_ascii=False, allow_nan=False))
     else:
         typer.echo(in_folder(render_markdown(made), output_dir))
+    if noted or settle:
+        _say_noted(output_dir, [*noted, *(["settled points"] if settle else [])], len(made.open_points))
+
+
+def _say_noted(output_dir: Path, noted: list[str], still_open: int) -> None:
+    """Print the result of notes below the report, which is longer than a screen."""
+    left = {0: "no point is open", 1: "1 point is open"}.get(still_open, f"{still_open} points are open")
+    names = ", ".join(name.replace("_", " ") for name in noted)
+    typer.echo(f"noted in {output_dir}: {names}; {left}.", err=True)
 
 
 def _figures(given: list[str]) -> dict[str, str]:
@@ -109,6 +119,7 @@ def verify(output_dir: OutputDir, as_json: AsJson = False) -> None:
     """Recompute all facts of a run's report from its ledger and plan, and fail on any difference."""
     if not output_dir.is_dir():
         raise ValueError(f"{output_dir} is not a folder. Give the folder of a run or of a checkpoint")
+    _require_run(output_dir)
     if not as_json:  # the rest takes seconds
         typer.echo(f"checking {output_dir}: computing ε, report and card again from the ledger")
     from dpllm.report.verify import verification_rows
@@ -135,6 +146,27 @@ def verify(output_dir: OutputDir, as_json: AsJson = False) -> None:
         )
     if not result.ok:
         raise typer.Exit(1)
+
+
+def _require_run(folder: Path) -> None:
+    """Make sure that a folder has at least one file of a run or a tuning.
+
+    Raises:
+        ValueError: it has none; folders of runs in it are named.
+    """
+    from dpllm.privacy.ledger import LEDGER_FILE
+    from dpllm.privacy.plan import PLAN_FILE
+    from dpllm.report.statement import JSON_FILE
+    from dpllm.tuning.record import RECORD_FILE
+
+    if any((folder / name).is_file() for name in (LEDGER_FILE, PLAN_FILE, JSON_FILE, RECORD_FILE)):
+        return
+    runs = sorted(str(file.parent) for file in folder.glob(f"*/{LEDGER_FILE}"))
+    inside = f" Folders of runs in it: {', '.join(runs)}" if runs else ""
+    raise ValueError(
+        f"{folder} holds neither plan, ledger nor report, so it is not the folder of a run, and nothing in it has a "
+        f"guarantee. Give the folder of a run or of a checkpoint.{inside}"
+    )
 
 
 @one_line_errors

@@ -33,6 +33,7 @@ _COLUMNS = {
     "classification": ("text_column", "label_column"),
 }
 _RECORD = "record"
+_OUTPUT = "recipe.yaml"
 
 
 def _column_option(what: str) -> Any:
@@ -132,16 +133,17 @@ def init(
     }
     ask = _Questions(yes)
     given = _one_of(records, data)
-    path = ask.value("data", given, "The private records (file, folder or pattern)", None, _some_text)
-    target = _checked_output(output) if output is not None else None
-    typer.echo(f"reading the first records of {path}")
-    section, found = _data(ask, path, encoding, format, columns)
+    if epsilon is not None:
+        _epsilon(epsilon)
+    target = None if output is None and not yes else _checked_output(output or _OUTPUT)
+    path, found = _records(ask, given, encoding)
+    section = _data(ask, path, found, encoding, format, columns)
     of_user = _unit(ask, options, found, section)
     of_classes = _classes(ask, section.format, classes)
     name, at_hand = _model(ask, model)
     value = ask.value("epsilon", epsilon, "ε of the whole run (up to 1 strong, up to 10 reasonable)", EPSILON, _epsilon)
     if target is None:
-        target = ask.value("output", None, "The recipe to write", "recipe.yaml", _checked_output)
+        target = ask.value("output", None, "The recipe to write", _OUTPUT, _checked_output)
     wishes = options.wishes(section, name, value, str(_new_folder(target.stem)), of_user, of_classes)
     typer.echo(f"reading all records of {path}; then computing noise and learning rate")
     with warnings.catch_warnings():
@@ -259,7 +261,9 @@ class _Questions:
             typer.echo(note)
         while True:
             try:
-                answer = typer.prompt(words, default=proposal)
+                answer = typer.prompt(
+                    words, default="" if proposal is None else proposal, show_default=proposal is not None
+                )
             except typer.Abort as error:
                 typer.echo("")
                 raise ValueError(
@@ -272,16 +276,27 @@ class _Questions:
                 typer.echo(f"  {error}")
 
 
-def _data(
-    ask: _Questions, path: str, encoding: str, form: str | None, given: dict[str, str | None]
-) -> tuple[DataConfig, Columns]:
-    """Return the section ``data`` without its length, and the columns of the file."""
-    from dpllm.config import DataConfig
-    from dpllm.data.columns import columns_of
+def _records(ask: _Questions, given: str | None, encoding: str) -> tuple[str, Columns]:
+    """Return the place of the records, and the columns of the file."""
 
-    found = columns_of(path, encoding=encoding)
-    kinds = ", ".join(f"{name} ({kind})" for name, kind in found.kinds.items())
-    typer.echo(f"columns: {kinds}")
+    def check(name: str) -> tuple[str, Columns]:
+        path = _some_text(name)
+        typer.echo(f"reading the first records of {path}")
+        from dpllm.data.columns import columns_of
+
+        return path, columns_of(path, encoding=encoding)
+
+    path, found = ask.value("data", given, "The private records (file, folder or pattern)", None, check)
+    typer.echo(f"columns: {', '.join(f'{name} ({kind})' for name, kind in found.kinds.items())}")
+    return path, found
+
+
+def _data(
+    ask: _Questions, path: str, found: Columns, encoding: str, form: str | None, given: dict[str, str | None]
+) -> DataConfig:
+    """Return the section ``data`` without its length."""
+    from dpllm.config import DataConfig
+
     proposal = _format_of_options(given) or found.guessed_format()
     chosen = ask.value("format", form, f"Format: {', '.join(ASKED_FORMATS)}", proposal, _format)
     other = [key for key, name in given.items() if name is not None and key not in _COLUMNS[chosen]]
@@ -296,7 +311,7 @@ def _data(
         proposed = found.proposed(key, list(names.values()))
         words = f"Column of the {key.removesuffix('_column')}"
         names[key] = ask.value(option, given[key], words, proposed, lambda name: _column(path, found, name))
-    return DataConfig(path=path, format=chosen, max_length=2, encoding=encoding, **names), found
+    return DataConfig(path=path, format=chosen, max_length=2, encoding=encoding, **names)
 
 
 def _unit(ask: _Questions, options: _Options, found: Columns, section: DataConfig) -> str | None:
@@ -437,7 +452,7 @@ def _format(name: str) -> str:
     if chosen not in ASKED_FORMATS:
         others = [one for one in FORMATS if one not in ASKED_FORMATS]
         raise ValueError(
-            f"--format must be one of {', '.join(ASKED_FORMATS)}, got {name!r}{nearest(name, ASKED_FORMATS)}. "
+            f"--format must be one of {', '.join(ASKED_FORMATS)}, got {name!r}{nearest(name, ASKED_FORMATS) or '.'} "
             f"For {' and '.join(others)}, begin with a recipe of your own (recipes/README.md)"
         )
     return chosen
@@ -456,7 +471,9 @@ def _format_of_options(given: dict[str, str | None]) -> str | None:
 
 def _column(path: str, found: Columns, name: str) -> str:
     if name not in found.kinds:
-        raise ValueError(f"{path}: no column '{name}'{nearest(name, found.kinds)}. It has {', '.join(found.kinds)}")
+        raise ValueError(
+            f"{path}: no column '{name}'{nearest(name, found.kinds) or '.'} It has {', '.join(found.kinds)}"
+        )
     return name
 
 

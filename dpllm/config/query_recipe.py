@@ -162,7 +162,9 @@ def load_query_recipe(path: str | Path, overrides: Sequence[str] = (), method: s
     known = (*sections, "output_dir")
     for key in raw:
         if key not in known:
-            raise ConfigError(f"{source}: unknown key {key!r}{nearest(str(key), known)} Known here: {', '.join(known)}")
+            raise ConfigError(
+                f"{source}: unknown key {key!r}{nearest(str(key), known) or '.'} Known here: {', '.join(known)}"
+            )
     made: dict[str, Any] = {}
     for key, section in sections.items():
         value = raw.get(key)

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from dpllm.config import TASKS, ConfigError, DataConfig, RecordFormat, read_section
 from dpllm.config.tasks import labels_of
 from dpllm.data.lengths import TOKENS
-from dpllm.data.records import DataError, check_records, required_columns, with_class_numbers
+from dpllm.data.records import DataError, check_column, check_records, required_columns, with_class_numbers
 from dpllm.data.tokenization import tokenize_records
 
 KEYS = (*(item.name for item in dataclasses.fields(RecordFormat)), "max_length", "long_records", "class_names")
@@ -102,6 +102,8 @@ class RowMaker:
             return self._with_numbers(dataset, columns, words)
         config = self._config(columns, words)
         tokenizer = self._require_tokenizer(words, columns)
+        for name in keep:
+            check_column(columns, name, words)
         records = _table(dataset, [*required_columns(config), *keep], words)
         if config.format == "classification":
             records = with_class_numbers(records, self._named(records, config), words)

@@ -191,7 +191,7 @@ def _json(text: str, file: Path, line: int | None) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         where = f"line {getattr(error, 'lineno', 1) if line is None else line}: "
-        reason = getattr(error, "msg", type(error).__name__)
+        reason = getattr(error, "msg", type(error).__name__).removesuffix(" at")
         raise DataError(
             f"{file}: cannot be read as json: {where}{reason}: a .jsonl file has one object per line, a .json file a "
             "list of objects"

@@ -198,8 +198,8 @@ def check_records(records: datasets.Dataset, config: RecordFormat, source: str) 
         if column.null_count:
             first = pc.index(pc.is_null(column), True).as_py()
             raise DataError(
-                f"{source}: column '{name}' has {column.null_count} nulls, the first in record {first}: fill them, or "
-                "remove these records from the data before this run"
+                f"{source}: column '{name}' has {column.null_count} nulls, the first in record {first}, counted from "
+                "0: fill them, or remove these records from the data before this run"
             )
         if name == config.messages_column and config.format == "chat":
             _check_chats(column, name, source)

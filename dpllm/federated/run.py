@@ -160,7 +160,7 @@ def run(recipe: Recipe) -> int:
     if recipe.privacy.budget_file:
         require_room(recipe.privacy.budget_file, records.plan, str(recipe.privacy.dataset))
     start = public_start(recipe, records.train, None, False, phases)
-    phases.begin("tokenizing the records", "after the model was loaded")
+    phases.begin("loading the model, tokenizing the records")
     model = prepare_model(load_base_model(start.model, start.tokenizer, None), recipe.model)
     rows = tokenize_records(records.train, start.tokenizer, recipe.data, [str(recipe.privacy.unit_column)])
     server = Server(recipe, args, records.plan, model, start)

@@ -30,11 +30,13 @@ from dpllm.config.values import between, integer
 from dpllm.data.chat import prompt_of_chat
 from dpllm.models.load import load_tokenizer
 from dpllm.models.loading import not_loaded
+from dpllm.privacy.ledger import LEDGER_FILE
 
 Prompt = str | Sequence[Mapping[str, Any]]
 """A text, or messages with role and content."""
 
 ADAPTER_FILE = "adapter_config.json"
+_CONFIG = "config.json"
 _MOST_TOKENS = 1_000_000
 
 
@@ -182,9 +184,15 @@ def load_generator(folder: str | Path, device: str | torch.device | None = None)
         device: for the model; None: the accelerator, if there is one.
 
     Raises:
-        ConfigError: it holds no language model, or a file of it is missing or damaged.
+        ConfigError: it holds no language model, such as the folder of a run that was stopped, or a file of it is
+            missing or damaged.
     """
     folder = Path(folder)
+    if (folder / LEDGER_FILE).is_file() and not any((folder / name).is_file() for name in (_CONFIG, ADAPTER_FILE)):
+        raise ConfigError(
+            f"{folder} holds no model: its run has not ended, or its model was not saved. Go on with the run (dpllm "
+            "train with train.resume_from_checkpoint=auto), or give the folder of one of its checkpoints"
+        )
     tokenizer = load_tokenizer(ModelConfig(name=str(folder)))
     adapter = (folder / ADAPTER_FILE).is_file()
     base = _base_of(folder) if adapter else str(folder)

@@ -1,13 +1,15 @@
 """The files of a run's starting weights, named by their hash, so that other weights in their place are noticed later.
 
-Place in the flow: `dpllm train` writes the hash into the ledger when a run begins; a resume and `dpllm merge`, which
-add an adapter to these weights again, compare it. Every byte is read: about a second for a gigabyte on one thread, and
-files are read in parallel. The model was loaded just before, so they usually come from memory.
+Place in the flow: `dpllm train` writes the hash into the ledger when a run begins; a resume, `dpllm merge` and
+`dpllm generate`, which add an adapter to these weights again, compare it. Every byte is read: about a second for a
+gigabyte on one thread, and files are read in parallel. The model was loaded just before, so they usually come from
+memory.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +17,7 @@ from pathlib import Path
 from huggingface_hub import try_to_load_from_cache
 
 from dpllm.config import ConfigError
-from dpllm.privacy.ledger import read_ledger
+from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 
 START_FILES = "files of the starting weights"
 """The ledger's fact of this name."""
@@ -68,6 +70,26 @@ def refuse_other_start(ledger: Path, name: str) -> None:
             f"{noted[0]}, now {now}): its adapter belongs to the weights from before, and the guarantee does not cover "
             "others. Restore them"
         )
+
+
+def refuse_other_base(folder: Path) -> None:
+    """Make sure that the adapter in a folder is added to the starting weights that it was trained on.
+
+    Weights that the run itself trained on public text are named by its ledger, and are checked with its other files.
+
+    Args:
+        folder: of a run, of a checkpoint or of a copy, with its ledger.
+
+    Raises:
+        ConfigError: as `refuse_other_start`.
+        ValueError: the adapter's configuration cannot be read.
+    """
+    configuration, ledger = folder / "adapter_config.json", folder / LEDGER_FILE
+    if not configuration.is_file() or read_ledger(ledger).notes.public_start is not None:
+        return
+    base = json.loads(configuration.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if base:
+        refuse_other_start(ledger, str(base))
 
 
 def _in_the_cache(name: str) -> str | None:

@@ -131,8 +131,9 @@ def files_to_publish(
     missing = [name for name in GUARANTEE_FILES if not (folder / name).is_file()]
     if missing:
         raise PublishError(
-            f"{folder} holds no {', '.join(missing)}, so the model would be published without its guarantee: save it "
-            "with DPTrainer.save_model() first"
+            f"{folder} holds no {', '.join(missing)}, so the model would be published without its guarantee. If its "
+            "run has not ended, go on with it (train.resume_from_checkpoint=auto); a program saves with "
+            "DPTrainer.save_model()"
         )
     own = _ADAPTER_FILES if adapter else _MODEL_FILES
     names = {name for name in (*own, *GUARANTEE_FILES, *_TOKENIZER_FILES) if _is_plain_file(folder, name)}

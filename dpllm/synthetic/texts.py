@@ -86,12 +86,12 @@ def read_texts(
         chosen = text_column or next((one for one in _TEXT_COLUMNS if one in names), None)
         chosen = chosen or (names[0] if len(names) == 1 else None)
         if chosen is None or chosen not in names:
-            asked = f"no column '{chosen}'{nearest(chosen, names)}" if chosen else "no column named text"
-            raise ConfigError(f"{file}: {asked}. It has {', '.join(names)}: name the column of texts")
+            asked = f"no column '{chosen}'{nearest(chosen, names) or '.'}" if chosen else "no column named text."
+            raise ConfigError(f"{file}: {asked} It has {', '.join(names)}: name the column of texts")
         if label_column is not None and label_column not in names:
             raise ConfigError(
-                f"{file}: no column '{label_column}'{nearest(label_column, names)}. It has {', '.join(names)}: name "
-                "the column of labels"
+                f"{file}: no column '{label_column}'{nearest(label_column, names) or '.'} It has {', '.join(names)}: "
+                "name the column of labels"
             )
         texts += table.column(chosen).to_pylist()
         known = label_column or (LABEL if LABEL in names else None)

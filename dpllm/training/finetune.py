@@ -187,7 +187,7 @@ def run(recipe: Recipe) -> int:
     start = public_start(recipe, train_records, num_labels, restart.continues, phases)
     if recipe.public_pretrain:
         args = training_arguments({**PLAIN, **recipe.train})  # again: the engine was set up for the other training
-    phases.begin("tokenizing the records", "after the model was loaded")
+    phases.begin("loading the model, tokenizing the records")
     before = Begin(None, phases, plan.num_steps)
     trainer, held_out = trainer_of(recipe, args, start, (train_records, eval_records), num_labels, before)
     before.held_out = held_out if not resume else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -333,6 +334,10 @@ def test_verify_passes_and_fails(folder: Path) -> None:
     result = CliRunner().invoke(app, ["verify", str(folder), "--json"])
     assert result.exit_code == 1 and not json.loads(result.stdout)["ok"]
     assert "is not a folder" in refuse(["verify", str(folder / "nowhere")])
+    (folder / "runs").mkdir()
+    assert "so it is not the folder of a run" in refuse(["verify", str(folder / "runs")])
+    shutil.copytree(folder, folder / "runs" / "mine", ignore=shutil.ignore_patterns("runs"))
+    assert f"Folders of runs in it: {folder / 'runs' / 'mine'}" in refuse(["verify", str(folder / "runs")])
 
 
 def test_what_people_know_is_noted(folder: Path) -> None:
@@ -367,7 +372,10 @@ def test_people_settle_a_point_with_their_name(folder: Path) -> None:
     """The ledger gets their statement; commands on the screen name the folder as it was given, and files do not."""
     with Ledger.annotate(folder / LEDGER_FILE) as ledger:
         ledger.append_open_point("Rows have one length: confirm it.")
-    shown = run(["report", str(folder), "--audience", "all"])
+    result = CliRunner().invoke(app, ["report", str(folder), "--audience", "all", "--data-holder", "us"])
+    points = len(json.loads((folder / "privacy_report.json").read_text())["open_points"])
+    assert result.stderr == f"noted in {folder}: data holder, audience; {points} points are open.\n" and points > 1
+    shown = result.stdout
     assert f'`dpllm report {folder} --settle "1=what was checked" --by "name and role"`' in shown
     assert str(folder) not in (folder / "privacy_report.md").read_text()
     done = as_json(["report", str(folder), "--settle", "1=Each is a record", "--by", "A. Meyer"])

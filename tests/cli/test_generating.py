@@ -141,6 +141,14 @@ def test_a_tuning_names_the_folder_of_its_release(tmp_path, generator):
     assert f"give {tmp_path / 'released'}" in refused(["generate", str(tmp_path), "--unverified"])
 
 
+def test_a_run_that_was_stopped_holds_no_model(tmp_path):
+    """Its checkpoints have weights; its folder has a ledger and a report. Also with --unverified."""
+    folder = folder_of(tmp_path, steps=1)
+    for options in ([], ["--unverified"]):
+        message = refused(["generate", str(folder), *options])
+        assert "holds no model: its run has not ended" in message and "train.resume_from_checkpoint=auto" in message
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

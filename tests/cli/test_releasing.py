@@ -157,6 +157,9 @@ def test_starting_weights_that_were_replaced_are_noticed(run):
         refused = call("merge", run)
         assert refused.exit_code == 2 and "have changed since the run in" in refused.stderr
         assert not (run / "merged").exists()
+        refused = call("generate", run, "--max-new-tokens", "1")
+        assert refused.exit_code == 2 and "have changed since the run in" in refused.stderr
+        assert "NO GUARANTEE" in call("generate", run, "--max-new-tokens", "1", "--unverified").stderr
         more = ["train.resume_from_checkpoint=true", f"train.output_dir={run}"]
         with pytest.raises(ConfigError, match="have changed since the run in"):
             finetune.run(load_recipe(run / "recipe.yaml", more))

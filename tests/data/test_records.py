@@ -215,7 +215,7 @@ class TestChecks:
         path = write(
             tmp_path / f"data{ending}", [{"text": "x", "n": 1}, {"text": None, "n": 2}, {"text": None, "n": 3}]
         )
-        with pytest.raises(DataError, match="column 'text' has 2 nulls, the first in record 1"):
+        with pytest.raises(DataError, match=r"has 2 nulls, the first in record 1, counted from 0"):
             load_records(config(path=str(path)))
         assert len(load_records(config(path=str(path), limit=1))) == 1
 

@@ -218,6 +218,11 @@ def test_own_names_of_columns(tmp_path, folder):
         made(tmp_path, folder, rows, data={"text_colum": "note"})
     with pytest.raises(ConfigError, match="data has the key 'path', which is for a recipe"):
         made(tmp_path, folder, rows, data={"path": "notes.jsonl"})
+    by_user = {**PRIVACY, "unit": "user", "unit_column": "nte", "max_rows_per_unit": 2}
+    with pytest.raises(
+        DataError, match="train_dataset: no column 'nte'; did you mean 'note'\\? It has the columns note, "
+    ):
+        made(tmp_path, folder, rows.add_column("who", ["a"] * 6), privacy=by_user, data={"text_column": "note"})
     with pytest.raises(ConfigError, match="data is of type str"):
         made(tmp_path, folder, rows, data="note")
     both = rows.add_column("messages", [CASES["chat"][0]["messages"]] * 6)
