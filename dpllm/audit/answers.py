@@ -17,6 +17,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,8 @@ from dpllm.audit.result import AUDIT_FILE, AuditResult, judge
 from dpllm.mechanism.limits import MAX_STEPS
 from dpllm.mechanism.sampling import secret_rng
 from dpllm.privacy.accounting import History, epsilon
+from dpllm.privacy.ledger import LEDGER_FILE, Ledger
+from dpllm.privacy.plan import PrivacyPlan
 from dpllm.privacy.query_plan import QueryPlan
 from dpllm.queries.probe import Probe
 from dpllm.queries.run import QueryRun
@@ -34,6 +37,17 @@ from dpllm.report.model_card import add_audit
 
 SCORE = "the released answers"
 MEMORY = Path("/dev/shm")  # thousands of ledger lines are flushed to the disk one by one
+
+
+class RoundsProbe(Protocol):
+    """Federated rounds with and without a canary, such as `dpllm.federated.probe.RoundProbe`."""
+
+    history: History
+    """What one round costs."""
+
+    def answer(self, there: bool) -> float:
+        """Take a round, and return a score of its release, which is higher with the canary."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +64,7 @@ class Trials:
     charged: str
     """The same in words."""
 
-    def result(self, plan: QueryPlan, canary: str, confidence: float = CONFIDENCE) -> AuditResult:
+    def result(self, plan: QueryPlan | PrivacyPlan, canary: str, confidence: float = CONFIDENCE) -> AuditResult:
         """Return the verdict.
 
         Args:
@@ -58,6 +72,7 @@ class Trials:
             canary: in words.
             confidence: of all bounds together.
         """
+        method = plan.method if isinstance(plan, QueryPlan) else "federated rounds"
         return judge(
             {SCORE: self.scores},
             self.included,
@@ -68,7 +83,7 @@ class Trials:
             repetitions=plan.max_rows_per_unit or 1,
             confidence=confidence,
             independent_runs=True,
-            details={"method": plan.method, "charged in a trial": self.charged},
+            details={"method": method, "charged in a trial": self.charged},
         )
 
 
@@ -105,19 +120,70 @@ def run_trials(plan: QueryPlan, probe: Probe, trials: int, on_trial: Callable[[]
     )
     folder = Path(tempfile.mkdtemp(prefix="dpllm-audit-", dir=MEMORY if MEMORY.is_dir() else None))
     try:
-        run = QueryRun.begin(folder / "run", many, dataset=None)
-        included = secret_rng().integers(0, 2, trials).astype(bool)
-        scores, seen = [], Counter[tuple[int, ...]]()
-        for there in included.tolist():
+        run, seen = QueryRun.begin(folder / "run", many, dataset=None), Counter[tuple[int, ...]]()
+
+        def answer(there: bool) -> float:
             before = _left(run)
-            scores.append(probe.answer(run, there))
+            score = probe.answer(run, there)
             seen[tuple(was - now for was, now in zip(before, _left(run), strict=True))] += 1
-            on_trial()
+            return score
+
+        scores, included = flip_coins(answer, trials, on_trial)
         run.ledger.close()
     finally:
         shutil.rmtree(folder)
     history, charged = _claim(plan, seen)
-    return Trials(np.array(scores), included, history, charged)
+    return Trials(scores, included, history, charged)
+
+
+def flip_coins(
+    answer: Callable[[bool], float], trials: int, on_trial: Callable[[], None]
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Return scores and coins, (n,) each: one answer for each coin.
+
+    Args:
+        answer: from whether the canary is there to a score.
+        trials: n.
+        on_trial: called after each.
+    """
+    included = secret_rng().integers(0, 2, trials).astype(bool)
+    scores = np.zeros(trials)
+    for number, there in enumerate(included.tolist()):
+        scores[number] = answer(there)
+        on_trial()
+    return scores, included
+
+
+def run_rounds(
+    plan: PrivacyPlan,
+    probe_of: Callable[[PrivacyPlan, Ledger], RoundsProbe],
+    trials: int,
+    on_trial: Callable[[], None] = lambda: None,
+) -> Trials:
+    """Take federated rounds, each with a coin of its own, and return the observations.
+
+    Args:
+        plan: of the rounds (`dpllm.federated.probe.small_federation`).
+        probe_of: from the plan and its ledger to the probe.
+        trials: n, the number of rounds of the plan.
+        on_trial: called after each.
+
+    Raises:
+        AuditError: there are too few trials, or a round was taken without a charge.
+    """
+    if not FEWEST_CANARIES <= trials <= MAX_STEPS:
+        raise AuditError(f"trials={trials:,}: an audit takes {FEWEST_CANARIES} to {MAX_STEPS:,} trials")
+    folder = Path(tempfile.mkdtemp(prefix="dpllm-audit-", dir=MEMORY if MEMORY.is_dir() else None))
+    try:
+        with Ledger.create(folder / LEDGER_FILE, plan) as ledger:
+            probe = probe_of(plan, ledger)
+            scores, included = flip_coins(probe.answer, trials, on_trial)
+            charged = ledger.num_steps
+    finally:
+        shutil.rmtree(folder)
+    if charged != trials:
+        raise AuditError(f"FAIL: {trials} rounds charged {charged} steps. Do not use this installation")
+    return Trials(scores, included, probe.history, "1 round, in which everybody is")
 
 
 def save_answers(found: Trials, result: AuditResult, folder: Path, of_run: bool) -> None:

@@ -7,19 +7,26 @@ so no server can make it send an update with a larger norm or with less noise.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dpllm.federated import secure
-from dpllm.federated.local import LocalTraining
 from dpllm.federated.shares import Shares
 from dpllm.federated.transport import Content, State
 from dpllm.mechanism.distributed import DistributedStep
 from dpllm.privacy.plan import PrivacyPlan
 
 RowsOf = Callable[[int], Sequence[Any]]
+
+
+class Updates(Protocol):
+    """Computes the update of a client, as `dpllm.federated.local.LocalTraining` does."""
+
+    def update(self, rows: Sequence[Any], start: NDArray[np.float32], number: int) -> NDArray[np.float64]:
+        """Return the update, (d,), from the client's rows, the server's weights and the number of the round."""
+        ...
 
 
 class Participant:
@@ -34,7 +41,7 @@ class Participant:
         rows_of: from a client's number to its rows.
     """
 
-    def __init__(self, plan: PrivacyPlan, training: LocalTraining, rows_of: RowsOf) -> None:
+    def __init__(self, plan: PrivacyPlan, training: Updates, rows_of: RowsOf) -> None:
         """Take the numbers of the plan."""
         self._plan, self._training, self._rows_of = plan, training, rows_of
         self._shares = Shares.of(plan) if isinstance(plan.event, DistributedStep) else None

@@ -19,13 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpllm import PrivacyPlan, PrivateRun, TrainingRows, per_sequence_loss
-from dpllm.audit.answers import run_trials
+from dpllm import PrivacyConfig, PrivacyPlan, PrivateRun, TrainingRows, make_plan, per_sequence_loss
+from dpllm.audit.answers import run_rounds, run_trials
 from dpllm.audit.gradient import Basis, Design, Restarts, Steps, observe, unit_gradients
 from dpllm.audit.gradient_attacks import judge_releases
 from dpllm.audit.result import AuditResult
 from dpllm.cli.auditing.answers import PROBES
 from dpllm.data.units import UnitIndex
+from dpllm.federated.probe import CANARY, RoundProbe, small_federation
 from dpllm.mechanism.averages import MovingAverage
 from dpllm.mechanism.blt import BltNoise
 from dpllm.mechanism.catalogue import spec_of
@@ -420,6 +421,19 @@ def tokens_of_users() -> AuditResult:
     return tokens(user=True, around_public=False)
 
 
+def rounds(trials: int = 1000, **noise: Any) -> AuditResult:
+    """Federated rounds of two clients with a trusted server."""
+    options = {"noise_multiplier": 1.2, "clip_norm": CLIP_NORM, "expected_batch_size": 50, "delta": 1e-4}
+    unit = {"unit": "user", "unit_column": "client", "max_rows_per_unit": 8}
+    plan = small_federation(make_plan(PrivacyConfig(**options, **unit, **noise), 100, 10), trials)
+    return run_rounds(plan, RoundProbe, trials).result(plan, CANARY, CONFIDENCE)
+
+
+def secure_rounds() -> AuditResult:
+    """Eight clients that add the noise, of which six leave before they send it."""
+    return rounds(2000, noise={"kind": "distributed", "dropouts": 0.75, "min_batch_size": 2}, randomness="discrete")
+
+
 def summary(result: AuditResult) -> dict[str, Any]:
     """A row of the table of planted bugs."""
     (attack,) = [attack for attack in result.attacks if result.best in attack.bounds][:1]
@@ -441,7 +455,7 @@ SETUPS: dict[str, Callable[[], AuditResult]] = {
         *(long_gradient, two_processes, two_steps, tied_head, witnesses, epochs, empty_steps, resumed),
         *(one_cycle, two_bands, many_others, resumed_bands, counted, layers, fixed_order, averaged),
         *(averaged_shards, counts, counts_of_users, evolution, evolution_of_users, teachers, confident_teachers),
-        *(tokens, tokens_of_users),
+        *(tokens, tokens_of_users, rounds, secure_rounds),
     )
 }
 

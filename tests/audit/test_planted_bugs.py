@@ -363,6 +363,28 @@ BUGS = [
             ),
         ),
     ),
+    Bug(
+        "updates of clients are not clipped",
+        "rounds",
+        (
+            (
+                "dpllm/federated/participant.py",
+                "return update if size <= (1 - 1e-12) * plan.clip_norm else update",
+                "return update if size >= 0 else update",
+            ),
+        ),
+    ),
+    Bug(
+        "clients add the noise of a cohort without dropouts",
+        "secure_rounds",
+        (
+            (
+                "dpllm/federated/shares.py",
+                "math.sqrt(event.min_batch_size)",
+                "math.sqrt(plan.expected_batch_size)",
+            ),
+        ),
+    ),
 ]
 
 

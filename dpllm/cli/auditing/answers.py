@@ -1,19 +1,22 @@
-"""`dpllm audit answers`: lower bounds on ε from the private answers of a release that is no training run."""
+"""`dpllm audit answers`: lower bounds on ε from counts, votes, tokens, and sums of federated rounds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dpllm.cli.common import AsJson, Overrides, one_line_errors, show
 from dpllm.cli.querying import METHODS
-from dpllm.config import ConfigError
+from dpllm.config import RECIPE_FILE, ConfigError, load_recipe
 from dpllm.config.query_recipe import load_query_recipe
+from dpllm.config.recipe import read_raw
 
 if TYPE_CHECKING:
+    from dpllm.audit.answers import Trials
+    from dpllm.privacy.plan import PrivacyPlan
     from dpllm.privacy.query_plan import QueryPlan
     from dpllm.queries.probe import Probe
 
@@ -67,7 +70,7 @@ def answers(
         str,
         typer.Argument(
             metavar="RECIPE|FOLDER",
-            help="The recipe of `dpllm count`, `predict`, `evolve` or `teach`, or the folder of such a run.",
+            help="Recipe of `dpllm count`, `predict`, `evolve`, `teach` or `federate`, or the folder of such a run.",
             show_default=False,
         ),
     ],
@@ -93,19 +96,16 @@ def answers(
     from rich.console import Console
     from rich.progress import Progress
 
-    from dpllm.audit.answers import run_trials, save_answers
+    from dpllm.audit.answers import save_answers
 
     folder = Path(target)
     finished = folder.is_dir()
     plan = _plan_of_folder(folder, overrides) if finished else _plan_of_recipe(target, overrides or [])
-    if plan.method not in PROBES:
-        raise ConfigError(f"{target}: there is no audit of {plan.method!r} yet; there is one of {', '.join(PROBES)}")
-    probe = PROBES[plan.method](plan)
     with Progress(console=Console(stderr=True), disable=as_json, transient=True) as progress:
         task = progress.add_task("trials", total=trials)
-        found = run_trials(plan, probe, trials, lambda: progress.advance(task))
+        found, canary = _asked(plan, trials, lambda: progress.advance(task))
     with Console(stderr=True).status("computing the bounds"):
-        result = found.result(plan, probe.canary, confidence)
+        result = found.result(plan, canary, confidence)
     places = ([folder] if finished else []) if output is None else [output]
     for place in places:
         save_answers(found, result, place, of_run=finished and place == folder)
@@ -114,11 +114,30 @@ def answers(
         raise typer.Exit(1)
 
 
-def _plan_of_folder(folder: Path, overrides: Any) -> QueryPlan:
+def _asked(plan: QueryPlan | PrivacyPlan, trials: int, on_trial: Callable[[], None]) -> tuple[Trials, str]:
+    """Return the observations of all trials, and the canary in words.
+
+    Raises:
+        ConfigError: there is no audit of the plan's method.
+    """
+    from dpllm.audit.answers import run_rounds, run_trials
+    from dpllm.privacy.query_plan import QueryPlan
+
+    if not isinstance(plan, QueryPlan):
+        from dpllm.federated.probe import CANARY, RoundProbe, small_federation
+
+        return run_rounds(small_federation(plan, trials), RoundProbe, trials, on_trial), CANARY
+    if plan.method not in PROBES:
+        raise ConfigError(f"there is no audit of {plan.method!r} yet; there is one of {', '.join(PROBES)}")
+    probe = PROBES[plan.method](plan)
+    return run_trials(plan, probe, trials, on_trial), probe.canary
+
+
+def _plan_of_folder(folder: Path, overrides: list[str] | None) -> QueryPlan | PrivacyPlan:
     """Return the plan of a finished run.
 
     Raises:
-        ValueError: it has none, or that of a training run, or the command has overrides.
+        ValueError: it has none, or that of a training run in one place, or the command has overrides.
     """
     from dpllm.privacy.plan import PLAN_FILE
     from dpllm.privacy.query_plan import QueryPlan, load_plan
@@ -126,15 +145,22 @@ def _plan_of_folder(folder: Path, overrides: Any) -> QueryPlan:
     if overrides:
         raise ConfigError(f"{overrides[0]}: the plan of a finished run is fixed; give the recipe to change its values")
     plan = load_plan(folder / PLAN_FILE)
-    if not isinstance(plan, QueryPlan):
+    recipe = folder / RECIPE_FILE
+    federated = recipe.is_file() and "federate" in read_raw(recipe, [])
+    if not isinstance(plan, QueryPlan) and not federated:
         raise ConfigError(
             f"{folder} holds a training run: audit its steps with `dpllm audit gradient --config "
-            f"{folder}/recipe.yaml`, or its model with canaries (`dpllm audit prepare`)"
+            f"{recipe}`, or its model with canaries (`dpllm audit prepare`)"
         )
     return plan
 
 
-def _plan_of_recipe(recipe: str, overrides: list[str]) -> QueryPlan:
+def _plan_of_recipe(recipe: str, overrides: list[str]) -> QueryPlan | PrivacyPlan:
+    if "federate" in read_raw(recipe, overrides):
+        from dpllm.federated.probe import plan_of_recipe
+
+        typer.echo("note: reading the records, for the number of clients", err=True)
+        return plan_of_recipe(load_recipe(recipe, overrides))
     read = load_query_recipe(recipe, overrides)
     known = METHODS[read.method]
     typer.echo(f"note: {known.reading}, for their number", err=True)
