@@ -162,6 +162,78 @@ MUTATIONS = [
         ("tests/prediction/test_model.py::test_independence_is_measured",),
     ),
     Mutation(
+        "the number that a group answers is not clipped to its range",
+        "dpllm/prediction/combined.py",
+        'value = min(max(float(found[0].replace(",", "")), self.low), self.high)',
+        'value = min(float(found[0].replace(",", "")), 1e300)',
+        (
+            "tests/prediction/test_combined.py::test_one_group_moves_the_sums_of_a_mean_by_no_more_than_the_noise_is_for",
+        ),
+    ),
+    Mutation(
+        "whether a group gave a number moves the sums by more than the noise is for",
+        "dpllm/prediction/combined.py",
+        "ANSWERED = math.isqrt(3 * STEPS * STEPS)",
+        "ANSWERED = 4 * STEPS",
+        (
+            "tests/prediction/test_combined.py::test_one_group_moves_the_sums_of_a_mean_by_no_more_than_the_noise_is_for",
+        ),
+    ),
+    Mutation(
+        "open answers are released whatever their counts are",
+        "dpllm/prediction/combined.py",
+        "if pair[1] >= least",
+        "if True",
+        (
+            "tests/prediction/test_combined.py::test_open_answers_below_the_threshold_are_not_released",
+            "tests/prediction/test_combined.py::test_the_threshold_hides_an_answer_of_one_group_as_often_as_its_event_says",
+        ),
+    ),
+    Mutation(
+        "the noise of votes is that of a vote which one answer gains and none loses",
+        "dpllm/prediction/combined.py",
+        "VOTE_CHANGE = math.sqrt(2)",
+        "VOTE_CHANGE = 1.0",
+        ("tests/prediction/test_combined.py::test_one_group_moves_the_counts_by_the_root_of_two",),
+    ),
+    Mutation(
+        "the threshold of open answers is no part of δ",
+        "dpllm/mechanism/thresholded.py",
+        "return [(_with_failure(pmf, count, beta), times) for",
+        "return [(pmf, times) for",
+        ("tests/mechanism/test_thresholded.py::test_the_threshold_is_part_of_delta",),
+    ),
+    Mutation(
+        "each open question takes the whole share of δ for thresholds",
+        "dpllm/prediction/aggregate.py",
+        "/ max(num_open, 1)",
+        "/ 1",
+        ("tests/prediction/test_aggregate.py::test_open_questions_share_the_delta_of_their_thresholds",),
+    ),
+    Mutation(
+        "questions are charged after the groups have answered",
+        "dpllm/prediction/aggregate.py",
+        """    for question, _ in ways:
+        run.charge(charge_name(question))
+""",
+        "",
+        ("tests/prediction/test_aggregate.py::test_every_question_is_charged_before_a_record_reaches_the_model",),
+    ),
+    Mutation(
+        "the prompts of a pass are as long as its longest record makes them",
+        "dpllm/prediction/asking.py",
+        "self._greedy(part, self.length(ask))",
+        "self._greedy(part, max(map(len, part)))",
+        ("tests/prediction/test_asking.py::test_no_shape_depends_on_a_record",),
+    ),
+    Mutation(
+        "a group that gave no answer is left out of the number of groups",
+        "dpllm/prediction/aggregate.py",
+        "if len(answers) != num_groups:",
+        "if False:",
+        ("tests/prediction/test_aggregate.py::test_an_answer_that_is_missing_is_refused",),
+    ),
+    Mutation(
         "ρ of a token is half of what the range of its scores has",
         "dpllm/mechanism/token_draw.py",
         "return 0.5 * (moved / self.noise_multiplier) ** 2",

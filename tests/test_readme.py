@@ -87,7 +87,8 @@ def test_readme_and_every_tutorial_run(page, tmp_path, monkeypatch):
     """In order, in a folder of its own, with the outputs shown; a small model has the name of one on the Hub."""
     if page.endswith("preferences.md"):
         pytest.importorskip("trl")
-    save_small_model(tmp_path / "HuggingFaceTB" / "SmolLM2-135M", hidden_size=32)
+    for name in ("SmolLM2-135M", "SmolLM2-135M-Instruct"):
+        save_small_model(tmp_path / "HuggingFaceTB" / name, hidden_size=32)
     if page == "README.md":  # the file that it speaks of, and the recipe's own output is of the quickstart
         (make_notes,) = (block for block in pages.blocks("docs/tutorials/own_data.md") if block.title)
         children.run([sys.executable, "-c", make_notes.code], cwd=tmp_path)

@@ -13,6 +13,7 @@ import typer
 
 import dpllm
 from dpllm.cli import (
+    aggregating,
     auditing,
     budgets,
     cost,
@@ -69,6 +70,7 @@ generating.register(app)
 evaluating.register(app)
 querying.register(app)
 teaching.register(app)
+aggregating.register(app)
 app.add_typer(federation.app, name="federation")
 app.add_typer(budgets.app, name="budget")
 app.add_typer(auditing.app, name="audit")

@@ -61,7 +61,7 @@ def _count(recipe: QueryRecipe, units: Any, plan: Any, say: Callable[[str], None
 
 
 def _read_for_prediction(recipe: QueryRecipe) -> Any:
-    from dpllm.prediction.run import read_records
+    from dpllm.prediction.inputs import read_records
 
     return read_records(recipe)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.config import values
+from dpllm.config.aggregate_section import AggregateConfig
 from dpllm.config.count_section import CountConfig
 from dpllm.config.data_section import DataConfig
 from dpllm.config.evolve_section import EvolveConfig
@@ -29,6 +30,7 @@ METHOD_SECTIONS: dict[str, type] = {
     "predict": PredictConfig,
     "evolve": EvolveConfig,
     "teach": TeachConfig,
+    "aggregate": AggregateConfig,
 }
 """The section of each method; its name is that of the command, `dpllm count`."""
 

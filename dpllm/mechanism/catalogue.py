@@ -25,6 +25,7 @@ from dpllm.mechanism.quantile import QuantileClipping
 from dpllm.mechanism.query import Query
 from dpllm.mechanism.selection import SelectedRun
 from dpllm.mechanism.several import Several
+from dpllm.mechanism.thresholded import ThresholdedCounts
 from dpllm.mechanism.token_draw import TokenDraw
 
 _CLIPPINGS: tuple[type[Clipping], ...] = (
@@ -47,6 +48,7 @@ _EVENTS: tuple[type[Event], ...] = (
     Query,
     Several,
     TokenDraw,
+    ThresholdedCounts,
 )
 
 CLIPPINGS = {part.kind: part for part in _CLIPPINGS}

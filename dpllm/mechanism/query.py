@@ -85,7 +85,7 @@ class Query(NeverTruncated):
         """Return, per direction of the adjacency, the loss that ``count`` answers add, and its multiplicity."""
         if self.discrete:
             directions = 2 if adjacency == "zero-out" else 1
-            return [(_discrete(self._moved(adjacency) ** 2 * count / 2, width), 1)] * directions
+            return [(discrete_losses(self._moved(adjacency) ** 2 * count / 2, width), 1)] * directions
         return _whole(self._noise(adjacency), count, adjacency, width)
 
     def grid(self, count: int, adjacency: str, width: float) -> float:
@@ -126,6 +126,6 @@ class Query(NeverTruncated):
 
 
 @lru_cache(maxsize=64)
-def _discrete(rho: float, width: float) -> pld.LossPmf:
+def discrete_losses(rho: float, width: float) -> pld.LossPmf:
     """Return the losses of answers whose divergence at each order α is at most αρ, the same in both directions."""
     return renyi.dominating(renyi.profile(ORDERS, [order * rho for order in ORDERS]), width)

@@ -1,9 +1,10 @@
-"""Next-token logits of many rows that continue with the same tokens, with a cache of keys and values.
+"""Next-token logits of many rows that continue, with a cache of keys and values.
 
-Place in the flow: between the prompts of a group and the scores. Each row is a private record, or none, followed by the
-same public prompt; every token drawn is appended to all rows. Rows are padded on the left to one public length, and the
-sampler gives each unit a public number of them: the shapes of a computation then say nothing about a record, and a
-row's rounding does not depend on the length of another, or on the number of a user's records.
+Place in the flow: between the prompts and the scores. In private prediction each row is a private record, or none,
+followed by the same public prompt; every token drawn is appended to all rows. Where groups answer questions
+(`dpllm.prediction.asking`), each row is a group and continues with its own tokens. Rows are padded on the left to one
+public length, and each unit or group has a public number of them: the shapes of a computation then say nothing about a
+record, and a row's rounding does not depend on the length of another, or on the number of a user's records.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _RELATIVE = 1e-3
 
 
 class Continuation:
-    """Rows that grow by the same tokens.
+    """Rows that grow token by token.
 
     Args:
         model: a causal language model of transformers, in evaluation mode.
@@ -59,10 +60,13 @@ class Continuation:
             yield slice(first, first + len(part.ids_RT)), self._of_pass(part)
             first += len(part.ids_RT)
 
-    def append(self, token: int) -> None:
-        """Append a token to every row."""
+    def append(self, tokens: int | Tensor) -> None:
+        """Append a token to every row: the same one, or each row's own, (rows,)."""
+        first = 0
         for part in self._passes:
-            part.append(token)
+            end = first + len(part.ids_RT)
+            part.append(tokens if isinstance(tokens, int) else tokens[first:end, None])
+            first = end
 
     def _of_pass(self, part: _Pass) -> Tensor:
         position_RT = (part.mask_RT.cumsum(dim=1) - 1).clamp(min=0)
@@ -89,11 +93,11 @@ class _Pass:
         self.cache: Any = None
         self.seen = 0
 
-    def append(self, token: int) -> None:
-        """Add a column."""
-        column_R1 = torch.full_like(self.ids_RT[:, :1], token)
-        self.ids_RT = torch.cat((self.ids_RT, column_R1), dim=1)
-        self.mask_RT = torch.cat((self.mask_RT, torch.ones_like(column_R1)), dim=1)
+    def append(self, token: int | Tensor) -> None:
+        """Add a column: of one token, or (R, 1)."""
+        column_R1 = torch.ones_like(self.ids_RT[:, :1])
+        self.ids_RT = torch.cat((self.ids_RT, column_R1 * token), dim=1)
+        self.mask_RT = torch.cat((self.mask_RT, column_R1), dim=1)
 
 
 def require_independent_rows(model: Any, length: int, rows_per_pass: int) -> None:

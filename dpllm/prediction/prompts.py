@@ -21,6 +21,11 @@ _FIELD = re.compile(r"\{(\w+)\}")
 class Template:
     """A text with the names of columns in braces, such as "Review: {text}".
 
+    Args:
+        text: of the template.
+        columns: of the records.
+        name: of the template, for messages.
+
     Raises:
         ConfigError: it names no column, or one that the records lack.
 
@@ -28,18 +33,18 @@ class Template:
     'Review: Good.'
     """
 
-    def __init__(self, text: str, columns: Sequence[str]) -> None:
+    def __init__(self, text: str, columns: Sequence[str], name: str = "predict.context") -> None:
         """Check the names."""
         self.text = text
         self.columns = list(dict.fromkeys(_FIELD.findall(text)))
         if not self.columns:
             raise ConfigError(
-                f"predict.context={text!r} names no column, so no text would depend on a record: write a column's "
+                f"{name}={text!r} names no column, so no text would depend on a record: write a column's "
                 f"name in braces, one of {', '.join(columns)}"
             )
         if unknown := [name for name in self.columns if name not in columns]:
             raise ConfigError(
-                f"predict.context names the column {unknown[0]!r}, which the records lack"
+                f"{name} names the column {unknown[0]!r}, which the records lack"
                 f"{nearest(unknown[0], columns)}: they have {', '.join(columns)}"
             )
 

@@ -9,27 +9,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import datasets
-import torch
 from rich.console import Console
 
-from dpllm.config import ConfigError, ModelConfig
 from dpllm.config.predict_section import PredictConfig
 from dpllm.config.query_recipe import QueryRecipe
-from dpllm.data.records import load_records, required_columns
-from dpllm.data.rows import unit_index_of
-from dpllm.data.units import Int64Array, UnitIndex
-from dpllm.mechanism.sampling import secret_rng
-from dpllm.models.load import load_base_model, load_tokenizer
-from dpllm.models.starting_point import check_start
+from dpllm.data.units import Int64Array
 from dpllm.prediction.groups import secret_groups
+from dpllm.prediction.inputs import PrivateRecords, load_public_model, model_section
 from dpllm.prediction.model import require_independent_rows, require_memory
 from dpllm.prediction.plan import TokenPlan, noise_within, plan_tokens
-from dpllm.prediction.prompts import Template
 from dpllm.prediction.sampler import GroupSampler, TextLimits
 from dpllm.privacy.query_plan import QueryPlan, Value
 from dpllm.queries import QueryRun
@@ -44,41 +35,6 @@ CLIP, GROUP_SIZE, TEMPERATURE = "clip c, of a logit", "group size s, units", "te
 TOKENS, TEXTS_OF_GROUP = "tokens of a text, at most", "texts of one group, at most"
 """Names of settings of the plan, and one value."""
 _Text = TypeVar("_Text")
-
-
-@dataclass(frozen=True)
-class PrivateRecords:
-    """The records of a recipe, in units, and the template of their contexts."""
-
-    records: datasets.Dataset
-    units: UnitIndex
-    template: Template
-
-    @property
-    def num_units(self) -> int:
-        """N."""
-        return self.units.num_units
-
-    def contexts(self, group: Int64Array) -> list[list[str]]:
-        """Return, for each unit of a group, the contexts of its records."""
-        rows, place = self.units.rows_of(group)
-        found: list[list[str]] = [[] for _ in group]
-        for row, unit in zip(rows.tolist(), place.tolist(), strict=True):
-            found[unit].append(self.template.of(self.records[row]))
-        return found
-
-
-def read_records(recipe: QueryRecipe) -> PrivateRecords:
-    """Read the records of a recipe.
-
-    Raises:
-        ConfigError: the template names a column that they lack.
-        DataError: they cannot be read.
-    """
-    context = _options(recipe).context or _usual_context(recipe)
-    records = load_records(recipe.data)
-    template = Template(context, records.column_names)
-    return PrivateRecords(records, unit_index_of(records, recipe.privacy, secret_rng()), template)
 
 
 def tokens_of(recipe: QueryRecipe, num_units: int) -> TokenPlan:
@@ -148,7 +104,7 @@ def predict_texts(recipe: QueryRecipe, records: PrivateRecords, plan: QueryPlan,
     charge = plan.charge(CHARGE)
     if (charge.event, charge.count, plan.num_units) != (tokens.event, tokens.tokens, records.num_units):
         raise ValueError("the plan is not that of this recipe and these records: make it with plan_prediction")
-    say(f"loading {_model(recipe).name}")
+    say(f"loading {model_section(recipe).name}")
     sampler, points = _sampler(recipe, tokens)
     say(
         f"{options.texts:,} texts of at most {tokens.max_new_tokens:,} tokens, each by a group of "
@@ -198,11 +154,7 @@ def charged_texts(
 def _sampler(recipe: QueryRecipe, tokens: TokenPlan) -> tuple[GroupSampler, list[str]]:
     """Return the loaded sampler, and open points about its model."""
     options = _options(recipe)
-    tokenizer = load_tokenizer(_model(recipe))
-    model: Any = load_base_model(_model(recipe), tokenizer).eval()
-    points = check_start(model, None, _model(recipe).start_is_independent)
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    model = model if device is None else model.to(device)
+    model, tokenizer, points = load_public_model(recipe)
     limits = TextLimits(
         max_new_tokens=options.max_new_tokens,
         stop=options.stop,
@@ -214,7 +166,7 @@ def _sampler(recipe: QueryRecipe, tokens: TokenPlan) -> tuple[GroupSampler, list
     sampler.require_room(options.prompts)
     length = max(map(sampler.length, options.prompts))
     require_independent_rows(model, length, options.rows_per_pass)
-    if device is not None:
+    if next(model.parameters()).device.type != "cpu":
         rows = tokens.scoring.units * limits.rows_per_unit
         require_memory(model, length + options.max_new_tokens, rows, options.rows_per_pass, options.cached)
     return sampler, points
@@ -223,32 +175,3 @@ def _sampler(recipe: QueryRecipe, tokens: TokenPlan) -> tuple[GroupSampler, list
 def _options(recipe: QueryRecipe) -> PredictConfig:
     assert isinstance(recipe.options, PredictConfig)  # `load_query_recipe` made it
     return recipe.options
-
-
-def _model(recipe: QueryRecipe) -> ModelConfig:
-    """Return the section of the model.
-
-    Raises:
-        ConfigError: there is none, or it describes a model to be trained.
-    """
-    model = recipe.model
-    if model is None or model.name is None:
-        raise ConfigError("a private prediction needs a pretrained public model: give model.name")
-    if model.task != "causal_lm" or model.peft is not None or model.freeze:
-        raise ConfigError(
-            "a private prediction uses a causal language model as it is: leave model.task, model.peft and model.freeze "
-            "out of the recipe"
-        )
-    return model
-
-
-def _usual_context(recipe: QueryRecipe) -> str:
-    """Return the template of a recipe without one: the text columns of a record, and an end of line."""
-    if recipe.data.format not in ("text", "prompt_completion", "classification"):
-        raise ConfigError(
-            f"data.format={recipe.data.format!r} has no usual context: give predict.context with names of columns in "
-            'braces, such as "{text}\\n"'
-        )
-    names = required_columns(recipe.data)
-    names = names[:1] if recipe.data.format == "classification" else names
-    return "".join(f"{{{name}}}" for name in names) + "\n"

@@ -30,6 +30,7 @@ from dpllm.mechanism.discrete import DiscreteStep
 from dpllm.mechanism.events import Step, StepOfRows
 from dpllm.mechanism.query import Query
 from dpllm.mechanism.selection import SelectedRun
+from dpllm.mechanism.thresholded import ThresholdedCounts
 from dpllm.mechanism.token_draw import TokenDraw
 from dpllm.privacy import accounting
 from dpllm.privacy.accounting import DISCRETIZATION, History, merge
@@ -411,8 +412,9 @@ def zcdp_rho(history: History) -> float:
         if isinstance(step, TokenDraw):
             total += count * step.rho()
             continue
-        if step.noise_multiplier == 0 or not isinstance(step, Step | StepOfRows | DiscreteStep | Query):
-            return math.inf  # a selection has no finite ρ; of other events none is known here
+        known = isinstance(step, Step | StepOfRows | DiscreteStep | Query) and not isinstance(step, ThresholdedCounts)
+        if step.noise_multiplier == 0 or not known:
+            return math.inf  # a selection and a threshold have no finite ρ; of other events none is known here
         reach = step.sensitivity if isinstance(step, DiscreteStep) else step.moves
         total += count * reach**2 / (2 * step.noise_multiplier**2)
     return total

@@ -32,6 +32,7 @@ from dpllm.mechanism.blt import BltNoise
 from dpllm.mechanism.catalogue import spec_of
 from dpllm.mechanism.parts import Draw, Spec
 from dpllm.mechanism.query import Query
+from dpllm.mechanism.thresholded import ThresholdedCounts
 from dpllm.mechanism.token_draw import TokenDraw
 from dpllm.mechanism.workload import Workload
 from dpllm.prediction import run as prediction
@@ -360,7 +361,7 @@ def answers(method: str, charges: Sequence[Charge], trials: int, user: bool = Fa
         **{**unit, "adjacency": "zero-out", "method": method, "num_units": 1000, "delta": 1e-4},
         charges=tuple(charges),
         settings=tuple(settings.items()),
-        randomness="discrete" if method in ("label counts", "predicted text") else "os",
+        randomness="discrete" if method in ("label counts", "predicted text", "answers of groups") else "os",
     )
     probe = PROBES[method](plan)
     return run_trials(plan, probe, trials).result(plan, probe.canary, CONFIDENCE)
@@ -434,6 +435,18 @@ def secure_rounds() -> AuditResult:
     return rounds(2000, noise={"kind": "distributed", "dropouts": 0.75, "min_batch_size": 2}, randomness="discrete")
 
 
+def questions() -> AuditResult:
+    """A number, listed answers and open ones, of groups of two units."""
+    events = {
+        "number": Query(noise_multiplier=2.0, replaced=1.0, discrete=True),
+        "choice": Query(noise_multiplier=2.0, replaced=1.0, discrete=True),
+        "open": ThresholdedCounts(noise_multiplier=2.0, margin=4.265),  # a failure of 1e-5
+    }
+    made = [Charge(name=f"answer to {kind!r}", event=event, count=1) for kind, event in events.items()]
+    settings: dict[str, Any] = {"groups": 50, "group size, units": 2, **{f"{kind}: kind": kind for kind in events}}
+    return answers("answers of groups", made, 1000, **settings)
+
+
 def summary(result: AuditResult) -> dict[str, Any]:
     """A row of the table of planted bugs."""
     (attack,) = [attack for attack in result.attacks if result.best in attack.bounds][:1]
@@ -455,7 +468,7 @@ SETUPS: dict[str, Callable[[], AuditResult]] = {
         *(long_gradient, two_processes, two_steps, tied_head, witnesses, epochs, empty_steps, resumed),
         *(one_cycle, two_bands, many_others, resumed_bands, counted, layers, fixed_order, averaged),
         *(averaged_shards, counts, counts_of_users, evolution, evolution_of_users, teachers, confident_teachers),
-        *(tokens, tokens_of_users, rounds, secure_rounds),
+        *(tokens, tokens_of_users, rounds, secure_rounds, questions),
     )
 }
 

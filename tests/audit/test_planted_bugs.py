@@ -339,6 +339,33 @@ BUGS = [
         (("dpllm/prediction/scores.py", ".round().clamp(-MOST, MOST).long()", ".clamp(-1e15, 1e15).round().long()"),),
     ),
     Bug(
+        "open answers are released whatever their counts are",
+        "questions",
+        (("dpllm/prediction/combined.py", "if pair[1] >= least", "if True"),),
+    ),
+    Bug(
+        "the number that a group answers is not clipped to its range",
+        "questions",
+        (
+            (
+                "dpllm/prediction/combined.py",
+                'value = min(max(float(found[0].replace(",", "")), self.low), self.high)',
+                'value = float(found[0].replace(",", ""))',
+            ),
+        ),
+    ),
+    Bug(
+        "the counts of listed answers are exact",
+        "questions",
+        (
+            (
+                "dpllm/prediction/combined.py",
+                "noisy([list(answers).count(number) for number in range(len(self.answers))], VOTE_CHANGE)",
+                "[float(list(answers).count(number)) for number in range(len(self.answers))]",
+            ),
+        ),
+    ),
+    Bug(
         "the realised length of a text is charged",
         "tokens",
         (

@@ -18,6 +18,7 @@ from dpllm.mechanism.parts import Draw, Mechanism, Spec
 from dpllm.mechanism.query import Query
 from dpllm.mechanism.selection import SelectedRun
 from dpllm.mechanism.several import Several
+from dpllm.mechanism.thresholded import ThresholdedCounts
 from dpllm.mechanism.token_draw import TokenDraw
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +34,7 @@ STEPS = [
     SelectedRun(sampling_rate=0.1, noise_multiplier=1.0, num_rounds=20, runs="geometric", mean_runs=10),
     Query(noise_multiplier=2.0, replaced=1.5, discrete=True),
     TokenDraw(noise_multiplier=12.0),
+    ThresholdedCounts(noise_multiplier=4.0, margin=5.0),
     Several(parts=((Query(noise_multiplier=2.0), 3), (Step(sampling_rate=0.1, noise_multiplier=1.0), 2))),
 ]
 

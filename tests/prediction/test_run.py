@@ -15,7 +15,8 @@ from dpllm.config import ConfigError
 from dpllm.config.query_recipe import load_query_recipe
 from dpllm.prediction import run as module
 from dpllm.prediction import sampler
-from dpllm.prediction.run import CHARGE, FREE_TEXTS, plan_prediction, predict_texts, read_records
+from dpllm.prediction.inputs import read_records
+from dpllm.prediction.run import CHARGE, FREE_TEXTS, plan_prediction, predict_texts
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.report.verify import verify

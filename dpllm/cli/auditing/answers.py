@@ -45,12 +45,19 @@ def _tokens(plan: QueryPlan) -> Probe:
     return token_probe(plan)
 
 
+def _group_answers(plan: QueryPlan) -> Probe:
+    from dpllm.prediction.group_probe import group_probe
+
+    return group_probe(plan)
+
+
 PROBES: dict[str, Callable[[QueryPlan], Probe]] = {
     "label counts": _counts,
     "synthetic text": _counts,  # its own charge, if it has one, is that of label counts
     "private evolution": _evolution,
     "predicted text": _tokens,
     "public labels by PATE": _labels,
+    "answers of groups": _group_answers,
 }
 """Method of a plan -> the function that makes its probe."""
 
@@ -70,7 +77,8 @@ def answers(
         str,
         typer.Argument(
             metavar="RECIPE|FOLDER",
-            help="Recipe of `dpllm count`, `predict`, `evolve`, `teach` or `federate`, or the folder of such a run.",
+            help="Recipe of `dpllm count`, `predict`, `aggregate`, `evolve`, `teach` or `federate`, or the folder of "
+            "such a run.",
             show_default=False,
         ),
     ],

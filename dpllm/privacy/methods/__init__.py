@@ -6,6 +6,7 @@ is a file beside this one and a line here.
 
 from __future__ import annotations
 
+from dpllm.privacy.methods.aggregated import AGGREGATED
 from dpllm.privacy.methods.evolution import EVOLUTION
 from dpllm.privacy.methods.label_counts import LABEL_COUNTS
 from dpllm.privacy.methods.method import Method as Method
@@ -13,6 +14,6 @@ from dpllm.privacy.methods.predicted_text import PREDICTED_TEXT
 from dpllm.privacy.methods.synthetic_text import SYNTHETIC_TEXT
 from dpllm.privacy.methods.teach import TEACH
 
-_METHODS: tuple[Method, ...] = (EVOLUTION, LABEL_COUNTS, PREDICTED_TEXT, SYNTHETIC_TEXT, TEACH)
+_METHODS: tuple[Method, ...] = (AGGREGATED, EVOLUTION, LABEL_COUNTS, PREDICTED_TEXT, SYNTHETIC_TEXT, TEACH)
 
 METHODS = {method.name: method for method in _METHODS}
