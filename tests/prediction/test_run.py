@@ -10,12 +10,14 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
+from dpllm.audit.answers import run_trials
 from dpllm.cli import app
 from dpllm.config import ConfigError
 from dpllm.config.query_recipe import load_query_recipe
 from dpllm.prediction import run as module
 from dpllm.prediction import sampler
 from dpllm.prediction.inputs import read_records
+from dpllm.prediction.probe import token_probe
 from dpllm.prediction.run import CHARGE, FREE_TEXTS, plan_prediction, predict_texts
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
@@ -220,3 +222,14 @@ def test_another_plan_is_refused(recipe):
     records = read_records(recipe())
     with pytest.raises(ValueError, match="the plan is not that of this recipe"):
         predict_texts(recipe(), records, plan_prediction(recipe("predict.max_new_tokens=3"), 40), lambda _: None)
+
+
+@pytest.mark.parametrize("kind", ["invisible-ink", "logits"])
+@pytest.mark.parametrize(
+    "unit", [[], ["privacy.unit=user", "privacy.unit_column=person", "privacy.max_rows_per_unit=2"]]
+)
+def test_the_audit_reads_its_numbers_from_the_plan(recipe, kind, unit):
+    """Clip, group and temperature in the settings are those of the event that a trial charges."""
+    plan = plan_prediction(recipe(f"predict.kind={kind}", *unit), 20 if unit else 40)
+    charge = plan.charge(CHARGE)
+    assert run_trials(plan, token_probe(plan), 10).history == [(charge.event, charge.count)]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from dpllm.audit.answers import run_trials
 from dpllm.config.query_recipe import load_query_recipe
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
@@ -16,6 +17,7 @@ from dpllm.report.verify import verify
 from dpllm.teaching import teach as teaching
 from dpllm.teaching import trainings
 from dpllm.teaching.prepare import prepare
+from dpllm.teaching.probe import vote_probe
 from dpllm.teaching.votes import NO_LABEL, VOTE_CHANGE, Ballots
 from tests.small_model import WORDS
 from tests.teaching.school import TEACHERS, write_recipe
@@ -152,3 +154,11 @@ def test_held_out_private_records_are_counted_as_disclosures(school, tmp_path):
     taught = teaching.teach(school(data={"eval_fraction": 0.25}), _quiet, _quiet)
     assert taught.accuracy is not None
     assert "Nothing that the ledger knows of" not in (tmp_path / "run" / "privacy_report.md").read_text()
+
+
+@pytest.mark.parametrize("confident", [False, True])
+def test_the_audit_reads_the_vote_from_the_plan(school, confident):
+    """A trial charges all that the plan charges, with its noise."""
+    plan = school(teach={"threshold": 1.0, "max_answers": 3, "check_noise": 5.0} if confident else {}).plan
+    found = run_trials(plan, vote_probe(plan), 10)
+    assert found.history == [(charge.event, charge.count) for charge in plan.charges]
