@@ -264,3 +264,10 @@ def test_the_commands_plan_and_ask(recipe, tmp_path, echoed):
     assert set(json.loads(result.stdout)) == {"folder", "epsilon", "delta", "stars", "animal", "thing"}
     refused = CliRunner().invoke(app, ["aggregate", file, "aggregate.groups=30", "--output-dir", str(tmp_path / "o")])
     assert refused.exit_code == 2 and refused.stderr.count("\n") == 1 and not (tmp_path / "o").exists()
+
+
+def test_the_shipped_recipe_is_planned():
+    """At its ε and no more, and its open question can be answered, for the number of records that its header names."""
+    plan = plan_aggregate(load_query_recipe("aggregate_e2e"), 42_061)
+    assert 1.99 < plan.epsilon <= 2 and plan.delta < 1 / (10 * 42_061)
+    assert dict(plan.settings)["food: threshold, groups"] < 400 / 4
