@@ -191,9 +191,8 @@ def _when(findings: Findings) -> str:
     runs, steps = findings.checkable.runs, findings.accounting.steps
     words = [f"Training began on {day_in_words(runs[0].started_at)}"]
     if len(runs) > 1:
-        last = day_in_words(runs[-1].started_at)
-        times = "once, on" if len(runs) == 2 else f"{len(runs) - 1} times, the last time on"
-        words.append(f", was resumed {times} {last},")
+        times = "once" if len(runs) == 2 else f"{len(runs) - 1} times"
+        words.append(f", was resumed {times}, the last time on {day_in_words(runs[-1].started_at)},")
     plan = findings.checkable.plan
     left_out = 0 if isinstance(plan, PlanOfQueries) else plan.num_steps - steps.planned
     taken = (
