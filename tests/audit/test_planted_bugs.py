@@ -356,7 +356,7 @@ BUGS = [
     ),
     Bug(
         "the counts of listed answers are exact",
-        "questions",
+        "choices",
         (
             (
                 "dpllm/prediction/combined.py",
