@@ -26,6 +26,7 @@ import json
 import logging
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from counting import FORMULAS
 from throughput import (
+    LAYERS,
     OURS,
     PEERS,
     PLAIN,
@@ -76,7 +78,7 @@ class Target:
     def name(self) -> str:
         """Return the name of the row."""
         kept = "" if self.checkpointing == "none" else ", checkpointing"
-        kept += ", two passes" if self.method == TWICE else ""
+        kept += {TWICE: ", two passes", LAYERS: ", per-layer clipping"}.get(self.method, "")
         return f"Llama {self.model}, {'LoRA r=16' if self.mode == 'lora' else 'full'}, {self.batch}×{self.tokens}{kept}"
 
     @property
@@ -117,10 +119,12 @@ TARGETS = (
     Target("8B", "lora", 8, 512, speed=0.985, memory=1.03),
     Target("8B", "lora", 8, 512, "reentrant", speed=0.985, memory=1.05),
     Target("1B", "full", 8, 512, "reentrant"),
+    Target("1B", "full", 8, 512, "reentrant", LAYERS, memory=1.10),
     Target("1B", "full", 4, 2048, "reentrant"),
     Target("1B", "full", 4, 2048, "reentrant", TWICE),
+    Target("1B", "full", 4, 2048, "reentrant", LAYERS, memory=1.10),
     Target("1B", "lora", 8, 512),
-    Target("1B", "lora", 8, 512, "reentrant"),
+    Target("1B", "lora", 8, 512, "reentrant", memory=1.05),
 )
 
 
@@ -145,13 +149,22 @@ def _meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def counted(settings: Settings, method: str = OURS) -> dict[str, tuple[int, int]]:
-    """FLOPs and peak bytes of a step without and with privacy, without computing the products."""
+def counted(settings: Settings, method: str = OURS, peers: Sequence[str] = ()) -> dict[str, tuple[int, int] | str]:
+    """FLOPs and peak bytes of a step without and with privacy, without computing the products.
+
+    Args:
+        settings: the settings.
+        method: this package's.
+        peers: libraries of others, counted in the same way.
+
+    Returns:
+        The figures under `PLAIN`, `OURS` and the peers' names; of a peer that refuses the model, the reason.
+    """
     short = replace(settings, batch=2, tokens=4, warmup=1)  # the one-off checks of a first batch, with all values
-    steps, _, _ = prepare(short, [PLAIN, method])
+    steps, refused, _ = prepare(short, [PLAIN, method, *peers])
     generator = torch.Generator().manual_seed(1)
     ids_BT = torch.randint(0, 1000, (settings.batch, settings.tokens), generator=generator)
-    figures = {}
+    figures: dict[str, tuple[int, int] | str] = {**refused}
     for name, step in steps.items():
         step.forget()
         live = LiveBytes()
@@ -159,7 +172,7 @@ def counted(settings: Settings, method: str = OURS) -> dict[str, tuple[int, int]
             live.watch(tensor)
         with WithoutProducts(), live:
             flops = sum(count_flops(lambda step=step: step.run(ids_BT)).values())
-        figures[PLAIN if name == PLAIN else OURS] = flops, live.peak
+        figures[OURS if name == method else name] = flops, live.peak
         step.forget()
     return figures
 
@@ -224,16 +237,29 @@ def measure_row(target: Target, device: str, rounds: int) -> dict[str, Any]:
             free_memory()
             row[name] = peer_cell(peer(settings, name, row["peak_bytes"][PLAIN]))
     else:
-        models = [counted(target.settings(layers, device, rounds), target.method) for layers in DEPTHS]
-        flops, peak = (
-            {name: extended(models[0][name][at], models[1][name][at], target.layers) for name in (PLAIN, OURS)}
-            for at in (0, 1)
-        )
-        row |= {"speed_ratio": None, "flops": flops, "peak_bytes": peak} | dict.fromkeys(PEERS, "not run")
+        row |= counted_row(target, device, rounds)
     row["flop_ratio"] = row["flops"][PLAIN] / row["flops"][OURS] if row["flops"] else None
     row["memory_ratio"] = row["peak_bytes"][OURS] / row["peak_bytes"][PLAIN]
     free_memory()
     return row
+
+
+def counted_row(target: Target, device: str, rounds: int) -> dict[str, Any]:
+    """The counts of one row, of the whole depth; FLOPs and memory of others where they are installed."""
+    installed = [name for name, package in PEERS.items() if importlib.util.find_spec(package) is not None]
+    shallow, deeper = (counted(target.settings(layers, device, rounds), target.method, installed) for layers in DEPTHS)
+    row: dict[str, Any] = dict.fromkeys(PEERS, "not installed")
+    flops, peak = {}, {}
+    for name in (PLAIN, OURS, *installed):
+        if isinstance(shallow[name], str):
+            row[name] = shallow[name]
+            continue
+        flops[name], peak[name] = (
+            extended(one, more, target.layers) for one, more in zip(shallow[name], deeper[name], strict=True)
+        )
+        if name in PEERS:
+            row[name] = f"{flops[PLAIN] / flops[name]:.3f} / {peak[name] / peak[PLAIN]:.3f}"
+    return row | {"speed_ratio": None, "flops": flops, "peak_bytes": peak}
 
 
 def peer_cell(figures: dict[str, Any]) -> str:
@@ -241,32 +267,39 @@ def peer_cell(figures: dict[str, Any]) -> str:
     return figures.get("refused") or f"{figures['speed_ratio']:.2f} / {figures['memory_ratio']:.2f}"
 
 
-def as_markdown(report: dict[str, Any]) -> str:
-    """The table, with the machine it is of."""
-    where = report["machine"]
-    on_gpu = any(row["speed_ratio"] is not None for row in report["rows"])
+def heading(where: dict[str, Any], on_gpu: bool) -> list[str]:
+    """The lines above the rows: the machine, what was measured, and the columns."""
     how = "whole models" if on_gpu else f"counted on {DEPTHS[0]} and {DEPTHS[1]} layers, extended to the whole depth"
-    lines = [
+    of_others = "speed" if on_gpu else "FLOPs"
+    return [
         f"{where['device']}, {where['threads']} CPU threads, PyTorch {where['torch']}; bfloat16; {how}.",
         "",
         "| model, mode, B×T | target speed | speed | FLOPs, non-private / private | target memory | memory | "
-        "GiB, non-private | GiB, private | Opacus, speed / memory | fastDP, speed / memory |",
+        f"GiB, non-private | GiB, private | Opacus, {of_others} / memory | fastDP, {of_others} / memory |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in report["rows"]:
-        speed, memory = row["speed"], row["memory"]
-        cells = [
-            row["name"],
-            f"≥ {speed:g}" if speed else "-",
-            f"{row['speed_ratio']:.3f}" if row["speed_ratio"] is not None else "-",
-            f"{row['flop_ratio']:.3f}" if row["flop_ratio"] is not None else "-",
-            f"≤ {memory:g}" if memory else "-",
-            f"{row['memory_ratio']:.3f}",
-            *(f"{row['peak_bytes'][name] / 2**30:.1f}" for name in (PLAIN, OURS)),
-            *(row[name] for name in PEERS),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """One row of the table."""
+    speed, memory = row["speed"], row["memory"]
+    cells = [
+        row["name"],
+        f"≥ {speed:g}" if speed else "-",
+        f"{row['speed_ratio']:.3f}" if row["speed_ratio"] is not None else "-",
+        f"{row['flop_ratio']:.3f}" if row["flop_ratio"] is not None else "-",
+        f"≤ {memory:g}" if memory else "-",
+        f"{row['memory_ratio']:.3f}",
+        *(f"{row['peak_bytes'][name] / 2**30:.1f}" for name in (PLAIN, OURS)),
+        *(row[name] for name in PEERS),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def as_markdown(report: dict[str, Any]) -> str:
+    """The table, with the machine it is of."""
+    on_gpu = any(row["speed_ratio"] is not None for row in report["rows"])
+    return "\n".join([*heading(report["machine"], on_gpu), *map(line_of, report["rows"])])
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -292,17 +325,16 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure, print, write."""
     options = parse_arguments(arguments)
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`")  # of transformers, about peft's call
+    for message in ("`is_gradient_checkpointing`", "Full backward hook is firing"):  # of peft's call, Opacus' hooks
+        warnings.filterwarnings("ignore", message=message)
     device = str(Settings(device=options.device).resolved_device())
-    rows = []
+    report: dict[str, Any] = {"machine": machine(torch.device(device)), "rows": []}
+    print(*heading(report["machine"], torch.device(device).type == "cuda"), sep="\n", flush=True)
     for number in options.rows:
-        rows.append(measure_row(TARGETS[number - 1], device, options.rounds))
-        print(f"{rows[-1]['name']}: done", file=sys.stderr)
-    report = {"machine": machine(torch.device(device)), "rows": rows}
-    table = as_markdown(report)
-    print(table)
+        report["rows"].append(measure_row(TARGETS[number - 1], device, options.rounds))
+        print(line_of(report["rows"][-1]), flush=True)
     if options.markdown:
-        options.markdown.write_text(table + "\n")
+        options.markdown.write_text(as_markdown(report) + "\n")
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
 

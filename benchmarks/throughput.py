@@ -52,10 +52,14 @@ from counting import LiveBytes, count_flops
 from dpllm.data.labels import IGNORE
 from dpllm.engines.single import SingleProcess
 from dpllm.ghost import GhostClipper, NormMethod
+from dpllm.mechanism.clipping import FlatClipping
+from dpllm.mechanism.parts import Clipping
+from dpllm.mechanism.per_layer import PerLayerClipping
 from dpllm.models.losses import per_sequence_loss
 
 CLIP_NORM = 1.0
-PLAIN, OURS, TWICE, OPACUS, FASTDP = "non-private", "dpllm", "dpllm-two-passes", "opacus", "fastdp"
+PLAIN, OURS, TWICE, LAYERS = "non-private", "dpllm", "dpllm-two-passes", "dpllm-per-layer"
+OPACUS, FASTDP = "opacus", "fastdp"
 PEERS = {OPACUS: "opacus", FASTDP: "fastDP"}  # libraries of others, and the packages that they are in
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -199,10 +203,12 @@ class Step:
 class GhostStep(Step):
     """This package: norms and clipped sum from one backward pass, and gradients as the engine of one process leaves."""
 
-    def __init__(self, model: nn.Module, norm_method: NormMethod | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, norm_method: NormMethod | None = None, clipping: Clipping | None = None
+    ) -> None:
         """Attach the hooks."""
         super().__init__(model)
-        self.clipper = GhostClipper(model, CLIP_NORM, norm_method)
+        self.clipper = GhostClipper(model, None, norm_method, clipping or FlatClipping(CLIP_NORM))
         self.engine = SingleProcess(torch.optim.SGD(self.clipper.parameters.values(), lr=0.0))
         self.engine.guard.done = True  # its check of the first step is not measured
 
@@ -292,10 +298,16 @@ def two_passes(model: nn.Module) -> Step:
     return GhostStep(model, NormMethod(backward_passes=2))
 
 
+def per_layer(model: nn.Module) -> Step:
+    """This package with per-layer clipping: a layer's sum is formed in the backward pass, which frees what it takes."""
+    return GhostStep(model, clipping=PerLayerClipping(CLIP_NORM))
+
+
 METHODS: dict[str, Callable[[nn.Module], Step]] = {
     PLAIN: Step,
     OURS: GhostStep,
     TWICE: two_passes,
+    LAYERS: per_layer,
     OPACUS: OpacusStep,
     FASTDP: FastDPStep,
 }
@@ -539,7 +551,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     run.add_argument("--clock", choices=tuple(CLOCKS), default=d.clock, help="wall time, or processor time")
     run.add_argument("--no-time", action="store_true", help="count FLOPs and memory only")
     run.add_argument(
-        "--compare", choices=(*PEERS, TWICE), action="append", default=[], help="measure this method as well"
+        "--compare", choices=(*PEERS, TWICE, LAYERS), action="append", default=[], help="measure this method as well"
     )
     run.add_argument("--profile", choices=tuple(METHODS), help="print where this method's time goes, and stop")
     run.add_argument("--json", type=Path, help="also write every figure to this file")

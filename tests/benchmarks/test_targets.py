@@ -26,7 +26,7 @@ def small_models(monkeypatch):
 
 
 def settings_of(layers, **changes):
-    row = replace(benchmark.TARGETS[0], batch=2, tokens=16, **changes)
+    row = replace(benchmark.TARGETS[0], **{"batch": 2, "tokens": 16, **changes})
     return row.settings(layers, "cpu", 1, dtype="float32")
 
 
@@ -77,14 +77,17 @@ def test_products_are_skipped_and_the_rest_is_not():
 def test_the_table_has_every_row_and_its_targets():
     """Shapes and targets are those that were set, the widths those of models of one and eight billion parameters."""
     names = [target.name for target in benchmark.TARGETS]
-    assert len(set(names)) == len(names) == 10
-    wanted = {target.name: (target.speed, target.memory) for target in benchmark.TARGETS if target.speed}
+    assert len(set(names)) == len(names) == 12
+    wanted = {target.name: (target.speed, target.memory) for target in benchmark.TARGETS if target.memory}
     assert wanted == {
         "Llama 1B, full, 8×512": (0.95, 1.10),
         "Llama 1B, full, 8×1024": (0.92, 1.10),
         "Llama 8B, full, 4×512": (0.96, 1.15),
         "Llama 8B, LoRA r=16, 8×512": (0.985, 1.03),
         "Llama 8B, LoRA r=16, 8×512, checkpointing": (0.985, 1.05),
+        "Llama 1B, full, 8×512, checkpointing, per-layer clipping": (None, 1.10),
+        "Llama 1B, full, 4×2048, checkpointing, per-layer clipping": (None, 1.10),
+        "Llama 1B, LoRA r=16, 8×512, checkpointing": (None, 1.05),
     }
 
 
@@ -100,10 +103,34 @@ def test_command_line_prints_table_and_writes_files(tmp_path, capsys, monkeypatc
     for row in report["rows"]:
         assert row["flop_ratio"] == row["flops"][PLAIN] / row["flops"][OURS]
         assert row["memory_ratio"] == row["peak_bytes"][OURS] / row["peak_bytes"][PLAIN]
-        assert row["speed_ratio"] is None and row["opacus"] == row["fastdp"] == "not run"
+        assert row["speed_ratio"] is None and row["opacus"] == row["fastdp"] == "not installed"
     printed = capsys.readouterr().out
     assert printed == markdown.read_text()
     assert len({line.count("|") for line in printed.splitlines() if line.startswith("|")}) == 1
+
+
+def test_without_a_gpu_peers_are_counted_in_the_same_way(monkeypatch):
+    """A peer that takes the model has ratios of its counts; one that refuses it has the reason."""
+
+    def refusing(model):
+        raise NotImplementedError("parameter tying\nand more")
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setitem(throughput.METHODS, throughput.OPACUS, throughput.METHODS[throughput.TWICE])
+    monkeypatch.setitem(throughput.METHODS, throughput.FASTDP, refusing)
+    row = benchmark.measure_row(replace(benchmark.TARGETS[0], batch=2, tokens=16), "cpu", 1)
+    flops, memory = map(float, row["opacus"].split(" / "))
+    assert flops < 0.9 < row["flop_ratio"] and 0.5 < memory < 2
+    assert row["fastdp"] == "NotImplementedError: parameter tying"
+    assert "Opacus, FLOPs / memory" in "\n".join(benchmark.heading({"device": "", "threads": 1, "torch": ""}, False))
+
+
+def test_per_layer_clipping_frees_a_layer_in_the_backward_pass():
+    """Under checkpointing with long rows, less is alive at the peak than with one norm for the whole model."""
+    settings = settings_of(12, tokens=256, checkpointing="reentrant")
+    settings = replace(settings, config=json.dumps(json.loads(settings.config) | {"vocab_size": 1000}))
+    flat, layers = benchmark.counted(settings), benchmark.counted(settings, benchmark.LAYERS)
+    assert layers[OURS][1] < 0.9 * flat[OURS][1]
 
 
 @pytest.mark.parametrize("installed", [False, True])
@@ -134,7 +161,7 @@ def test_on_a_gpu_times_and_peers_are_in_the_row(monkeypatch, installed):
     ("arguments", "message"),
     [
         (["--rounds", "0"], "--rounds is 0; at least 1 is needed"),
-        (["--rows", "11"], "--rows has 11; the table has the rows 1 to 10"),
+        (["--rows", "13"], "--rows has 13; the table has the rows 1 to 12"),
     ],
 )
 def test_wrong_options_are_one_line(arguments, message, capsys):
