@@ -868,8 +868,8 @@ MUTATIONS = [
     Mutation(
         "norms and sums are rounded under autocast",
         "dpllm/ghost/kernels.py",
-        'torch.autocast("cpu", enabled=False),\n        torch.autocast(accelerator, enabled=False),',
-        "contextlib.nullcontext(),",
+        "changed.enter_context(torch.autocast(device, enabled=False))",
+        "pass",
         ("tests/ghost/test_kernels.py",),
     ),
     Mutation(
@@ -1494,7 +1494,7 @@ MUTATIONS = [
     Mutation(
         "a layer takes selected entries for its rows",
         "dpllm/ghost/hooks.py",
-        "                self.uses.refuse_other_order(served.site.path, (args, kwargs))\n",
+        "                self.uses.refuse_other_order(path, tensors_of(args, kwargs))\n",
         "",
         ("tests/ghost/test_orders.py",),
     ),

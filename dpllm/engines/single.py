@@ -105,13 +105,16 @@ class SingleProcess:
 def _buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Group parameters whose sums have one dtype and device; each group fits in a bucket or has one parameter."""
     buckets: dict[tuple, list[list[nn.Parameter]]] = {}
+    filled: dict[tuple, int] = {}  # bytes in the last bucket of each kind
     for parameter in parameters:
         dtype = accumulation_dtype(parameter.dtype)
-        kind = buckets.setdefault((dtype, parameter.device), [[]])
-        filled = sum(p.numel() for p in kind[-1])
-        if kind[-1] and (filled + parameter.numel()) * dtype.itemsize > _BUCKET_BYTES:
-            kind.append([])
-        kind[-1].append(parameter)
+        kind, size = (dtype, parameter.device), parameter.numel() * dtype.itemsize
+        if kind in buckets and filled[kind] + size <= _BUCKET_BYTES:
+            buckets[kind][-1].append(parameter)
+            filled[kind] += size
+        else:
+            buckets.setdefault(kind, []).append([parameter])
+            filled[kind] = size
     return [bucket for kind in buckets.values() for bucket in kind]
 
 

@@ -154,20 +154,20 @@ class Book:
 
     def tap(self, output: Tensor, receive: Receive, *saved: Tensor) -> Tensor:
         """Tap a module's output; see `dpllm.ghost.tap`."""
-
-        def receive_paused(grad: Tensor, tensors: list[Tensor]) -> None:
-            if not self._hooks.in_backward:
-                raise GhostError(
-                    "backward() was called on a loss directly. Pass the per-row losses to GhostClipper.backward(), "
-                    "which clips."
-                )
-            self._flows.note((grad, *tensors))
-            with self.pause():
-                receive(grad, tensors)
-
         if isinstance(self._receiver, SpreadProbe):
             output = self._hooks.calls.packed.fill(output, self._receiver.poisoned_B, float("nan"))
-        return tap(output, receive_paused, *saved)
+        return tap(output, functools.partial(self._receive, receive), *saved)
+
+    def _receive(self, receive: Receive, grad: Tensor, saved: list[Tensor]) -> None:
+        """Pass on what arrives at a tap."""
+        if not self._hooks.in_backward:
+            raise GhostError(
+                "backward() was called on a loss directly. Pass the per-row losses to GhostClipper.backward(), "
+                "which clips."
+            )
+        self._flows.note((grad, *saved))
+        with self._hooks.pause():
+            receive(grad, saved)
 
     def share(self, name: str, value: Tensor, receive: Callable[[Tensor], None]) -> Tensor:
         """Return a value that all rows share such that each row's gradient of it, (B, ...), reaches ``receive``."""
@@ -180,8 +180,10 @@ class Book:
         """
         if self.is_packed:
             return self._hooks.calls.packed.cut(x)
+        if x.ndim != 2:
+            return x
         rows = self._of_now().rows.unit_B.numel()
-        return x.unflatten(0, (rows, -1)) if x.ndim == 2 and x.shape[0] != rows and x.shape[0] % rows == 0 else x
+        return x.unflatten(0, (rows, -1)) if x.shape[0] != rows and x.shape[0] % rows == 0 else x
 
     def record(self, parameter: nn.Parameter, use: Use) -> None:
         """Record the contribution of one use of a parameter to its gradient."""

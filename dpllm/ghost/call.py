@@ -22,6 +22,13 @@ def flatten_tensors(value: Any) -> Iterator[Tensor]:
             yield from flatten_tensors(item)
 
 
+def tensors_of(args: tuple, kwargs: dict) -> list[Tensor]:
+    """Return the tensors in the arguments of a call, in order; at once for the call of most layers, with one tensor."""
+    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+        return [args[0]]
+    return list(flatten_tensors((args, kwargs)))
+
+
 def replace_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
     """Return the same nesting with each tensor replaced by the next of ``tensors``."""
     if isinstance(value, Tensor):

@@ -6,7 +6,6 @@ there are calls, and the gradients can be assigned to rows only if all calls use
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from torch import nn
@@ -26,7 +25,7 @@ class Calls:
         self._start()
 
     def _start(self) -> None:
-        self._uses: Counter[int] = Counter()
+        self._uses: dict[int, int] = {}
         self._num_rows: set[int | None] = set()
         self._packed: set[tuple[int, ...]] = set()
         self._spent = False
@@ -48,11 +47,12 @@ class Calls:
 
     def note_uses(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note the call of a module that uses these parameters."""
-        self._uses.update(map(id, parameters))
+        for parameter in parameters:
+            self._uses[id(parameter)] = self._uses.get(id(parameter), 0) + 1
 
     def used_once(self, parameter: nn.Parameter) -> bool:
         """Whether a single module call used the parameter."""
-        return self._uses[id(parameter)] == 1
+        return self._uses.get(id(parameter)) == 1
 
     def rows(self, num_losses: int, lengths: Sequence[int], last: int | None) -> int | None:
         """Return the number of rows of the calls behind the losses that are about to be differentiated.

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from dpllm.ghost import functional, memory, shared
+from dpllm.ghost.call import tensors_of
 from dpllm.ghost.calls import Calls
 from dpllm.ghost.checks import (
     placeholders_of,
@@ -94,7 +95,9 @@ class Switch:
 
         DeepSpeed frees what it partitioned only where no parameter that it gathered for a layer has a gradient.
         """
-        self._stay.update({id(p): p for p in parameters if hasattr(p, "ds_id")})
+        for parameter in parameters:
+            if hasattr(parameter, "ds_id"):
+                self._stay[id(parameter)] = parameter
 
     def off_in_pass(self) -> None:
         """Take out those that stay out; the others are taken out while a module with a rule runs."""
@@ -108,10 +111,30 @@ class Switch:
 
     def on(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Put back these parameters, where they were taken out; None: all that were."""
-        some = [p for p in parameters if id(p) not in self._stay] if parameters is not None else None
-        for parameter in list(self._off.values()) if some is None else some:
-            if self._off.pop(id(parameter), None) is not None:
+        if parameters is None:
+            parameters, stay = list(self._off.values()), {}
+        else:
+            stay = self._stay
+        for parameter in parameters:
+            if id(parameter) not in stay and self._off.pop(id(parameter), None) is not None:
                 parameter.requires_grad = True
+
+
+class _Paused:
+    """Pauses hooks and the watch of functions; a class, because a generator costs more in every layer."""
+
+    __slots__ = ("_before", "_hooks", "_off")
+
+    def __init__(self, hooks: Hooks) -> None:
+        self._hooks = hooks
+
+    def __enter__(self) -> None:
+        hooks, uses = self._hooks, self._hooks.uses
+        self._before, self._off = hooks.paused, uses.off
+        hooks.paused = uses.off = True
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.paused, self._hooks.uses.off = self._before, self._off
 
 
 class Hooks:
@@ -127,6 +150,7 @@ class Hooks:
         calls: of the model.
         uses: serves the uses of parameters outside the modules that have a rule.
         in_backward: whether a backward pass of the clipper is running.
+        paused: whether a rule runs modules for itself.
 
     Raises:
         GhostError: a parameter without a rule.
@@ -139,7 +163,7 @@ class Hooks:
         self.calls = ModelCalls(model)
         self.uses = Uses(model, parameters, host)
         self._forget, self._switch = forget, Switch()
-        self._in_forward = self.in_backward = self._paused = False
+        self._in_forward = self.in_backward = self.paused = False
         self._handles = shared.attach(model, host)
         try:
             for site in find_sites(model):
@@ -161,45 +185,44 @@ class Hooks:
         self.uses.remove()
 
     def _attach_site(self, served: Served) -> None:
-        module = served.site.module
-        holders = served.site.holders()
+        module, path, own = served.site.module, served.site.path, tuple(served.site.trainable.values())
+        within = served.experts is not None
         if served.is_known:
-            self._switch.keep_off(served.site.trainable.values())
+            self._switch.keep_off(own)
 
         def before(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-            if self._paused or not self.in_pass:
+            if self.paused or not self.in_pass:
                 self._refuse_bypass(served)
                 return None
             given, (args, kwargs) = (args, kwargs), self.uses.replaced((args, kwargs))
-            # A sharded model (FSDP2) puts other tensors in place of its parameters while a module runs.
-            parameters = [getattr(holder, name) for holder, name in holders]
+            parameters = served.present()
             served.refuse_replaced(parameters)
-            with self.pause():
-                owned = served.enter(args, kwargs)
+            with _Paused(self):
+                owned = served.enter(args, kwargs, parameters)
                 for parameter in parameters:
                     self.uses.refuse_gradient_of(parameter)
                 if owned:
                     self._switch.keep_off(parameters)
-                    self._switch.off(p for p in parameters if p.requires_grad)
-            self.uses.enter(parameters if owned else (), within=served.experts is not None)
+                    self._switch.off([p for p in parameters if p.requires_grad])
+            self.uses.enter(parameters if owned else (), within)
             if owned:
-                self.uses.refuse_other_order(served.site.path, (args, kwargs))
-                self.note_uses(served.site.trainable.values())
+                self.uses.refuse_other_order(path, tensors_of(args, kwargs))
+                self.note_uses(own)
             if served.before is None or not owned:
                 return None if args is given[0] and kwargs is given[1] else (args, kwargs)
-            with self.pause():
+            with _Paused(self):
                 return served.before(module, args, kwargs, self.calls.rows)
 
         def after(_: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-            if self._paused or not self.in_pass:
+            if self.paused or not self.in_pass:
                 return None
             self.uses.leave()
-            with self.pause():
-                owned = served.leave(args, kwargs, broke_off=output is None)
-                self._switch.on(getattr(holder, name) for holder, name in holders)
+            with _Paused(self):
+                call = served.leave(args, kwargs, broke_off=output is None)
+                self._switch.on(call.parameters)
                 if output is None or not torch.is_grad_enabled():
                     return None
-                if not owned:
+                if not call.owned:
                     return self.uses.replaced(output)  # before ZeRO-3's hooks put another tensor in its place
                 return self.uses.found((args, kwargs), served.after(module, args, kwargs, output, self.calls.rows))
 
@@ -218,29 +241,19 @@ class Hooks:
     @property
     def rows_in_pass(self) -> int | None:
         """Rows of the current call of the model; None outside a call, or where they are not known."""
-        return self.calls.rows if self.in_pass and not self._paused else None
+        return self.calls.rows if self.in_pass and not self.paused else None
 
     def note_uses(self, parameters: Iterable[nn.Parameter]) -> None:
         """Count a use of each parameter in this call of the model; a recomputed module was counted before."""
         if self._in_forward:
             self.calls.counts.note_uses(parameters)
 
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
+    def pause(self) -> contextlib.AbstractContextManager[None]:
         """Pause the hooks: a module that a rule runs for itself is not a use of its parameters."""
-        before, self._paused = self._paused, True
-        with self.uses.suspended():
-            try:
-                yield
-            finally:
-                self._paused = before
+        return _Paused(self)
 
     def _refuse_bypass(self, served: Served) -> None:
-        if (
-            not self._paused
-            and torch.is_grad_enabled()
-            and any(p.requires_grad for p in served.site.trainable.values())
-        ):
+        if not self.paused and torch.is_grad_enabled() and any(p.requires_grad for p in served.site.trainable.values()):
             raise NoRuleError(
                 f"{served.site.path} was called directly, with gradients on. Call the model given to GhostClipper, so "
                 "that every use of a parameter is seen; wrap evaluation in torch.no_grad()."

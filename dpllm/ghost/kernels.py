@@ -57,26 +57,38 @@ def rounding_slack(dtype: torch.dtype) -> float:
     return 16 * torch.finfo(accumulation_dtype(dtype)).eps / 2
 
 
-@contextlib.contextmanager
-def exact_matmul() -> Iterator[None]:
+def exact_matmul() -> contextlib.AbstractContextManager[None]:
     """Keep float32 products in float32: no TF32, no bfloat16 and no autocast, for every setting of the process.
 
     Norms and clipped sums decide the sensitivity; the model's own forward and backward keep the user's setting.
     The setting may have been made through either of PyTorch's two interfaces
     (``set_float32_matmul_precision`` and ``allow_tf32``, or ``fp32_precision``), or both.
     """
-    accelerator = _accelerator()
-    autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(accelerator)
-    rounds = any(flag.fp32_precision not in _EXACT for flag in _matmul_flags())
-    if not rounds and not autocast:  # entered for every layer: free if nothing changes
-        yield
-        return
-    with (
-        _exact_flags() if rounds else contextlib.nullcontext(),
-        torch.autocast("cpu", enabled=False),
-        torch.autocast(accelerator, enabled=False),
-    ):
-        yield
+    return _ExactMatmul()
+
+
+class _ExactMatmul:
+    """A class, because a generator costs more, and it is entered for every layer."""
+
+    __slots__ = ("_changed",)
+
+    def __enter__(self) -> None:
+        """Change the settings; nothing, at once, where products are exact already."""
+        self._changed: contextlib.ExitStack | None = None
+        accelerator = _accelerator()
+        rounds = any(flag.fp32_precision not in _EXACT for flag in _matmul_flags())
+        if rounds or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(accelerator):
+            with contextlib.ExitStack() as changed:
+                if rounds:
+                    changed.enter_context(_exact_flags())
+                for device in ("cpu", accelerator):
+                    changed.enter_context(torch.autocast(device, enabled=False))
+                self._changed = changed.pop_all()
+
+    def __exit__(self, *_: object) -> None:
+        """Restore them."""
+        if self._changed is not None:
+            self._changed.close()
 
 
 _EXACT = ("ieee", "none")

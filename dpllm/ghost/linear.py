@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dpllm.ghost.call import Call, flatten_tensors
+from dpllm.ghost.call import Call, tensors_of
 from dpllm.ghost.contributions import Outer, RowGradients
 from dpllm.ghost.errors import NoRuleError
 from dpllm.ghost.kernels import sum_tokens
@@ -30,6 +30,8 @@ def is_linear(module: nn.Module) -> bool:
 
 def as_tokens(x: Tensor) -> Tensor:
     """View (B, D) or (B, ..., D) as (B, T, D)."""
+    if x.ndim == 3:
+        return x
     return x.unsqueeze(1) if x.ndim == 2 else x.flatten(1, -2)
 
 
@@ -119,13 +121,13 @@ class LinearRule:
         del rows
         if self.weight is None:
             return self.book.tap(output, self.receive)
-        x, *more = flatten_tensors((args, kwargs))
+        x, *more = tensors_of(args, kwargs)
         if more:
             raise NoRuleError(
                 f"{type(module).__name__} read one tensor at its first call, and reads {1 + len(more)} now, so it "
                 "is not a linear layer. Freeze its parameters."
             )
-        if torch.is_autocast_enabled(x.device.type) and x.dtype == torch.float32:
+        if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
             x = x.to(output.dtype)  # the tensor that the product read
         return self.book.tap(output, self.receive, x)
 

@@ -64,7 +64,9 @@ class Flows:
 
     def note(self, tensors: Iterable[Tensor]) -> None:
         """Note the kinds of these tensors."""
-        self._seen.update((t.device, t.dtype) for t in tensors if is_measured(t))
+        for tensor in tensors:
+            if is_measured(tensor):
+                self._seen.add((tensor.device, tensor.dtype))
 
     def slack_factor(self, norm_method: NormMethod) -> float:
         """Return the largest `slack_factor` of all kinds noted."""

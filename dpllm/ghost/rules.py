@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dpllm.ghost import expert_adapters, routing
-from dpllm.ghost.call import Call, flatten_tensors
+from dpllm.ghost.call import Call, tensors_of
 from dpllm.ghost.embedding import EmbeddingRule, RelativeBiasRule, gives_relative_bias
 from dpllm.ghost.errors import GhostError, NoRuleError
 from dpllm.ghost.experts import ExpertsRule, Host, is_experts
@@ -235,6 +235,23 @@ def _parent_supplies(modules: dict[str, nn.Module], path: str) -> bool:
     return factors in ("lora_A", "lora_B") and expert_adapters.is_wrapper(modules[above])
 
 
+class _Entered(NamedTuple):
+    """A call of a site that runs.
+
+    Attributes:
+        owned: whether the site's rule applies to it.
+        versions: of its inputs; None if the module is of a known class, or has no rule.
+        parameters: in the places of the trainable ones.
+    """
+
+    owned: bool
+    versions: list[int] | None
+    parameters: Sequence[nn.Parameter]
+
+
+_BROKEN_OFF = _Entered(owned=False, versions=None, parameters=())  # before it was noted
+
+
 class Served:
     """A site with its rule, if it has one.
 
@@ -268,9 +285,14 @@ class Served:
         # The inputs of a module that was recognised are read after its call, so the call must not change them.
         self.is_known = self._after is not None or self.before is not None
         self._decided = self.is_known
-        self._calls: list[list[int] | None] = []  # of each running call with a rule: the versions of its inputs
+        self._own, self._holders = tuple(site.trainable.values()), site.holders()
+        self._calls: list[_Entered] = []
 
-    def refuse_replaced(self, present: Sequence[Tensor]) -> None:
+    def present(self) -> list[nn.Parameter]:
+        """Return the tensors in the places of the trainable parameters; a sharded model (FSDP2) puts others there."""
+        return [getattr(holder, name) for holder, name in self._holders]
+
+    def refuse_replaced(self, present: Sequence[nn.Parameter]) -> None:
         """Make sure that the module runs with its own parameters; a sharded model puts others in their places.
 
         Args:
@@ -279,39 +301,40 @@ class Served:
         Raises:
             GhostError: a caller put another tensor there.
         """
-        for (name, own), live in zip(self.site.trainable.items(), present, strict=True):
+        for own, live in zip(self._own, present, strict=True):
             if live is not own and not isinstance(own, DTensor):
+                name = next(name for name, p in self.site.trainable.items() if p is own)
                 raise NoRuleError(
                     f"{self.site.path} ({type(self.site.module).__name__}) was called with another tensor in the place "
                     f"of {name}, as torch.func.functional_call does, so its gradient would be taken for that of the "
                     "parameter. Use the tensor in a function, such as torch.nn.functional.linear, or freeze both."
                 )
 
-    def enter(self, args: tuple, kwargs: dict) -> bool:
+    def enter(self, args: tuple, kwargs: dict, present: Sequence[nn.Parameter]) -> bool:
         """Return whether the module's rule applies to this call; if not, its functions are served one by one."""
-        tensors = list(flatten_tensors((args, kwargs)))
+        tensors = tensors_of(args, kwargs)
         if not self._decided and torch.is_grad_enabled():
             self._after, self._decided = self._recognise(args, kwargs), True
         applies = (self._after is not None or self.before is not None) and not any(map(origins_of, tensors))
-        self._calls.append([t._version for t in tensors] if applies else None)
+        versions = [t._version for t in tensors] if applies and not self.is_known else None
+        self._calls.append(_Entered(applies, versions, present))
         return applies
 
-    def leave(self, args: tuple, kwargs: dict, broke_off: bool) -> bool:
-        """Return whether the rule applies to the call that ends.
+    def leave(self, args: tuple, kwargs: dict, broke_off: bool) -> _Entered:
+        """Return what is known of the call that ends.
 
         Raises:
             GhostError: the module wrote to one of its inputs.
         """
-        before = self._calls.pop() if self._calls else None
-        if before is None:
-            return False
-        if not self.is_known and not broke_off and [t._version for t in flatten_tensors((args, kwargs))] != before:
+        call = self._calls.pop() if self._calls else _BROKEN_OFF
+        before = call.versions
+        if before is not None and not broke_off and [t._version for t in tensors_of(args, kwargs)] != before:
             raise NoRuleError(
                 f"{self.site.path} ({type(self.site.module).__name__}) changes its input in place, so its original "
                 f"input is lost for the per-row gradients of {sorted(self.site.trainable)}. Let it work on a copy, "
                 "or freeze these parameters."
             )
-        return True
+        return call
 
     def after(self, module: nn.Module, args: tuple, kwargs: dict, output: Any, rows: int | None) -> Any:
         """Tap the module's output."""

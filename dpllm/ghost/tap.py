@@ -53,7 +53,7 @@ def tap(output: Tensor, receive: Receive, *saved: Tensor) -> Tensor:
     """
     if not output.requires_grad:
         output.requires_grad_()
-    return _Tap.apply(output, receive, *(t.detach() for t in saved))
+    return _Tap.apply(output, receive, *[t.detach() for t in saved])
 
 
 class Recorder(Protocol):

@@ -45,6 +45,10 @@ class Twins:
         """Start without one."""
         self._by_id: dict[int, _Hidden] = {}
 
+    def __bool__(self) -> bool:
+        """Whether there is one."""
+        return bool(self._by_id)
+
     def clear(self) -> None:
         """Forget all."""
         self._by_id.clear()

@@ -10,8 +10,7 @@ in the graph of the losses, and is refused there.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,19 +49,60 @@ class _Names:
         return self._name_of.get(id(value))
 
 
-@dataclass(frozen=True)
 class _Running:
     """A module that runs.
 
+    The names of parameters are looked up when a function asks: in most calls none is watched.
+
+    Args:
+        parameters: to which a rule applies in it.
+        within: whether it applies in the modules within it as well.
+        around: the module that runs around it.
+        names: of parameters.
+
     Attributes:
-        owned: names of the parameters to which a rule applies in it.
-        inherited: those to which it applies in the modules within it as well.
         with_grad: whether it was called with gradients on.
     """
 
-    owned: frozenset[str | None]
-    inherited: frozenset[str | None]
-    with_grad: bool
+    __slots__ = ("_around", "_names", "_owned", "_parameters", "_within", "with_grad")
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], within: bool, around: _Running | None, names: _Names
+    ) -> None:
+        self._parameters, self._within, self._around, self._names = parameters, within, around, names
+        self._owned: frozenset[str | None] | None = None
+        self.with_grad = torch.is_grad_enabled()
+
+    @property
+    def owned(self) -> frozenset[str | None]:
+        """The names of the parameters to which a rule applies in it."""
+        if self._owned is None:
+            self._owned = self._above.union(map(self._names.of, self._parameters))
+        return self._owned
+
+    @property
+    def inherited(self) -> frozenset[str | None]:
+        """The names of those to which it applies in the modules within it as well."""
+        return self.owned if self._within else self._above
+
+    @property
+    def _above(self) -> frozenset[str | None]:
+        return frozenset() if self._around is None else self._around.inherited
+
+
+class _Suspended:
+    """Ignores uses while a rule runs modules for itself; a class, because a generator costs more in every layer."""
+
+    __slots__ = ("_before", "_uses")
+
+    def __init__(self, uses: Uses) -> None:
+        self._uses = uses
+
+    def __enter__(self) -> None:
+        self._before, self._uses.off = self._uses.off, True
+
+    def __exit__(self, *_: object) -> None:
+        self._uses.off = self._before
 
 
 class _Guard:
@@ -97,6 +137,7 @@ class Uses(TorchFunctionMode):
     Attributes:
         active: whether the present call of the model, and the backward pass that follows, are watched.
         proved: whether a backward pass succeeded.
+        off: whether uses are ignored, while a rule runs modules for itself.
     """
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], host: Host) -> None:
@@ -107,7 +148,7 @@ class Uses(TorchFunctionMode):
         self._running: list[_Running] = []
         self._rule = FunctionRule(host)
         self._needed = any(hasattr(p, "ds_id") for p in parameters.values())  # no gradient would show a use
-        self._off = self._in_backward = False
+        self.off = self._in_backward = False
         self._calls = 0
         self._twins = Twins()
         self._handles: dict[int, _Guard] = {}
@@ -168,31 +209,22 @@ class Uses(TorchFunctionMode):
             for handle in handles:
                 handle.remove()
 
-    @contextlib.contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Ignore uses while a rule runs modules for itself."""
-        before, self._off = self._off, True
-        try:
-            yield
-        finally:
-            self._off = before
-
     # ------------------------------------------------------------------- running modules
 
-    def enter(self, owned: Iterable[nn.Parameter], within: bool = False) -> None:
+    def enter(self, owned: Sequence[nn.Parameter], within: bool = False) -> None:
         """Note that a module begins to run.
 
         Args:
             owned: the parameters of its own to which its rule applies.
             within: whether that rule sees their uses by the modules within it as well.
         """
-        inherited = self._running[-1].inherited if self._running else frozenset()
-        names = inherited.union(map(self.name_of, owned))
-        self._running.append(_Running(names, names if within else inherited, torch.is_grad_enabled()))
+        self._running.append(_Running(owned, within, self._running[-1] if self._running else None, self._names))
 
     def replaced(self, value: Any) -> Any:
         """Return a module's arguments with the outputs of ZeRO-3's linear function in a form that has a graph."""
-        with self.suspended():
+        if not self._twins:
+            return value
+        with _Suspended(self):
             return self._twins.replaced(value)
 
     def found(self, given: Any, output: Any) -> Any:
@@ -201,9 +233,10 @@ class Uses(TorchFunctionMode):
             mark_rows(output, rows=False)
         return output
 
-    def refuse_other_order(self, user: str, value: Any) -> None:
+    def refuse_other_order(self, user: str, tensors: Sequence[Tensor]) -> None:
         """Make sure that the tensors that a use of parameters reads have the rows of the batch in order."""
-        tensors = list(flatten_tensors(value))
+        if all(orders.order_of(t) is None for t in tensors):
+            return
         if rows := self._host.rows_by_themselves:
             orders.refuse_other_order(user, tensors, rows)
             self._needed |= orders.needs_every_call(tensors)
@@ -256,7 +289,7 @@ class Uses(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Call the function, and serve the parameters that it uses."""
         kwargs = kwargs or {}
-        if self._off or getattr(func, "__name__", "") in _ATTRIBUTES:
+        if self.off or getattr(func, "__name__", "") in _ATTRIBUTES:
             return func(*args, **kwargs)
         if torch.is_grad_enabled():
             args, kwargs = self._twins.replaced((args, kwargs))
