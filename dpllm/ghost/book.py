@@ -192,7 +192,7 @@ class Book:
         refuse_other_rows(name, use.grad.shape, self._of_now().rows.unit_B.numel(), self.is_packed)
         if self.shards is not None:
             use = self.shards.local(name, parameter, use)
-        with kernels.exact_matmul(), torch.no_grad():
+        with kernels.exact_matmul():
             self._receiver.take(name, parameter, use)
 
     # ----------------------------------------------------------------------- norms
@@ -470,7 +470,7 @@ class Book:
         if self.shards is not None and not self.shards.adds(parameter):
             self._of_now().contributions.pop(id(parameter))
             return
-        with torch.no_grad(), kernels.exact_matmul():
+        with kernels.exact_matmul():
             self._of_now().add_clipped_sum_(parameter, total)
 
     def _of_now(self) -> Pass:

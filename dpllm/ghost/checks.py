@@ -149,6 +149,8 @@ def no_gradient(missing: Sequence[str]) -> UnreachedError:
 
 def refuse_others(model: nn.Module, known: Collection[int]) -> None:
     """Raise `GhostError` for a trainable parameter of the model whose id is not among the known ones."""
+    if not _has_others(model, known):  # names take most of the time of this check, and an error alone needs them
+        return
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in known:
             raise GhostError(
@@ -156,6 +158,20 @@ def refuse_others(model: nn.Module, known: Collection[int]) -> None:
                 "given noise. Set requires_grad of all parameters before, or call remove() and make another "
                 "GhostClipper, which clips all of them together"
             )
+
+
+def _has_others(model: nn.Module, known: Collection[int]) -> bool:
+    """Whether a parameter of a module within the model is trainable and not known."""
+    modules, seen = [model], {id(model)}
+    for module in modules:  # grows
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.requires_grad and id(parameter) not in known:
+                return True
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                modules.append(child)
+    return False
 
 
 def refuse_outside(loss_B: Tensor, known: Collection[int]) -> None:

@@ -95,13 +95,19 @@ class Switch:
 
         DeepSpeed frees what it partitioned only where no parameter that it gathered for a layer has a gradient.
         """
-        for parameter in parameters:
-            if hasattr(parameter, "ds_id"):
-                self._stay[id(parameter)] = parameter
+        self._stay.update({id(p): p for p in parameters if hasattr(p, "ds_id")})
 
     def off_in_pass(self) -> None:
         """Take out those that stay out; the others are taken out while a module with a rule runs."""
         self.off(self._stay.values())
+
+    def off_in_module(self, parameter: nn.Parameter) -> None:
+        """Take this parameter out while a module with a rule runs, or until the end of the pass if it stays out."""
+        if hasattr(parameter, "ds_id"):
+            self._stay[id(parameter)] = parameter
+        if parameter.requires_grad:
+            parameter.requires_grad = False
+            self._off[id(parameter)] = parameter
 
     def off(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take these parameters out."""
@@ -109,15 +115,17 @@ class Switch:
             parameter.requires_grad = False
             self._off[id(parameter)] = parameter
 
-    def on(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Put back these parameters, where they were taken out; None: all that were."""
-        if parameters is None:
-            parameters, stay = list(self._off.values()), {}
-        else:
-            stay = self._stay
+    def on_after_module(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Put back these parameters, where they were taken out and do not stay out."""
         for parameter in parameters:
-            if id(parameter) not in stay and self._off.pop(id(parameter), None) is not None:
+            if id(parameter) not in self._stay and self._off.pop(id(parameter), None) is not None:
                 parameter.requires_grad = True
+
+    def on(self) -> None:
+        """Put back all that were taken out."""
+        for parameter in self._off.values():
+            parameter.requires_grad = True
+        self._off.clear()
 
 
 class _Paused:
@@ -201,9 +209,8 @@ class Hooks:
                 owned = served.enter(args, kwargs, parameters)
                 for parameter in parameters:
                     self.uses.refuse_gradient_of(parameter)
-                if owned:
-                    self._switch.keep_off(parameters)
-                    self._switch.off([p for p in parameters if p.requires_grad])
+                    if owned:
+                        self._switch.off_in_module(parameter)
             self.uses.enter(parameters if owned else (), within)
             if owned:
                 self.uses.refuse_other_order(path, tensors_of(args, kwargs))
@@ -219,7 +226,7 @@ class Hooks:
             self.uses.leave()
             with _Paused(self):
                 call = served.leave(args, kwargs, broke_off=output is None)
-                self._switch.on(call.parameters)
+                self._switch.on_after_module(call.parameters)
                 if output is None or not torch.is_grad_enabled():
                     return None
                 if not call.owned:

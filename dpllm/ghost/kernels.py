@@ -63,6 +63,8 @@ def exact_matmul() -> contextlib.AbstractContextManager[None]:
     Norms and clipped sums decide the sensitivity; the model's own forward and backward keep the user's setting.
     The setting may have been made through either of PyTorch's two interfaces
     (``set_float32_matmul_precision`` and ``allow_tf32``, or ``fp32_precision``), or both.
+
+    No graph is recorded either.
     """
     return _ExactMatmul()
 
@@ -70,13 +72,17 @@ def exact_matmul() -> contextlib.AbstractContextManager[None]:
 class _ExactMatmul:
     """A class, because a generator costs more, and it is entered for every layer."""
 
-    __slots__ = ("_changed",)
+    __slots__ = ("_changed", "_with_grad")
 
     def __enter__(self) -> None:
         """Change the settings; nothing, at once, where products are exact already."""
         self._changed: contextlib.ExitStack | None = None
+        self._with_grad = torch.is_grad_enabled()
+        if self._with_grad:
+            torch.set_grad_enabled(False)
         accelerator = _accelerator()
-        rounds = any(flag.fp32_precision not in _EXACT for flag in _matmul_flags())
+        of_cuda, of_mkldnn = _matmul_flags()
+        rounds = of_cuda.fp32_precision not in _EXACT or of_mkldnn.fp32_precision not in _EXACT
         if rounds or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(accelerator):
             with contextlib.ExitStack() as changed:
                 if rounds:
@@ -89,6 +95,8 @@ class _ExactMatmul:
         """Restore them."""
         if self._changed is not None:
             self._changed.close()
+        if self._with_grad:
+            torch.set_grad_enabled(True)
 
 
 _EXACT = ("ieee", "none")
