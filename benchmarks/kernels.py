@@ -162,19 +162,24 @@ def weighted_sum_case(shape: tuple, dtype: torch.dtype, device: torch.device) ->
     x, y = (random(rows, tokens, width, dtype=dtype, device=device) for width in (left, right))
     factor = torch.rand(rows, device=device)
 
-    def total(form: Any, *inputs: Tensor) -> Tensor:
-        sum_LR = torch.zeros(left, right, dtype=kernels.accumulation_dtype(inputs[0].dtype), device=device)
-        form.add_weighted_outer_(sum_LR, *inputs)
+    def fused() -> Tensor:
+        sum_LR = torch.empty(left, right, device=device)
+        triton_kernels.weighted_outer_(sum_LR, None, x, y, factor)
+        return sum_LR
+
+    def plain(*inputs: Tensor) -> Tensor:
+        sum_LR = torch.empty(left, right, dtype=kernels.accumulation_dtype(inputs[0].dtype), device=device)
+        kernels.add_weighted_outer_(sum_LR, *inputs, is_empty=True)
         return sum_LR
 
     return Case(
         kernel="weighted sum",
         shape=f"B={rows} T={tokens} L={left} R={right}",
-        fused=lambda: (total(triton_kernels, x, y, factor), None),
-        plain=lambda: (total(kernels, x, y, factor), None),
-        exact=lambda: total(kernels, x.double(), y.double(), factor.double()),
+        fused=lambda: (fused(), None),
+        plain=lambda: (plain(x, y, factor), None),
+        exact=lambda: plain(x.double(), y.double(), factor.double()),
         flops=2 * rows * tokens * left * right,
-        bytes=x.nbytes + y.nbytes + 12 * left * right,
+        bytes=x.nbytes + y.nbytes + 4 * left * right,
     )
 
 

@@ -14,7 +14,8 @@ waits       operations of these for which the host waits on a GPU (nonzero, item
 host time   processor time on one thread, private / plain, medians of interleaved steps. Triton kernels are replaced by
             an empty Python call: on a GPU each launch costs some microseconds more, in proportion to the launches
 bytes       memory traffic of the clipped sums for each entry of a bfloat16 matrix: tensors of the matrix's size that
-            the operations from the factors to ``.grad`` read or write. Without privacy a step writes 2
+            the operations from the factors to ``.grad`` read or write. The noise is read and counted so; writing it is
+            not counted. Without privacy a step writes 2
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from throughput import OURS, PLAIN, GhostStep, Settings, Step, batch_of, build_model, machine, twin
 
 from dpllm.ghost import NormMethod, kernels, triton_kernels, triton_programs
+from dpllm.ghost.sums import Sum
 from dpllm.models.losses import per_sequence_loss
 
 DEPTHS = (2, 3)
@@ -118,16 +120,17 @@ class Counting(TorchDispatchMode):
         return result
 
     def launch(self, name: str, arguments: tuple, options: dict[str, Any]) -> None:
-        """Count a Triton launch: it reads and writes a matrix of sums, unless it says that it begins one."""
+        """Count a Triton launch: it reads or writes each matrix of sums that is passed, once for each time."""
         self.found.operations[name] += 1
-        passes = 1 if options.get("FIRST") else 2
-        self.found.bytes += passes * self._bytes((arguments, options))
+        self.found.bytes += self._bytes((arguments, options))
 
     def _traffic(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
         written = [argument.name for argument in func._schema.arguments if _is_written(argument)]
         for position, argument in enumerate(func._schema.arguments):
             value = kwargs.get(argument.name, args[position] if position < len(args) else None)
-            only_written = argument.name in written and func._overloadpacket.__name__ in ("zero_", "fill_", "copy_")
+            only_written = argument.name in written and (
+                argument.name == "out" or func._overloadpacket.__name__ in ("zero_", "fill_", "copy_")
+            )
             self.found.bytes += self._bytes(value) * (not only_written)
         self.found.bytes += self._bytes(result)
 
@@ -289,15 +292,20 @@ def sum_bytes(microbatches: int) -> float:
     table = step.model.get_input_embeddings().weight
     parameters = {name: p for name, p in step.clipper.parameters.items() if p is not table}
     entries = sum(p.numel() for p in parameters.values() if p.ndim == 2)
+
+    def add_to(parameter: torch.nn.Parameter, total: Sum) -> None:
+        if last:  # the noise is in it, whose own traffic is not counted
+            total.is_empty = False
+        step.clipper.add_clipped_sum_(parameter, total)
+
     for microbatch in range(microbatches):
+        last = microbatch + 1 == microbatches
         with as_on_gpu():
             losses_B = per_sequence_loss(step.model(input_ids=ids_BT).logits, ids_BT)
             step.norms = step.clipper.clip(losses_B).norms
         _require_finite(step)
         with as_on_gpu(counting):
-            step.engine.collect(
-                parameters, step.clipper.add_clipped_sum_, last=microbatch + 1 == microbatches, scale=1.0
-            )
+            step.engine.collect(parameters, add_to, last=last, scale=1.0)
     step.forget()
     return counting.found.bytes / entries / microbatches
 

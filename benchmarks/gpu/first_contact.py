@@ -21,6 +21,7 @@ import torch
 
 from dpllm.ghost import NormMethod, kernels, triton_kernels
 from dpllm.ghost.rounding import _MOST, _SHAPES, shortfalls, slack_factor
+from dpllm.ghost.sums import Sum, Weights
 from dpllm.mechanism.chacha20 import ChaCha20Normals
 from dpllm.mechanism.device_chacha20 import DeviceNormals, require_known_words
 from dpllm.mechanism.generators import ENTRIES_AT_A_TIME, NoiseSource, philox
@@ -43,8 +44,8 @@ def first_kernel(figures: Figures, setting: Setting) -> None:
     """One kernel is compiled and run: a missing C compiler or Python.h shows here."""
     begin = time.monotonic()
     x, y = (torch.randn(2, 17, 48, device=setting.device, dtype=torch.bfloat16) for _ in range(2))
-    total = torch.zeros(48, 48, device=setting.device)
-    triton_kernels.add_weighted_outer_(total, x, y, torch.ones(2, device=setting.device))
+    total = torch.empty(48, 48, device=setting.device)
+    triton_kernels.weighted_outer_(total, None, x, y, torch.ones(2, device=setting.device))
     expected = torch.einsum("btl,btr->lr", x.double(), y.double())
     figures.check("relative error", relative_error(total, expected), at_most=EXACT[torch.bfloat16])
     figures["seconds with compilation"] = time.monotonic() - begin
@@ -287,7 +288,7 @@ def tf32(figures: Figures, setting: Setting) -> None:
                     form.outer_norms(x, [y])[0]
                     for form in (NormMethod("gram"), NormMethod("tiled"), NormMethod("gram", False))
                 ]
-                NormMethod().add_weighted_outer_(sums, x, y, torch.ones(2, device=device))
+                NormMethod().add_weighted_outer_(Sum.onto(sums), x, y, Weights(torch.ones(2, device=device)))
             figures.require(flags() == before, f"{name}: the settings are not what they were")
             worst = max(relative_error(norm, exact) for norm in norms)
             figures.check(f"{name}, norms", worst, at_most=1e-5)

@@ -26,6 +26,7 @@ from dpllm.engines.processes import Processes
 from dpllm.engines.single import AddTo, ToTotal
 from dpllm.engines.zero3 import gather_adapted_stacks, refuse_leaves, without_leaves
 from dpllm.ghost.kernels import accumulation_dtype
+from dpllm.ghost.sums import Sum
 
 # Options of a DeepSpeed configuration that private training sets, with the reason.
 _NEEDED: dict[str, tuple[Any, str]] = {
@@ -153,7 +154,7 @@ class DeepSpeedZero:
             refuse_leaves(engine.module)
             gather_adapted_stacks(engine.module)
         self.guard = UpdateGuard(engine.optimizer, self.processes, replicas=1, at_once=False)
-        self._totals: dict[nn.Parameter, Tensor] = {}
+        self._sums: dict[nn.Parameter, Sum] = {}
         self._projections = Projections(self.processes)
         self._handed: tuple[list[nn.Parameter], float] = [], 1.0
 
@@ -179,19 +180,19 @@ class DeepSpeedZero:
             raise no_totals(type(self).__name__)
         if self._stage == 1:
             for parameter in parameters.values():
-                if parameter not in self._totals:
-                    self._totals[parameter] = _zeros(parameter)
-                add_to(parameter, self._totals[parameter])
+                if parameter not in self._sums:
+                    self._sums[parameter] = _begun(parameter)
+                add_to(parameter, self._sums[parameter])
             if not last:
                 return
-            totals, self._totals = self._totals, {}
-            self._hand_in(parameters, totals.pop, last, scale)
+            sums, self._sums = self._sums, {}
+            self._hand_in(parameters, lambda parameter: sums.pop(parameter).filled(), last, scale)
             return
 
         def formed(parameter: nn.Parameter) -> Tensor:
-            total = _zeros(parameter)
+            total = _begun(parameter)
             add_to(parameter, total)
-            return total
+            return total.filled()
 
         self._hand_in(parameters, formed, last, scale)
 
@@ -262,10 +263,10 @@ class DeepSpeedZero:
         self._projections.verify(wholes())
 
 
-def _zeros(parameter: nn.Parameter) -> Tensor:
-    """Return a zero tensor, float32 or wider, of the parameter's full shape, which ZeRO-3 keeps in ``ds_shape``."""
-    shape = getattr(parameter, "ds_shape", parameter.shape)
-    return torch.zeros(shape, dtype=accumulation_dtype(parameter.dtype), device=parameter.device)
+def _begun(parameter: nn.Parameter) -> Sum:
+    """Begin a sum, float32 or wider, of the parameter's full shape, which ZeRO-3 keeps in ``ds_shape``."""
+    shape = torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+    return Sum(shape, accumulation_dtype(parameter.dtype), parameter.device)
 
 
 def _check_engine(engine: Any) -> None:

@@ -24,6 +24,7 @@ from dpllm.engines.guard import UpdateGuard
 from dpllm.engines.processes import Processes
 from dpllm.engines.single import AddTo, ToTotal, keep_slice_, refuse_foreign_gradients, set_gradient
 from dpllm.ghost.kernels import accumulation_dtype
+from dpllm.ghost.sums import Sum
 
 # Words in the names of mesh dimensions, as used by torch, torchtitan and accelerate.
 _SPLITTING = {
@@ -89,10 +90,9 @@ class FullySharded:
         for parameter in parameters.values():
             assert isinstance(parameter, DTensor)
             mesh = parameter.device_mesh
-            dtype = accumulation_dtype(parameter.dtype)
-            total = torch.zeros(parameter.shape, dtype=dtype, device=mesh.device_type)
+            total = Sum(parameter.shape, accumulation_dtype(parameter.dtype), torch.device(mesh.device_type))
             add_to(parameter, total)
-            whole = DTensor.from_local(total, mesh, [Partial()] * mesh.ndim, run_check=False)
+            whole = DTensor.from_local(total.filled(), mesh, [Partial()] * mesh.ndim, run_check=False)
             # Sharded immediately, so that no process keeps the whole sum; added up over the replicas once per step.
             between = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]
             part = whole.redistribute(placements=between)
@@ -109,8 +109,9 @@ class FullySharded:
         shard = part.redistribute(placements=parameter.placements).to_local()
         if to_total is not None:
             shard = _completed(parameter, part, shard.contiguous(), to_total)
-        shard = shard.mul_(scale)
-        shard = shard.to(parameter.to_local().device)  # the device of the shards, if they are offloaded
+        total = Sum.onto(shard)
+        total.finish_in(parameter.dtype, scale)
+        shard = total.finished().to(parameter.to_local().device)  # the device of the shards, if they are offloaded
         grad: Any = set_gradient(
             parameter,
             DTensor.from_local(

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from dpllm.engines.optimizers import innermost
 from dpllm.engines.processes import Processes
+from dpllm.ghost.sums import Sum
 
 # Rounding of sums in float32, over microbatches and processes; gradients in bfloat16 have a wider tolerance.
 _TOLERANCE = 1e-4
@@ -80,14 +81,14 @@ class UpdateGuard:
         self._handle = innermost(optimizer).register_step_pre_hook(self._before_update)
 
     @contextlib.contextmanager
-    def handing_in(self, total: Tensor) -> Iterator[None]:
+    def handing_in(self, total: Sum) -> Iterator[None]:
         """Note the amount that the block adds to a sum for the engine."""
         if self.done:
             yield
             return
-        before = float(total.sum(dtype=torch.float64))
+        before = _amount(total)
         yield
-        self._handed_in += float(total.sum(dtype=torch.float64)) - before
+        self._handed_in += _amount(total) - before
 
     def leave(self, grad: Tensor) -> None:
         """Note this process's part of a finished gradient that the engine leaves for the optimizer."""
@@ -161,6 +162,10 @@ class UpdateGuard:
     def remove(self) -> None:
         """Remove the hook from the optimizer."""
         self._handle.remove()
+
+
+def _amount(total: Sum) -> float:
+    return 0.0 if total.is_empty else float(total.total.sum(dtype=torch.float64))
 
 
 class Projections:

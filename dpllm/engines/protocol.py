@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from dpllm.engines.division import Division
 from dpllm.engines.guard import UpdateGuard
 from dpllm.engines.processes import Processes
+from dpllm.ghost.sums import Sum
 
 
 class Engine(Protocol):
@@ -43,7 +44,7 @@ class Engine(Protocol):
     def collect(
         self,
         parameters: Mapping[str, nn.Parameter],
-        add_to: Callable[[nn.Parameter, Tensor], None],
+        add_to: Callable[[nn.Parameter, Sum], None],
         *,
         last: bool,
         scale: float,
@@ -53,9 +54,10 @@ class Engine(Protocol):
 
         Args:
             parameters: the trainable parameters by name, in the same order on every process.
-            add_to: adds this process's share of one parameter's sum to a tensor of the parameter's full shape, in the
+            add_to: adds this process's share of one parameter's sum to a sum of the parameter's full shape, in the
                 accumulation dtype; called once per parameter. Under tensor parallelism it has the shape of this
-                process's part.
+                process's part. With the last microbatch it adds the noise before the rest, so that the last addend may
+                make the gradient.
             last: whether this is the last microbatch of the step. After it, each owner holds the total over
                 microbatches and processes times ``scale``, exactly added up: no mean, no clipping, no rounding before
                 the sum is complete.

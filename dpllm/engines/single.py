@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from dpllm.engines.division import Division
@@ -13,10 +12,11 @@ from dpllm.engines.errors import EngineError
 from dpllm.engines.guard import UpdateGuard
 from dpllm.engines.processes import Processes
 from dpllm.ghost.kernels import accumulation_dtype
+from dpllm.ghost.sums import Sum
 from dpllm.mechanism.noise import slice_of
 
-AddTo = Callable[[nn.Parameter, Tensor], None]
-"""Adds this process's share of one parameter's noisy clipped sum to a tensor of the parameter's full shape."""
+AddTo = Callable[[nn.Parameter, Sum], None]
+"""Adds this process's share of one parameter's noisy clipped sum to a sum of the parameter's full shape."""
 
 ToTotal = Callable[[nn.Parameter, Tensor], None]
 """Adds noise to the part of one parameter's complete sum that this process owns."""
@@ -37,7 +37,7 @@ class SingleProcess:
         self.unfinished, self.lockstep, self.forms_total = False, False, True
         self.division = Division.of_rows(self.processes)
         self.guard = UpdateGuard(optimizer, self.processes, replicas=self.processes.size)
-        self._totals: dict[nn.Parameter, Tensor] = {}
+        self._sums: dict[nn.Parameter, Sum] = {}
 
     def begin(self) -> None:
         """Begin a step; no other step is accepted until this one is finished."""
@@ -55,7 +55,8 @@ class SingleProcess:
         """Add one microbatch's sums; after the last, the total times ``scale`` is in ``.grad``.
 
         If the parameters have 16 bits, float32 sums of all of them exist only between the microbatches of a step: with
-        the last microbatch, each bucket's sums become gradients before the next bucket's sums are formed.
+        the last microbatch, each bucket's sums become gradients before the next bucket's sums are formed; with one
+        process, each parameter's.
 
         Raises:
             EngineError: autograd left a gradient, which would be released unclipped.
@@ -63,29 +64,45 @@ class SingleProcess:
         refuse_foreign_gradients(parameters)
         if not last:
             for parameter in parameters.values():
-                if parameter not in self._totals:
-                    self._totals[parameter] = self._zeros(parameter)
-                add_to(parameter, self._totals[parameter])
+                if parameter not in self._sums:
+                    self._sums[parameter] = self._begun(parameter)
+                add_to(parameter, self._sums[parameter])
+            return
+        if self.processes.size == 1 and to_total is None:
+            for parameter in parameters.values():
+                self._finish(parameter, add_to, scale)
             return
         for bucket in _buckets(parameters.values()):
             totals = []
             for parameter in bucket:
-                total = self._totals.pop(parameter, None)
-                totals.append(self._zeros(parameter) if total is None else total)
-                add_to(parameter, totals[-1])
+                total = self._sums.pop(parameter, None) or self._begun(parameter)
+                add_to(parameter, total)
+                totals.append(total.filled())
             self._reduce(totals)
             if to_total is not None:
                 self._complete(bucket, totals, to_total)
             for parameter in bucket:
-                self._leave(parameter, totals.pop(0).mul_(scale))
+                self._leave(parameter, Sum.onto(totals.pop(0)), scale)
 
-    def _zeros(self, parameter: nn.Parameter) -> Tensor:
-        """Return an empty sum of the entries that this process holds."""
-        return torch.zeros(parameter.shape, dtype=accumulation_dtype(parameter.dtype), device=parameter.device)
+    def _begun(self, parameter: nn.Parameter) -> Sum:
+        """Begin the sum of the entries that this process holds."""
+        return Sum.of(parameter)
 
-    def _leave(self, parameter: nn.Parameter, total: Tensor) -> None:
+    def _finish(self, parameter: nn.Parameter, add_to: AddTo, scale: float) -> None:
+        """Complete a sum to which no other process adds; from the second step on, its last addend makes the gradient.
+
+        In the first step the guard compares the gradient with the sum, which therefore has to exist.
+        """
+        total = self._sums.pop(parameter, None) or self._begun(parameter)
+        if self.guard.done:
+            total.finish_in(parameter.dtype, scale)
+        add_to(parameter, total)
+        self._leave(parameter, total, scale)
+
+    def _leave(self, parameter: nn.Parameter, total: Sum, scale: float) -> None:
         """Leave the finished total for the optimizer."""
-        self.guard.leave(set_gradient(parameter, total))
+        total.finish_in(parameter.dtype, scale)
+        self.guard.leave(set_gradient(parameter, total.finished()))
 
     def _reduce(self, totals: list[Tensor]) -> None:
         """Add up one bucket's sums over the processes; with one process there is nothing to do."""

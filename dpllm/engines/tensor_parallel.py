@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -21,8 +20,8 @@ from dpllm.engines.errors import EngineError
 from dpllm.engines.guard import UpdateGuard
 from dpllm.engines.processes import Processes
 from dpllm.engines.single import AddTo, ToTotal, refuse_foreign_gradients, set_gradient
-from dpllm.ghost.kernels import accumulation_dtype
 from dpllm.ghost.shards import TensorShards
+from dpllm.ghost.sums import Sum
 
 
 class TensorParallel(DataParallel):
@@ -57,7 +56,7 @@ class TensorParallel(DataParallel):
         self.division = Division(0, 1, place, counts=place[0] == 0, owned=divided)
         # Entries that all processes hold are counted by the first.
         self.guard = UpdateGuard(optimizer, self.processes, replicas=1, is_counted=self._is_counted)
-        self._totals: dict[nn.Parameter, Tensor] = {}
+        self._sums: dict[nn.Parameter, Sum] = {}
 
     def _is_counted(self, parameter: Tensor) -> bool:
         return id(parameter) in self.division.owned or self.division.counts
@@ -80,28 +79,30 @@ class TensorParallel(DataParallel):
         for parameter in parameters.values():
             if not self._shards.is_divided(parameter):
                 continue
-            total = self._totals.pop(parameter, None)
-            if total is None:
-                total = self._zeros(parameter)
-            add_to(parameter, total)
-            if not last:
-                self._totals[parameter] = total
+            if last and to_total is None:
+                self._finish(parameter, add_to, scale)
                 continue
-            if to_total is not None:
-                to_total(parameter, total)
-            self._leave(parameter, total.mul_(scale))
+            total = self._sums.pop(parameter, None) or self._begun(parameter)
+            add_to(parameter, total)
+            if last:
+                assert to_total is not None
+                to_total(parameter, total.filled())
+                self._leave(parameter, total, scale)
+            else:
+                self._sums[parameter] = total
         held_by_all = {name: p for name, p in parameters.items() if not self._shards.is_divided(p)}
         super().collect(held_by_all, add_to, last=last, scale=scale, to_total=to_total)
 
-    def _zeros(self, parameter: Any) -> Tensor:
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        return torch.zeros(local.shape, dtype=accumulation_dtype(local.dtype), device=local.device)
+    def _begun(self, parameter: Any) -> Sum:
+        local: Any = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        return Sum.of(local)
 
-    def _leave(self, parameter: Any, total: Tensor) -> None:
-        value: Any = total
+    def _leave(self, parameter: Any, total: Sum, scale: float) -> None:
+        total.finish_in(parameter.dtype, scale)
+        value: Any = total.finished()
         if isinstance(parameter, DTensor):
             value = DTensor.from_local(
-                total,
+                value,
                 parameter.device_mesh,
                 parameter.placements,
                 run_check=False,

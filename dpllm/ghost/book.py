@@ -44,6 +44,7 @@ from dpllm.ghost.rules import (
     two_passes_over_shards,
 )
 from dpllm.ghost.shards import TensorShards
+from dpllm.ghost.sums import Sum
 from dpllm.ghost.tally import NormTally
 from dpllm.ghost.tap import Receive, tap
 from dpllm.ghost.trained import TrainedParameters
@@ -456,13 +457,13 @@ class Book:
             again, self._again = self._again, None
             self._second_pass(again, factor_GU)
 
-    def add_clipped_sum_(self, parameter: nn.Parameter, total: Tensor) -> None:
+    def add_clipped_sum_(self, parameter: nn.Parameter, total: Sum) -> None:
         """Add sum_u factor_u g_u of one parameter to ``total``, once, and drop its contributions.
 
         Args:
             parameter: a trainable parameter.
-            total: of its full shape, in float32 (float64 for float64 parameters). Under tensor parallelism, of the
-                shape of this process's part; of a parameter that all processes hold, the sum over their totals counts.
+            total: of its full shape. Under tensor parallelism, of the shape of this process's part; of a parameter that
+                all processes hold, the sum over their totals counts.
 
         Guarantee: the sum is formed in the dtype of ``total`` from the same factors whose norm was returned by
         `backward`; no rounding to the parameter's dtype takes place.

@@ -14,6 +14,7 @@ from dpllm.ghost.factors import GroupFactors, clip_factors
 from dpllm.ghost.groups import numbered, shapes_of
 from dpllm.ghost.held_clipping import HeldClipping
 from dpllm.ghost.norm_method import NormMethod
+from dpllm.ghost.sums import Sum
 from dpllm.ghost.unit_clipper import ClipResult, UnitClipper
 from dpllm.mechanism.parts import Clipping
 
@@ -146,7 +147,7 @@ class GhostClipper(UnitClipper):
             self._book.probe_spread(losses_of_row, unit_B, num_units)
         self._book.note_rows_checked()
 
-    def add_clipped_sum_(self, parameter: nn.Parameter, total: Tensor) -> None:
+    def add_clipped_sum_(self, parameter: nn.Parameter, total: Sum) -> None:
         """See `UnitClipper.add_clipped_sum_`."""
         self._book.add_clipped_sum_(parameter, total)
 

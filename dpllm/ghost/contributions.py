@@ -28,6 +28,7 @@ from torch import Tensor
 from dpllm.ghost import kernels
 from dpllm.ghost.norm_method import NormMethod
 from dpllm.ghost.routed import Routed
+from dpllm.ghost.sums import Sum, Weights
 
 _MAX_ENTRIES = 1 << 26  # of the row gradients formed at a time, where a unit has several rows
 
@@ -158,14 +159,11 @@ class Instance:
         """Return itself: it belongs to one unit."""
         return self
 
-    def select(self, units: Tensor) -> Instance:
-        """Keep the given units."""
-        return Instance(self.value_U[units])
-
-    def add_weighted_(self, total: Tensor, factor_U: Tensor, norm_method: NormMethod) -> None:
-        """Add the weighted gradients in place: ``total += sum_u factor_u g_u``."""
+    def add_weighted_(self, total: Sum, weights: Weights, norm_method: NormMethod) -> None:
+        """Add the weighted gradients: ``total += sum_u factor_u g_u``."""
         del norm_method
-        total += torch.tensordot(factor_U.to(total.dtype), self.value_U.to(total.dtype), dims=1)
+        value_U, factor_U = weights.kept(self.value_U)
+        total.add_(torch.tensordot(factor_U.to(total.dtype), value_U.to(total.dtype), dims=1))
 
 
 @dataclass(frozen=True)
@@ -223,13 +221,9 @@ class Outer:
         """Return the same use with the rows of each unit of a group laid end to end."""
         return Outer(group.fold(self.left_BTL), group.fold(self.right_BTR), self.input_side)
 
-    def select(self, rows: Tensor) -> Outer:
-        """Keep the given rows."""
-        return Outer(self.left_BTL[rows], self.right_BTR[rows], self.input_side)
-
-    def add_weighted_(self, total: Tensor, factor_B: Tensor, norm_method: NormMethod) -> None:
-        """Add the weighted gradients in place: ``total += sum_b factor_b g_b``."""
-        norm_method.add_weighted_outer_(total, self.left_BTL, self.right_BTR, factor_B)
+    def add_weighted_(self, total: Sum, weights: Weights, norm_method: NormMethod) -> None:
+        """Add the weighted gradients: ``total += sum_b factor_b g_b``."""
+        norm_method.add_weighted_outer_(total, self.left_BTL, self.right_BTR, weights)
 
     def mass(self) -> Tensor:
         """Return (B,): sum_t |left_t| |right_t|, the scale of the rounding error of norms and sums."""
@@ -280,15 +274,12 @@ class Lookup:
         """Return the same use with the rows of each unit of a group laid end to end."""
         return Lookup(group.fold(self.index_BT), group.fold(self.right_BTR), self.num_entries)
 
-    def select(self, rows: Tensor) -> Lookup:
-        """Keep the given rows."""
-        return Lookup(self.index_BT[rows], self.right_BTR[rows], self.num_entries)
-
-    def add_weighted_(self, total: Tensor, factor_B: Tensor, norm_method: NormMethod) -> None:
-        """Add the weighted gradients in place: ``total += sum_b factor_b g_b``."""
+    def add_weighted_(self, total: Sum, weights: Weights, norm_method: NormMethod) -> None:
+        """Add the weighted gradients: ``total += sum_b factor_b g_b``."""
         del norm_method
-        weighted = self.right_BTR.to(total.dtype) * factor_B.to(total.dtype)[:, None, None]
-        total.index_add_(0, self.index_BT.flatten(), weighted.flatten(0, 1))
+        weighted = self.right_BTR.to(total.dtype) * weights.factor.to(total.dtype)[:, None, None]
+        weighted.masked_fill_((weights.factor == 0)[:, None, None], 0)  # 0 * inf is NaN; a selection would wait
+        total.filled().index_add_(0, self.index_BT.flatten(), weighted.flatten(0, 1))
 
     def mass(self) -> Tensor:
         """Return (B,): sum_t |right_t|, the scale of the rounding error of norms and sums."""

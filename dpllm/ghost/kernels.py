@@ -325,8 +325,12 @@ def lookup_inner(index_NT: Tensor, right_NTR: Tensor, index_NS: Tensor, right_NS
     return torch.cat(parts) if parts else right_NTR.new_zeros(0, dtype=accumulation_dtype(right_NTR.dtype))
 
 
-def add_weighted_outer_(total_LR: Tensor, left_BTL: Tensor, right_BTR: Tensor, factor_B: Tensor) -> None:
+def add_weighted_outer_(
+    total_LR: Tensor, left_BTL: Tensor, right_BTR: Tensor, factor_B: Tensor, is_empty: bool = False
+) -> None:
     """Add ``sum_b factor_b sum_t left_bt (x) right_bt`` to ``total`` in place, in the dtype of ``total``.
+
+    ``is_empty``: write to ``total`` instead, whose entries are then not read.
 
     The factor multiplies only numbers of the accumulator's dtype: scaling in bfloat16 would round the released gradient
     away from the one whose norm was bounded. With tensor cores it multiplies the product over a row's tokens, a few
@@ -337,7 +341,10 @@ def add_weighted_outer_(total_LR: Tensor, left_BTL: Tensor, right_BTR: Tensor, f
         for row in range(0, left_BTL.shape[0], chunk):
             here = slice(row, row + chunk)
             rows_BLR = wide_bmm(left_BTL[here].mT, right_BTR[here])
-            total_LR += torch.tensordot(factor_B[here].to(total_LR.dtype), rows_BLR, dims=1)
+            part_LR = torch.tensordot(factor_B[here].to(total_LR.dtype), rows_BLR, dims=1)
+            total_LR.copy_(part_LR) if is_empty and row == 0 else total_LR.add_(part_LR)
+        if is_empty and left_BTL.shape[0] == 0:
+            total_LR.zero_()
         return
     left_BTL, right_BTR = left_BTL.to(total_LR.dtype), right_BTR.to(total_LR.dtype)
     factor_B11 = factor_B.to(total_LR.dtype)[:, None, None]
@@ -345,4 +352,5 @@ def add_weighted_outer_(total_LR: Tensor, left_BTL: Tensor, right_BTR: Tensor, f
         left_BTL = left_BTL * factor_B11
     else:
         right_BTR = right_BTR * factor_B11
-    total_LR.addmm_(left_BTL.flatten(0, 1).mT, right_BTR.flatten(0, 1))
+    # With beta=0 an entry of the total that is not finite has no effect.
+    total_LR.addmm_(left_BTL.flatten(0, 1).mT, right_BTR.flatten(0, 1), beta=0 if is_empty else 1)

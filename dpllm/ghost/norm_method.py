@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from dpllm.ghost import kernels, triton_kernels
+from dpllm.ghost.sums import Sum, Weights
 
 NormAlgorithm = Literal["auto", "gram", "instance", "tiled"]
 
@@ -117,11 +118,21 @@ class NormMethod:
             mass_B += (size_BT * torch.linalg.vector_norm(grad_BTP, dim=2, dtype=dtype)).sum(1).square()
         return sq_norm_B, mass_B
 
-    def add_weighted_outer_(self, total_LR: Tensor, left_BTL: Tensor, right_BTR: Tensor, factor_B: Tensor) -> None:
-        """Add ``sum_b factor_b sum_t left_bt (x) right_bt`` to ``total``, as `kernels.add_weighted_outer_`."""
+    def add_weighted_outer_(self, total: Sum, left_BTL: Tensor, right_BTR: Tensor, weights: Weights) -> None:
+        """Add ``sum_b factor_b sum_t left_bt (x) right_bt`` to ``total``; the fused kernel may finish it."""
         narrow = left_BTL.element_size() == right_BTR.element_size() == 2  # cuBLAS is best for wider ones
-        fused = narrow and total_LR.dtype == torch.float32 and self.fuses(left_BTL, right_BTR, total_LR)
-        (triton_kernels if fused else kernels).add_weighted_outer_(total_LR, left_BTL, right_BTR, factor_B)
+        if not (narrow and total.dtype == torch.float32 and self.fuses(left_BTL, right_BTR)):
+            left_BTL, right_BTR, factor_B = weights.kept(left_BTL, right_BTR)
+            kernels.add_weighted_outer_(total.total, left_BTL, right_BTR, factor_B, total.is_empty)
+        elif total.takes_last:
+            gradient, scale = total.begin_gradient()
+            start = None if total.is_empty else total.total
+            triton_kernels.weighted_outer_(gradient, start, left_BTL, right_BTR, weights.factor, scale)
+            total.gradient = gradient
+        else:
+            start = None if total.is_empty else total.total
+            triton_kernels.weighted_outer_(total.total, start, left_BTL, right_BTR, weights.factor)
+        total.is_empty = False
 
     def lookup_norms(
         self, index_BT: Tensor, right_BTR: Tensor, unit_B: Tensor, num_units: int, num_entries: int

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 
 from dpllm.ghost import kernels
 from dpllm.ghost.calls import Calls, used_again
-from dpllm.ghost.contributions import Contribution, Instance, Rows, Use, held, join, merge
+from dpllm.ghost.contributions import Contribution, Instance, Outer, Rows, Use, held, join, merge
 from dpllm.ghost.factors import GroupFactors
 from dpllm.ghost.norm_method import NormMethod
-from dpllm.ghost.tally import NormTally, Weights
+from dpllm.ghost.sums import Sum, Weights
+from dpllm.ghost.tally import NormTally
 
 
 class Receiver(Protocol):
@@ -81,27 +82,29 @@ class Pass:
         """Fix the factors (U,) of one group of parameters."""
         unit_B = self.rows.unit_B
         factor_B = torch.where(unit_B >= 0, factor_U[unit_B.clamp_min(0)] if factor_U.numel() else 0, 0)
-        self.weights[group] = (Weights.of(factor_B), Weights.of(factor_U))
+        self.weights[group] = (Weights(factor_B), Weights(factor_U))
 
-    def add_clipped_sum_(self, parameter: nn.Parameter, total: Tensor) -> None:
+    def add_clipped_sum_(self, parameter: nn.Parameter, total: Sum) -> None:
         """Add sum_u factor_u g_u of one parameter to ``total``, once, and drop its contributions."""
         if id(parameter) in self.sums:
-            total += self.sums.pop(id(parameter))
-            return
-        for contribution in self.contributions.pop(id(parameter)):
-            self.add_weighted_(parameter, total, contribution)
+            total.add_(self.sums.pop(id(parameter)))
+        else:
+            self.add_weighted_(parameter, total, self.contributions.pop(id(parameter)))
 
     def form_sum(self, parameter: nn.Parameter, contributions: Iterable[Contribution]) -> None:
         """Form one parameter's clipped sum, and keep it until `add_clipped_sum_`."""
-        dtype = kernels.accumulation_dtype(parameter.dtype)
-        total = self.sums[id(parameter)] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
-        for contribution in contributions:
-            self.add_weighted_(parameter, total, contribution)
+        total = Sum.of(parameter)
+        self.add_weighted_(parameter, total, contributions)
+        self.sums[id(parameter)] = total.filled()
 
-    def add_weighted_(self, parameter: nn.Parameter, total: Tensor, contribution: Contribution) -> None:
-        """Add one contribution to a parameter's gradient, weighted, to ``total``."""
+    def add_weighted_(self, parameter: nn.Parameter, total: Sum, contributions: Iterable[Contribution]) -> None:
+        """Add the contributions to a parameter's gradient, weighted, to ``total``."""
         of_rows, of_units = self.weights[self.groups.get(id(parameter), 0)]
-        (of_units if isinstance(contribution, Instance) else of_rows).add_(total, contribution, self.norm_method)
+        *others, last = sorted(contributions, key=lambda one: isinstance(one, Outer))  # which may finish the sum
+        with total.kept_open():
+            for one in others:
+                one.add_weighted_(total, of_units if isinstance(one, Instance) else of_rows, self.norm_method)
+        last.add_weighted_(total, of_units if isinstance(last, Instance) else of_rows, self.norm_method)
 
 
 class Keep:

@@ -31,6 +31,7 @@ from dpllm.ghost.held_clipping import HeldClipping
 from dpllm.ghost.packed import PackedRows
 from dpllm.ghost.rules import refuse_replicating, refuse_switching
 from dpllm.ghost.scales import is_fp8
+from dpllm.ghost.sums import Sum
 from dpllm.ghost.trained import TrainedParameters
 from dpllm.ghost.unit_clipper import ClipResult, UnitClipper
 from dpllm.mechanism.parts import Clipping
@@ -218,7 +219,7 @@ class PerUnitClipper(UnitClipper):
         total_G1.index_add_(0, torch.tensor(numbers, device=value_P1.device), value_P1.double())
         return total_G1.to(value_P1.dtype)
 
-    def add_clipped_sum_(self, parameter: nn.Parameter, total: Tensor) -> None:
+    def add_clipped_sum_(self, parameter: nn.Parameter, total: Sum) -> None:
         """See `UnitClipper.add_clipped_sum_`."""
         gradient = self._gradients.pop(id(parameter), None)
         if gradient is None:

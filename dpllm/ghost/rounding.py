@@ -18,6 +18,7 @@ from torch import Tensor
 from dpllm.ghost import kernels
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.norm_method import NormMethod
+from dpllm.ghost.sums import Sum, Weights
 
 _NARROW = 128  # the widths for sums: a matrix of this size in both dimensions
 _MOST = 32.0  # times the slack
@@ -104,7 +105,7 @@ def _of_sums(norm_method: NormMethod, x_BTD: Tensor, y_BTD: Tensor) -> dict[str,
     total = torch.zeros(
         x_BTD.shape[2], y_BTD.shape[2], dtype=kernels.accumulation_dtype(x_BTD.dtype), device=x_BTD.device
     )
-    norm_method.add_weighted_outer_(total, x_BTD, y_BTD, total.new_full((1,), 0.3))
+    norm_method.add_weighted_outer_(Sum.onto(total), x_BTD, y_BTD, Weights(total.new_full((1,), 0.3)))
     exact = 0.3 * x_BTD[0].double().mT @ y_BTD[0].double()
     scale_BD = norm_method.scale_grads(x_BTD, y_BTD)
     exact_BD = (x_BTD.double() * y_BTD.double()).sum(1)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dpllm.ghost import kernels
 from dpllm.ghost.norm_method import NormMethod
+from dpllm.ghost.sums import Sum, Weights
 
 if TYPE_CHECKING:
     from dpllm.ghost.contributions import Group, Rows
@@ -102,12 +103,12 @@ class Routed:
             both_U2.index_add_(0, part.number_M // self.num_experts, torch.stack([sq_norm_M, slack * mass_M], 1))
         return both_U2[:, 0], both_U2[:, 1]
 
-    def add_weighted_(self, total: Tensor, factor_B: Tensor, norm_method: NormMethod) -> None:
-        """Add the weighted gradients in place: ``total += sum_b factor_b g_b``."""
-        blocks_ELR = self._blocks(total)
+    def add_weighted_(self, total: Sum, weights: Weights, norm_method: NormMethod) -> None:
+        """Add the weighted gradients: ``total += sum_b factor_b g_b``."""
+        blocks_ELR = self._blocks(total.filled())
         for expert, (left_NTL, right_NTR, row_N) in self._by_expert():
-            block = blocks_ELR[expert]
-            norm_method.add_weighted_outer_(block, left_NTL, right_NTR, factor_B[row_N])
+            block, of_slots = Sum.onto(blocks_ELR[expert]), Weights(weights.factor[row_N])
+            norm_method.add_weighted_outer_(block, left_NTL, right_NTR, of_slots)
 
     def fold(self) -> Routed:
         """Return the same use with all tokens in a single row."""
@@ -116,10 +117,6 @@ class Routed:
     def of(self, group: Group) -> Routed:
         """Return the same use with the rows of each unit of a group laid end to end."""
         return self._with(group.fold(self.index_BS), group.fold(self.left_BTL), group.fold(self.right_BTR))
-
-    def select(self, rows: Tensor) -> Routed:
-        """Keep the given rows."""
-        return self._with(self.index_BS[rows], self.left_BTL[rows], self.right_BTR[rows])
 
     @staticmethod
     def cat(uses: Sequence[Routed]) -> Routed:

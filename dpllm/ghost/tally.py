@@ -1,14 +1,13 @@
-"""Adds up the squared norms of all parameters' gradients, and holds the factor of each unit.
+"""Adds up the squared norms of all parameters' gradients.
 
 Place in the flow: between the contributions of one microbatch, as the book receives them, and the clip factors.
 
-Shape suffixes: B rows, G groups of parameters, U units.
+Shape suffixes: G groups of parameters, U units.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -78,28 +77,3 @@ class NormTally:
     def _add(self, group: int, sq_norm_U: Tensor, slack_U: Tensor) -> None:
         self._total_GU[group] += sq_norm_U
         self._slack_GU[group] += slack_U
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The factor of each row's or each unit's gradient in the sum.
-
-    Attributes:
-        keep: the rows or units that contribute; None: all.
-        factor: their factors.
-    """
-
-    keep: Tensor | None
-    factor: Tensor
-
-    @classmethod
-    def of(cls, factor: Tensor) -> Weights:
-        """Drop entries with factor 0 instead of multiplying by it, since 0 * inf is NaN."""
-        (keep,) = torch.nonzero(factor, as_tuple=True)
-        return cls(None, factor) if keep.numel() == factor.numel() else cls(keep, factor[keep])
-
-    def add_(self, total: Tensor, contribution: Contribution, norm_method: NormMethod) -> None:
-        """Add the weighted gradients in place: ``total += sum factor g``."""
-        if self.factor.numel():
-            kept = contribution if self.keep is None else contribution.select(self.keep)
-            kept.add_weighted_(total, self.factor, norm_method)

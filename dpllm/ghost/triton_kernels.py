@@ -9,8 +9,9 @@ with fewer transfers through memory:
   computed, T^2 (D + P) operations instead of 2 T^2 (D + P).
 * `instance_norms`: the same number from the (L, R) gradient, which is formed tile by tile, squared and never written;
   2 T L R operations, fewer than the Gram algorithm where T > 2 L R / (L + R).
-* `add_weighted_outer_`: the clipped sum of a matrix. The factor multiplies a row's gradient after its tokens are
-  summed, in float32; scaling an input of 16 bits beforehand would round it and read it once more.
+* `weighted_outer_`: the clipped sum of a matrix. The factor multiplies a row's gradient after its tokens are summed, in
+  float32; scaling an input of 16 bits beforehand would round it and read it once more. With noise and scale it makes
+  the gradient in the same pass.
 * `norm_layer_grads`: weight and bias gradients of LayerNorm and RMSNorm per row, from one pass over input and gradient.
 * `lookup_norms`: embedding norms; equal tokens of a unit are adjacent after a sort, and each run is summed,
   squared and reduced without a slot per token.
@@ -162,36 +163,48 @@ def instance_norms(left_BTL: Tensor, right_BTR: Tensor) -> Tensor:
     return partial.sum(1)
 
 
-def add_weighted_outer_(total_LR: Tensor, left_BTL: Tensor, right_BTR: Tensor, factor_B: Tensor) -> None:
-    """Add ``sum_b factor_b sum_t left_bt (x) right_bt`` to ``total`` in place.
+def weighted_outer_(
+    out_LR: Tensor,
+    start_LR: Tensor | None,
+    left_BTL: Tensor,
+    right_BTR: Tensor,
+    factor_B: Tensor,
+    scale: float = 1.0,
+) -> None:
+    """Write ``scale * (start + sum_b factor_b sum_t left_bt (x) right_bt)`` to ``out``, in one pass over memory.
 
-    Drop-in for `dpllm.ghost.kernels.add_weighted_outer_`. A factor multiplies a row's finished gradient, in float32 and
-    in registers: neither factor nor product is rounded to the inputs' 16 bits, and no input is scaled.
+    A factor multiplies a row's finished gradient, in float32 and in registers: neither factor nor product is rounded to
+    the inputs' 16 bits, and no input is scaled. Rows with factor 0 are not read, so they contribute exactly zero also
+    if they are not finite, and the host need not know which they are.
 
     Args:
-        total_LR: float32, of the weight's shape.
+        out_LR: of the weight's shape, float32 or a dtype of the inputs, to which the result is rounded at the end.
+        start_LR: float32, of the same shape; may be ``out_LR`` itself. None: zeros, of which nothing is read.
         left_BTL: factor (B, T, L) along the first dimension of the weight.
         right_BTR: factor (B, T, R) along its second.
         factor_B: the factor of each row's gradient.
+        scale: multiplies the sum in float32.
 
     Raises:
-        ValueError: shapes that do not fit, a total that is not float32, a dtype or device that the kernels do not take.
+        ValueError: shapes that do not fit, a start that is not float32, a dtype or device that the kernels do not take.
     """
-    _require("add_weighted_outer_", left_BTL, right_BTR, total_LR)
-    _require_same_tokens("add_weighted_outer_", left_BTL, right_BTR)
+    start = out_LR.new_empty(0, dtype=torch.float32) if start_LR is None else start_LR
+    _require("weighted_outer_", left_BTL, right_BTR, out_LR, start)
+    _require_same_tokens("weighted_outer_", left_BTL, right_BTR)
     rows, tokens, left = left_BTL.shape
     right = right_BTR.shape[2]
-    if total_LR.shape != (left, right) or total_LR.dtype != torch.float32 or factor_B.shape != (rows,):
+    shapes = {tuple(out_LR.shape), tuple(out_LR.shape if start_LR is None else start_LR.shape)}
+    if shapes != {(left, right)} or start.dtype != torch.float32 or factor_B.shape != (rows,):
         raise ValueError(
-            f"add_weighted_outer_: total {tuple(total_LR.shape)} in {total_LR.dtype}, factor {tuple(factor_B.shape)}. "
-            f"Give float32 ({left}, {right}) and ({rows},)."
+            f"weighted_outer_: out and start have shapes {sorted(shapes)}, start is {start.dtype}, factor "
+            f"{tuple(factor_B.shape)}. Give ({left}, {right}), float32 and ({rows},)."
         )
-    if 0 in (rows, tokens, left, right):
+    if 0 in (left, right):
         return
     exact = torch.float32 in (left_BTL.dtype, right_BTR.dtype)
     block_l, block_r = _instance_blocks(1, left, right, exact)
     tiles_l, tiles_r = -(-left // block_l), -(-right // block_r)
-    with torch.cuda.device_of(total_LR):
+    with torch.cuda.device_of(out_LR):
         programs.weighted_outer_program[(tiles_l * tiles_r,)](
             left_BTL,
             left_BTL.stride(),
@@ -200,8 +213,12 @@ def add_weighted_outer_(total_LR: Tensor, left_BTL: Tensor, right_BTR: Tensor, f
             right_BTR.stride(),
             right,
             factor_B.to(torch.float32),
-            total_LR,
-            total_LR.stride(),
+            start,
+            (0, 0) if start_LR is None else start.stride(),
+            0 if start_LR is None else left,
+            out_LR,
+            out_LR.stride(),
+            scale,
             rows,
             tokens,
             tiles_l,

@@ -177,8 +177,12 @@ def weighted_outer_program(
     right_strides: tl.tuple,
     right_width: tl.tensor,
     factor: tl.tensor,
-    total: tl.tensor,
-    total_strides: tl.tuple,
+    start: tl.tensor,
+    start_strides: tl.tuple,
+    start_rows: tl.tensor,
+    out: tl.tensor,
+    out_strides: tl.tuple,
+    scale: tl.tensor,
     rows: tl.tensor,
     tokens: tl.tensor,
     tiles_l: tl.tensor,
@@ -191,7 +195,10 @@ def weighted_outer_program(
     GROUP: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
-    """Compute one tile of the weighted sum over rows: a row's factor multiplies its complete gradient."""
+    """Compute one tile of the weighted sum over rows: a row's factor multiplies its complete gradient.
+
+    Rows with factor 0 are left out, since they may not be finite. A sum that begins here has a start of no rows.
+    """
     program = tl.program_id(0)
     # Tiles that run at the same time share their inputs: GROUP tiles of the left side by all of the right.
     first_l = (program // (GROUP * tiles_r)) * GROUP
@@ -203,18 +210,22 @@ def weighted_outer_program(
     x, y = left, right
     for row in range(0, rows):
         row_LR = tl.full((BLOCK_L, BLOCK_R), 0.0, tl.float32)
-        for start in range(0, tokens, CHUNK_T):
-            end = tl.minimum(start + CHUNK_T, tokens)
+        weight = tl.load(factor + row)
+        contributing = tl.where(weight == 0.0, 0, tokens)
+        for first in range(0, contributing, CHUNK_T):
+            end = tl.minimum(first + CHUNK_T, tokens)
             row_LR += product(
                 x, left_strides[2], left_strides[1], y, right_strides[2], right_strides[1],
-                l_L1, r_1R, left_width, right_width, start, end, BLOCK_L, BLOCK_R, BLOCK_T, SAME_DTYPE, WIDEN,
+                l_L1, r_1R, left_width, right_width, first, end, BLOCK_L, BLOCK_R, BLOCK_T, SAME_DTYPE, WIDEN,
             )  # fmt: skip
-        total_LR += tl.load(factor + row) * row_LR
+        total_LR += weight * row_LR
         x += left_strides[0]
         y += right_strides[0]
-    out = total + l_L1 * total_strides[0] + r_1R * total_strides[1]
     inside = (l_L1 < left_width) & (r_1R < right_width)
-    tl.store(out, tl.load(out, mask=inside, other=0.0) + total_LR, mask=inside)
+    start_LR = start + l_L1 * start_strides[0] + r_1R * start_strides[1]
+    total_LR += tl.load(start_LR, mask=inside & (l_L1 < start_rows), other=0.0)
+    out_LR = out + l_L1 * out_strides[0] + r_1R * out_strides[1]
+    tl.store(out_LR, (scale * total_LR).to(out.dtype.element_ty), mask=inside)
 
 
 @jit_if_present

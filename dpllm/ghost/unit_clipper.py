@@ -18,6 +18,7 @@ from dpllm.config.python_names import OF_LOOP, named_in_python
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.kernels import accumulation_dtype
 from dpllm.ghost.own_sums import OwnSums
+from dpllm.ghost.sums import Sum
 from dpllm.mechanism.clipped import forget_clipper, note_clipper
 from dpllm.mechanism.clipping import FlatClipping
 from dpllm.mechanism.parts import AdaptiveClipping, Clipping
@@ -109,7 +110,7 @@ class UnitClipper(abc.ABC):
         result = self.clip(losses, unit_index)
         self._sums.begin(self.parameters)
         for parameter in self.parameters.values():
-            self.add_clipped_sum_(parameter, _accumulator(parameter))
+            self.add_clipped_sum_(parameter, Sum.onto(_accumulator(parameter)))
         rows = len(losses) if unit_index is None else unit_index[unit_index >= 0].unique().numel()
         self._sums.end(self.parameters, rows)
         return result
@@ -192,13 +193,13 @@ class UnitClipper(abc.ABC):
         """
 
     @abc.abstractmethod
-    def add_clipped_sum_(self, parameter: nn.Parameter, total: Tensor) -> None:
+    def add_clipped_sum_(self, parameter: nn.Parameter, total: Sum) -> None:
         """Add one parameter's share of the clipped sum of the last `clip` to ``total``, once.
 
         Args:
             parameter: one of `parameters`.
-            total: of the parameter's full shape, float32 (float64 for a float64 parameter), not rounded to its dtype.
-                Under tensor parallelism of this process's part (`dpllm.ghost.shards`).
+            total: of the parameter's full shape. Under tensor parallelism of this process's part
+                (`dpllm.ghost.shards`).
         """
 
     @abc.abstractmethod

@@ -87,13 +87,7 @@ class NoiseSource:
         >>> bool(1.9 < grad.std() < 2.1)
         True
         """
-        if grad.dtype not in (torch.float32, torch.float64):
-            raise ValueError(
-                f"Noise is added in float32 or float64, but the gradient is {grad.dtype}. Keep the clipped sum in "
-                "float32 until the noise is added."
-            )
-        if not noise_stddev >= 0:
-            raise ValueError(f"noise_stddev is {noise_stddev}; a number of at least 0 is needed.")
+        _require_sum(grad, noise_stddev)
         if noise_stddev == 0:
             return
         if self._randomness == "discrete":
@@ -103,6 +97,23 @@ class NoiseSource:
         draw = normals_from(self._entropy(), self._randomness, grad)
         for block in grad.view(-1).split(ENTRIES_AT_A_TIME):  # no second tensor of the gradient's size
             block.add_(draw(block), alpha=noise_stddev)
+
+    def write_(self, grad: Tensor, noise_stddev: float) -> None:
+        """Write to a tensor what `add_` makes of zeros, with the same bits; its entries are not read.
+
+        >>> grad = torch.full((10_000,), torch.nan)
+        >>> NoiseSource().write_(grad, 2.0)
+        >>> bool(1.9 < grad.std() < 2.1)
+        True
+        """
+        _require_sum(grad, noise_stddev)
+        own = type(self) is not NoiseSource  # a class made from it may add something else
+        if own or noise_stddev == 0 or self._randomness == "discrete":
+            self.add_(grad.zero_(), noise_stddev)
+            return
+        draw = normals_from(self._entropy(), self._randomness, grad)
+        for block in grad.view(-1).split(ENTRIES_AT_A_TIME):
+            torch.mul(draw(block), noise_stddev, out=block)
 
     def normal_like(self, total: Tensor) -> Tensor:
         """Return independent N(0, 1) of the shape, dtype and device of a contiguous tensor.
@@ -182,6 +193,16 @@ class NumbersAt:
         secret = self._key.derive(*self._address, self._draw)
         self._draw += 1
         return normals_from(secret, self._randomness, total)(total.view(-1)).view_as(total)
+
+
+def _require_sum(grad: Tensor, noise_stddev: float) -> None:
+    if grad.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"Noise is added in float32 or float64, but the gradient is {grad.dtype}. Keep the clipped sum in "
+            "float32 until the noise is added."
+        )
+    if not noise_stddev >= 0:
+        raise ValueError(f"noise_stddev is {noise_stddev}; a number of at least 0 is needed.")
 
 
 def normals_from(entropy: bytes, randomness: str, like: Tensor) -> Callable[[Tensor], Tensor]:

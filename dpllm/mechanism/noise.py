@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from dpllm.mechanism.events import Event, dp_sgd
-from dpllm.mechanism.normals import Normals
+from dpllm.mechanism.normals import Normals, Written
 from dpllm.mechanism.parts import Draw, NoiseStream
 from dpllm.mechanism.sampling import TruncatedPoissonSampler
 from dpllm.mechanism.workload import Workload
@@ -157,3 +157,13 @@ class IndependentStream:
     def add_share_(self, name: str, total: Tensor, stddev: float, rank: int, size: int) -> None:
         """Add independent noise to one process's slice of the entries, in place (`slice_of`)."""
         self._generator.add_(slice_of(total, rank, size), stddev)
+
+    def write_share_(self, name: str, total: Tensor, stddev: float, rank: int, size: int) -> None:
+        """Write what `add_share_` makes of zeros to a tensor without a sum: one pass over memory less."""
+        share = slice_of(total, rank, size)
+        if size > 1:
+            total.zero_()
+        if isinstance(self._generator, Written):
+            self._generator.write_(share, stddev)
+        else:
+            self._generator.add_(share.zero_(), stddev)

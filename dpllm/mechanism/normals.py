@@ -6,7 +6,7 @@ sources of dpllm, `dpllm.mechanism.sources` asks those of a loop of one's own.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +21,15 @@ class Normals(Protocol):
 
     def normal_like(self, total: Tensor) -> Tensor:
         """Return independent N(0, 1) of the shape, dtype and device of a tensor, from fresh entropy."""
+        ...
+
+
+@runtime_checkable
+class Written(Protocol):
+    """A source whose noise can be written where nothing is yet."""
+
+    def write_(self, grad: Tensor, noise_stddev: float) -> None:
+        """Write what `Normals.add_` makes of zeros, without reading the tensor."""
         ...
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from dpllm.engines.optimizers import innermost
 from dpllm.ghost import UnitClipper
 from dpllm.ghost.kernels import accumulation_dtype
+from dpllm.ghost.sums import Sum
 from dpllm.training.microbatches import Microbatch
 from dpllm.training.out_of_memory import OutOfMemory, attempt, free_memory
 
@@ -189,7 +190,7 @@ def _trial(clipper: UnitClipper, microbatch: Microbatch, loss_of: Callable[[Mapp
     fits = False
     with contextlib.suppress(torch.OutOfMemoryError):
         for p in clipper.parameters.values():
-            clipper.add_clipped_sum_(p, torch.zeros(p.shape, dtype=accumulation_dtype(p.dtype), device=p.device))
+            clipper.add_clipped_sum_(p, Sum.of(p))
         fits = True
     clipper.forget()
     free_memory()

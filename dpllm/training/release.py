@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from dpllm.engines.protocol import Engine
 from dpllm.ghost import UnitClipper
+from dpllm.ghost.sums import Sum
+from dpllm.mechanism.noise import IndependentStream
 from dpllm.mechanism.parts import NoiseStream
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.training.microbatches import Microbatch
@@ -45,12 +47,12 @@ class Release:
             last: whether it is the last one of the step; the same on every process.
         """
 
-        def add_to(parameter: nn.Parameter, total: Tensor) -> None:
+        def add_to(parameter: nn.Parameter, total: Sum) -> None:
             with self._engine.guard.handing_in(total):
-                if not microbatch.continues:
-                    self._clipper.add_clipped_sum_(parameter, total)
                 if last:  # each entry's noise is drawn by one process, before the sum over processes
                     self._add_noise_(parameter, total)
+                if not microbatch.continues:  # as the last addend, so that it can make the gradient
+                    self._clipper.add_clipped_sum_(parameter, total)
 
         to_total = self._complete_ if last and self._wants_total else None
         self._engine.collect(self._clipper.parameters, add_to, last=last, scale=self._scale, to_total=to_total)
@@ -59,15 +61,21 @@ class Release:
     def _wants_total(self) -> bool:
         return self._plan.mechanism.noise.wants_total
 
-    def _add_noise_(self, parameter: nn.Parameter, total: Tensor) -> None:
+    def _add_noise_(self, parameter: nn.Parameter, total: Sum) -> None:
         self._num_entries += int(getattr(parameter, "ds_numel", parameter.numel()))  # of all processes together
-        if not self._wants_total:
-            name, stddev = self._names[id(parameter)], self._plan.noise_stddev
-            self._noise.add_share_(name, total, stddev, *self._engine.division.of_noise(parameter))
+        if self._wants_total:
+            return
+        name, stddev = self._names[id(parameter)], self._plan.noise_stddev
+        rank, size = self._engine.division.of_noise(parameter)
+        if total.is_empty and type(self._noise) is IndependentStream:  # a class made from it may add something else
+            self._noise.write_share_(name, total.total, stddev, rank, size)
+            total.is_empty = False
+        else:
+            self._noise.add_share_(name, total.filled(), stddev, rank, size)
 
     def _complete_(self, parameter: nn.Parameter, own: Tensor) -> None:
         """Add the noise to the part of a complete sum that this process owns."""
-        with self._engine.guard.handing_in(own):
+        with self._engine.guard.handing_in(Sum.onto(own)):
             self._noise.add_share_(self._names[id(parameter)], own, self._plan.noise_stddev, rank=0, size=1)
 
     @property

@@ -452,6 +452,7 @@ def test_the_command_audits_the_mechanism_of_the_recipe(part, saved, tmp_path):
 def test_the_command_fails_where_the_claim_does(saved, tmp_path, monkeypatch):
     """Noise that is left out is exit code 1."""
     monkeypatch.setattr("dpllm.mechanism.generators.NoiseSource.add_", lambda self, grad, noise_stddev: None)
+    monkeypatch.setattr("dpllm.mechanism.generators.NoiseSource.write_", lambda self, grad, noise_stddev: grad.zero_())
     monkeypatch.setattr("dpllm.engines.guard.UpdateGuard.verify", lambda self: None)
     options = ["--blocks", "120", "--canaries", "2"]
     done = CliRunner().invoke(app, ["audit", "gradient", "--config", str(recipe_of(tmp_path, saved)), *options])

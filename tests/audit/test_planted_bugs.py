@@ -37,9 +37,12 @@ NOISE_FREE: tuple[Edit, ...] = (
     (
         "dpllm/training/release.py",
         "                if last:  # each entry's noise",
-        "                CLEAN[id(parameter)] = total.clone() * self._scale\n"
+        "                if not microbatch.continues:\n"
+        "                    self._clipper.add_clipped_sum_(parameter, total)\n"
+        "                CLEAN[id(parameter)] = total.filled().clone() * self._scale\n"
         "                if last:  # each entry's noise",
     ),
+    ("dpllm/training/release.py", "if not microbatch.continues:  # as the last", "if False:  # as the last"),
     ("dpllm/training/release.py", "class Release:", "CLEAN: dict = {}\n\n\nclass Release:"),
     (
         "dpllm/training/averaging.py",
@@ -91,9 +94,9 @@ BUGS = [
         (
             (
                 "dpllm/training/release.py",
-                "self._noise.add_share_(name, total, stddev, *self._engine.division.of_noise(parameter))",
-                "share = self._engine.division.of_noise(parameter)\n"
-                "            self._noise.add_share_(name, total, stddev / self._engine.processes.size**0.5, *share)",
+                "name, stddev = self._names[id(parameter)], self._plan.noise_stddev\n",
+                "name = self._names[id(parameter)]\n"
+                "        stddev = self._plan.noise_stddev / self._engine.processes.size**0.5\n",
             ),
         ),
     ),

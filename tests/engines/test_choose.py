@@ -154,7 +154,7 @@ def test_a_refused_gradient_does_not_reach_the_sum():
     engine, parameters = SingleProcess(optimizer_of(model)), dict(model.named_parameters())
 
     def add_one(parameter, total):
-        total.add_(1.0)
+        total.filled().add_(1.0)
 
     engine.collect(parameters, add_one, last=False, scale=0.5)
     assert all(p.grad is None for p in model.parameters())

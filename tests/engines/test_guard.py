@@ -11,6 +11,7 @@ from dpllm.engines import SingleProcess
 from dpllm.engines.guard import Projections, UpdateError, UpdateGuard
 from dpllm.engines.processes import Processes
 from dpllm.engines.single import set_gradient
+from dpllm.ghost.sums import Sum
 from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.noise import IndependentStream
 from dpllm.privacy.plan import PrivacyPlan
@@ -266,13 +267,13 @@ def test_no_false_alarm_in_many_first_steps(dtype, entries):
         noise_stddev = 0.7 * clip_norm * (trial % 3 > 0)
         total = torch.zeros(entries)
         for unit in range(units):
-            with guard.handing_in(total):
+            with guard.handing_in(Sum.onto(total)):
                 share = torch.randn(entries, generator=generator)
                 total += clip_norm * share / share.norm()
                 if unit == units - 1:
                     NoiseSource().add_(total, noise_stddev)
         if units == 0:
-            with guard.handing_in(total):
+            with guard.handing_in(Sum.onto(total)):
                 NoiseSource().add_(total, noise_stddev)
         guard.expect(units, entries, clip_norm, noise_stddev, scale=1 / EXPECTED)
         set_gradient(parameter, total / EXPECTED)

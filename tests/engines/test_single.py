@@ -24,9 +24,9 @@ def collect(engine, parameters, value, *, last):
     alive, refs = [], []
 
     def add_to(parameter, total):
-        assert total.dtype == torch.float32 and total.shape == parameter.shape
-        total += value
-        refs.append(weakref.ref(total))
+        assert total.total.dtype == torch.float32 and total.total.shape == parameter.shape
+        total.filled().add_(value)
+        refs.append(weakref.ref(total.total))
         gc.collect()
         alive.append(sum(ref() is not None for ref in refs))
 
@@ -50,7 +50,10 @@ def test_sums_of_a_single_microbatch_exist_a_bucket_at_a_time(monkeypatch):
     """The float32 sums of all parameters exist at the same time only where microbatches accumulate."""
     monkeypatch.setattr(single, "_BUCKET_BYTES", 2 * 4 * 8 * 4)  # two parameters
     own = parameters()
-    assert collect(engine_of(own), own, 1.0, last=True) == [1, 2, 1, 2, 1]
+    assert collect(engine_of(own), own, 1.0, last=True) == [1, 1, 1, 1, 1]
+    several = engine_of(parameters())
+    several.processes.size = 2
+    assert collect(several, parameters(), 1.0, last=True) == [1, 2, 1, 2, 1]
     engine = engine_of(parameters())
     more = parameters()
     assert collect(engine, more, 1.0, last=False) == [1, 2, 3, 4, 5]

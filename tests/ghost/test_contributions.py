@@ -5,6 +5,7 @@ import torch
 
 from dpllm.ghost.contributions import Instance, Lookup, Outer, RowGradients, Rows, held, merge, squared_norms
 from dpllm.ghost.norm_method import NormMethod
+from dpllm.ghost.sums import Sum, Weights
 
 V, R, B = 11, 3, 6
 UNITS = {
@@ -74,21 +75,34 @@ def test_norms_and_sums_equal_those_of_the_instances(uses, unit_of_row, norm_met
 
     factor_U = torch.rand(num_units).double()
     factor_B = torch.where(unit_B >= 0, factor_U[unit_B.clamp_min(0)], 0)
-    total = torch.zeros(V, R).double()
-    for contribution in contributions:
-        contribution.add_weighted_(total, factor_U if isinstance(contribution, Instance) else factor_B, norm_method)
-    torch.testing.assert_close(total, torch.einsum("u,uvr->vr", factor_U, gradient_U))
-
-    keep = torch.tensor([0, 2])
-    some = torch.zeros(V, R).double()
-    for contribution in contributions:
-        factor = factor_U if isinstance(contribution, Instance) else factor_B
-        contribution.select(keep).add_weighted_(some, factor[keep], norm_method)
     instances = isinstance(contributions[0], Instance)
-    expected = torch.einsum("u,uvr->vr", factor_U[keep], gradient_U[keep]) if instances else None
-    if expected is None:
-        expected = torch.einsum("b,bvr->vr", factor_B[keep], gradient_B[keep])
-    torch.testing.assert_close(some, expected)
+    for zeros in ([], [1]):
+        factor_U[zeros] = 0
+        factor_B[[b for b, unit in enumerate(unit_of_row) if unit in zeros]] = 0
+        total = Sum(torch.Size((V, R)), torch.float64, torch.device("cpu"))
+        for contribution in contributions:
+            contribution.add_weighted_(total, Weights(factor_U if instances else factor_B), norm_method)
+        torch.testing.assert_close(total.total, torch.einsum("u,uvr->vr", factor_U, gradient_U))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("make", [outer, lookup, instance])
+@pytest.mark.parametrize("into", ["nothing", "garbage", "a sum"])
+def test_a_gradient_with_factor_0_contributes_exactly_zero_also_if_it_is_not_finite(make, value, into):
+    """Not 0 * inf; and a sum that is begun takes nothing from the memory that it is written to."""
+    use, rows = make(), Rows.of(torch.arange(B), B)
+    use.grad[2], use.grad[4, 0, 0] = value, -value
+    (one,) = (held(use, rows, NormMethod("gram")),)
+    total = Sum.onto(torch.full((V, R), {"a sum": 3.0}.get(into, value)).double())
+    total.is_empty = into != "a sum"
+    one.add_weighted_(total, Weights(torch.tensor([1.0, 0.5, 0, 0, 0, 2.0]).double()), NormMethod())
+    gradient_B = gradient_of_rows(use)
+    expected = gradient_B[0] + 0.5 * gradient_B[1] + 2 * gradient_B[5] + (3 if into == "a sum" else 0)
+    torch.testing.assert_close(total.total, expected)
+    nobody = Sum.onto(total.total)
+    nobody.is_empty = into != "a sum"
+    one.add_weighted_(nobody, Weights(torch.zeros(B).double()), NormMethod())
+    torch.testing.assert_close(nobody.total, expected if into == "a sum" else torch.zeros(V, R).double())
 
 
 def test_merge_turns_a_mixture_into_one_instance():

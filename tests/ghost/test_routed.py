@@ -9,6 +9,7 @@ import torch
 from dpllm.ghost import NormMethod
 from dpllm.ghost.contributions import Outer, RowGradients, Rows, join, merge, squared_norms
 from dpllm.ghost.routed import Routed, Slots
+from dpllm.ghost.sums import Sum, Weights
 
 EXPERTS, LEFT, RIGHT, CHOICES = 3, 4, 5, 2
 UNIT_B = torch.tensor([0, 2, 0, -1, 1])
@@ -56,7 +57,7 @@ def test_norms_sums_and_instances_are_those_of_the_slots(layout):
         assert bool((slack_U >= 0).all())
     factor_B = torch.rand(len(UNIT_B), dtype=torch.float64)
     total = torch.ones(expected_U.shape[1:], dtype=torch.float64)
-    use.add_weighted_(total, factor_B, NormMethod())
+    use.add_weighted_(Sum.onto(total), Weights(factor_B), NormMethod())
     torch.testing.assert_close(total - 1, torch.tensordot(factor_B, row_gradients(use), dims=1))
 
 
@@ -102,9 +103,9 @@ def test_a_unit_that_is_not_finite_stays_by_itself():
     assert bool(torch.isnan(sq_norm_U[2]))
     torch.testing.assert_close(sq_norm_U[:2], clean[:2])
     total = torch.zeros(EXPERTS, LEFT, RIGHT, dtype=torch.float64)
-    kept = torch.tensor([0, 2, 4])
-    use.select(kept).add_weighted_(total, torch.ones(3, dtype=torch.float64), NormMethod())
-    assert bool(torch.isfinite(total).all())
+    kept_B = torch.tensor([1, 0, 1, 0, 1], dtype=torch.float64)
+    use.add_weighted_(Sum.onto(total), Weights(kept_B), NormMethod())
+    torch.testing.assert_close(total, row_gradients(use)[::2].sum(0))
 
 
 @pytest.mark.parametrize("index", [0, -1], ids=["all in one expert", "in none"])
@@ -124,8 +125,7 @@ def test_a_microbatch_of_padding_only_has_no_units(layout):
     assert use.instance(rows).shape == (0, *row_gradients(use).shape[1:])
     assert use.norms(rows, NormMethod("gram"))[0].shape == (0,)
     total = torch.zeros(row_gradients(use).shape[1:], dtype=torch.float64)
-    nobody = torch.zeros(0, dtype=torch.int64)
-    use.select(nobody).add_weighted_(total, torch.zeros(0, dtype=torch.float64), NormMethod())
+    use.add_weighted_(Sum.onto(total), Weights(torch.zeros(5, dtype=torch.float64)), NormMethod())
     assert not bool(total.any())
 
 

@@ -154,11 +154,42 @@ def test_weighted_sums_equal_definition_and_pytorch_form(dtype, rows, tokens, le
     factor = torch.rand(rows, device=DEVICE)
     start = randn(left, right)
     total, plain = start.clone(), start.clone()
-    triton_kernels.add_weighted_outer_(total, x, y, factor)
+    triton_kernels.weighted_outer_(total, total, x, y, factor)
     kernels.add_weighted_outer_(plain, x, y, factor)
-    expected = start.double() + torch.einsum("b,blr->lr", factor.double(), instance_of(x, y))
-    assert_close(total, expected, 1e-5, atol=1e-4)
+    sums = torch.einsum("b,blr->lr", factor.double(), instance_of(x, y))
+    assert_close(total, start.double() + sums, 1e-5, atol=1e-4)
     assert_close(total, plain, 1e-5, atol=1e-4)
+    begun = torch.full_like(start, torch.nan)
+    triton_kernels.weighted_outer_(begun, None, x, y, factor)
+    assert_close(begun, sums, 1e-5, atol=1e-4)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [0, 3])
+def test_the_gradient_is_rounded_once_after_the_start_was_added_and_all_was_scaled(dtype, rows):
+    """The start is the noise: it is scaled with the sum, in float32, and keeps its value."""
+    x, y, start = randn(rows, 9, 70, dtype=dtype), randn(rows, 9, 40, dtype=dtype), randn(70, 40)
+    kept, factor = start.clone(), torch.rand(rows, device=DEVICE)
+    gradient = torch.full((70, 40), torch.nan, device=DEVICE, dtype=dtype)
+    triton_kernels.weighted_outer_(gradient, start, x, y, factor, scale=1 / 7)
+    # The interpreter cuts bfloat16 off, a GPU rounds to nearest.
+    exact = (start.double() + torch.einsum("b,blr->lr", factor.double(), instance_of(x, y))) / 7
+    torch.testing.assert_close(gradient.double(), exact, rtol=max(torch.finfo(dtype).eps, 1e-5), atol=1e-5)
+    assert torch.equal(start, kept)
+
+
+@needs_triton
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_rows_with_factor_0_are_not_read(value):
+    """Neither 0 * inf nor the rows before and after; the host does not know which they are."""
+    x, y = randn(4, 20, 40), randn(4, 20, 33)
+    x[0], y[2] = value, -value
+    total = torch.zeros(40, 33, device=DEVICE)
+    triton_kernels.weighted_outer_(total, None, x, y, torch.tensor([0.0, 0.5, 0.0, 2.0], device=DEVICE))
+    assert_close(total, 0.5 * instance_of(x, y)[1] + 2 * instance_of(x, y)[3], 1e-5, atol=1e-4)
+    triton_kernels.weighted_outer_(total, None, x, y, torch.zeros(4, device=DEVICE))
+    assert not total.any()
 
 
 @needs_triton
@@ -166,27 +197,29 @@ def test_weighted_sums_take_any_layout(monkeypatch):
     """Transposed inputs and totals are read and written in place; long rows are processed in chunks."""
     monkeypatch.setattr(triton_kernels, "CHUNK", 64)
     x, y = randn(20, 150, 2).permute(2, 1, 0), randn(2, 9, 150).mT
-    total = torch.zeros(9, 20, device=DEVICE).mT
-    triton_kernels.add_weighted_outer_(total, x, y, torch.tensor([1.0, -2.0], device=DEVICE))
-    assert_close(total, instance_of(x, y)[0] - 2 * instance_of(x, y)[1], 1e-5, atol=1e-4)
+    total = torch.ones(9, 20, device=DEVICE).mT
+    triton_kernels.weighted_outer_(total, total, x, y, torch.tensor([1.0, -2.0], device=DEVICE))
+    assert_close(total - 1, instance_of(x, y)[0] - 2 * instance_of(x, y)[1], 1e-5, atol=1e-4)
     kept = total.clone()
-    triton_kernels.add_weighted_outer_(total, x[:0], y[:0], torch.zeros(0, device=DEVICE))
+    triton_kernels.weighted_outer_(total, total, x[:0], y[:0], torch.zeros(0, device=DEVICE))
     assert torch.equal(total, kept)
 
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("total", "factor"),
+    ("start", "out", "factor"),
     [
-        (torch.zeros(5, 4), torch.ones(2)),
-        (torch.zeros(4, 5).bfloat16(), torch.ones(2)),
-        (torch.zeros(4, 5), torch.ones(3)),
+        (torch.zeros(5, 4), torch.zeros(4, 5), torch.ones(2)),
+        (torch.zeros(4, 5), torch.zeros(5, 4), torch.ones(2)),
+        (torch.zeros(4, 5).bfloat16(), torch.zeros(4, 5), torch.ones(2)),
+        (torch.zeros(4, 5), torch.zeros(4, 5), torch.ones(3)),
     ],
 )
-def test_weighted_sums_that_do_not_fit_are_refused(total, factor):
-    """A total of another shape or dtype, factors of other rows."""
-    with pytest.raises(ValueError, match=r"Give float32 \(4, 5\) and \(2,\)"):
-        triton_kernels.add_weighted_outer_(total.to(DEVICE), randn(2, 3, 4), randn(2, 3, 5), factor.to(DEVICE))
+def test_weighted_sums_that_do_not_fit_are_refused(start, out, factor):
+    """A sum of another shape or dtype, factors of other rows."""
+    start, out, factor = (x.to(DEVICE) for x in (start, out, factor))
+    with pytest.raises(ValueError, match=r"Give \(4, 5\), float32 and \(2,\)"):
+        triton_kernels.weighted_outer_(out, start, randn(2, 3, 4), randn(2, 3, 5), factor)
 
 
 # -------------------------------------------------------------------- instance

@@ -52,7 +52,7 @@ for dtype in (torch.bfloat16, torch.float32):
         triton_kernels.gram_norms(x(rows, tokens, width), [x(rows, tokens, width), x(rows, tokens, 80)])
         triton_kernels.instance_norms(x(rows, tokens, width), x(rows, tokens, 80))
         total = torch.empty(width, 80)
-        triton_kernels.add_weighted_outer_(total, x(rows, tokens, width), x(rows, tokens, 80), torch.ones(rows))
+        triton_kernels.weighted_outer_(total, total, x(rows, tokens, width), x(rows, tokens, 80), torch.ones(rows))
         triton_kernels.norm_layer_grads(x(rows, tokens, width), x(rows, tokens, width), with_bias=True)
         index, unit = torch.zeros(rows, tokens, dtype=torch.long), torch.arange(rows)
         triton_kernels.lookup_norms(index, x(rows, tokens, width), unit, rows, 9)

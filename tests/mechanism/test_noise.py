@@ -12,6 +12,31 @@ from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.noise import IndependentNoise, IndependentStream
 
 
+@pytest.mark.parametrize("randomness", ["os", "chacha20"])
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (1, 3)])
+@pytest.mark.parametrize("stddev", [0.0, 0.7])
+def test_noise_that_is_written_is_what_is_added_to_zeros(randomness, rank, size, stddev):
+    """With the same bits, and nothing of what the memory held before."""
+    added, written = torch.zeros(5, 7), torch.full((5, 7), torch.nan)
+    IndependentStream(NoiseSource(3, rank, randomness)).add_share_("w", added, stddev, rank, size)
+    IndependentStream(NoiseSource(3, rank, randomness)).write_share_("w", written, stddev, rank, size)
+    assert torch.equal(added, written)
+
+
+class Doubled(NoiseSource):
+    """A source of one's own."""
+
+    def add_(self, grad, noise_stddev):
+        super().add_(grad, 2 * noise_stddev)
+
+
+def test_a_source_of_ones_own_adds_to_zeros():
+    """What it adds is its own, so its base class writes nothing for it."""
+    total = torch.full((100, 1000), torch.nan)
+    IndependentStream(Doubled(3)).write_share_("w", total, 1.0, 0, 1)
+    assert float(total.std()) == pytest.approx(2, abs=0.02)
+
+
 @settings(max_examples=80, deadline=None)
 @given(shape=st.lists(st.integers(0, 7), min_size=1, max_size=3), size=st.integers(1, 9))
 def test_the_slices_of_all_ranks_cover_every_entry_once(shape, size):

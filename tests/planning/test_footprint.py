@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dpllm import GhostClipper, per_sequence_loss
 from dpllm.config import ConfigError, ModelConfig, load_recipe
 from dpllm.ghost.scales import scales_of
+from dpllm.ghost.sums import Sum
 from dpllm.mechanism.workload import Workload
 from dpllm.models.load import DTYPES, prepare_model
 from dpllm.models.quantization import config_for, make_ready
@@ -211,7 +212,7 @@ def measured(model, run):
 
     def form_sums():
         for parameter, total in sums.items():
-            clipper.add_clipped_sum_(parameter, total)
+            clipper.add_clipped_sum_(parameter, Sum.onto(total))
 
     step()  # the checks of the first batch
     form_sums()
