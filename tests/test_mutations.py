@@ -255,6 +255,13 @@ MUTATIONS = [
         ("tests/synthetic/test_votes.py::test_a_unit_votes_once",),
     ),
     Mutation(
+        "a unit moves the votes of others by rounding",
+        "dpllm/synthetic/votes.py",
+        "return np.rint(np.clip(vectors / largest, -_FARTHEST, _FARTHEST) * steps)",
+        "return vectors",
+        ("tests/synthetic/test_votes.py::test_a_unit_moves_no_vote_of_another",),
+    ),
+    Mutation(
         "votes of an evolution have no noise",
         "dpllm/synthetic/votes.py",
         "return exact + run.randomness.gaussian(len(exact), stddev)",

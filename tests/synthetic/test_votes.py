@@ -46,6 +46,22 @@ def test_a_unit_votes_once(made, labelled):
         assert change.min() >= -1e-9 and change.sum() <= 1 + 1e-9
 
 
+@pytest.mark.parametrize("labelled", [False, True])
+def test_a_unit_moves_no_vote_of_another(labelled):
+    """Where two candidates are the same text, or their distances differ by rounding only: a product of matrices rounds
+    a row differently beside fewer rows, and the other units' votes would move with the unit that is left out."""
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        candidates = rng.normal(size=(int(rng.integers(2, 40)), 64)).astype(np.float32).astype(np.float64)
+        candidates[-1] = candidates[0]
+        records = candidates[0] + 0.01 * rng.normal(size=(int(rng.integers(2, 30)), 64))
+        more = (["a"] * len(records), ["a"] * len(candidates)) if labelled else ()
+        fewer = (more[0][1:], more[1]) if labelled else ()
+        rest = exact_votes(records[1:], np.arange(len(records) - 1), candidates, *fewer)
+        change = exact_votes(records, np.arange(len(records)), candidates, *more) - rest
+        assert sorted(change.tolist()) == [0.0] * (len(candidates) - 1) + [1.0]
+
+
 def test_votes_go_to_the_nearest_candidate():
     """As a loop over pairs finds it; with labels among the candidates of the record's own label."""
     rng = np.random.default_rng(0)
