@@ -100,7 +100,7 @@ class Node:
     """Answers the server's requests for the clients of one node.
 
     Guarantee: only requests with the server's signature, under the own plan, for own clients are answered. Nothing of
-    an error but its kind leaves the node.
+    an error but its kind leaves the node. A client that fails is away, and changes the answer of no other client.
 
     Args:
         member: this node in the roster.
@@ -174,13 +174,17 @@ class Node:
         return {str(client): answer for client, request in requests.items() if (answer := self._one(client, request))}
 
     def _one(self, client: int, request: Content) -> Content:
-        """Return the answer of a client; an empty one where it refuses, as if it were away."""
+        """Return the answer of a client; an empty one where it refuses or fails, as if it were away.
+
+        A failure may depend on the records of this client, so it must not silence the others of the node: their sum
+        would move by more than one client's C.
+        """
         try:
             return self._answer(client, request, self._states.setdefault(client, {}))
         except ProtocolError as error:
             self._say(f"client {client} refuses: {error}")
-        except KeyError as error:
-            self._say(f"client {client} refuses: the request has no {error}")
+        except Exception as error:  # its text may hold records, and stays here
+            self._say(f"client {client} failed, and counts as away: {type(error).__name__}: {error}")
         return {}
 
 

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from dpllm.federated.node import BEGINNINGS
 from dpllm.federated.roster import Member, Roster
+from dpllm.federated.rounds import Tally
 from dpllm.federated.secure import STAGES, ProtocolError
 from dpllm.federated.transport import Content
 from dpllm.federated.wire import ALL, ANSWER, REQUEST, Parts, Signer, check, digest, pack, separate, shared, unpack
@@ -56,8 +57,7 @@ class NodeClients:
     those of machines outside the roster count nothing.
 
     Attributes:
-        asked: how often a client was asked to begin a round.
-        answered: how often a client's sum, or update, of a round came.
+        tally: who answered so far.
 
     Args:
         line: to the machines.
@@ -82,7 +82,7 @@ class NodeClients:
         """Begin without any node."""
         self._line, self._roster, self._signer, self._plan = line, roster, signer, plan_hash
         self._seconds, self._say, self._keep = seconds, say, keep
-        self.asked = self.answered = 0
+        self.tally = Tally()
         self._places: dict[str, int] = {}
         self._greeted: Counter[int] = Counter()  # how often a machine was, or `_GREETINGS` where it needs no more
         self._refused: set[tuple[str, str]] = set()
@@ -135,8 +135,11 @@ class NodeClients:
             for client, answer in _numbered(parts).items():
                 if client in requests and client in member.clients and well_formed(requests[client], answer):
                     answers[client] = answer
-        self.asked += sum(request["task"] in BEGINNINGS for request in requests.values())
-        self.answered += sum(requests[client]["task"] in _LAST_OF_A_CLIENT for client in answers)
+        self.tally.asked += sum(request["task"] in BEGINNINGS for request in requests.values())
+        self.tally.answered += sum(requests[client]["task"] in _LAST_OF_A_CLIENT for client in answers)
+        for member, _ in parcels.values():
+            drawn = [client for client in member.clients if client in requests]
+            self.tally.silences += len(drawn) > 1 and not any(client in answers for client in drawn)
         self._keep_answers(requests, answers)
         return answers
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,26 @@ MORE_LEFT = (
     "but δ counts on the declared share. Take a plan that declares as many as leave, or find out why so many left."
 )
 """The open point of a run whose clients left more often than declared."""
+
+SILENT_NODE = (
+    "A node that was asked for several clients answered for none of them, {count} times: it was late, ended, or "
+    "failed. ε counts on clients that leave by themselves. If the records of one client made the node late (they are "
+    "long) or made it fail (its log has the reason), they silenced the others too, and this ε does not hold. Find out "
+    "why the node was silent; a longer --answer-within, or one client per node, avoids it."
+)
+"""The open point of a deployment in which a node with several clients was silent."""
+
+
+@dataclass
+class Tally:
+    """How many clients of a deployment took part so far."""
+
+    asked: int = 0
+    """How often a client was asked to begin a round."""
+    answered: int = 0
+    """How often a client's sum, or update, of a round came."""
+    silences: int = 0
+    """How often a node was asked for several clients, and answered for none of them."""
 
 
 def require_federated(plan: PrivacyPlan | PrivacyConfig) -> None:

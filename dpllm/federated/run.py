@@ -30,8 +30,10 @@ from dpllm.federated.participant import Participant
 from dpllm.federated.rounds import (
     GIVEN_UP,
     MORE_LEFT,
+    SILENT_NODE,
     TOO_MANY_LEFT,
     Rounds,
+    Tally,
     answers_of_a_round,
     is_secure,
     more_left_than_declared,
@@ -242,7 +244,7 @@ class Server:
         held_out: records to measure before and after. None: there are none.
         most_clients: the most clients of one node. None: the clients are simulated.
         ready: says before each round whether enough clients are there, whoever is drawn later.
-        counts: how often clients were asked for a round, and how often they took part. (0, 0): nobody counts.
+        tally: of the clients of a deployment; those of a simulation are not counted.
 
     Args:
         recipe: the recipe.
@@ -262,7 +264,7 @@ class Server:
         self.held_out: HeldOut | None = None
         self.most_clients: int | None = None
         self.ready: Callable[[], bool] = lambda: True
-        self.counts: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self.tally = Tally()
         self._points = [*start.declared, *check_start(model, self.folder, recipe.model.start_is_independent)]
 
     def with_dropouts(self, clients: Clients) -> Clients:
@@ -328,8 +330,10 @@ class Server:
         if given_up:
             ledger.append_diagnostic(GIVEN_UP, given_up)
             ledger.append_open_point(TOO_MANY_LEFT)
-        elif more_left_than_declared(self._plan, *self.counts()):
+        elif more_left_than_declared(self._plan, self.tally.asked, self.tally.answered):
             ledger.append_open_point(MORE_LEFT)
+        if self.tally.silences:
+            ledger.append_open_point(SILENT_NODE.format(count=self.tally.silences))
         phases.end(f"{ledger.num_steps} rounds charged, {given_up} of them given up")
         return given_up
 

@@ -100,6 +100,8 @@ class Options:
     """A folder for the answers as the server got them, with secure aggregation only."""
     overrides: tuple[str, ...] = ()
     """Changes of the recipe that keep the plan."""
+    working_folder: str | None = None
+    """The folder to which relative paths of the recipe refer, in a process that Flower starts elsewhere."""
 
     def __post_init__(self) -> None:
         """Check the times."""
@@ -138,7 +140,10 @@ def server_app() -> ServerApp:
                 contextlib.redirect_stderr(log),
             ):
                 try:
-                    code = serve_rounds(folder, FlowerLine(grid), Options.load(folder / OPTIONS_FILE))
+                    options = Options.load(folder / OPTIONS_FILE)
+                    if options.working_folder is not None:
+                        os.chdir(options.working_folder)
+                    code = serve_rounds(folder, FlowerLine(grid), options)
                 except Exception as error:  # in one line, as by every command; the ledger has ended
                     code = tell(error, _say)
         finally:
@@ -186,7 +191,7 @@ def serve_rounds(folder: Path, line: Line, options: Options) -> int:
             "was charged: start the missing nodes, or wait longer (--wait)"
         )
     phases.end()
-    server.ready, server.counts = ready, lambda: (clients.asked, clients.answered)
+    server.ready, server.tally = ready, clients.tally
 
     def note(ledger: SharedLedger) -> None:
         ledger.append_fact(CLIENTS_AT, f"{roster.num_clients} clients, whose records are at {len(list(roster))} nodes")
@@ -270,17 +275,13 @@ def serve(folder: Path, host: str, port: int, options: Options) -> int:
 
 
 def _serve(folder: Path, host: str, port: int, options: Options) -> int:
-    recipe, plan, _ = checked(folder, options)
+    _, plan, _ = checked(folder, options)
     _folder_for_answers(options, plan)
-    output = Path(str(recipe.train["output_dir"])).resolve()
-    given = [one for one in options.overrides if not one.startswith("train.output_dir=")]
-    keep = None if options.keep_answers is None else str(Path(options.keep_answers).resolve())
-    options = dataclasses.replace(options, overrides=(*given, f"train.output_dir={output}"), keep_answers=keep)
-    options.save(folder / OPTIONS_FILE)
+    dataclasses.replace(options, working_folder=str(Path.cwd())).save(folder / OPTIONS_FILE)
     (folder / END_FILE).unlink(missing_ok=True)
     (folder / ROUNDS_LOG).write_text("", encoding="utf-8")
     environment = flower_environment(folder, host, port)
-    with _super_link(folder, host, port, environment):
+    with _passing_on(folder), _super_link(folder, host, port, environment):
         command = [_program("flwr"), "run", str(_app(folder)), _CONNECTION, "--run-config", f'folder="{folder}"']
         run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if run.returncode != 0:
@@ -355,8 +356,8 @@ def _app(folder: Path) -> Path:
 
 
 def until_the_end(folder: Path) -> int:
-    """Show the output of the rounds until they have ended; pass Ctrl-C on to them, which end after their round."""
-    with (folder / ROUNDS_LOG).open(encoding="utf-8", errors="replace") as log, _passing_on(folder):
+    """Show the output of the rounds until they have ended; return their exit code."""
+    with (folder / ROUNDS_LOG).open(encoding="utf-8", errors="replace") as log:
         while True:
             end = read_end(folder)
             alive = "pid" not in end or _alive(int(end["pid"]))
@@ -372,6 +373,8 @@ def until_the_end(folder: Path) -> int:
 
 @contextlib.contextmanager
 def _passing_on(folder: Path) -> Iterator[None]:
+    """Pass Ctrl-C and SIGTERM on to the rounds, which end after their round; before there are any, end with Flower."""
+
     def pass_on(number: int, frame: Any) -> None:
         end = read_end(folder)
         if "pid" not in end:

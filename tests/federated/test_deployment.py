@@ -18,6 +18,7 @@ from dpllm.federated.node_program import node_of
 from dpllm.federated.preparing import AUTHORITY, CERTIFICATE, SIGNING_KEY, TLS_KEY, prepare
 from dpllm.federated.rounds import (
     MORE_LEFT,
+    SILENT_NODE,
     TOO_MANY_LEFT,
     against_a_node,
     against_the_server,
@@ -159,6 +160,7 @@ def test_a_run_whose_nodes_leave_ends_with_its_report(place, tmp_path):
     assert serve_rounds(folder / "server", wire, Options(wait=0.1, overrides=(f"train.output_dir={output}",))) == 0
     assert read_ledger(output / LEDGER_FILE).num_steps == 1
     assert verify(output).ok
+    assert SILENT_NODE.format(count=1) in (output / "privacy_report.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

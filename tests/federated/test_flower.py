@@ -28,6 +28,7 @@ from flwr.app import ConfigRecord, Error, Message, RecordDict  # noqa: E402
 
 from dpllm.federated.flower import QUIET, FlowerLine, envelope_of, record_of  # noqa: E402
 from dpllm.federated.wire import unpack  # noqa: E402
+from dpllm.privacy.budget import create_budget, read_budget  # noqa: E402
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger  # noqa: E402
 from dpllm.report.verify import verify  # noqa: E402
 from tests.small_model import WORDS, save_small_model  # noqa: E402
@@ -187,7 +188,10 @@ def attack_tls(place, port, found):
 
 @pytest.mark.parametrize("secure", [deep_case(False), True], ids=["trusted", "secure"])
 def test_server_and_nodes_are_processes_with_tls(place, tmp_path, secure):
-    """By the shipped script, to the verified report; the server's folder and process get no record."""
+    """By the shipped script, to the verified report; the server's folder and process get no record.
+
+    Relative paths are those of the place where the server was started, not of the process that Flower starts.
+    """
     port, found = free_port(), {}
     folder, seen = tmp_path / "deployment", tmp_path / "seen"
     nodes = [f"{name}=30={place / name}.jsonl" for name in NODES]
@@ -196,11 +200,13 @@ def test_server_and_nodes_are_processes_with_tls(place, tmp_path, secure):
     env = environment(place, PORT=str(port), **more)
     (place / "deployment").unlink(missing_ok=True)
     (place / "deployment").symlink_to(folder)
+    (tmp_path / "model").symlink_to(place / "model")
+    budget = tmp_path / "words.budget.json"
+    create_budget(budget, dataset="words", epsilon=10, delta=1e-2, unit="user", num_units=60, unit_column="client")
+    changes = ["model.name=model", f"privacy.budget_file={budget.name}", *(SECURE if secure else [])]
     watcher = threading.Thread(target=attack_tls, args=(place, port, found), daemon=True)
     watcher.start()
-    done = subprocess.run(
-        [*command, *(SECURE if secure else [])], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900
-    )
+    done = subprocess.run([*command, *changes], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900)
     logs = "\n".join(path.read_text() for path in folder.glob("*.log"))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:] + logs[-3000:]
     watcher.join(30)
@@ -208,6 +214,7 @@ def test_server_and_nodes_are_processes_with_tls(place, tmp_path, secure):
     assert set(found) == {"unknown", "host", "plain"}, found
     assert read_ledger(folder / "run" / LEDGER_FILE).num_steps == 2
     assert verify(folder / "run").ok
+    assert [entry.steps_charged for entry in read_budget(budget).entries] == [2]
     assert "connected to 127.0.0.1" in logs and "Traceback" not in logs + done.stdout + done.stderr
     texts = "".join(path.read_text(errors="replace") for path in (folder / "server").rglob("*") if path.is_file())
     assert not re.search(" ".join(WORDS[3:7]), texts)

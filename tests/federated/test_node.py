@@ -65,7 +65,7 @@ def test_a_round_is_answered_once_and_the_plans_rounds_only(made):
         ({"round": True}, "a request without the number of its round"),
         ({"task": "keys"}, "the server asks for 'keys'"),
         ({"task": "masked"}, "the server asks for 'masked'"),
-        ({"weights": b"1234"}, "failed: ValueError"),
+        ({"weights": b"1234"}, "counts as away: ValueError"),
     ],
 )
 def test_another_request_gets_no_update(made, change, line):
@@ -102,5 +102,21 @@ def test_a_round_is_on_the_disk_before_it_is_answered(made, tmp_path):
     """A node that dies while it trains has answered."""
     node = made.node(0)
     node._answer = lambda *_: (_ for _ in ()).throw(OSError("gone"))
-    assert asked(made, update(made, 0), node=node) == {ALL: {"refused": "error"}}
+    assert asked(made, update(made, 0), node=node) == {}
     assert asked(made, update(made, 0)) == {ALL: {"refused": "protocol"}}
+
+
+def test_a_client_that_fails_silences_no_other(made):
+    """The records of client 0 decide whether its training fails; the sum may then lack this client's C, and no more."""
+    node = made.node(0)
+    whole = node._answer
+
+    def fails(client, request, state):
+        if client == 0:
+            raise RuntimeError("the text of a record")
+        return whole(client, request, state)
+
+    node._answer = fails
+    found = asked(made, {**update(made, 0), "1": {}}, node=node)
+    assert set(found) == {"1"} and found["1"]["update"]
+    assert "client 0 failed, and counts as away: RuntimeError: the text of a record" in made.lines
