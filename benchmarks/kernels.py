@@ -167,9 +167,9 @@ def weighted_sum_case(shape: tuple, dtype: torch.dtype, device: torch.device) ->
         triton_kernels.weighted_outer_(sum_LR, None, x, y, factor)
         return sum_LR
 
-    def plain(*inputs: Tensor) -> Tensor:
-        sum_LR = torch.empty(left, right, dtype=kernels.accumulation_dtype(inputs[0].dtype), device=device)
-        kernels.add_weighted_outer_(sum_LR, *inputs, is_empty=True)
+    def plain(x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
+        sum_LR = torch.empty(left, right, dtype=kernels.accumulation_dtype(x.dtype), device=device)
+        kernels.add_weighted_outer_(sum_LR, x, y, factor, is_empty=True)
         return sum_LR
 
     return Case(

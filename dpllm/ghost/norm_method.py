@@ -17,6 +17,7 @@ Shape suffixes: B rows, U units, T tokens, D, L, R, P widths.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -94,11 +95,29 @@ class NormMethod:
 
         By tiles of the gradients themselves where this takes fewer operations than Gram matrices.
         """
-        if self._tiles(shared_BTD, grads):
-            return self._tiled_norms(shared_BTD, grads)
-        if self.fuses(shared_BTD, *grads):
-            return triton_kernels.gram_norms(shared_BTD, grads)
-        return kernels.gram_norms(shared_BTD, grads)
+        ((sq_norm_B, mass_B),) = self.grouped_outer_norms([(shared_BTD, grads)])
+        return sq_norm_B, mass_B
+
+    def grouped_outer_norms(self, groups: Sequence[tuple[Tensor, list[Tensor]]]) -> list[tuple[Tensor, Tensor]]:
+        """Return `outer_norms` of several groups of layers; the kernels take all of them in one launch.
+
+        Args:
+            groups: inputs (B, T_i, D_i), each with the output gradients (B, T_i, P_ij) of the layers that read it.
+        """
+        norms: list[tuple[Tensor, Tensor] | None] = [None] * len(groups)
+        fused = []
+        for i, (shared_BTD, grads) in enumerate(groups):
+            if self._tiles(shared_BTD, grads):
+                norms[i] = self._tiled_norms(shared_BTD, grads)
+            elif self.fuses(shared_BTD, *grads) and all(grad.dtype == grads[0].dtype for grad in grads):
+                fused.append(i)
+            else:
+                norms[i] = kernels.gram_norms(shared_BTD, grads)
+        if fused:
+            sq_norm_NB, mass_NB = triton_kernels.grouped_gram_norms([groups[i] for i in fused])
+            for i, sq_norm_B, mass_B in zip(fused, sq_norm_NB, mass_NB, strict=True):
+                norms[i] = sq_norm_B, mass_B
+        return [found for found in norms if found is not None]
 
     def _tiles(self, shared_BTD: Tensor, grads: list[Tensor]) -> bool:
         if self.algorithm != "auto":

@@ -12,7 +12,8 @@ with fewer transfers through memory:
 * `weighted_outer_`: the clipped sum of a matrix. The factor multiplies a row's gradient after its tokens are summed, in
   float32; scaling an input of 16 bits beforehand would round it and read it once more. With noise and scale it makes
   the gradient in the same pass.
-* `norm_layer_grads`: weight and bias gradients of LayerNorm and RMSNorm per row, from one pass over input and gradient.
+* `norm_layer_grads`: weight and bias gradients of LayerNorm and RMSNorm per row, from one pass over input and gradient;
+  mean and deviation are computed again from what was read.
 * `lookup_norms`: embedding norms; equal tokens of a unit are adjacent after a sort, and each run is summed,
   squared and reduced without a slot per token.
 
@@ -34,18 +35,26 @@ Shape suffixes: B rows, T tokens, U units, V table entries, D, L, R, P widths.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from dpllm.ghost import triton_programs as programs
+from dpllm.ghost.triton_tiles import tiles_of
 
-triton = programs.triton
+triton, tl = programs.triton, programs.tl
 INTERPRETED = programs.INTERPRETED
 
 CHUNK = 1024
 """Terms that a tensor core adds up before its sum is added to a total with rounding to nearest."""
 
+WIDEST_NORM = 16384
+"""Features of a norm layer that one program can read at a time."""
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_TRITON_DTYPES = {} if triton is None else dict(zip(DTYPES, (tl.bfloat16, tl.float16, tl.float32), strict=True))
 # Below this many programs a smaller tile is faster: about two for each of the 132 multiprocessors of an H100 or H200.
 _MANY_PROGRAMS = 256
 
@@ -75,42 +84,121 @@ def gram_norms(shared_BTD: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]
     Raises:
         ValueError: no gradient, shapes that do not fit, a dtype or device that the kernels do not take.
     """
-    if not grads:
+    sq_norm_NB, mass_NB = grouped_gram_norms([(shared_BTD, grads)])
+    return sq_norm_NB[0], mass_NB[0]
+
+
+def grouped_gram_norms(groups: Sequence[tuple[Tensor, list[Tensor]]]) -> tuple[Tensor, Tensor]:
+    """Return `gram_norms` of several groups of layers, each with its own input, from one launch.
+
+    One launch has enough tiles to occupy the device with large ones, and the host launches once, not once per group.
+    Groups that differ in tokens, in dtypes or in being aligned take one launch for each such class.
+
+    Args:
+        groups: N inputs (B, T_i, D_i), each with the output gradients (B, T_i, P_ij) of the layers that read it; the
+            gradients of a group have one dtype.
+
+    Returns:
+        ``(sq_norm_NB, mass_NB)``, as in `gram_norms`, of each group.
+
+    Raises:
+        ValueError: a group without gradient, shapes that do not fit, gradients of two dtypes, a dtype or device that
+            the kernels do not take.
+    """
+    if not groups or not all(grads for _, grads in groups):
         raise ValueError("gram_norms: no output gradient. Give one (B, T, P) tensor per layer.")
-    _require("gram_norms", shared_BTD, *grads)
-    for grad in grads:
-        _require_same_tokens("gram_norms", shared_BTD, grad)
-    rows, tokens, width = shared_BTD.shape
+    _require("gram_norms", *(x for shared, grads in groups for x in (shared, *grads)))
+    classes: dict[tuple, list[int]] = {}
+    for i, (shared, grads) in enumerate(groups):
+        for grad in grads:
+            _require_same_tokens("gram_norms", shared, grad)
+        if shared.shape[0] != groups[0][0].shape[0] or any(grad.dtype != grads[0].dtype for grad in grads):
+            raise ValueError(
+                "gram_norms: groups differ in rows, or the gradients of a group in dtype. Give them in separate calls."
+            )
+        aligned = all(map(_is_aligned, (shared, *grads)))
+        classes.setdefault((shared.shape[1], shared.dtype, grads[0].dtype, aligned), []).append(i)
+    results = [_gram_norms([groups[i] for i in members], key[3]) for key, members in classes.items()]
+    if len(results) == 1:
+        sums = results[0]
+    else:
+        places = [i for members in classes.values() for i in members]
+        parts = dict(zip(places, (part for result in results for part in result.unbind(1)), strict=True))
+        sums = torch.stack([parts[i] for i in range(len(groups))], 1)
+    return sums[0], sums[1].square()
+
+
+def _gram_norms(groups: Sequence[tuple[Tensor, list[Tensor]]], aligned: bool) -> Tensor:
+    """Return (2, N, B): the squared norms and the roots of the masses of groups of one class."""
+    first, first_grad = groups[0][0], groups[0][1][0]
+    rows, tokens, _ = first.shape
     if rows == 0 or tokens == 0:
-        return _zeros(shared_BTD, rows), _zeros(shared_BTD, rows)
-    exact = any(x.dtype == torch.float32 for x in (shared_BTD, *grads))
-    block = _gram_block(rows, tokens, exact)
-    blocks = -(-tokens // block)
+        return _zeros(first, 2, len(groups), rows)
+    exact = torch.float32 in (first.dtype, first_grad.dtype)
+    tile = tiles_of(first.device).gram(tokens, exact, aligned)
+    blocks = -(-tokens // tile.block)
     pairs = blocks * (blocks + 1) // 2
-    partial = torch.empty(2, rows, pairs, dtype=torch.float32, device=shared_BTD.device)
-    with torch.cuda.device_of(shared_BTD):
-        programs.gram_program[(rows * pairs,)](
-            shared_BTD,
-            shared_BTD.stride(),
-            width,
-            tuple(grads),
-            tuple(grad.stride() for grad in grads),
-            tuple(grad.shape[2] for grad in grads),
+    partial = torch.empty(2, len(groups), rows, pairs, dtype=torch.float32, device=first.device)
+    with torch.cuda.device_of(first):
+        programs.gram_program[(len(groups) * rows * pairs,)](
+            _table(groups, first.device),
+            len(groups),
             partial,
-            partial.stride(0),
+            rows,
             tokens,
             pairs,
-            NUM_GRADS=len(grads),
-            BLOCK_T=block,
-            BLOCK_K=16 if exact else 64,
+            partial.stride(0),
+            INPUT=_TRITON_DTYPES[first.dtype],
+            GRAD=_TRITON_DTYPES[first_grad.dtype],
+            ALIGNED=aligned,
+            BLOCK_T=tile.block,
+            BLOCK_K=tile.depth,
             CHUNK_K=CHUNK,
             WIDEN=INTERPRETED,
-            num_warps=8 if block == 128 else 4,
-            num_stages=3,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
             enable_fp_fusion=True,
         )
-    sums = partial.sum(2)
-    return sums[0], sums[1].square()
+    return partial.sum(3)
+
+
+def _total_width(group: tuple[Tensor, list[Tensor]]) -> int:
+    return group[0].shape[2] + sum(grad.shape[2] for grad in group[1])
+
+
+def _table(groups: Sequence[tuple[Tensor, list[Tensor]]], device: torch.device) -> Tensor:
+    """Return where the tensors of each group are, as 64-bit integers.
+
+    N entries: the number of a group, that with the most operations first, so that the last programs to run are short.
+    N + 1 entries: where the tensors of that group begin in the table, and where those of the last one end. Then of each
+    tensor address, three strides and width; the input of a group before its gradients.
+    """
+    order = sorted(range(len(groups)), key=lambda i: -_total_width(groups[i]))
+    begin = 2 * len(groups) + 1
+    places, tensors = [begin], []
+    for i in order:
+        for x in (groups[i][0], *groups[i][1]):
+            tensors += [x.data_ptr(), *x.stride(), x.shape[2]]
+        places.append(begin + len(tensors))
+    table = torch.tensor(order + places + tensors, dtype=torch.int64)
+    # From pinned memory the copy waits for nothing, and PyTorch keeps both memories until the launches used them.
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Whether the last dimension is contiguous, and address, width and all other strides are multiples of 16 bytes.
+
+    Also whether 128 tokens span less than 2^31 entries. The stride of a dimension of size 1 does not matter.
+    """
+    units = 16 // x.element_size()
+    *strides, last = (stride if size > 1 else 0 for size, stride in zip(x.shape, x.stride(), strict=True))
+    return (
+        last <= 1
+        and x.data_ptr() % 16 == 0
+        and x.shape[-1] % units == 0
+        and all(stride % units == 0 for stride in strides)
+        and strides[-1] < 1 << 24
+    )
 
 
 def instance_norms(left_BTL: Tensor, right_BTR: Tensor) -> Tensor:
@@ -134,30 +222,32 @@ def instance_norms(left_BTL: Tensor, right_BTR: Tensor) -> Tensor:
     if 0 in (rows, tokens, left, right):
         return _zeros(left_BTL, rows)
     exact = torch.float32 in (left_BTL.dtype, right_BTR.dtype)
-    block_l, block_r = _instance_blocks(rows, left, right, exact)
-    tiles_r = -(-right // block_r)
-    tiles = -(-left // block_l) * tiles_r
+    aligned = _is_aligned(left_BTL) and _is_aligned(right_BTR)
+    tile = tiles_of(left_BTL.device).instance(min(left, right), exact, aligned)
+    tiles_r = -(-right // tile.block)
+    tiles = -(-left // tile.block) * tiles_r
     partial = torch.empty(rows, tiles, dtype=torch.float32, device=left_BTL.device)
     with torch.cuda.device_of(left_BTL):
         programs.instance_program[(rows * tiles,)](
             left_BTL,
-            left_BTL.stride(),
+            *left_BTL.stride(),
             left,
             right_BTR,
-            right_BTR.stride(),
+            *right_BTR.stride(),
             right,
             partial,
             tokens,
             tiles,
             tiles_r,
+            ALIGNED=aligned,
             SAME_DTYPE=left_BTL.dtype == right_BTR.dtype,
-            BLOCK_L=block_l,
-            BLOCK_R=block_r,
-            BLOCK_T=16 if exact else 64,
+            BLOCK_L=tile.block,
+            BLOCK_R=tile.block,
+            BLOCK_T=tile.depth,
             CHUNK_T=CHUNK,
             WIDEN=INTERPRETED,
-            num_warps=8 if block_l * block_r > 64 * 128 else 4,
-            num_stages=3,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
             enable_fp_fusion=True,
         )
     return partial.sum(1)
@@ -202,7 +292,7 @@ def weighted_outer_(
     if 0 in (left, right):
         return
     exact = torch.float32 in (left_BTL.dtype, right_BTR.dtype)
-    block_l, block_r = _instance_blocks(1, left, right, exact)
+    block_l, block_r = _sum_blocks(left, right, exact)
     tiles_l, tiles_r = -(-left // block_l), -(-right // block_r)
     with torch.cuda.device_of(out_LR):
         programs.weighted_outer_program[(tiles_l * tiles_r,)](
@@ -214,7 +304,7 @@ def weighted_outer_(
             right,
             factor_B.to(torch.float32),
             start,
-            (0, 0) if start_LR is None else start.stride(),
+            (out_LR if start_LR is None else start).stride(),
             0 if start_LR is None else left,
             out_LR,
             out_LR.stride(),
@@ -236,58 +326,75 @@ def weighted_outer_(
         )
 
 
-def norm_layer_grads(normed: Tensor, grad: Tensor, with_bias: bool = False) -> tuple[Tensor, Tensor | None]:
+def norm_layer_grads(
+    x: Tensor,
+    grad: Tensor,
+    with_bias: bool = False,
+    kind: Literal["given", "rms", "layer"] = "given",
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor | None]:
     """Return the per-row gradients of the weight (and bias) of a layer y = w * n(x) + b over the last dimension.
 
     Args:
-        normed: n(x), (B, T, D), or (B, T, H, D) for a norm per attention head.
+        x: (B, T, D), or (B, T, H, D) for a norm per attention head.
         grad: output gradient of the same shape, with its own strides.
         with_bias: whether to return the bias gradient as well, from the same pass.
+        kind: "given": n(x) = x. "rms": x / sqrt(mean(x^2) + eps). "layer": the same of x - mean(x). The last two are
+            over the last dimension, of at most `WIDEST_NORM` features.
+        eps: of the last two, above 0.
 
     Returns:
         ``(weight_BD, bias_BD)`` in float32: sum_t n_t * g_t and sum_t g_t; the second is None without ``with_bias``.
 
     Raises:
-        ValueError: shapes that differ or have other than 3 or 4 dimensions, a dtype or device that the kernels do not
-            take.
+        ValueError: shapes that differ or have other than 3 or 4 dimensions, too many features, a dtype or device that
+            the kernels do not take.
     """
-    _require("norm_layer_grads", normed, grad)
-    if normed.shape != grad.shape or normed.ndim not in (3, 4):
+    _require("norm_layer_grads", x, grad)
+    if x.shape != grad.shape or x.ndim not in (3, 4):
         raise ValueError(
-            f"norm_layer_grads: the normalised input has shape {tuple(normed.shape)}, the gradient {tuple(grad.shape)}."
+            f"norm_layer_grads: the input has shape {tuple(x.shape)}, the gradient {tuple(grad.shape)}."
             " Give both as (B, T, D) or both as (B, T, H, D)."
         )
-    if normed.ndim == 3:
-        normed, grad = normed.unsqueeze(2), grad.unsqueeze(2)
-    rows, outer, inner, width = normed.shape
-    if normed.numel() == 0:
-        empty = _zeros(normed, rows, width)
+    if x.ndim == 3:
+        x, grad = x.unsqueeze(2), grad.unsqueeze(2)
+    rows, outer, inner, width = x.shape
+    if x.numel() == 0:
+        empty = _zeros(x, rows, width)
         return empty, torch.zeros_like(empty) if with_bias else None
+    if width > WIDEST_NORM and kind != "given":
+        raise ValueError(f"norm_layer_grads: {width} features; a norm can have at most {WIDEST_NORM}.")
     tokens = outer * inner
-    block_d, block_t = min(128, triton.next_power_of_2(width)), 32
+    block_d = max(16, min(WIDEST_NORM, triton.next_power_of_2(width)))
+    num_warps = max(4, block_d // 1024)
+    block_t = max(1, 1024 * num_warps // block_d)
     tiles_d = -(-width // block_d)
     # Long rows are split so that there are enough programs; the partial results are added up afterwards.
     splits = max(1, min(-(-tokens // (4 * block_t)), 4 * _MANY_PROGRAMS // (rows * tiles_d)))
-    span = -(-tokens // splits)
-    partial = torch.empty(1 + with_bias, rows, splits, width, dtype=torch.float32, device=normed.device)
-    with torch.cuda.device_of(normed):
+    partial = torch.empty(1 + with_bias, rows, splits, width, dtype=torch.float32, device=x.device)
+    with torch.cuda.device_of(x):
         programs.norm_layer_program[(rows * splits * tiles_d,)](
-            normed,
-            normed.stride(),
+            x,
+            *x.stride(),
             grad,
-            grad.stride(),
-            partial,
-            partial.stride(0),
+            *grad.stride(),
+            partial[0],
+            partial[-1],
+            splits * width,
+            width,
+            eps,
             tokens,
             inner,
             width,
             splits,
-            span,
+            -(-tokens // splits),
             tiles_d,
+            KIND=kind,
             WITH_BIAS=with_bias,
+            ALIGNED=_is_aligned(x) and _is_aligned(grad),
             BLOCK_T=block_t,
             BLOCK_D=block_d,
-            num_warps=4,
+            num_warps=num_warps,
             enable_fp_fusion=True,
         )
     sums = partial.sum(2) if splits > 1 else partial.squeeze(2)
@@ -338,12 +445,13 @@ def lookup_norms(index_BT: Tensor, right_BTR: Tensor, unit_B: Tensor, num_units:
             order,
             ends,
             right_BTR,
-            right_BTR.stride(),
+            *right_BTR.stride(),
             partial,
             num_units * num_entries,
             tokens,
             width,
             tiles_r,
+            ALIGNED=_is_aligned(right_BTR),
             BLOCK_J=8,
             BLOCK_R=block_r,
             num_warps=4,
@@ -386,16 +494,8 @@ def _zeros(like: Tensor, *shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.float32, device=like.device)
 
 
-def _gram_block(rows: int, tokens: int, exact: bool) -> int:
-    """Return the tile of tokens: as large as registers allow, smaller if multiprocessors would be idle."""
-    if tokens <= 64:
-        return max(16, triton.next_power_of_2(tokens))
-    blocks = -(-tokens // 128)
-    return 64 if exact or rows * blocks * (blocks + 1) // 2 < _MANY_PROGRAMS else 128
-
-
-def _instance_blocks(rows: int, left: int, right: int, exact: bool) -> tuple[int, int]:
-    """Return the tile of the gradient, by the same rule."""
-    largest = 64 if exact or rows * -(-left // 128) * -(-right // 128) < _MANY_PROGRAMS else 128
-    block_l, block_r = (min(largest, max(16, triton.next_power_of_2(size))) for size in (left, right))
+def _sum_blocks(left: int, right: int, exact: bool) -> tuple[int, int]:
+    """Return the tile of a weighted sum: square, smaller only for narrow sides, so that there are few programs."""
+    block = 64 if exact or min(left, right) <= 64 else 128
+    block_l, block_r = (min(block, max(16, triton.next_power_of_2(size))) for size in (left, right))
     return block_l, block_r

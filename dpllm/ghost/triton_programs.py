@@ -2,9 +2,12 @@
 
 Place in the flow: see `dpllm.ghost.triton_kernels`, which checks shapes, chooses tiles and adds up the partial results.
 
-Strides and widths come as tuples of integers, so that the compiler sees a size of 1 or a multiple of 16. Offsets
-are 64-bit: rows x tokens x vocabulary exceeds 2^31 for the head of a model. A sum over tokens or widths runs in one
-program from the first to the last, so its order is fixed.
+Triton compiles a program again whenever an integer argument becomes 1 or a multiple of 16, which takes seconds. Lengths
+vary, so sizes and strides are excluded from that (`_VARYING`). Instead the caller says whether all tensors are ALIGNED:
+the last stride is 1; addresses, other strides and widths are multiples of 16 bytes. Loads are then 16 bytes wide.
+
+Offsets are 64-bit: rows x tokens x vocabulary exceeds 2^31 for the head of a model. A sum over tokens or widths runs in
+one program from the first to the last, so its order is fixed.
 
 Shape suffixes: M, N, K of a product; S, T tokens; L, R, D widths; J places in a sorted list. Parameters in capitals are
 fixed at compilation.
@@ -12,6 +15,7 @@ fixed at compilation.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -25,9 +29,31 @@ INTERPRETED: bool = triton is not None and triton.knobs.runtime.interpret
 """Whether the programs run in Triton's CPU interpreter; fixed when the module is imported."""
 
 
+# fmt: off
+_VARYING = frozenset((
+    "groups", "rows", "tokens", "inner", "width", "plane", "pairs", "tiles", "tiles_l", "tiles_r", "tiles_d", "splits",
+    "span", "end_of_units", "start_rows", "left_row", "left_token", "left_last", "right_row", "right_token",
+    "right_last", "x_row", "x_token", "x_head", "x_last", "grad_row", "grad_token", "grad_head", "grad_last", "out_row",
+    "out_split",
+))
+# fmt: on
+
+
 def jit_if_present(function: Callable) -> Any:
     """Compile the function if Triton is installed; otherwise return it unchanged, since nothing calls it."""
-    return function if triton is None else triton.jit(function)
+    if triton is None:
+        return function
+    varying = [name for name in inspect.signature(function).parameters if name in _VARYING]
+    return triton.jit(function, do_not_specialize=varying, do_not_specialize_on_alignment=["partial"])
+
+
+@jit_if_present
+def multiple(value: tl.tensor, ALIGNED: tl.constexpr, NUMBER: tl.constexpr) -> tl.tensor:
+    """Return the integer in 64 bits, for the compiler visibly a multiple of the number if tensors are aligned."""
+    value = value.to(tl.int64)
+    if ALIGNED:
+        value = value // NUMBER * NUMBER  # not tl.multiple_of, whose hint is lost for loaded and passed integers
+    return value
 
 
 @jit_if_present
@@ -71,77 +97,131 @@ def product(
 
 @jit_if_present
 def gram_program(
-    shared: tl.tensor,
-    shared_strides: tl.tuple,
-    shared_width: tl.tensor,
-    grads: tl.tuple,
-    grad_strides: tl.tuple,
-    grad_widths: tl.tuple,
+    table: tl.tensor,
+    groups: tl.tensor,
     partial: tl.tensor,
-    plane: tl.tensor,
+    rows: tl.tensor,
     tokens: tl.tensor,
     pairs: tl.tensor,
-    NUM_GRADS: tl.constexpr,
+    plane: tl.tensor,
+    INPUT: tl.constexpr,
+    GRAD: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHUNK_K: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
-    """Compute one tile pair (s, t), t <= s, of one row: its share of the squared norm and of the mass's root."""
+    """Compute one tile pair (s, t), t <= s, of one row of one group: its share of the squared norm and the mass's root.
+
+    A group is an input and the output gradients of the layers that read it; `dpllm.ghost.triton_kernels._table`
+    describes the table of their addresses.
+    """
     program = tl.program_id(0)
     pair = program % pairs
-    row = (program // pairs).to(tl.int64)
+    row = ((program // pairs) % rows).to(tl.int64)
+    place = program // (pairs * rows)
+    first = tl.load(table + groups + place).to(tl.int32)
+    last = tl.load(table + groups + place + 1).to(tl.int32)
+    out = partial + tl.load(table + place) * (pairs * rows) + program % (pairs * rows)
     s = ((tl.sqrt(8.0 * pair + 1.0) - 1.0) * 0.5).to(tl.int32)  # pair = s (s + 1) / 2 + t, up to rounding
     s = tl.where(s * (s + 1) // 2 > pair, s - 1, s)
     s = tl.where((s + 1) * (s + 2) // 2 <= pair, s + 1, s)
     t = pair - s * (s + 1) // 2
     block_T = tl.arange(0, BLOCK_T)
-    s_S1 = (s * BLOCK_T + block_T).to(tl.int64)[:, None]
-    t_1T = (t * BLOCK_T + block_T).to(tl.int64)[None, :]
     same_ST = block_T[:, None] == block_T[None, :]
+    s, t = s * BLOCK_T, t * BLOCK_T  # first tokens
 
     gram_ST = tl.full((BLOCK_T, BLOCK_T), 0.0, tl.float32)
-    x = shared + row * shared_strides[0]
-    for start in range(0, shared_width, CHUNK_K):
-        end = tl.minimum(start + CHUNK_K, shared_width)
-        gram_ST += product(
-            x, shared_strides[1], shared_strides[2], x, shared_strides[1], shared_strides[2],
-            s_S1, t_1T, tokens, tokens, start, end, BLOCK_T, BLOCK_T, BLOCK_K, True, WIDEN,
-        )  # fmt: skip
-
-    # Linear in the Gram matrix of the gradients, so their parts need not be added up first.
     norm_S = tl.full((BLOCK_T,), 0.0, tl.float32)
     size_S = tl.full((BLOCK_T,), 0.0, tl.float32)
-    for i in tl.static_range(NUM_GRADS):
-        g = grads[i] + row * grad_strides[i][0]
-        for start in range(0, grad_widths[i], CHUNK_K):
-            end = tl.minimum(start + CHUNK_K, grad_widths[i])
-            part_ST = product(
-                g, grad_strides[i][1], grad_strides[i][2], g, grad_strides[i][1], grad_strides[i][2],
-                s_S1, t_1T, tokens, tokens, start, end, BLOCK_T, BLOCK_T, BLOCK_K, True, WIDEN,
-            )  # fmt: skip
-            norm_S += tl.sum(gram_ST * part_ST, axis=1)
+    width = tl.load(table + first + 4).to(tl.int32)
+    for start in range(0, width, CHUNK_K):
+        gram_ST += part_of_gram(
+            table + first, INPUT, row, s, t, tokens, start, width, ALIGNED, BLOCK_T, BLOCK_K, CHUNK_K, WIDEN
+        )
+    gram_ST = tl.where((block_T[:, None] < tokens - s) & (block_T[None, :] < tokens - t), gram_ST, 0.0)
+    # Linear in the Gram matrix of the gradients, so its parts need not be added up first.
+    for tensor in range(first + 5, last, 5):
+        width = tl.load(table + tensor + 4).to(tl.int32)
+        for start in range(0, width, CHUNK_K):
+            part_ST = part_of_gram(
+                table + tensor, GRAD, row, s, t, tokens, start, width, ALIGNED, BLOCK_T, BLOCK_K, CHUNK_K, WIDEN
+            )
+            part_ST *= gram_ST
+            norm_S += tl.sum(part_ST, axis=1)
             size_S += tl.sum(tl.where(same_ST, part_ST, 0.0), axis=1)
     twice = tl.where(s == t, 1.0, 2.0)
-    tl.store(partial + program, tl.sum(norm_S, axis=0) * twice)
-    size_S = size_S * tl.sum(tl.where(same_ST, gram_ST, 0.0), axis=1)
+    tl.store(out, tl.sum(norm_S, axis=0) * twice)
     size_S = tl.where(size_S < 0.0, 0.0, size_S)  # keeps NaN
     root = tl.sum(tl.sqrt(size_S), axis=0)
-    tl.store(partial + plane + program, tl.where(s == t, root, 0.0))
+    tl.store(out + plane, tl.where(s == t, root, 0.0))
+
+
+@jit_if_present
+def part_of_gram(
+    tensor: tl.tensor,
+    DTYPE: tl.constexpr,
+    row: tl.tensor,
+    s: tl.tensor,
+    t: tl.tensor,
+    tokens: tl.tensor,
+    start: tl.tensor,
+    width: tl.tensor,
+    ALIGNED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHUNK_K: tl.constexpr,
+    WIDEN: tl.constexpr,
+) -> tl.tensor:
+    """Return a tile of the Gram matrix of the tensor at a place in the table, from CHUNK_K of its features.
+
+    Beyond the last token it repeats that token: the caller drops these entries. Loads need no mask for them then, which
+    saves registers; offsets of 32 bits within a tile do so too, and the caller checks that they suffice if ALIGNED.
+    """
+    UNITS: tl.constexpr = 128 // DTYPE.primitive_bitwidth  # 16 bytes
+    x = tl.load(tensor).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        x = tl.multiple_of(x, 16)
+    x += row * multiple(tl.load(tensor + 1), ALIGNED, UNITS)
+    by_token = multiple(tl.load(tensor + 2), ALIGNED, UNITS)
+    by_feature = 1 if ALIGNED else tl.load(tensor + 3)
+    end = multiple(tl.minimum(start + CHUNK_K, width), ALIGNED, UNITS).to(tl.int32)
+    x_s, x_t = x + s * by_token, x + t * by_token
+    block_T, k_K = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
+    step = multiple(tl.load(tensor + 2).to(tl.int32), ALIGNED, UNITS).to(tl.int32) if ALIGNED else by_token
+    s_SK = tl.minimum(block_T, tokens - 1 - s)[:, None] * step + k_K[None, :] * by_feature
+    t_KT = tl.minimum(block_T, tokens - 1 - t)[None, :] * step + k_K[:, None] * by_feature
+    total_ST = tl.full((BLOCK_T, BLOCK_T), 0.0, tl.float32)
+    for k in range(start, end, BLOCK_K):
+        inside_K = k_K < end - k
+        x_SK = tl.load(x_s + k * by_feature + s_SK, mask=inside_K[None, :], other=0.0)
+        y_KT = tl.load(x_t + k * by_feature + t_KT, mask=inside_K[:, None], other=0.0)
+        # The interpreter multiplies the bit patterns of bfloat16; widening is exact, as are the tensor cores' products.
+        if WIDEN:
+            x_SK = x_SK.to(tl.float32)
+            y_KT = y_KT.to(tl.float32)
+        total_ST = tl.dot(x_SK, y_KT, total_ST, input_precision="ieee")
+    return total_ST
 
 
 @jit_if_present
 def instance_program(
     left: tl.tensor,
-    left_strides: tl.tuple,
+    left_row: tl.tensor,
+    left_token: tl.tensor,
+    left_last: tl.tensor,
     left_width: tl.tensor,
     right: tl.tensor,
-    right_strides: tl.tuple,
+    right_row: tl.tensor,
+    right_token: tl.tensor,
+    right_last: tl.tensor,
     right_width: tl.tensor,
     partial: tl.tensor,
     tokens: tl.tensor,
     tiles: tl.tensor,
     tiles_r: tl.tensor,
+    ALIGNED: tl.constexpr,
     SAME_DTYPE: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -150,20 +230,29 @@ def instance_program(
     WIDEN: tl.constexpr,
 ) -> None:
     """Sum of squares of one tile of one row's gradient."""
+    UNITS_L: tl.constexpr = 128 // left.dtype.element_ty.primitive_bitwidth  # 16 bytes
+    UNITS_R: tl.constexpr = 128 // right.dtype.element_ty.primitive_bitwidth
     program = tl.program_id(0)
     tile = program % tiles
     row = (program // tiles).to(tl.int64)
     l_L1 = ((tile // tiles_r) * BLOCK_L + tl.arange(0, BLOCK_L)).to(tl.int64)[:, None]
     r_1R = ((tile % tiles_r) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)[None, :]
     total_LR = tl.full((BLOCK_L, BLOCK_R), 0.0, tl.float32)
-    x = left + row * left_strides[0]
-    y = right + row * right_strides[0]
+    x = left + row * multiple(left_row, ALIGNED, UNITS_L)
+    y = right + row * multiple(right_row, ALIGNED, UNITS_R)
+    by_x, by_y = multiple(left_token, ALIGNED, UNITS_L), multiple(right_token, ALIGNED, UNITS_R)
     for start in range(0, tokens, CHUNK_T):
         end = tl.minimum(start + CHUNK_T, tokens)
-        total_LR += product(
-            x, left_strides[2], left_strides[1], y, right_strides[2], right_strides[1],
-            l_L1, r_1R, left_width, right_width, start, end, BLOCK_L, BLOCK_R, BLOCK_T, SAME_DTYPE, WIDEN,
-        )  # fmt: skip
+        if ALIGNED:
+            total_LR += product(
+                x, 1, by_x, y, 1, by_y, l_L1, r_1R, left_width, right_width, start, end, BLOCK_L, BLOCK_R, BLOCK_T,
+                SAME_DTYPE, WIDEN,
+            )  # fmt: skip
+        else:
+            total_LR += product(
+                x, left_last, by_x, y, right_last, by_y, l_L1, r_1R, left_width, right_width, start, end,
+                BLOCK_L, BLOCK_R, BLOCK_T, SAME_DTYPE, WIDEN,
+            )  # fmt: skip
     square_L = tl.sum(total_LR * total_LR, axis=1)
     tl.store(partial + program, tl.sum(square_L, axis=0))
 
@@ -230,48 +319,79 @@ def weighted_outer_program(
 
 @jit_if_present
 def norm_layer_program(
-    normed: tl.tensor,
-    normed_strides: tl.tuple,
+    x: tl.tensor,
+    x_row: tl.tensor,
+    x_token: tl.tensor,
+    x_head: tl.tensor,
+    x_last: tl.tensor,
     grad: tl.tensor,
-    grad_strides: tl.tuple,
-    partial: tl.tensor,
-    plane: tl.tensor,
+    grad_row: tl.tensor,
+    grad_token: tl.tensor,
+    grad_head: tl.tensor,
+    grad_last: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out_row: tl.tensor,
+    out_split: tl.tensor,
+    eps: tl.tensor,
     tokens: tl.tensor,
     inner: tl.tensor,
     width: tl.tensor,
     splits: tl.tensor,
     span: tl.tensor,
     tiles_d: tl.tensor,
+    KIND: tl.constexpr,
     WITH_BIAS: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Sum over a span of one row's tokens of normed * grad, and of grad, for one block of features."""
+    """Sum over a span of one row's tokens of n(x) * grad, and of grad, for one block of features.
+
+    n(x) is x ("given"), x / rms(x) ("rms") or (x - mean(x)) / std(x) ("layer"); for the last two the block is all
+    features, and their statistics are computed from the block that was read.
+    """
+    UNITS_X: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth  # 16 bytes
+    UNITS_G: tl.constexpr = 128 // grad.dtype.element_ty.primitive_bitwidth
     program = tl.program_id(0)
     tile = program % tiles_d
     split = (program // tiles_d) % splits
     row = (program // (tiles_d * splits)).to(tl.int64)
     d_D = tile * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside_D = d_D < multiple(width, ALIGNED, UNITS_X)
     weight_D = tl.full((BLOCK_D,), 0.0, tl.float32)
     bias_D = tl.full((BLOCK_D,), 0.0, tl.float32)
-    x = normed + row * normed_strides[0] + d_D.to(tl.int64)[None, :] * normed_strides[3]
-    g = grad + row * grad_strides[0] + d_D.to(tl.int64)[None, :] * grad_strides[3]
+    x += row * multiple(x_row, ALIGNED, UNITS_X)
+    grad += row * multiple(grad_row, ALIGNED, UNITS_G)
+    x_token, x_head = multiple(x_token, ALIGNED, UNITS_X), multiple(x_head, ALIGNED, UNITS_X)
+    grad_token, grad_head = multiple(grad_token, ALIGNED, UNITS_G), multiple(grad_head, ALIGNED, UNITS_G)
+    if ALIGNED:
+        x_1D = x + d_D[None, :]
+        g_1D = grad + d_D[None, :]
+    else:
+        x_1D = x + d_D.to(tl.int64)[None, :] * x_last
+        g_1D = grad + d_D.to(tl.int64)[None, :] * grad_last
     end = tl.minimum((split + 1) * span, tokens)
     for start in range(split * span, end, BLOCK_T):
         t_T = start + tl.arange(0, BLOCK_T)
-        inside_TD = (t_T < end)[:, None] & (d_D < width)[None, :]
+        inside_TD = (t_T < end)[:, None] & inside_D[None, :]
         outer_T1 = (t_T // inner).to(tl.int64)[:, None]
         inner_T1 = (t_T % inner).to(tl.int64)[:, None]
-        x_TD = tl.load(x + outer_T1 * normed_strides[1] + inner_T1 * normed_strides[2], mask=inside_TD, other=0.0)
-        g_TD = tl.load(g + outer_T1 * grad_strides[1] + inner_T1 * grad_strides[2], mask=inside_TD, other=0.0)
-        g_TD = g_TD.to(tl.float32)
-        weight_D += tl.sum(x_TD.to(tl.float32) * g_TD, axis=0)
+        x_TD = tl.load(x_1D + outer_T1 * x_token + inner_T1 * x_head, mask=inside_TD, other=0.0).to(tl.float32)
+        g_TD = tl.load(g_1D + outer_T1 * grad_token + inner_T1 * grad_head, mask=inside_TD, other=0.0).to(tl.float32)
         if WITH_BIAS:
             bias_D += tl.sum(g_TD, axis=0)
-    out = partial + (row * splits + split) * width + d_D
-    tl.store(out, weight_D, mask=d_D < width)
+        if KIND == "layer":
+            mean_T = tl.sum(x_TD, axis=1) / width
+            x_TD = tl.where(inside_TD, x_TD - mean_T[:, None], 0.0)
+        if KIND != "given":
+            square_T = tl.sum(x_TD * x_TD, axis=1) / width
+            g_TD *= (1.0 / tl.sqrt(square_T + eps))[:, None]
+        weight_D += tl.sum(x_TD * g_TD, axis=0)
+    place = row * out_row + split * out_split
+    tl.store(weight + place + d_D, weight_D, mask=inside_D)
     if WITH_BIAS:
-        tl.store(out + plane, bias_D, mask=d_D < width)
+        tl.store(bias + place + d_D, bias_D, mask=inside_D)
 
 
 @jit_if_present
@@ -280,12 +400,15 @@ def run_program(
     order: tl.tensor,
     ends: tl.tensor,
     right: tl.tensor,
-    right_strides: tl.tuple,
+    right_row: tl.tensor,
+    right_token: tl.tensor,
+    right_last: tl.tensor,
     partial: tl.tensor,
     end_of_units: tl.tensor,
     tokens: tl.tensor,
     width: tl.tensor,
     tiles_r: tl.tensor,
+    ALIGNED: tl.constexpr,
     BLOCK_J: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ) -> None:
@@ -299,14 +422,16 @@ def run_program(
     # Only the start of a unit's run has something to add up.
     end = tl.where((key != before) & (key < end_of_units), end, position)
     sum_R = tl.full((BLOCK_R,), 0.0, tl.float32)
+    UNITS: tl.constexpr = 128 // right.dtype.element_ty.primitive_bitwidth  # 16 bytes
+    by_row, by_token = multiple(right_row, ALIGNED, UNITS), multiple(right_token, ALIGNED, UNITS)
+    inside_R = r_R < multiple(width, ALIGNED, UNITS)
+    by_r = r_R if ALIGNED else r_R.to(tl.int64) * right_last
     for first in range(position, end, BLOCK_J):
         j_J = first + tl.arange(0, BLOCK_J)
         place_J = tl.load(order + j_J, mask=j_J < end, other=0)
-        offset_J = (place_J // tokens) * right_strides[0] + (place_J % tokens) * right_strides[1]
-        inside_JR = (j_J < end)[:, None] & (r_R < width)[None, :]
-        g_JR = tl.load(
-            right + offset_J[:, None] + r_R.to(tl.int64)[None, :] * right_strides[2], mask=inside_JR, other=0.0
-        )
+        offset_J = (place_J // tokens) * by_row + (place_J % tokens) * by_token
+        inside_JR = (j_J < end)[:, None] & inside_R[None, :]
+        g_JR = tl.load(right + offset_J[:, None] + by_r[None, :], mask=inside_JR, other=0.0)
         sum_R += tl.sum(g_JR.to(tl.float32), axis=0)
     tl.store(partial + program, tl.sum(sum_R * sum_R, axis=0))
 

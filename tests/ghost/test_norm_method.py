@@ -25,6 +25,19 @@ def test_algorithms_for_a_matrix_agree(tokens, norm, fused):
     assert (mass_B >= 0.999 * sum(one_by_one)).all()
 
 
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=needs_triton)])
+def test_groups_together_equal_each_by_itself(fused):
+    """Whichever algorithm a group takes: tiles where rows are long, and PyTorch where gradients differ in dtype."""
+    shapes = [(3, 8, (4, 5)), (40, 4, (4,)), (3, 6, (7,))]
+    groups = [(torch.randn(2, t, d), [torch.randn(2, t, p) for p in widths]) for t, d, widths in shapes]
+    groups.append((groups[0][0], [torch.randn(2, 3, 4), torch.randn(2, 3, 5).bfloat16()]))
+    norms = NormMethod(fused=fused).grouped_outer_norms(groups)
+    assert len(norms) == 4
+    for (sq_norm_B, mass_B), (a, grads) in zip(norms, groups, strict=True):
+        torch.testing.assert_close(sq_norm_B.double(), exact(a, grads), rtol=1e-4, atol=0)
+        torch.testing.assert_close(mass_B, kernels.gram_norms(a, grads)[1], rtol=1.5, atol=0)
+
+
 def test_the_tiled_algorithm_is_chosen_where_it_costs_less():
     """2 T D P operations against T^2 (D + P): T decides."""
     norm_method = NormMethod()

@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
 from dpllm.ghost import kernels, triton_kernels
 from dpllm.ghost.contributions import Lookup, Outer, Rows
 from dpllm.ghost.kernels import sum_tokens
+from dpllm.ghost.triton_tiles import Tile, Tiles
 from tests import children
 
 needs_triton = pytest.mark.skipif(
@@ -72,6 +73,32 @@ def test_gram_norms_equal_definition_and_pytorch_form(dtype, rows, tokens, width
 
 
 @needs_triton
+def test_groups_in_one_launch_equal_single_launches():
+    """Groups of different widths, numbers of gradients and layouts, each in its place of the result, bit by bit."""
+    groups = [
+        (randn(2, 70, 24), [randn(2, 70, 8)]),
+        (randn(2, 70, 48), [randn(2, 70, 80), randn(2, 70, 33)]),
+        (randn(70, 2, 16).transpose(0, 1), [randn(2, 90, 70).mT, randn(2, 70, 5), randn(2, 70, 1)]),
+        (randn(2, 9, 16), [randn(2, 9, 16)]),
+        (randn(2, 70, 16), [randn(2, 70, 16)]),
+    ]
+    sq_norm, mass = triton_kernels.grouped_gram_norms(groups)
+    assert sq_norm.shape == mass.shape == (5, 2)
+    for i, (a, grads) in enumerate(groups):
+        assert_close(sq_norm[i], sum(instance_of(a, g).square().sum((1, 2)) for g in grads), 1e-5)
+        for together, single in zip((sq_norm[i], mass[i]), triton_kernels.gram_norms(a, grads), strict=True):
+            assert torch.equal(together, single)
+
+
+@needs_triton
+def test_many_gradients_of_one_input():
+    """Their number is not part of the compiled program."""
+    a, grads = randn(2, 5, 8), [randn(2, 5, 3) for _ in range(48)]
+    expected = sum(instance_of(a, g).square().sum((1, 2)) for g in grads)
+    assert_close(triton_kernels.gram_norms(a, grads)[0], expected, 1e-5)
+
+
+@needs_triton
 def test_gram_norms_walk_long_widths_in_chunks(monkeypatch):
     """Sums longer than the limit for a tensor core are split, also with a short last part; the results are equal."""
     monkeypatch.setattr(triton_kernels, "CHUNK", 64)
@@ -88,7 +115,8 @@ def test_gram_norms_do_not_depend_on_the_tile(monkeypatch, block):
     """Every pair of tiles is visited once, off-diagonal ones count twice: many tiles give the result of one."""
     a, g = randn(2, 83, 12), randn(2, 83, 9)
     whole = triton_kernels.gram_norms(a, [g])
-    monkeypatch.setattr(triton_kernels, "_gram_block", lambda *_: block)
+    monkeypatch.setattr(triton_kernels, "tiles_of", lambda _: Tiles(*2 * [Tile(block, 16, 4, 1)]))
+    monkeypatch.setattr(Tiles, "exact", Tile(block, 16, 4, 1))
     for part, at_once in zip(triton_kernels.gram_norms(a, [g]), whole, strict=True):
         assert_close(part, at_once, 1e-5)
 
@@ -307,6 +335,31 @@ def test_norm_layer_grads_equal_the_pytorch_form(dtype, shape):
 
 
 @needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 17, 80), (2, 301, 5), (2, 7, 3, 20)])
+def test_norm_layer_grads_normalise_by_themselves(dtype, kind, shape):
+    """From the layer's input: mean and deviation in float32, for each token and head; eps counts for small inputs."""
+    x, grad = 3 + 2 * randn(*shape), randn(*shape, dtype=dtype)
+    x[0] *= 1e-3
+    x = x.to(dtype)
+    weight, bias = triton_kernels.norm_layer_grads(x, grad, with_bias=True, kind=kind, eps=1e-5)
+    centred = x.double() - (x.double().mean(-1, keepdim=True) if kind == "layer" else 0)
+    normed = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    assert_close(weight, sum_tokens(normed * grad.double()), 1e-4, atol=1e-3)
+    assert_close(bias, sum_tokens(grad.double()), 1e-5, atol=1e-4)
+
+
+@needs_triton
+def test_norm_layers_of_too_many_features_are_refused():
+    """Their statistics would be those of a part."""
+    x = randn(1, 1, triton_kernels.WIDEST_NORM + 1)
+    with pytest.raises(ValueError, match="16385 features; a norm can have at most 16384"):
+        triton_kernels.norm_layer_grads(x, x, kind="rms", eps=1e-6)
+    assert torch.equal(triton_kernels.norm_layer_grads(x, x)[0], x[0].square())
+
+
+@needs_triton
 def test_norm_layer_grads_of_heads_take_a_transposed_gradient():
     """(B, H, T, D) in memory, viewed as (B, T, H, D): read without a copy."""
     normed, grad = randn(2, 5, 3, 8), randn(2, 3, 5, 8).transpose(1, 2)
@@ -372,6 +425,9 @@ def test_what_does_not_fit_is_refused():
         triton_kernels.gram_norms(a, [])
     with pytest.raises(ValueError, match=r"gram_norms: shapes .* do not fit"):
         triton_kernels.gram_norms(a, [g, randn(2, 4, 5)])
+    for groups in ([(a, [g]), (a[:1], [g[:1]])], [(a, [g, g.bfloat16()])]):
+        with pytest.raises(ValueError, match="Give them in separate calls"):
+            triton_kernels.grouped_gram_norms(groups)
     with pytest.raises(ValueError, match=r"instance_norms: shapes .* do not fit"):
         triton_kernels.instance_norms(a, randn(1, 3, 5))
     with pytest.raises(ValueError, match=r"is torch\.float64"):
