@@ -204,7 +204,6 @@ class Hooks:
                 return None
             given, (args, kwargs) = (args, kwargs), self.uses.replaced((args, kwargs))
             parameters = served.present()
-            served.refuse_replaced(parameters)
             with _Paused(self):
                 owned = served.enter(args, kwargs, parameters)
                 for parameter in parameters:

@@ -285,30 +285,26 @@ class Served:
         # The inputs of a module that was recognised are read after its call, so the call must not change them.
         self.is_known = self._after is not None or self.before is not None
         self._decided = self.is_known
-        self._own, self._holders = tuple(site.trainable.values()), site.holders()
+        self._places = tuple(zip(site.trainable, site.trainable.values(), site.holders(), strict=True))
         self._calls: list[_Entered] = []
 
     def present(self) -> list[nn.Parameter]:
-        """Return the tensors in the places of the trainable parameters; a sharded model (FSDP2) puts others there."""
-        return [getattr(holder, name) for holder, name in self._holders]
-
-    def refuse_replaced(self, present: Sequence[nn.Parameter]) -> None:
-        """Make sure that the module runs with its own parameters; a sharded model puts others in their places.
-
-        Args:
-            present: the tensors in the places of the trainable parameters.
+        """Return the tensors in the places of the trainable parameters; a sharded model (FSDP2) puts others there.
 
         Raises:
             GhostError: a caller put another tensor there.
         """
-        for own, live in zip(self._own, present, strict=True):
+        present = []
+        for name, own, (holder, place) in self._places:
+            live = getattr(holder, place)
+            present.append(live)
             if live is not own and not isinstance(own, DTensor):
-                name = next(name for name, p in self.site.trainable.items() if p is own)
                 raise NoRuleError(
                     f"{self.site.path} ({type(self.site.module).__name__}) was called with another tensor in the place "
                     f"of {name}, as torch.func.functional_call does, so its gradient would be taken for that of the "
                     "parameter. Use the tensor in a function, such as torch.nn.functional.linear, or freeze both."
                 )
+        return present
 
     def enter(self, args: tuple, kwargs: dict, present: Sequence[nn.Parameter]) -> bool:
         """Return whether the module's rule applies to this call; if not, its functions are served one by one."""

@@ -235,9 +235,7 @@ class Uses(TorchFunctionMode):
 
     def refuse_other_order(self, user: str, tensors: Sequence[Tensor]) -> None:
         """Make sure that the tensors that a use of parameters reads have the rows of the batch in order."""
-        if all(orders.order_of(t) is None for t in tensors):
-            return
-        if rows := self._host.rows_by_themselves:
+        if [t for t in tensors if orders.order_of(t) is not None] and (rows := self._host.rows_by_themselves):
             orders.refuse_other_order(user, tensors, rows)
             self._needed |= orders.needs_every_call(tensors)
 

@@ -144,6 +144,18 @@ def test_a_step_works_after_tf32_was_set_by_any_interface(ways, matmul_settings)
     torch.testing.assert_close(*results, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("backend", ["cuda", "mkldnn"])
+def test_the_setting_of_one_backend_is_seen(backend, matmul_settings):
+    """Each device reads its own setting, so one that rounds is enough."""
+    setting = getattr(torch.backends, backend).matmul
+    setting.fp32_precision = "tf32"
+    read = [reader() for reader in kernels._readers()]
+    assert read == [torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision]
+    with kernels.exact_matmul():
+        assert setting.fp32_precision == "ieee"
+    assert setting.fp32_precision == "tf32"
+
+
 def test_a_setting_that_follows_the_general_one_still_does(matmul_settings):
     """If TF32 is switched off globally after a step, it is off for products, too."""
     torch.backends.fp32_precision = "tf32"
