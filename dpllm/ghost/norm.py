@@ -3,7 +3,8 @@
 The output of such a layer, of any class, is affine in a weight w of the size of the features, one entry at a time:
 y = f_0(x) + w * n(x). Row b's gradient of w is then sum_t g_t * n(x_t), with n(x) = y|_{w=1} - y|_{w=0}. The first
 batch checks, with a random weight, that the layer has this form. The functions of a layer that does not are served
-one by one (`dpllm.ghost.functional`).
+one by one (`dpllm.ghost.functional`). Where n is one of the usual normalisations, it is computed from the input
+(`dpllm.ghost.normalisation`); otherwise the module runs again.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dpllm.ghost.call import Call
 from dpllm.ghost.contributions import RowGradients
 from dpllm.ghost.errors import NoRuleError
 from dpllm.ghost.kernels import sum_tokens
+from dpllm.ghost.normalisation import Normalisation
 from dpllm.ghost.tap import Recorder
 
 
@@ -44,11 +46,18 @@ class LayerNormRule:
         """Record per-row gradients of weight and bias."""
         keep = len(self.shape)
         grad = self.book.by_rows(grad)
-        if self.bias is not None:
-            self.book.record(self.bias, RowGradients(sum_tokens(grad, keep)))
-        if self.weight is not None:
+        weight_B = bias_B = None
+        if self.weight is not None and keep == 1 and self.eps > 0:
+            x = self.book.by_rows(saved[0])
+            layer = Normalisation("layer", self.eps)
+            weight_B, bias_B = self.book.norm_method.norm_layer_grads(layer, x, grad, self.bias is not None)
+        elif self.weight is not None:
             normed = F.layer_norm(self.book.by_rows(saved[0]), self.shape, eps=self.eps)
-            self.book.record(self.weight, RowGradients(self.book.norm_method.scale_grads(normed, grad, keep)))
+            weight_B = self.book.norm_method.scale_grads(normed, grad, keep)
+        if self.bias is not None:
+            self.book.record(self.bias, RowGradients(sum_tokens(grad, keep) if bias_B is None else bias_B))
+        if self.weight is not None and weight_B is not None:
+            self.book.record(self.weight, RowGradients(weight_B))
 
 
 def offset_of(call: Call, name: str, weight: Tensor, output: Tensor) -> str | None:
@@ -81,15 +90,20 @@ def offset_of(call: Call, name: str, weight: Tensor, output: Tensor) -> str | No
 class ScaleRule:
     """Taps a module whose only own trainable parameter scales its features."""
 
-    def __init__(self, name: str, weight: nn.Parameter, offset: str, book: Recorder) -> None:
-        """Remember the parameter, its name within the module, and the result of `offset_of`."""
+    def __init__(
+        self, name: str, weight: nn.Parameter, offset: str, normalisation: Normalisation | None, book: Recorder
+    ) -> None:
+        """Remember the parameter, its name within the module, and the results of `offset_of` and `recognised`."""
         self.name, self.weight, self.offset, self.book = name, weight, offset, book
+        self.normalisation = normalisation
 
     def after(self, module: nn.Module, args: tuple, kwargs: dict, output: Tensor, rows: int | None) -> Tensor:
         """Tap the output and keep the module's inputs."""
         del rows
         call = Call(module, args, kwargs)
         tensors = call.forget_tensors()
+        if self.normalisation is not None and [t.shape for t in tensors] == [output.shape]:
+            return self.book.tap(output, self._receive_from_input, tensors[0])
         live = module.get_parameter(self.name)  # of a sharded model: whole only while the module runs
         shape, dtype, device = live.shape, live.dtype, live.device
 
@@ -103,3 +117,10 @@ class ScaleRule:
             self.book.record(self.weight, RowGradients(per_row))
 
         return self.book.tap(output, receive, *tensors)
+
+    def _receive_from_input(self, grad: Tensor, saved: list[Tensor]) -> None:
+        """Record the gradient of a normalisation that was recognised; the module does not run again."""
+        assert self.normalisation is not None
+        x, grad = self.book.by_rows(saved[0]), self.book.by_rows(grad)
+        weight_B, _ = self.book.norm_method.norm_layer_grads(self.normalisation, x, grad)
+        self.book.record(self.weight, RowGradients(weight_B))

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from dpllm.ghost import kernels, triton_kernels
+from dpllm.ghost.normalisation import Normalisation
 from dpllm.ghost.sums import Sum, Weights
 
 NormAlgorithm = Literal["auto", "gram", "instance", "tiled"]
@@ -159,6 +160,14 @@ class NormMethod:
         """Return the squared norm of each unit's gradient of a lookup table, (U,); see `kernels.lookup_norms`."""
         norms = triton_kernels.lookup_norms if self.fuses(right_BTR) else kernels.lookup_norms
         return norms(index_BT, right_BTR, unit_B, num_units, num_entries)
+
+    def norm_layer_grads(
+        self, normalisation: Normalisation, x: Tensor, grad: Tensor, with_bias: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return each row's gradients of a norm layer's weight and bias from its input; see `Normalisation.grads`."""
+        if x.ndim in (3, 4) and x.shape[-1] <= triton_kernels.WIDEST_NORM and self.fuses(x, grad):
+            return triton_kernels.norm_layer_grads(x, grad, with_bias, normalisation.kind, normalisation.eps)
+        return normalisation.grads(x, grad, with_bias)
 
     def scale_grads(self, normed: Tensor, grad: Tensor, keep: int = 1) -> Tensor:
         """Return the per-row gradient of a feature scale, sum_t n_t * g_t, (B, ...) in the accumulation dtype.

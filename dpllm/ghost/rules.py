@@ -18,6 +18,7 @@ from dpllm.ghost.errors import GhostError, NoRuleError
 from dpllm.ghost.experts import ExpertsRule, Host, is_experts
 from dpllm.ghost.linear import LinearRule, is_linear
 from dpllm.ghost.norm import LayerNormRule, ScaleRule, offset_of
+from dpllm.ghost.normalisation import recognised
 from dpllm.ghost.origins import origins_of
 from dpllm.ghost.scales import coupling, is_fp8, is_packed
 
@@ -357,7 +358,8 @@ class Served:
                 ((name, weight),) = trainable.items()
                 offset = offset_of(call, name, module.get_parameter(name), output)
                 if offset is not None:
-                    return ScaleRule(name, weight, offset, self.book).after
+                    normalisation = recognised(call, name, module.get_parameter(name))
+                    return ScaleRule(name, weight, offset, normalisation, self.book).after
             linear = LinearRule.recognise(module, trainable, call, output, self.book)
         return linear.after if linear else None
 
