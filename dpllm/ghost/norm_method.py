@@ -27,6 +27,7 @@ from torch import Tensor
 from dpllm.ghost import kernels, triton_kernels
 from dpllm.ghost.normalisation import Normalisation
 from dpllm.ghost.sums import Sum, Weights
+from dpllm.ghost.triton_probe import is_usable
 
 NormAlgorithm = Literal["auto", "gram", "instance", "tiled"]
 
@@ -38,7 +39,7 @@ class NormMethod:
     Attributes:
         algorithm: "gram", "instance" or "tiled" (see the module), or "auto": the cheapest for the given shape.
         fused: True: the Triton kernels. False: the PyTorch functions. None: the kernels on CUDA if Triton is installed
-            and supports the dtype.
+            and supports the dtype, and one of them was compiled and ran; otherwise a warning says why not.
         backward_passes: the number of backward passes. 1: the factors of all layers are kept from the beginning of
             the pass to the clipped sum. 2: the first pass computes the norms and holds one layer's factors at a time;
             the second computes the sum, and its norms are compared with the first's. Two passes compute the activation
@@ -75,7 +76,9 @@ class NormMethod:
         """Whether the kernels work on these tensors."""
         if self.fused is not None:
             return self.fused
-        return triton_kernels.available() and all(t.is_cuda and t.dtype in triton_kernels.DTYPES for t in tensors)
+        if not triton_kernels.available():
+            return False
+        return all(t.is_cuda and t.dtype in triton_kernels.DTYPES and is_usable(t.device) for t in tensors)
 
     def holds_instance(self, factor_bytes: int, instance_bytes: int) -> bool:
         """Whether a gradient is held as an instance rather than as factors: if that takes no more memory.

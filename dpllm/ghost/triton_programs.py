@@ -329,8 +329,8 @@ def norm_layer_program(
     grad_token: tl.tensor,
     grad_head: tl.tensor,
     grad_last: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
+    partial_weight: tl.tensor,
+    partial_bias: tl.tensor,
     out_row: tl.tensor,
     out_split: tl.tensor,
     eps: tl.tensor,
@@ -389,9 +389,9 @@ def norm_layer_program(
             g_TD *= (1.0 / tl.sqrt(square_T + eps))[:, None]
         weight_D += tl.sum(x_TD * g_TD, axis=0)
     place = row * out_row + split * out_split
-    tl.store(weight + place + d_D, weight_D, mask=inside_D)
+    tl.store(partial_weight + place + d_D, weight_D, mask=inside_D)
     if WITH_BIAS:
-        tl.store(bias + place + d_D, bias_D, mask=inside_D)
+        tl.store(partial_bias + place + d_D, bias_D, mask=inside_D)
 
 
 @jit_if_present
