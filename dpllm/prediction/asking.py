@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dpllm.config import ConfigError
-from dpllm.prediction.model import Continuation
+from dpllm.models.continuation import Continuation
 
 _MARK = "\ue000"  # of the private use area: no template has it
 

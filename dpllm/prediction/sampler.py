@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dpllm.config import ConfigError
+from dpllm.models.continuation import Continuation
 from dpllm.prediction.draw import draw_index
-from dpllm.prediction.model import Continuation
 from dpllm.prediction.prompts import PromptEncoder
 from dpllm.prediction.scores import Scoring
 
@@ -38,7 +38,7 @@ class TextLimits:
 
 
 class Rows(Protocol):
-    """Rows that grow by the same tokens, such as `dpllm.prediction.model.Continuation`."""
+    """Rows that grow by the same tokens, such as `dpllm.models.continuation.Continuation`."""
 
     def logits(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield rows' numbers and their logits of the next token, (rows, V)."""
