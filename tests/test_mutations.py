@@ -471,14 +471,45 @@ MUTATIONS = [
     Mutation(
         "one label of all is charged",
         "dpllm/teaching/release.py",
-        "run.charge(LABELS, vote.most_labels)",
-        "run.charge(LABELS)",
+        "run.charge(vote.answers, vote.most_labels)",
+        "run.charge(vote.answers)",
         ("tests/teaching/test_teach.py::test_labels_are_charged_before_they_are_drawn_with_the_planned_noise",),
+    ),
+    Mutation(
+        "the realised length of texts is charged",
+        "dpllm/teaching/release.py",
+        "        _charge(vote, run)\n        self.left",
+        "        winners = self.winners\n"
+        "        self.winners = lambda own: run.charge(vote.answers, len(own.counts_NC)) or winners(own)\n"
+        "        self.left",
+        ("tests/teaching/test_tokens.py::test_every_planned_token_is_charged_though_texts_end_at_once",),
+        quick=True,
+    ),
+    Mutation(
+        "two teachers that write share their units",
+        "dpllm/teaching/completing.py",
+        "partition.rows_of(teacher, units)",
+        "partition.rows_of(teacher // 2, units)",
+        ("tests/teaching/test_completing.py::test_another_unit_changes_the_votes_of_one_teacher_at_each_place",),
+    ),
+    Mutation(
+        "more tokens are released than are charged",
+        "dpllm/teaching/release.py",
+        "if places > min(self.left, self._places):",
+        "if False:",
+        ("tests/teaching/test_tokens.py::test_more_places_than_are_charged_are_refused",),
+    ),
+    Mutation(
+        "the candidates of a token are those of a teacher",
+        "dpllm/teaching/panel.py",
+        "self._scores(self._public, None)",
+        "self._scores(self._public, self._teachers[0])",
+        ("tests/teaching/test_panel.py::test_a_teacher_votes_as_it_would_by_itself",),
     ),
     Mutation(
         "a teacher goes on where the one before ended",
         "dpllm/teaching/trainings.py",
-        "tensor.copy_(self._start[name])",
+        "tensor.copy_(values[name])",
         "pass",
         ("tests/teaching/test_teach.py::test_a_teacher_starts_where_every_teacher_starts",),
     ),

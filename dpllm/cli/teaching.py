@@ -1,4 +1,4 @@
-"""`dpllm teach`: labels of public texts by a noisy vote of teachers, and a student.
+"""`dpllm teach`: labels or completions of public texts by a noisy vote of teachers, and a student.
 
 Place in the flow: a method of `dpllm.cli.querying`.
 """
@@ -26,15 +26,13 @@ def _carry_out(recipe: QueryRecipe, prepared: Any, plan: Any, say: Callable[[str
 
     teachers, every = recipe.options.teachers, max(1, recipe.options.teachers // 10)
 
-    def trained(number: int) -> None:
+    def done(number: int) -> None:
         if number % every == 0 or number == teachers:
-            say(f"  {number} of {teachers} teachers have voted")
+            say(f"  {number} of {teachers} teachers {'are trained' if prepared.tokens else 'have voted'}")
 
-    taught = teach(prepared, say, trained)
-    result: dict[str, Any] = {"labels": taught.num_labels}
-    if taught.accuracy is not None:
-        result["accuracy of the student on the held-out records"] = round(taught.accuracy, 4)
-    return result
+    taught = teach(prepared, say, done)
+    figures = {name: float(f"{value:.4g}") for name, value in taught.figures.items()}
+    return {"texts" if prepared.tokens else "labels": taught.num_texts, **figures}
 
 
 METHODS["teach"] = QueryCommand(
@@ -51,9 +49,9 @@ def register(app: typer.Typer) -> None:
 def teach(
     recipe: RecipeName, overrides: Overrides = None, output_dir: OutputDir = None, as_json: AsJson = False
 ) -> None:
-    """Label public texts by a noisy vote of models trained on disjoint units (PATE), and train a student on the labels.
+    """Label or continue public texts by a noisy vote of models trained on disjoint units (PATE), and train a student.
 
     The teachers are trained without privacy, one after the other, over one base model in memory. Their votes are
-    private. Each label costs privacy, and the student none. `dpllm plan RECIPE` prints the cost.
+    private. Each label or token costs privacy, and the student none. `dpllm plan RECIPE` prints the cost.
     """
     run_method("teach", recipe, overrides or [], output_dir, as_json)

@@ -73,6 +73,7 @@ class TextGenerator:
         model: in evaluation mode, on the accelerator if there is one.
         tokenizer: its own.
         sees: the most tokens of prompt and new text together; None: no limit.
+        ends: tokens that end a text.
     """
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -82,7 +83,7 @@ class TextGenerator:
         self.sees = _positions(model, self.has_decoder)
         ends = model.generation_config.eos_token_id
         own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        self._ends = sorted({*own, *(ends if isinstance(ends, list) else [] if ends is None else [ends])})
+        self.ends = sorted({*own, *(ends if isinstance(ends, list) else [] if ends is None else [ends])})
         around = tokenizer("a")["input_ids"]
         special = set(tokenizer.all_special_ids)
         self._tail = 1 if len(around) > 1 and around[-1] in special and not self.has_decoder else 0
@@ -171,7 +172,7 @@ class TextGenerator:
             num_beams=1,
             top_k=0 if sampling.temperature else None,  # 50 is the default of transformers
             pad_token_id=self.tokenizer.pad_token_id,
-            eos_token_id=self._ends or None,
+            eos_token_id=self.ends or None,
             **(drawn if sampling.temperature else {"do_sample": False}),
         )
 

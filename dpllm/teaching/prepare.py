@@ -20,12 +20,15 @@ from dpllm.models.starting_point import refuse_private_start, refuse_shared_reco
 from dpllm.privacy.query_plan import QueryPlan, Value
 from dpllm.queries.planned import plan_from
 from dpllm.teaching.trainings import QUIET
-from dpllm.teaching.votes import Vote
+from dpllm.teaching.votes import LABELS, TOKENS, Vote
 from dpllm.training.arguments import check_optimizer, training_arguments
 
-METHOD = "public labels by PATE"
+METHOD, TOKEN_METHOD = "public labels by PATE", "public completions by PATE"
 TEACHERS, CLASSES, PROMPTS, THRESHOLD = "teachers", "classes", "public texts", "votes for a label, threshold"
+NEW_TOKENS, CANDIDATES = "tokens of a text, at most", "candidates of a token"
+TOKEN_THRESHOLD, PUBLIC_VOTES = "votes for a token, threshold", "votes of the public model"
 """Names of settings of the plan."""
+_FORMATS = ("text", "prompt_completion")
 _KEYS = ("teach.public_prompts", "teach.max_shared_records")
 
 
@@ -39,7 +42,7 @@ class Prepared:
         held_out: records to measure the student on; None without them.
         prompts: the public texts.
         prompts_data: how they are read.
-        num_classes: number of public classes.
+        num_classes: number of public classes; None where teachers vote on tokens.
         vote: the public numbers of the vote.
         plan: the plan.
         points: open points for the report.
@@ -50,7 +53,7 @@ class Prepared:
     held_out: datasets.Dataset | None
     prompts: datasets.Dataset
     prompts_data: DataConfig
-    num_classes: int
+    num_classes: int | None
     vote: Vote
     plan: QueryPlan
     points: tuple[str, ...]
@@ -68,12 +71,23 @@ class Prepared:
         assert self.recipe.model is not None, "check_teaching has seen to it"
         return self.recipe.model
 
+    @property
+    def tokens(self) -> bool:
+        """Whether teachers vote on tokens, and not on classes."""
+        return self.num_classes is None
+
+    @property
+    def new_tokens(self) -> int:
+        """T, the most tokens after a public text."""
+        return self.options.max_new_tokens or 0
+
 
 def check_teaching(recipe: QueryRecipe) -> None:
     """Check the parts of a recipe that need no records.
 
     Raises:
-        ConfigError: the model is no classifier, the records have no classes, or an option of a training is wrong.
+        ConfigError: records, model and options are neither those of classes nor those of tokens, or an option of a
+            training is wrong.
     """
     options = recipe.options
     assert isinstance(options, TeachConfig)
@@ -83,16 +97,34 @@ def check_teaching(recipe: QueryRecipe) -> None:
         )
     if recipe.model is None:
         raise ConfigError("dpllm teach needs the section model: the public model that every teacher starts from")
-    if recipe.model.task != "sequence_classification" or recipe.data.format != "classification":
-        raise ConfigError(
-            f"model.task={recipe.model.task!r}, data.format={recipe.data.format!r}: teachers vote for a class of a "
-            "text. Set model.task=sequence_classification and data.format=classification"
-        )
+    _check_kind(recipe.model.task, recipe.data.format, options)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("dpllm teach trains one teacher after the other in one process: start it without a launcher")
     refuse_private_start(recipe.model.name, recipe.model.start_is_independent)
     for section in (options.train, options.student_train or {}):
         check_optimizer(training_arguments({**section, **QUIET, "output_dir": recipe.output_dir}))
+
+
+def _check_kind(task: str, form: str, options: TeachConfig) -> None:
+    """Check that task, format and options are all for classes, or all for tokens."""
+    if task == "sequence_classification" and form == "classification":
+        if options.max_new_tokens is not None:
+            raise ConfigError(
+                f"teach.max_new_tokens={options.max_new_tokens} is for completions, and teachers of this recipe vote "
+                "for a class of a text: leave it out, or set model.task=causal_lm and data.format=text"
+            )
+    elif task == "causal_lm" and form in _FORMATS:
+        if options.max_new_tokens is None:
+            raise ConfigError(
+                "teach.max_new_tokens is missing: teachers vote for each token after a public text, and all of them "
+                "are charged. Set their largest number"
+            )
+    else:
+        raise ConfigError(
+            f"model.task={task!r}, data.format={form!r}: teachers vote for a class of a text, or for its next tokens. "
+            "Set model.task=sequence_classification and data.format=classification, or model.task=causal_lm and "
+            "data.format=text or prompt_completion"
+        )
 
 
 def prepare(recipe: QueryRecipe) -> Prepared:
@@ -108,12 +140,7 @@ def prepare(recipe: QueryRecipe) -> Prepared:
     options = recipe.options
     assert isinstance(options, TeachConfig) and recipe.model is not None
     private, held_out = load_train_and_eval(recipe.data, recipe.privacy)
-    num_classes = recipe.model.num_labels or num_labels_of(private, recipe.data)
-    if num_classes is None:
-        raise ConfigError(
-            "the number of classes is not known: set model.num_labels, or name the classes as data.class_names. They "
-            "are public facts; the private labels are not counted"
-        )
+    num_classes = None if recipe.model.task == "causal_lm" else _num_classes(recipe.model, private, recipe.data)
     num_units = unit_index_of(private, recipe.privacy).num_units
     if options.teachers > num_units:
         raise ConfigError(
@@ -127,10 +154,31 @@ def prepare(recipe: QueryRecipe) -> Prepared:
         refuse_shared_records(
             held_out, _held_out_data(recipe), prompts, prompts_data, options.max_shared_records, _KEYS
         )
-    vote = Vote(len(prompts), options.threshold, options.max_answers, options.check_noise)
-    plan = plan_from(recipe, METHOD, num_units, vote.charges, settings=settings_of(options, vote, num_classes))
+    places, answers = len(prompts), LABELS
+    if num_classes is None:
+        places, answers = len(prompts) * (options.max_new_tokens or 0), TOKENS
+    vote = Vote(places, options.threshold, options.max_answers, options.check_noise, answers)
+    method, settings = METHOD, settings_of(options, vote, num_classes or 0)
+    if num_classes is None:
+        method, settings = TOKEN_METHOD, token_settings_of(options, vote, len(prompts))
+    plan = plan_from(recipe, method, num_units, vote.charges, settings=settings)
     points = tuple(shared_records_point(options.max_shared_records, prompts_data, _KEYS))
     return Prepared(recipe, private, held_out, prompts, prompts_data, num_classes, vote, plan, points)
+
+
+def _num_classes(model: ModelConfig, private: datasets.Dataset, data: DataConfig) -> int:
+    """Return the public number of classes.
+
+    Raises:
+        ConfigError: nobody has named it.
+    """
+    found = model.num_labels or num_labels_of(private, data)
+    if found is None:
+        raise ConfigError(
+            "the number of classes is not known: set model.num_labels, or name the classes as data.class_names. They "
+            "are public facts; the private labels are not counted"
+        )
+    return found
 
 
 def _held_out_data(recipe: QueryRecipe) -> DataConfig:
@@ -149,7 +197,8 @@ def prompts_of(recipe: QueryRecipe) -> DataConfig:
         split=options.prompts_split,
         max_length=data.max_length,
         format="text",
-        text_column=options.prompts_column or data.text_column,
+        text_column=options.prompts_column
+        or (data.prompt_column if data.format == "prompt_completion" else data.text_column),
         limit=options.max_prompts,
         encoding=data.encoding,
     )
@@ -167,5 +216,24 @@ def settings_of(options: TeachConfig, vote: Vote, num_classes: int) -> list[tupl
         settings += [
             (THRESHOLD, vote.threshold),
             ("noise of a check over that of a label", vote.check_noise),
+        ]
+    return settings
+
+
+def token_settings_of(options: TeachConfig, vote: Vote, num_prompts: int) -> list[tuple[str, Value]]:
+    """Return the public numbers of the vote on tokens, by name, for plan and report."""
+    settings: list[tuple[str, Value]] = [
+        (TEACHERS, options.teachers),
+        (PROMPTS, num_prompts),
+        (NEW_TOKENS, options.max_new_tokens or 0),
+        ("tokens by vote, at most", vote.most_labels),
+        (CANDIDATES, "all tokens" if options.candidates is None else options.candidates),
+        ("temperature of teachers and public model", options.temperature),
+        (PUBLIC_VOTES, options.public_votes),
+    ]
+    if vote.threshold is not None:
+        settings += [
+            (TOKEN_THRESHOLD, vote.threshold),
+            ("noise of a check over that of a token", vote.check_noise),
         ]
     return settings

@@ -7,14 +7,14 @@ teacher's own units; nothing of it is written or shown but the class that it nam
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer
 from transformers.trainer_utils import set_seed
 
@@ -32,6 +32,8 @@ QUIET = {
     "disable_tqdm": True,
 }
 """Options with which a training writes and shows nothing of its data."""
+State = Mapping[str, Tensor]
+"""Values of trainable parameters and buffers, by name: a teacher."""
 
 
 def fresh_seed() -> int:
@@ -81,14 +83,31 @@ class OneBase:
         changing = [*((name, p) for name, p in model.named_parameters() if p.requires_grad), *model.named_buffers()]
         self._start = {name: tensor.detach().clone().cpu() for name, tensor in changing}
 
-    @torch.no_grad()
     def begin(self) -> Any:
         """Return the model with the values of its start; its random numbers come from a fresh seed."""
         set_seed(fresh_seed())
-        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+        return self.put()
+
+    def state(self) -> State:
+        """Return a copy of the present values of all that a training may change, on the model's device."""
+        return {name: tensor.detach().clone() for name, tensor in self._tensors() if name in self._start}
+
+    @torch.no_grad()
+    def put(self, state: State | None = None) -> Any:
+        """Return the model with other values of all that a training may change.
+
+        Args:
+            state: as `state` returned it; None: that of the start.
+        """
+        values = self._start if state is None else state
+        for name, tensor in self._tensors():
             if name in self._start:
-                tensor.copy_(self._start[name])
+                tensor.copy_(values[name])
         return self.model
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.model.named_parameters()
+        yield from self.model.named_buffers()
 
 
 @torch.no_grad()

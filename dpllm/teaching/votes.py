@@ -1,4 +1,4 @@
-"""The vote of the teachers: counts of classes, noise, and the winning class (GNMax, confident GNMax).
+"""The vote of the teachers: counts of classes or tokens, noise, and the winner (GNMax, confident GNMax).
 
 Place in the flow: after the teachers were trained. Papernot et al., Scalable Private Learning with PATE (ICLR 2018,
 arXiv:1802.08908).
@@ -20,6 +20,10 @@ labels, and all M are charged. The order of checks and labels then follows from 
 is bounded: Gaussian answers compose exactly for every such course (Smith and Thakurta, Fully adaptive composition for
 Gaussian differential privacy, arXiv:2210.17520), since the sum of (Δ/σ)² over all answers is never above that of n
 checks and M labels.
+
+**Tokens** (`dpllm.teaching.tokens`). A vote on the next token of a text is a vote on its class: the candidates are the
+public model's, so no record changes them. Each vote follows from earlier releases, as a check does, and the same
+composition holds. The most tokens are fixed beforehand, and all are charged.
 
 **Left out.** If most teachers agree, the true loss of a label is far smaller. But an ε computed from the counts depends
 on private records and would have to be smoothed and released with noise itself. No such ε is computed here.
@@ -44,7 +48,8 @@ VOTE_CHANGE = math.sqrt(2)
 CHECK_CHANGE = 1.0
 """The largest change of the largest count by one unit."""
 LABELS, CHECKS = "labels of public texts", "checks whether the teachers agree"
-"""Names of the charges."""
+TOKENS = "tokens of public texts"
+"""Names of the charges: a vote has labels or tokens."""
 NO_LABEL = -1
 
 
@@ -90,22 +95,23 @@ class Vote:
     """The public numbers of the vote.
 
     Attributes:
-        num_prompts: texts that are voted on.
+        num_prompts: texts that are voted on; places of tokens at most.
         threshold: T of the check. None: every text gets a label.
-        max_answers: M, the most labels; `num_prompts` without a check.
+        max_answers: M, the most labels. None: `num_prompts`.
         check_noise: σ₁/σ.
+        answers: name of the charge, `LABELS` or `TOKENS`.
     """
 
     num_prompts: int
     threshold: float | None = None
     max_answers: int | None = None
     check_noise: float = 3.0
+    answers: str = LABELS
 
     @property
     def most_labels(self) -> int:
         """The number of labels that is charged."""
-        most = self.num_prompts if self.threshold is None or self.max_answers is None else self.max_answers
-        return min(most, self.num_prompts)
+        return self.num_prompts if self.max_answers is None else min(self.max_answers, self.num_prompts)
 
     def stddevs(self, noise_multiplier: float) -> tuple[float, float]:
         """Return the standard deviations σ of each count and σ₁ of the check, in votes.
@@ -125,7 +131,7 @@ class Vote:
         >>> [(name, count) for name, _, count in Vote(200, threshold=30, max_answers=50).charges(10.0)]
         [('labels of public texts', 50), ('checks whether the teachers agree', 200)]
         """
-        labels = (LABELS, Query(noise_multiplier=noise_multiplier, replaced=1.0), self.most_labels)
+        labels = (self.answers, Query(noise_multiplier=noise_multiplier, replaced=1.0), self.most_labels)
         if self.threshold is None:
             return [labels]
         _, check_stddev = self.stddevs(noise_multiplier)
@@ -151,8 +157,8 @@ class Vote:
                 f"noise of shape {noise_NC.shape} for counts of shape {counts_NC.shape}: draw one for each"
             )
         labels_N = np.argmax(counts_NC + noise_NC, axis=1).astype(np.int64)
-        if self.threshold is None:
-            return labels_N
-        passed_N = counts_NC.max(axis=1) + noise_N >= self.threshold
+        passed_N = np.ones(len(labels_N), dtype=bool)
+        if self.threshold is not None:
+            passed_N = counts_NC.max(axis=1) + noise_N >= self.threshold
         within_N = np.cumsum(passed_N) <= self.most_labels  # no label after the last one that is charged
         return np.where(passed_N & within_N, labels_N, NO_LABEL)

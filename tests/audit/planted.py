@@ -39,7 +39,8 @@ from dpllm.prediction import run as prediction
 from dpllm.privacy.query_plan import Charge, QueryPlan
 from dpllm.queries.counting import CHARGE as LABEL_COUNTS
 from dpllm.synthetic.votes import votes_charge
-from dpllm.teaching.votes import Vote
+from dpllm.teaching.prepare import NEW_TOKENS, PROMPTS, PUBLIC_VOTES, TEACHERS
+from dpllm.teaching.votes import TOKENS, Vote
 from dpllm.training.attached import Attached
 
 CONFIDENCE = 0.999  # a sound run fails once in a thousand times at most
@@ -403,6 +404,14 @@ def confident_teachers() -> AuditResult:
     return answers("public labels by PATE", made, 2000, **settings)
 
 
+def writing_teachers() -> AuditResult:
+    """Eleven teachers write four texts of five tokens."""
+    vote = Vote(20, answers=TOKENS)
+    made = [Charge(name=name, event=event, count=count) for name, event, count in vote.charges(4.0)]
+    settings = {TEACHERS: 11, PROMPTS: 4, NEW_TOKENS: 5, PUBLIC_VOTES: 0.0}
+    return answers("public completions by PATE", made, 2000, **settings)
+
+
 def tokens(user: bool = False, around_public: bool = True) -> AuditResult:
     """A text of forty tokens by a group of five units."""
     event = TokenDraw(noise_multiplier=5.0)
@@ -474,7 +483,7 @@ SETUPS: dict[str, Callable[[], AuditResult]] = {
         *(long_gradient, two_processes, two_steps, tied_head, witnesses, epochs, empty_steps, resumed),
         *(one_cycle, two_bands, many_others, resumed_bands, counted, layers, fixed_order, averaged),
         *(averaged_shards, counts, counts_of_users, evolution, evolution_of_users, teachers, confident_teachers),
-        *(tokens, tokens_of_users, rounds, secure_rounds, questions, choices),
+        *(writing_teachers, tokens, tokens_of_users, rounds, secure_rounds, questions, choices),
     )
 }
 

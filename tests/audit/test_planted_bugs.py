@@ -329,7 +329,29 @@ BUGS = [
     Bug(
         "one label of all is charged",
         "teachers",
-        (("dpllm/teaching/release.py", "run.charge(LABELS, vote.most_labels)", "run.charge(LABELS)"),),
+        (("dpllm/teaching/release.py", "run.charge(vote.answers, vote.most_labels)", "run.charge(vote.answers)"),),
+    ),
+    Bug(
+        "teachers that write share units",
+        "writing_teachers",
+        (
+            (
+                "dpllm/teaching/partition.py",
+                "np.flatnonzero(self.teacher_of == teacher)",
+                "np.flatnonzero(self.teacher_of // 2 == teacher // 2)",
+            ),
+        ),
+    ),
+    Bug(
+        "the tokens of one text are charged for each token",
+        "writing_teachers",
+        (
+            (
+                "dpllm/teaching/release.py",
+                "        _charge(vote, run)\n        self.left",
+                "        run.charge(vote.answers, 5)\n        self.left",
+            ),
+        ),
     ),
     Bug(
         "more texts get a label than are charged",

@@ -2,7 +2,7 @@ import pytest
 
 from dpllm.config.query_recipe import load_query_recipe
 from dpllm.teaching.prepare import prepare
-from tests.teaching.school import write_recipe
+from tests.teaching.school import write_recipe, write_token_recipe
 
 
 @pytest.fixture
@@ -11,5 +11,15 @@ def school(tmp_path):
 
     def prepared(**changes):
         return prepare(load_query_recipe(write_recipe(tmp_path, **changes), (), "teach"))
+
+    return prepared
+
+
+@pytest.fixture
+def writing_school(tmp_path):
+    """The same of a run in which teachers continue texts."""
+
+    def prepared(**changes):
+        return prepare(load_query_recipe(write_token_recipe(tmp_path, **changes), (), "teach"))
 
     return prepared

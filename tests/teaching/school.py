@@ -1,4 +1,4 @@
-"""Records, public texts and a recipe for small PATE runs."""
+"""Records, public texts and recipes for small PATE runs."""
 
 import json
 
@@ -36,6 +36,42 @@ def write_recipe(folder, *, records=None, prompts=None, **changes):
         },
         "output_dir": str(folder / "run"),
     }
+    return _write(folder, recipe, changes)
+
+
+def write_token_recipe(folder, *, records=None, prompts=None, **changes):
+    """Write model, records, public texts and the recipe of four teachers that continue texts; return its path.
+
+    Args:
+        folder: to write in.
+        records: private records; None: 12.
+        prompts: public texts; None: three.
+        changes: as for `write_recipe`.
+    """
+    model = folder / "model"
+    if not model.exists():
+        save_small_model(model, hidden_size=16)
+    records = records or [{"text": f"{WORDS[n % 7]} {WORDS[n]} small man {WORDS[n // 2]}"} for n in range(12)]
+    prompts = prompts or [{"text": word} for word in ("the dog", "one", "seven red clouds")]
+    for name, lines in (("private.jsonl", records), ("public.jsonl", prompts)):
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    recipe = {
+        "model": {"name": str(model), "peft": {"r": 2, "target_modules": "all-linear"}},
+        "data": {"path": str(folder / "private.jsonl"), "format": "text", "max_length": 32},
+        "privacy": {"noise_multiplier": 2.0, "delta": 1e-3},
+        "teach": {
+            "teachers": TEACHERS,
+            "public_prompts": str(folder / "public.jsonl"),
+            "max_new_tokens": 5,
+            "candidates": 8,
+            "train": {"num_train_epochs": 1, "per_device_train_batch_size": 4, "learning_rate": 1e-2},
+        },
+        "output_dir": str(folder / "run"),
+    }
+    return _write(folder, recipe, changes)
+
+
+def _write(folder, recipe, changes):
     for name, section in changes.items():
         recipe[name] = {**recipe.get(name, {}), **section} if isinstance(section, dict) else section
     path = folder / "recipe.yaml"

@@ -4,7 +4,7 @@ import pytest
 
 from dpllm.config import ConfigError
 from dpllm.data.records import DataError
-from dpllm.teaching.votes import CHECKS, LABELS
+from dpllm.teaching.votes import CHECKS, LABELS, TOKENS
 from tests.small_model import WORDS
 
 
@@ -53,7 +53,7 @@ def test_texts_that_hold_held_out_records_are_refused_unless_these_are_public(sc
     ("changes", "text"),
     [
         ({"teach": {"teachers": 13}}, "teach.teachers=13 for 12 units"),
-        ({"model": {"task": "causal_lm", "num_labels": None}}, "teachers vote for a class of a text"),
+        ({"model": {"task": "causal_lm", "num_labels": None}}, "teachers vote for a class of a text, or for its next"),
         ({"model": {"num_labels": None}}, "the number of classes is not known"),
         ({"teach": {"train": {"max_step": 3}}}, "train.max_step is unknown"),
         ({"teach": {"public_prompts": None}}, "teach.public_prompts is missing"),
@@ -64,6 +64,49 @@ def test_recipes_without_a_vote_are_refused(school, changes, text):
     """Before anything is trained or charged."""
     with pytest.raises(ConfigError, match=text):
         school(**changes)
+
+
+def test_the_plan_of_completions_charges_every_token(writing_school):
+    """The most tokens of every text, or the most by vote; the public numbers of the vote are in the plan."""
+    plan = writing_school(teach={"max_prompts": 2, "public_votes": 3.0}).plan
+    assert [(charge.name, charge.count, charge.event.noise_multiplier) for charge in plan.charges] == [
+        (TOKENS, 10, 2.0)
+    ]
+    settings = dict(plan.settings)
+    assert (settings["tokens of a text, at most"], settings["candidates of a token"]) == (5, 8)
+    assert settings["votes of the public model"] == 3.0
+    assert plan.epsilon == pytest.approx(plan.epsilon_under("replace-one"))
+    changed = {"max_answers": 4, "threshold": 2.0}
+    plan = writing_school(privacy={"noise_multiplier": None, "target_epsilon": 2.0}, teach=changed).plan
+    assert {charge.name: charge.count for charge in plan.charges} == {TOKENS: 4, CHECKS: 15}
+    assert 1.999 < plan.epsilon <= 2.0 and dict(plan.settings)["votes for a token, threshold"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"teach": {"max_new_tokens": None}}, "teach.max_new_tokens is missing"),
+        ({"teach": {"max_new_tokens": 0}}, "max_new_tokens must be"),
+        ({"teach": {"candidates": 1}}, "candidates must be"),
+        ({"teach": {"temperature": -1}}, "temperature must be"),
+        ({"teach": {"public_votes": -1}}, "public_votes must be"),
+        ({"teach": {"rows_per_pass": 0}}, "rows_per_pass must be"),
+        ({"teach": {"threshold": 2.0}}, "threshold needs max_answers"),
+        ({"data": {"format": "chat"}}, "teachers vote for a class of a text, or for its next tokens"),
+    ],
+)
+def test_recipes_without_a_vote_on_tokens_are_refused(writing_school, changes, text):
+    """Before anything is trained or charged."""
+    with pytest.raises(ConfigError, match=text):
+        writing_school(**changes)
+
+
+def test_numbers_of_tokens_are_refused_for_classes(school):
+    """They would say nothing."""
+    with pytest.raises(ConfigError, match="max_new_tokens=5 is for completions"):
+        school(teach={"max_new_tokens": 5})
+    with pytest.raises(ConfigError, match="max_answers belongs to threshold"):
+        school(teach={"max_answers": 5})
 
 
 def test_a_launcher_is_refused(school, monkeypatch):

@@ -14,8 +14,9 @@ from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.queries.planned import begin_from
 from dpllm.queries.randomness import Randomness
 from dpllm.report.verify import verify
+from dpllm.teaching import classroom as rooms
+from dpllm.teaching import labelling, trainings
 from dpllm.teaching import teach as teaching
-from dpllm.teaching import trainings
 from dpllm.teaching.prepare import prepare
 from dpllm.teaching.probe import vote_probe
 from dpllm.teaching.votes import NO_LABEL, VOTE_CHANGE, Ballots
@@ -46,12 +47,12 @@ def _votes(folder, monkeypatch, records):
     train = {"num_train_epochs": 20, "per_device_train_batch_size": 3, "learning_rate": 0.05}
     path = write_recipe(folder, records=records, teach={"train": train})
     prepared = prepare(load_query_recipe(path, (), "teach"))
-    classroom = teaching.Classroom(prepared)
+    classroom = rooms.Classroom(prepared)
     with torch.no_grad():  # the new head is the same in both
         for parameter in classroom.base.model.score.parameters():
             parameter.copy_(torch.linspace(-1, 1, parameter.numel()).reshape(parameter.shape))
     classroom.base = trainings.OneBase(classroom.base.model)
-    ballots = teaching.count_votes(classroom, classroom.private_rows(), _Run(folder), _quiet)
+    ballots = labelling.count_votes(classroom, classroom.private_rows(), _Run(folder), _quiet)
     monkeypatch.setattr(Ballots, "add", add)
     return np.array(votes), ballots.counts_NC
 
@@ -70,7 +71,7 @@ def test_another_unit_changes_the_votes_of_one_teacher(tmp_path, monkeypatch):
 
 def test_a_teacher_starts_where_every_teacher_starts(school, tmp_path):
     """Whatever was trained before: otherwise later teachers would have seen earlier units."""
-    classroom = teaching.Classroom(school(model={"peft": {"r": 2, "target_modules": "all-linear"}}))
+    classroom = rooms.Classroom(school(model={"peft": {"r": 2, "target_modules": "all-linear"}}))
     model = classroom.base.begin()
     start = {name: value.clone() for name, value in model.state_dict().items()}
     section = classroom.prepared.options.train
@@ -82,7 +83,7 @@ def test_a_teacher_starts_where_every_teacher_starts(school, tmp_path):
 
 def test_scores_that_are_not_finite_are_still_one_vote(school):
     """A teacher whose training failed names a class like any other."""
-    classroom = teaching.Classroom(school())
+    classroom = rooms.Classroom(school())
     with torch.no_grad():
         classroom.base.model.score.weight.fill_(torch.nan)
     classes = trainings.classes_of(classroom.base.model, classroom.prompts(), classroom.collator)
@@ -104,10 +105,10 @@ def test_labels_are_charged_before_they_are_drawn_with_the_planned_noise(school,
     ballots = Ballots(6, 2)
     with begin_from(prepared.recipe, prepared.plan) as run:
         with pytest.raises(ValueError, match="0 of 4 teachers have voted"):
-            teaching.released_labels(prepared.vote, TEACHERS, run, ballots)
+            labelling.released_labels(prepared.vote, TEACHERS, run, ballots)
         for _ in range(TEACHERS):
             ballots.add(np.zeros(6, dtype=np.int64))
-        labels = teaching.released_labels(prepared.vote, TEACHERS, run, ballots)
+        labels = labelling.released_labels(prepared.vote, TEACHERS, run, ballots)
     nothing_left = dict.fromkeys(charges, 0)
     assert drawn == [((6, 2), 2 * 2**0.5, nothing_left), ((6,), 2 * 2**0.5 * (5 if confident else 3), nothing_left)]
     assert (labels != NO_LABEL).sum() == (3 if confident else 6)
@@ -123,7 +124,7 @@ def test_a_run_releases_labels_and_a_student_and_verifies(school, tmp_path, caps
     taught = teaching.teach(prepared, _quiet, _quiet)
     folder = tmp_path / "run"
     lines = [json.loads(line) for line in (folder / "labels.jsonl").read_text().splitlines()]
-    assert taught.num_labels == len(lines) == 6 and taught.accuracy in (0.0, 1.0)
+    assert taught.num_texts == len(lines) == 6 and list(taught.figures.values()) in ([0.0], [1.0])
     assert [line["text"] for line in lines] == [row["text"] for row in prepared.prompts]
     assert {line["label"] for line in lines} <= {0, 1}
     assert (folder / "student" / "config.json").exists()
@@ -137,9 +138,9 @@ def test_a_run_releases_labels_and_a_student_and_verifies(school, tmp_path, caps
 
 def test_without_a_label_there_is_no_student(school, tmp_path, monkeypatch):
     """No text passed the check: the run is charged, and says so."""
-    monkeypatch.setattr(teaching, "released_labels", lambda vote, num_teachers, run, ballots: np.full(6, NO_LABEL))
+    monkeypatch.setattr(labelling, "released_labels", lambda vote, num_teachers, run, ballots: np.full(6, NO_LABEL))
     taught = teaching.teach(school(teach={"threshold": 4.0, "max_answers": 2}), _quiet, _quiet)
-    assert taught.num_labels == 0 and taught.accuracy is None
+    assert taught.num_texts == 0 and not taught.figures
     assert (tmp_path / "run" / "labels.jsonl").read_text() == "" and not (tmp_path / "run" / "student").exists()
 
 
@@ -152,7 +153,7 @@ def test_a_student_is_made_only_if_it_is_asked_for(school, tmp_path):
 def test_held_out_private_records_are_counted_as_disclosures(school, tmp_path):
     """The student's accuracy on them is not covered."""
     taught = teaching.teach(school(data={"eval_fraction": 0.25}), _quiet, _quiet)
-    assert taught.accuracy is not None
+    assert list(taught.figures) == ["accuracy of the student on the held-out records"]
     assert "Nothing that the ledger knows of" not in (tmp_path / "run" / "privacy_report.md").read_text()
 
 

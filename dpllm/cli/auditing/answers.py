@@ -45,6 +45,12 @@ def _tokens(plan: QueryPlan) -> Probe:
     return token_probe(plan)
 
 
+def _completions(plan: QueryPlan) -> Probe:
+    from dpllm.teaching.probe import completion_probe
+
+    return completion_probe(plan)
+
+
 def _group_answers(plan: QueryPlan) -> Probe:
     from dpllm.prediction.group_probe import group_probe
 
@@ -57,6 +63,7 @@ PROBES: dict[str, Callable[[QueryPlan], Probe]] = {
     "private evolution": _evolution,
     "predicted text": _tokens,
     "public labels by PATE": _labels,
+    "public completions by PATE": _completions,
     "answers of groups": _group_answers,
 }
 """Method of a plan -> the function that makes its probe."""

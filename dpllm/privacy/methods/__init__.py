@@ -13,7 +13,10 @@ from dpllm.privacy.methods.method import Method as Method
 from dpllm.privacy.methods.predicted_text import PREDICTED_TEXT
 from dpllm.privacy.methods.synthetic_text import SYNTHETIC_TEXT
 from dpllm.privacy.methods.teach import TEACH
+from dpllm.privacy.methods.teach_tokens import TEACH_TOKENS
 
-_METHODS: tuple[Method, ...] = (AGGREGATED, EVOLUTION, LABEL_COUNTS, PREDICTED_TEXT, SYNTHETIC_TEXT, TEACH)
+_METHODS: tuple[Method, ...] = (
+    *(AGGREGATED, EVOLUTION, LABEL_COUNTS, PREDICTED_TEXT, SYNTHETIC_TEXT, TEACH, TEACH_TOKENS),
+)
 
 METHODS = {method.name: method for method in _METHODS}
