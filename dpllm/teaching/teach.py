@@ -71,7 +71,8 @@ def teach(prepared: Prepared, say: Say, done: Progress) -> Taught:
         released = [path]
         try:
             if options.student and len(made):
-                say(f"training the student on {len(made):,} {'completed' if prepared.tokens else 'labelled'} texts")
+                kind = "completed" if prepared.tokens else "labelled"
+                say(f"training the student on {len(made):,} {kind} public texts")
                 if prepared.tokens:
                     figures |= measured(classroom, run, classroom.base.begin(), "the public model")
                 student = train_student(classroom, run, made)

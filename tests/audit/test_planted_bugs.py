@@ -343,13 +343,13 @@ BUGS = [
         ),
     ),
     Bug(
-        "the tokens of one text are charged for each token",
+        "one token of all is charged",
         "writing_teachers",
         (
             (
                 "dpllm/teaching/release.py",
                 "        _charge(vote, run)\n        self.left",
-                "        run.charge(vote.answers, 5)\n        self.left",
+                "        run.charge(vote.answers)\n        self.left",
             ),
         ),
     ),

@@ -1,9 +1,13 @@
 """The plan of a PATE run, and everything that is refused before a teacher is trained."""
 
+import json
+
 import pytest
 
 from dpllm.config import ConfigError
+from dpllm.config.query_recipe import load_query_recipe
 from dpllm.data.records import DataError
+from dpllm.teaching.prepare import prepare
 from dpllm.teaching.votes import CHECKS, LABELS, TOKENS
 from tests.small_model import WORDS
 
@@ -99,6 +103,20 @@ def test_recipes_without_a_vote_on_tokens_are_refused(writing_school, changes, t
     """Before anything is trained or charged."""
     with pytest.raises(ConfigError, match=text):
         writing_school(**changes)
+
+
+def test_the_shipped_recipe_of_completions_is_planned(tmp_path):
+    """On local records: its ε and no more, with the tokens that its header names."""
+    names = ("meaning_representation", "human_reference")
+    for file, start in (("private.jsonl", "name"), ("public.jsonl", "place")):
+        rows = [dict(zip(names, (f"{start}[{n}]", f"{start} {n} is open."), strict=True)) for n in range(450)]
+        (tmp_path / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = [f"data.path={tmp_path / 'private.jsonl'}", f"teach.public_prompts={tmp_path / 'public.jsonl'}"]
+    recipe = load_query_recipe("teach_e2e", [*more, "data.eval_split=null", "data.eval_fraction=0.1"], "teach")
+    plan = prepare(recipe).plan
+    assert 7.999 < plan.epsilon <= 8 and plan.charge(TOKENS).count == 2000
+    assert plan.charge(TOKENS).event.noise_multiplier * 2**0.5 == pytest.approx(40, abs=1)
+    assert load_query_recipe("teach_e2e").privacy.delta < 1 / (10 * 42_061)
 
 
 def test_numbers_of_tokens_are_refused_for_classes(school):
