@@ -45,7 +45,7 @@ def prepare(
     nodes: dict[str, int] = {}
     for given in node or ():
         name, _, count = given.partition("=")
-        if not count.isdigit() or int(count) < 1 or name in nodes:
+        if not count.isdecimal() or int(count) < 1 or name in nodes:
             raise ConfigError(f"--node {given}: give each node once, with its number of clients, such as oslo=1")
         nodes[name] = int(count)
     plan = write(load_recipe(recipe, overrides or ()), folder, nodes, host or ["localhost", "127.0.0.1"])

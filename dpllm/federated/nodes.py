@@ -124,7 +124,7 @@ class NodeClients:
         there = self.present() if requests else {}
         parcels: dict[int, tuple[Member, bytes]] = {}
         for member in self._roster:
-            own = {client: requests[client] for client in member.clients if client in requests}
+            own = {client: one for client, one in requests.items() if client in member.clients}
             if own and member.name in there:
                 parts = shared(own)
                 parts[ALL]["plan"] = self._plan
@@ -138,7 +138,7 @@ class NodeClients:
         self.tally.asked += sum(request["task"] in BEGINNINGS for request in requests.values())
         self.tally.answered += sum(requests[client]["task"] in _LAST_OF_A_CLIENT for client in answers)
         for member, _ in parcels.values():
-            drawn = [client for client in member.clients if client in requests]
+            drawn = [client for client in requests if client in member.clients]
             self.tally.silences += len(drawn) > 1 and not any(client in answers for client in drawn)
         self._keep_answers(requests, answers)
         return answers

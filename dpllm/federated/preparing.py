@@ -31,6 +31,7 @@ RECORDS_ELSEWHERE = "the records are at the nodes"
 """``data.path`` in these folders' recipes: the server has no records, and a node gets its file by an option."""
 _DAYS = 90
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,40}")
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,63}")
 
 
 def prepare(recipe: Recipe, folder: Path, nodes: Mapping[str, int], hosts: Sequence[str]) -> PrivacyPlan:
@@ -43,7 +44,7 @@ def prepare(recipe: Recipe, folder: Path, nodes: Mapping[str, int], hosts: Seque
         hosts: names and IP addresses of the server, for its certificate.
 
     Raises:
-        ConfigError: the recipe is not one of a deployment, or the folder is used.
+        ConfigError: the recipe is not one of a deployment, a name is no name of a machine, or the folder is used.
     """
     require("federated", "a federated run over several machines")
     args = check_deployed(recipe)
@@ -52,6 +53,12 @@ def prepare(recipe: Recipe, folder: Path, nodes: Mapping[str, int], hosts: Seque
             f"the nodes {', '.join(nodes) or '(none)'}: give each a name of small letters, digits and -, other than "
             f"{SERVER!r}, and its number of clients (--node oslo=1)"
         )
+    for host in hosts:
+        if not _HOST.fullmatch(host) and not _is_address(host):
+            raise ConfigError(
+                f"--host {host!r}: give a name of at most 64 letters, digits, dots and hyphens, or an IP address, "
+                "without a port (an international name in its form of ASCII, xn--…)"
+            )
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty, and its keys may be in use: give a new folder")
     signers = {name: Signer.new() for name in (SERVER, *nodes)}
@@ -220,10 +227,15 @@ def _certificate(subject: str, issuer: str, public: Any, authority: bool) -> Any
 def _name(host: str) -> Any:
     from cryptography import x509
 
+    return x509.IPAddress(ipaddress.ip_address(host)) if _is_address(host) else x509.DNSName(host)
+
+
+def _is_address(host: str) -> bool:
     try:
-        return x509.IPAddress(ipaddress.ip_address(host))
+        ipaddress.ip_address(host)
     except ValueError:
-        return x509.DNSName(host)
+        return False
+    return True
 
 
 def private(folder: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from dpllm.config import ConfigError
@@ -50,8 +51,10 @@ class Roster:
 
     def __post_init__(self) -> None:
         """Check that each client has one node, and each node one key."""
-        listed = [client for member in self.members for client in member.clients]
-        if not listed or listed != list(range(len(listed))) or any(member.count < 1 for member in self.members):
+        firsts = list(accumulate((member.count for member in self.members), initial=0))
+        if not self.members or any(
+            member.count < 1 or member.first != first for member, first in zip(self.members, firsts, strict=False)
+        ):
             raise ConfigError(
                 "the clients of a roster must be 0 to N - 1 in the order of its nodes, each of them with one node: "
                 "write it again (dpllm federation prepare)"

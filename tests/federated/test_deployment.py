@@ -183,6 +183,14 @@ def test_a_deployment_without_a_guarantee_is_not_prepared(place, tmp_path, chang
     assert not (tmp_path / "deployment").exists()
 
 
+@pytest.mark.parametrize("host", ["", "münchen.de", "x" * 65, "fl.example.org:9443", "https://fl.example.org"])
+def test_a_certificate_for_no_machine_is_refused_before_a_key_is_written(place, tmp_path, host):
+    """No server could show it; and the folder stays empty for the next try."""
+    with pytest.raises(ConfigError, match="--host"):
+        prepare(load_recipe(place / "recipe.yaml", []), tmp_path / "deployment", NODES, ["localhost", host])
+    assert not (tmp_path / "deployment").exists()
+
+
 def test_what_a_node_gets_has_no_secret_of_another(place, tmp_path):
     """Only the server has the key of its certificate, and each its own signing key, which others cannot read."""
     folder = prepared(place, tmp_path)
