@@ -180,7 +180,7 @@ def create_budget(
     return budget
 
 
-def charge(path: str | Path, plan: PrivacyPlan, dataset: str) -> str:
+def charge(path: str | Path, plan: PrivacyPlan, dataset: str, entry_id: str | None = None) -> str:
     """Reserve all planned steps of a run, before it trains.
 
     Guarantee: when the call returns, the entry is on the disk, and all entries composed cost at most the budget. Two
@@ -190,6 +190,7 @@ def charge(path: str | Path, plan: PrivacyPlan, dataset: str) -> str:
         path: the budget file.
         plan: the plan of the run.
         dataset: public name of the data set that the run trains on.
+        entry_id: of `new_entry_id`, if the run's ledger names the entry already. None: a new one.
 
     Returns:
         The id of the entry.
@@ -201,7 +202,7 @@ def charge(path: str | Path, plan: PrivacyPlan, dataset: str) -> str:
     with changing(path) as (budget, put):
         check_data(budget, plan, dataset)
         _check_fits(budget, plan.event, plan.num_steps)
-        entry = new_entry(plan, plan.event, plan.num_steps)
+        entry = new_entry(plan, plan.event, plan.num_steps, entry_id)
         put((*budget.entries, entry))
     return entry.id
 
@@ -498,10 +499,15 @@ def entry_of(budget: Budget, entry_id: str) -> Entry:
     )
 
 
-def new_entry(plan: PrivacyPlan | QueryPlan, step: Event, count: int) -> Entry:
+def new_entry_id() -> str:
+    """Return the id of an entry that a run's ledger names before the run charges (`dpllm.privacy.unused.charging`)."""
+    return secrets.token_hex(8)
+
+
+def new_entry(plan: PrivacyPlan | QueryPlan, step: Event, count: int, entry_id: str | None = None) -> Entry:
     """Return an entry that reserves events of a plan."""
     return Entry(
-        id=secrets.token_hex(8),
+        id=entry_id or new_entry_id(),
         plan_hash=plan.hash,
         step=step,
         steps_reserved=count,

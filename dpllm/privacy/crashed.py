@@ -51,7 +51,10 @@ def settle_crashed(path: str | Path, folder: str | Path, independent: bool = Fal
             f"{ledger} is charged to {named['file'] if named else 'no budget file'}, not to {path}. Give the file that "
             "the run was charged to"
         )
-    entry = entry_of(read_budget(path), named["entry"])
+    budget = read_budget(path)
+    if contents.num_steps == 0 and not contents.torn_lines and named["entry"] not in {one.id for one in budget.entries}:
+        return 0  # the run was killed before it charged, and so before any step
+    entry = entry_of(budget, named["entry"])
     require_own_ledger(path, entry, ledger)
     require_own_file(contents)  # a copy that was made before the crash holds fewer steps than were taken
     if isinstance(entry.step, Several):

@@ -33,7 +33,7 @@ from dpllm.privacy.query_plan import QueryPlan
 from dpllm.privacy.rounding import format_epsilon
 
 
-def charge_queries(path: str | Path, plan: QueryPlan, dataset: str) -> str:
+def charge_queries(path: str | Path, plan: QueryPlan, dataset: str, entry_id: str | None = None) -> str:
     """Reserve all planned answers of a run, before the first of them.
 
     Guarantee: when the call returns, the entry is on the disk, and all entries composed, with the release on which the
@@ -43,6 +43,7 @@ def charge_queries(path: str | Path, plan: QueryPlan, dataset: str) -> str:
         path: the budget file.
         plan: the plan of the run.
         dataset: public name of the data set that the run asks about.
+        entry_id: as in `dpllm.privacy.budget.charge`.
 
     Returns:
         The id of the entry.
@@ -53,7 +54,7 @@ def charge_queries(path: str | Path, plan: QueryPlan, dataset: str) -> str:
     with changing(path) as (budget, put):
         check_data(budget, plan, dataset)
         prior = _prior_entry(budget, plan)
-        entry = new_entry(plan, plan.event, 1)
+        entry = new_entry(plan, plan.event, 1, entry_id)
         _check_fits(budget, prior, entry)
         put((*budget.entries, *prior, entry))
     return entry.id

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dpllm.privacy import locks
 from dpllm.privacy.budget import entry_of, read_budget, require_own_ledger, settle
-from dpllm.privacy.ledger import LedgerContents, LedgerError, is_being_written, read_ledger, require_own_file
+from dpllm.privacy.ledger import Ledger, LedgerContents, LedgerError, is_being_written, read_ledger, require_own_file
 
 
 def is_used(path: str | Path) -> bool:
@@ -52,10 +52,32 @@ def make_way(path: str | Path, budget_file: str | None) -> dict[str, int]:
     return dict(contents.disclosures)
 
 
+@contextlib.contextmanager
+def charging(ledger: Ledger, budget_file: str | Path, entry: str) -> Iterator[None]:
+    """Charge a budget within this block, for a ledger that was just made and names the entry.
+
+    The ledger comes first: if the run is killed before it charges or right after, the ledger says whose the entry is,
+    and that no step was taken; `make_way` and `dpllm budget settle` then give the entry back. If the block fails, an
+    entry that it made is given back, and the ledger is removed.
+    """
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError, ValueError):  # must not hide the first error
+            if any(one.id == entry for one in read_budget(budget_file).entries):
+                settle(budget_file, entry, 0)
+            ledger.path.unlink(missing_ok=True)  # while its lock is held: nobody else writes it
+        ledger.close()
+        raise
+
+
 def _settle(path: Path, contents: LedgerContents, budget_file: str | None) -> None:
     named = contents.runs[0].get("budget") if contents.runs else None
     if named and budget_file is not None and named["file"] == Path(budget_file).name:
-        require_own_ledger(budget_file, entry_of(read_budget(budget_file), named["entry"]), path)
+        budget = read_budget(budget_file)
+        if not any(entry.id == named["entry"] for entry in budget.entries):
+            return  # the run was killed before it charged, and so before any step
+        require_own_ledger(budget_file, entry_of(budget, named["entry"]), path)
         settle(budget_file, named["entry"], 0)
 
 

@@ -18,13 +18,13 @@ from typing import Any
 
 from dpllm.config import RECIPE_FILE
 from dpllm.privacy import checkpoints
-from dpllm.privacy.budget import settle
+from dpllm.privacy.budget import new_entry_id, read_budget
 from dpllm.privacy.identity import COMPLETED, STOPPED_EARLY
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerError, read_ledger
 from dpllm.privacy.plan import PLAN_FILE
 from dpllm.privacy.query_budget import charge_queries, settle_queries
 from dpllm.privacy.query_plan import QueryPlan
-from dpllm.privacy.unused import is_used, make_way
+from dpllm.privacy.unused import charging, is_used, make_way
 from dpllm.privacy.writer import note_writer
 from dpllm.queries.randomness import Randomness
 from dpllm.report.model_card import write_release_card
@@ -102,14 +102,14 @@ class QueryRun:
             )
         folder.mkdir(parents=True, exist_ok=True)
         written_out = make_way(path, None if budget is None else str(budget))
-        entry = None if budget is None else (Path(budget), charge_queries(budget, plan, str(dataset)))
+        entry = None if budget is None else (Path(budget), new_entry_id())
         named = None if entry is None else {"file": entry[0].name, "entry": entry[1]}
-        try:
-            ledger = Ledger.create(path, plan, budget=named)
-        except Exception:
-            if entry is not None:
-                settle(entry[0], entry[1], 0)
-            raise
+        if entry is not None:
+            read_budget(entry[0])  # a file that cannot be read is refused before anything is written
+        ledger = Ledger.create(path, plan, budget=named)
+        if entry is not None:
+            with charging(ledger, *entry):
+                charge_queries(entry[0], plan, str(dataset), entry[1])
         for what, count in written_out.items():
             ledger.append_disclosure(what, count)
         plan.save(folder / PLAN_FILE)

@@ -10,14 +10,14 @@ from typing import Any
 
 from dpllm.engines.processes import Processes
 from dpllm.mechanism.events import Event
-from dpllm.privacy.budget import BudgetError, charge, check_entry, mark, settle
+from dpllm.privacy.budget import BudgetError, charge, check_entry, mark, new_entry_id, read_budget, settle
 from dpllm.privacy.identity import COMPLETED, STOPPED_EARLY, note_public_start, require_prefix, require_public_start
 from dpllm.privacy.ledger import Ledger, LedgerError, read_ledger
 from dpllm.privacy.ledger_reader import LedgerHead, count_step
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.same_rows import compare_rows, remember_records, remember_rows
 from dpllm.privacy.stated import planned_steps, stated_starts, steps_allowed, taken_starts
-from dpllm.privacy.unused import make_way
+from dpllm.privacy.unused import charging, make_way
 from dpllm.privacy.writer import note_writer
 from dpllm.training.adapting import Threshold
 
@@ -90,12 +90,13 @@ class SharedLedger:
             if budget_file is None:
                 ledger, entry = Ledger.create(path, plan, public=public), None
             else:
-                if Path(path).exists():  # before anything is charged
-                    raise LedgerError(f"{path} is the ledger of an earlier run. Choose an empty output folder")
-                entry = charge(budget_file, plan, str(plan.dataset))
+                read_budget(budget_file)  # a file that cannot be read is refused before anything is written
+                entry = new_entry_id()
                 named = {"file": Path(budget_file).name, "entry": entry}
+                ledger = Ledger.create(path, plan, public=public, budget=named)  # before anything is charged
+                with charging(ledger, budget_file, entry):
+                    charge(budget_file, plan, str(plan.dataset), entry)
                 with _given_back_on_failure(budget_file, entry):
-                    ledger = Ledger.create(path, plan, public=public, budget=named)
                     mark(budget_file, entry, ledger.head)
             plan.save(Path(path).parent / PLAN_FILE)
             note_public_start(ledger)
@@ -359,7 +360,7 @@ class SharedLedger:
 
 @contextlib.contextmanager
 def _given_back_on_failure(budget_file: str, entry: str) -> Iterator[None]:
-    """Settle an entry without steps when its ledger could not be created: no run will settle it later."""
+    """Settle an entry without steps when the run cannot begin: no run will settle it later."""
     try:
         yield
     except BaseException:

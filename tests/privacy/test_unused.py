@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +15,18 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, TrainerC
 from dpllm.config import PrivacyConfig
 from dpllm.engines.processes import Processes
 from dpllm.privacy import unused
-from dpllm.privacy.budget import create_budget, read_budget
+from dpllm.privacy.budget import BudgetError, create_budget, read_budget
+from dpllm.privacy.crashed import settle_crashed
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.privacy.plan import PrivacyPlan, make_plan
 from dpllm.privacy.unused import is_used
+from dpllm.queries import QueryRun
 from dpllm.training.shared_ledger import SharedLedger
 from tests.conftest import tiny_llama_config
+from tests.queries.making import budget_in, query_plan
 from tests.training.test_trainer import arguments, privacy, trainer
 
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("rows_not_compared")
 
 
@@ -80,6 +87,69 @@ def test_a_crash_before_the_first_step_leaves_a_folder_that_can_be_used(tmp_path
     SharedLedger.create(path, plan(), Processes(), budget_file=budget).close()
     assert [entry.num_steps for entry in read_budget(budget).entries] == [0, 5]
     assert read_ledger(path).disclosures == {"evaluation during training": 2}
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from dpllm.engines.processes import Processes
+from dpllm.queries import run
+from dpllm.training import shared_ledger
+from tests.privacy.test_unused import plan
+from tests.queries.making import query_plan
+
+folder, kind, moment = Path(sys.argv[1]), *sys.argv[2:]
+module, name = (run, "charge_queries") if kind == "answers" else (shared_ledger, "charge")
+whole = getattr(module, name)
+
+def killed(*args):
+    if moment == "after":
+        whole(*args)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+setattr(module, name, killed)
+if kind == "answers":
+    run.QueryRun.begin(folder / "run", query_plan(), dataset="chats", budget=folder / "chats.budget.json")
+path, budget = folder / "run" / "privacy_ledger.jsonl", str(folder / "mail.budget.json")
+shared_ledger.SharedLedger.create(path, plan(), Processes(), budget_file=budget)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "moment", "settled"),
+    [("answers", "after", False), ("training", "after", True), ("training", "before", False)],
+)
+def test_a_kill_while_a_run_charges_leaves_no_entry_that_nobody_can_settle(
+    tmp_path: Path, kind: str, moment: str, settled: bool
+) -> None:
+    """The ledger is there before the entry, and names it: `dpllm budget settle`, or the next run, gives it back."""
+    budget = budget_in(tmp_path) if kind == "answers" else Path(budget_of(tmp_path))
+    (tmp_path / "run").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path), kind, moment], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    reserved = 1 if moment == "after" else 0
+    assert len(read_budget(budget).entries) == reserved and (read_budget(budget).spent > 0) == bool(reserved)
+    if settled:
+        assert settle_crashed(budget, tmp_path / "run") == 0
+        assert read_budget(budget).spent == 0
+    if kind == "answers":
+        asked = query_plan()
+        with QueryRun.begin(tmp_path / "run", asked, dataset="chats", budget=budget) as run:
+            run.charge("votes")
+        assert read_budget(budget).spent == asked.epsilon
+    else:
+        SharedLedger.create(tmp_path / "run" / LEDGER_FILE, plan(), Processes(), budget_file=str(budget)).close()
+    assert [entry.num_steps > 0 for entry in read_budget(budget).entries] == [False] * reserved + [True]
+
+
+def test_a_budget_that_refuses_leaves_no_ledger(tmp_path: Path) -> None:
+    """Nor an entry: the folder is as it was."""
+    budget = budget_in(tmp_path, epsilon=0.01)
+    with pytest.raises(BudgetError, match="allows"):
+        QueryRun.begin(tmp_path / "run", query_plan(), dataset="chats", budget=budget)
+    assert not (tmp_path / "run" / LEDGER_FILE).exists() and not read_budget(budget).entries
 
 
 def test_a_ledger_that_is_being_written_has_a_step_or_cannot_be_read_is_kept(tmp_path: Path) -> None:

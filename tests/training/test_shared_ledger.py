@@ -182,7 +182,7 @@ def test_a_ledger_that_cannot_be_made_costs_no_budget(path, tmp_path, monkeypatc
     monkeypatch.setattr(Ledger, "create", full)
     with pytest.raises(OSError, match="No space left"):
         SharedLedger.create(path, plan, Processes(), budget_file=str(file))
-    assert [entry.num_steps for entry in read_budget(file).entries] == [0]
+    assert not read_budget(file).entries
 
 
 def test_a_resumed_run_says_what_it_takes_for_public(path):
