@@ -264,12 +264,12 @@ def weighted_outer_(
     """Write ``scale * (start + sum_b factor_b sum_t left_bt (x) right_bt)`` to ``out``, in one pass over memory.
 
     A factor multiplies a row's finished gradient, in float32 and in registers: neither factor nor product is rounded to
-    the inputs' 16 bits, and no input is scaled. Rows with factor 0 are not read, so they contribute exactly zero also
-    if they are not finite, and the host need not know which they are.
+    the inputs' 16 bits, and no input is scaled. Rows with factor 0 contribute exactly zero, also if they are not
+    finite, and the host need not know which they are.
 
     Args:
         out_LR: of the weight's shape, float32 or a dtype of the inputs, to which the result is rounded at the end.
-        start_LR: float32, of the same shape; may be ``out_LR`` itself. None: zeros, of which nothing is read.
+        start_LR: float32, of the same shape and strides; may be ``out_LR`` itself. None: zeros, never read.
         left_BTL: factor (B, T, L) along the first dimension of the weight.
         right_BTR: factor (B, T, R) along its second.
         factor_B: the factor of each row's gradient.
@@ -283,45 +283,47 @@ def weighted_outer_(
     _require_same_tokens("weighted_outer_", left_BTL, right_BTR)
     rows, tokens, left = left_BTL.shape
     right = right_BTR.shape[2]
-    shapes = {tuple(out_LR.shape), tuple(out_LR.shape if start_LR is None else start_LR.shape)}
-    if shapes != {(left, right)} or start.dtype != torch.float32 or factor_B.shape != (rows,):
+    same = start_LR is None or (start_LR.shape, start_LR.stride()) == (out_LR.shape, out_LR.stride())
+    if out_LR.shape != (left, right) or not same or start.dtype != torch.float32 or factor_B.shape != (rows,):
         raise ValueError(
-            f"weighted_outer_: out and start have shapes {sorted(shapes)}, start is {start.dtype}, factor "
-            f"{tuple(factor_B.shape)}. Give ({left}, {right}), float32 and ({rows},)."
+            f"weighted_outer_: out is {tuple(out_LR.shape)} with strides {out_LR.stride()}, start {tuple(start.shape)} "
+            f"with {start.stride()} in {start.dtype}, factor {tuple(factor_B.shape)}. Give ({left}, {right}), a "
+            f"float32 start with the same strides, and ({rows},)."
         )
     if 0 in (left, right):
         return
     exact = torch.float32 in (left_BTL.dtype, right_BTR.dtype)
-    block_l, block_r = _sum_blocks(left, right, exact)
-    tiles_l, tiles_r = -(-left // block_l), -(-right // block_r)
+    aligned = all(_is_aligned(x) for x in (left_BTL, right_BTR, out_LR, out_LR if start_LR is None else start_LR))
+    tile = tiles_of(out_LR.device).instance(min(left, right), exact, aligned)
+    tiles_l, tiles_r = -(-left // tile.block), -(-right // tile.block)
     with torch.cuda.device_of(out_LR):
         programs.weighted_outer_program[(tiles_l * tiles_r,)](
             left_BTL,
-            left_BTL.stride(),
+            *left_BTL.stride(),
             left,
             right_BTR,
-            right_BTR.stride(),
+            *right_BTR.stride(),
             right,
             factor_B.to(torch.float32),
             start,
-            (out_LR if start_LR is None else start).stride(),
             0 if start_LR is None else left,
             out_LR,
-            out_LR.stride(),
+            *out_LR.stride(),
             scale,
             rows,
             tokens,
             tiles_l,
             tiles_r,
+            ALIGNED=aligned,
             SAME_DTYPE=left_BTL.dtype == right_BTR.dtype,
-            BLOCK_L=block_l,
-            BLOCK_R=block_r,
-            BLOCK_T=16 if exact else 64,
-            CHUNK_T=CHUNK,
+            BLOCK_L=tile.block,
+            BLOCK_R=tile.block,
+            BLOCK_T=tile.depth,
+            CHUNK=max(1, CHUNK // tile.depth),
             GROUP=8,
             WIDEN=INTERPRETED,
-            num_warps=8 if block_l * block_r > 64 * 128 else 4,
-            num_stages=3,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
             enable_fp_fusion=True,
         )
 
@@ -492,10 +494,3 @@ def _require_same_tokens(name: str, x: Tensor, y: Tensor) -> None:
 
 def _zeros(like: Tensor, *shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.float32, device=like.device)
-
-
-def _sum_blocks(left: int, right: int, exact: bool) -> tuple[int, int]:
-    """Return the tile of a weighted sum: square, smaller only for narrow sides, so that there are few programs."""
-    block = 64 if exact or min(left, right) <= 64 else 128
-    block_l, block_r = (min(block, max(16, triton.next_power_of_2(size))) for size in (left, right))
-    return block_l, block_r

@@ -31,10 +31,10 @@ INTERPRETED: bool = triton is not None and triton.knobs.runtime.interpret
 
 # fmt: off
 _VARYING = frozenset((
-    "groups", "rows", "tokens", "inner", "width", "plane", "pairs", "tiles", "tiles_l", "tiles_r", "tiles_d", "splits",
-    "span", "end_of_units", "start_rows", "left_row", "left_token", "left_last", "right_row", "right_token",
-    "right_last", "x_row", "x_token", "x_head", "x_last", "grad_row", "grad_token", "grad_head", "grad_last", "out_row",
-    "out_split",
+    "groups", "rows", "tokens", "inner", "width", "plane", "pairs", "tiles", "tiles_l", "tiles_r", "tiles_d",
+    "splits", "span", "end_of_units", "start_rows", "size_l", "size_r", "left_row", "left_token", "left_last",
+    "right_row", "right_token", "right_last", "x_row", "x_token", "x_head", "x_last", "grad_row", "grad_token",
+    "grad_head", "grad_last", "out_row", "out_split",
 ))
 # fmt: on
 
@@ -260,61 +260,82 @@ def instance_program(
 @jit_if_present
 def weighted_outer_program(
     left: tl.tensor,
-    left_strides: tl.tuple,
-    left_width: tl.tensor,
+    left_row: tl.tensor,
+    left_token: tl.tensor,
+    left_last: tl.tensor,
+    size_l: tl.tensor,
     right: tl.tensor,
-    right_strides: tl.tuple,
-    right_width: tl.tensor,
+    right_row: tl.tensor,
+    right_token: tl.tensor,
+    right_last: tl.tensor,
+    size_r: tl.tensor,
     factor: tl.tensor,
     start: tl.tensor,
-    start_strides: tl.tuple,
     start_rows: tl.tensor,
     out: tl.tensor,
-    out_strides: tl.tuple,
+    out_row: tl.tensor,
+    out_last: tl.tensor,
     scale: tl.tensor,
     rows: tl.tensor,
     tokens: tl.tensor,
     tiles_l: tl.tensor,
     tiles_r: tl.tensor,
+    ALIGNED: tl.constexpr,
     SAME_DTYPE: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    CHUNK_T: tl.constexpr,
+    CHUNK: tl.constexpr,
     GROUP: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
     """Compute one tile of the weighted sum over rows: a row's factor multiplies its complete gradient.
 
-    Rows with factor 0 are left out, since they may not be finite. A sum that begins here has a start of no rows.
+    Rows with factor 0 are dropped, since they may not be finite. A sum that begins here has a start of no rows; its
+    strides are those of the result. One loop runs over the blocks of tokens of all rows: the first blocks of a row are
+    on their way while the last ones of the row before are multiplied. The sum of CHUNK blocks is added to the total
+    with rounding to nearest.
     """
+    UNITS_L: tl.constexpr = 128 // left.dtype.element_ty.primitive_bitwidth  # 16 bytes
+    UNITS_R: tl.constexpr = 128 // right.dtype.element_ty.primitive_bitwidth
     program = tl.program_id(0)
     # Tiles that run at the same time share their inputs: GROUP tiles of the left side by all of the right.
     first_l = (program // (GROUP * tiles_r)) * GROUP
     height = tl.minimum(GROUP, tiles_l - first_l)
     within = program % (GROUP * tiles_r)
-    l_L1 = ((first_l + within % height) * BLOCK_L + tl.arange(0, BLOCK_L)).to(tl.int64)[:, None]
-    r_1R = ((within // height) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)[None, :]
+    l_L = (first_l + within % height) * BLOCK_L + tl.arange(0, BLOCK_L)
+    r_R = (within // height) * BLOCK_R + tl.arange(0, BLOCK_R)
+    t_T = tl.arange(0, BLOCK_T)
+    width_l, width_r = multiple(size_l, ALIGNED, UNITS_L), multiple(size_r, ALIGNED, UNITS_R)
+    by_x, by_y = multiple(left_token, ALIGNED, UNITS_L), multiple(right_token, ALIGNED, UNITS_R)
+    x_TL = t_T.to(tl.int64)[:, None] * by_x + (l_L if ALIGNED else l_L.to(tl.int64) * left_last)[None, :]
+    y_TR = t_T.to(tl.int64)[:, None] * by_y + (r_R if ALIGNED else r_R.to(tl.int64) * right_last)[None, :]
+
     total_LR = tl.full((BLOCK_L, BLOCK_R), 0.0, tl.float32)
-    x, y = left, right
-    for row in range(0, rows):
-        row_LR = tl.full((BLOCK_L, BLOCK_R), 0.0, tl.float32)
-        weight = tl.load(factor + row)
-        contributing = tl.where(weight == 0.0, 0, tokens)
-        for first in range(0, contributing, CHUNK_T):
-            end = tl.minimum(first + CHUNK_T, tokens)
-            row_LR += product(
-                x, left_strides[2], left_strides[1], y, right_strides[2], right_strides[1],
-                l_L1, r_1R, left_width, right_width, first, end, BLOCK_L, BLOCK_R, BLOCK_T, SAME_DTYPE, WIDEN,
-            )  # fmt: skip
-        total_LR += weight * row_LR
-        x += left_strides[0]
-        y += right_strides[0]
-    inside = (l_L1 < left_width) & (r_1R < right_width)
-    start_LR = start + l_L1 * start_strides[0] + r_1R * start_strides[1]
-    total_LR += tl.load(start_LR, mask=inside & (l_L1 < start_rows), other=0.0)
-    out_LR = out + l_L1 * out_strides[0] + r_1R * out_strides[1]
-    tl.store(out_LR, (scale * total_LR).to(out.dtype.element_ty), mask=inside)
+    part_LR = tl.full((BLOCK_L, BLOCK_R), 0.0, tl.float32)
+    blocks = tl.cdiv(tokens, BLOCK_T)
+    for step in range(0, rows * blocks):
+        row, block = step // blocks, step % blocks
+        inside_T1 = (t_T < tokens - block * BLOCK_T)[:, None]
+        x = left + row * multiple(left_row, ALIGNED, UNITS_L) + block * BLOCK_T * by_x
+        y = right + row * multiple(right_row, ALIGNED, UNITS_R) + block * BLOCK_T * by_y
+        left_TL = tl.load(x + x_TL, mask=inside_T1 & (l_L < width_l)[None, :], other=0.0)
+        right_TR = tl.load(y + y_TR, mask=inside_T1 & (r_R < width_r)[None, :], other=0.0)
+        # The interpreter multiplies the bit patterns of bfloat16; widening is exact, as are the tensor cores' products.
+        if WIDEN or not SAME_DTYPE:
+            left_TL = left_TL.to(tl.float32)
+            right_TR = right_TR.to(tl.float32)
+        part_LR = tl.dot(tl.trans(left_TL), right_TR, part_LR, input_precision="ieee")
+        if (block + 1 == blocks) | (block % CHUNK == CHUNK - 1):
+            weight = tl.load(factor + row)
+            total_LR += tl.where(weight == 0.0, 0.0, weight * part_LR)
+            part_LR = tl.full((BLOCK_L, BLOCK_R), 0.0, tl.float32)
+
+    inside_LR = (l_L < size_l)[:, None] & (r_R < width_r)[None, :]
+    place_LR = l_L.to(tl.int64)[:, None] * multiple(out_row, ALIGNED, UNITS_R)
+    place_LR += (r_R if ALIGNED else r_R.to(tl.int64) * out_last)[None, :]
+    total_LR += tl.load(start + place_LR, mask=inside_LR & (l_L < start_rows)[:, None], other=0.0)
+    tl.store(out + place_LR, (scale * total_LR).to(out.dtype.element_ty), mask=inside_LR)
 
 
 @jit_if_present

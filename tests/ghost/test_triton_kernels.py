@@ -208,8 +208,9 @@ def test_the_gradient_is_rounded_once_after_the_start_was_added_and_all_was_scal
 
 
 @needs_triton
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # from NumPy, under the interpreter
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_rows_with_factor_0_are_not_read(value):
+def test_rows_with_factor_0_contribute_nothing(value):
     """Neither 0 * inf nor the rows before and after; the host does not know which they are."""
     x, y = randn(4, 20, 40), randn(4, 20, 33)
     x[0], y[2] = value, -value
@@ -241,12 +242,13 @@ def test_weighted_sums_take_any_layout(monkeypatch):
         (torch.zeros(4, 5), torch.zeros(5, 4), torch.ones(2)),
         (torch.zeros(4, 5).bfloat16(), torch.zeros(4, 5), torch.ones(2)),
         (torch.zeros(4, 5), torch.zeros(4, 5), torch.ones(3)),
+        (torch.zeros(5, 4).mT, torch.zeros(4, 5), torch.ones(2)),
     ],
 )
 def test_weighted_sums_that_do_not_fit_are_refused(start, out, factor):
     """A sum of another shape or dtype, factors of other rows."""
     start, out, factor = (x.to(DEVICE) for x in (start, out, factor))
-    with pytest.raises(ValueError, match=r"Give \(4, 5\), float32 and \(2,\)"):
+    with pytest.raises(ValueError, match=r"Give \(4, 5\), a float32 start with the same strides, and \(2,\)"):
         triton_kernels.weighted_outer_(out, start, randn(2, 3, 4), randn(2, 3, 5), factor)
 
 
