@@ -876,8 +876,8 @@ MUTATIONS = [
     Mutation(
         "the sums of the processes are not added up",
         "dpllm/engines/ddp.py",
-        "        dist.all_reduce(flat)\n",
-        "",
+        "return reduce_scatter(own, flat, async_op=True)",
+        "return reduce_scatter(own, flat * (self.processes.rank == 0), async_op=True)",
         ("tests/distributed/test_engines.py::test_noise_is_drawn_exactly_once[ddp]",),
     ),
     Mutation(
@@ -1906,10 +1906,10 @@ MUTATIONS = [
         ("tests/mechanism/test_discrete.py",),
     ),
     Mutation(
-        "discrete noise is added by every process to the whole sum",
-        "dpllm/engines/single.py",
-        "    own = slice_of(total, rank, size)\n    change(own)\n",
-        "    own = slice_of(total, rank, size)\n    change(total)\n",
+        "discrete noise is added to a whole bucket for each of its parameters",
+        "dpllm/engines/ddp.py",
+        "                to_total(parameter, part)\n",
+        "                to_total(parameter, own)\n",
         ("tests/distributed/test_engines.py::test_discrete_noise_is_added_once_to_complete_sums[ddp]",),
     ),
     Mutation(

@@ -1,16 +1,26 @@
-"""Replicated parameters: one all-reduce of the clipped sums per step, in float32.
+"""Replicated parameters: the clipped sums are added up in float32, once per step.
 
 DistributedDataParallel's own reducer is not used: it reduces gradients of autograd, and here there are none. The
 weights were made equal on all processes when it was built.
+
+Each bucket's sums are reduce-scattered in float32. Each process completes its part of the bucket, with the noise where
+that is added to complete sums, and rounds it to the dtype of the gradient; the parts are then gathered. So the sums are
+exact before the noise is complete, as in an all-reduce in float32, but the way back takes the bytes of the gradient:
+6 instead of 8 bytes an entry in bfloat16.
 """
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from collections.abc import Mapping
+from typing import Any
 
-from dpllm.engines.single import SingleProcess
+import torch
+from torch import Tensor, nn
+
+from dpllm.engines.overlap import Work, aligned, all_gather, buckets, in_turns, reduce_scatter
+from dpllm.engines.single import AddTo, SingleProcess, ToTotal, refuse_foreign_gradients
+from dpllm.ghost.kernels import accumulation_dtype
+from dpllm.ghost.sums import Sum
 
 
 class DataParallel(SingleProcess):
@@ -19,12 +29,94 @@ class DataParallel(SingleProcess):
     Guarantee: every process holds the same total; one of them drew the noise of each entry.
     """
 
-    def _reduce(self, totals: list[Tensor]) -> None:
-        """Reduce small tensors together: a LoRA model has hundreds of them."""
-        if len(totals) == 1:
-            dist.all_reduce(totals[0])
+    def collect(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        add_to: AddTo,
+        *,
+        last: bool,
+        scale: float,
+        to_total: ToTotal | None = None,
+    ) -> None:
+        """Add one microbatch's sums; after the last, the total over all processes times ``scale`` is in ``.grad``.
+
+        Raises:
+            EngineError: autograd left a gradient, which would be released unclipped.
+        """
+        if not last:
+            super().collect(parameters, add_to, last=last, scale=scale)
             return
-        flat = torch.cat([total.flatten() for total in totals])
-        dist.all_reduce(flat)
-        for piece, total in zip(flat.split([t.numel() for t in totals]), totals, strict=True):
-            total.copy_(piece.view_as(total))
+        refuse_foreign_gradients(parameters)
+        in_turns(self._work(bucket, add_to, scale, to_total) for bucket in self._buckets(parameters))
+
+    def _buckets(self, parameters: Mapping[str, nn.Parameter]) -> list[list[nn.Parameter]]:
+        return buckets(
+            parameters.values(),
+            kind_of=lambda parameter: (parameter.dtype, parameter.device),
+            bytes_of=lambda parameter: parameter.numel() * accumulation_dtype(parameter.dtype).itemsize,
+        )
+
+    def _work(self, bucket: list[nn.Parameter], add_to: AddTo, scale: float, to_total: ToTotal | None) -> Work:
+        """Reduce a bucket's sums and leave its gradients, which share one tensor."""
+        totals = [self._formed(parameter, add_to) for parameter in bucket]
+        shapes, starts = [total.shape for total in totals], _starts(totals)
+        flat = _packed(totals, starts, self.processes.size)
+        del totals
+        own = flat.new_empty(len(flat) // self.processes.size)
+        reducing = self._reduce(own, flat)
+        yield
+        reducing.wait()
+        del flat
+        if to_total is not None:
+            for parameter, part in self._parts(bucket, shapes, starts, own):
+                to_total(parameter, part)
+        total = Sum.onto(own)
+        total.finish_in(bucket[0].dtype, scale)
+        finished = total.finished()
+        whole = finished.new_empty(len(finished) * self.processes.size)
+        gathering = all_gather(whole, finished, async_op=True)
+        yield
+        gathering.wait()
+        for parameter, shape, start in zip(bucket, shapes, starts, strict=True):
+            self._leave(parameter, whole[start : start + shape.numel()].view(shape))
+
+    def _formed(self, parameter: nn.Parameter, add_to: AddTo) -> Tensor:
+        """Return this process's sum of one parameter over all microbatches."""
+        total = self._sums.pop(parameter, None) or self._begun(parameter)
+        add_to(parameter, total)
+        return total.filled()
+
+    def _reduce(self, own: Tensor, flat: Tensor) -> Any:
+        """Begin to add up a bucket over the processes; this process gets its part."""
+        return reduce_scatter(own, flat, async_op=True)
+
+    def _parts(
+        self, bucket: list[nn.Parameter], shapes: list[torch.Size], starts: list[int], own: Tensor
+    ) -> list[tuple[nn.Parameter, Tensor]]:
+        """Return the entries of each parameter that are in this process's part of the bucket, without empty ones."""
+        first = self.processes.rank * len(own)
+        parts = []
+        for parameter, shape, start in zip(bucket, shapes, starts, strict=True):
+            part = own[max(start - first, 0) : max(start + shape.numel() - first, 0)]
+            if part.numel():
+                parts.append((parameter, part))
+        return parts
+
+
+def _starts(totals: list[Tensor]) -> list[int]:
+    """Return the position of each sum in its bucket."""
+    starts = [0]
+    for total in totals[:-1]:
+        starts.append(starts[-1] + aligned(total.numel()))
+    return starts
+
+
+def _packed(totals: list[Tensor], starts: list[int], size: int) -> Tensor:
+    """Return a bucket as a vector that the processes can divide equally; a single sum without a copy, if it can be."""
+    if len(totals) == 1 and totals[0].numel() % size == 0:
+        return totals[0].flatten()
+    length = starts[-1] + totals[-1].numel()
+    flat = totals[0].new_zeros(-(-length // size) * size)
+    for total, start in zip(totals, starts, strict=True):
+        flat[start : start + total.numel()] = total.flatten()
+    return flat

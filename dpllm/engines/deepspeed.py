@@ -5,15 +5,16 @@ the parameter's clipped sum. ``engine.backward`` of the sum of these zeros there
 hooks that DeepSpeed keeps on its parameters, and ``engine.step`` updates as in ordinary training. DeepSpeed averages
 over processes, but the private sum is not a mean: it is multiplied by the number of processes before it is handed in.
 
-Sums are formed inside the backward pass, one parameter at a time, so that the full gradient never exists
-where DeepSpeed partitions gradients (ZeRO-2 and -3). ZeRO-1 does not partition them: there this engine adds up the
-microbatches in float32 and hands in the sum once per step.
+Sums are formed inside the backward pass, so that the full gradient never exists where DeepSpeed partitions gradients
+(ZeRO-2 and -3). ZeRO-3 gathers the parameters for it in groups of its own prefetch bucket, and reduces the sums of a
+group together. Where gradients are not partitioned (ZeRO-1), or float32 sums take little memory beside the weights
+(LoRA), this engine adds up the microbatches and hands in the sum once per step.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ from torch import Tensor, nn
 from dpllm.engines.division import Division
 from dpllm.engines.errors import EngineError, no_totals
 from dpllm.engines.guard import Projections, UpdateGuard
+from dpllm.engines.local_sums import sums_are_small
 from dpllm.engines.processes import Processes
 from dpllm.engines.single import AddTo, ToTotal
-from dpllm.engines.zero3 import gather_adapted_stacks, refuse_leaves, without_leaves
+from dpllm.engines.zero3 import gather, gather_adapted_stacks, refuse_leaves, without_leaves
 from dpllm.ghost.kernels import accumulation_dtype
 from dpllm.ghost.sums import Sum
 
@@ -154,7 +156,8 @@ class DeepSpeedZero:
             refuse_leaves(engine.module)
             gather_adapted_stacks(engine.module)
         self.guard = UpdateGuard(engine.optimizer, self.processes, replicas=1, at_once=False)
-        self._sums: dict[nn.Parameter, Sum] = {}
+        # None: each microbatch's sums are handed in.
+        self._sums: dict[nn.Parameter, Sum] | None = {} if self._stage == 1 or sums_are_small(engine.module) else None
         self._projections = Projections(self.processes)
         self._handed: tuple[list[nn.Parameter], float] = [], 1.0
 
@@ -178,7 +181,7 @@ class DeepSpeedZero:
         """
         if to_total is not None:
             raise no_totals(type(self).__name__)
-        if self._stage == 1:
+        if self._sums is not None:
             for parameter in parameters.values():
                 if parameter not in self._sums:
                     self._sums[parameter] = _begun(parameter)
@@ -217,9 +220,7 @@ class DeepSpeedZero:
                 self._projections.hand_in(number, total)
             return total
 
-        # ZeRO-3: only a gathered parameter accepts a gradient. One at a time, never the whole model.
-        numbered = list(enumerate(every))
-        for group in [[pair] for pair in numbered] if self._stage == 3 else [numbered]:
+        for group in self._groups(every):
             for _, parameter in group:
                 if parameter.grad is not None:
                     raise EngineError(
@@ -227,6 +228,8 @@ class DeepSpeedZero:
                         "private_step() between the updates"
                     )
                 parameter.grad_dtype = accumulation_dtype(parameter.dtype)  # not rounded on its way
+            if self._stage == 3:
+                gather([parameter for _, parameter in group])
             with deepspeed.zero.GatheredParameters([p for _, p in group], enabled=self._stage == 3):
                 zeros = [_HandIn.apply(p, lambda number=number, p=p: share_of(number, p)) for number, p in group]
                 self.handing_in = True
@@ -234,6 +237,27 @@ class DeepSpeedZero:
                     engine.backward(self.processes.size * scale * torch.stack(zeros).sum(), scale_wrt_gas=False)
                 finally:
                     self.handing_in = False
+
+    def _groups(self, parameters: Sequence[nn.Parameter]) -> list[list[tuple[int, nn.Parameter]]]:
+        """Return the numbered parameters in groups that are handed in together.
+
+        Under ZeRO-3 only a gathered parameter accepts a gradient: a group is as large as what DeepSpeed itself gathers
+        in advance and reduces at a time, or one parameter, never the whole model.
+        """
+        numbered = list(enumerate(parameters))
+        if self._stage < 3:
+            return [numbered]
+        most = min(self._engine.zero_prefetch_bucket_size(), self._engine.zero_reduce_bucket_size())
+        groups: list[list[tuple[int, nn.Parameter]]] = []
+        filled = 0
+        for pair in numbered:
+            size = int(getattr(pair[1], "ds_numel", pair[1].numel()))
+            if not groups or filled + size > most:
+                groups.append([])
+                filled = 0
+            groups[-1].append(pair)
+            filled += size
+        return groups
 
     def finish(self) -> None:
         """Update the parameters; DeepSpeed's optimizer is stepped by its engine.

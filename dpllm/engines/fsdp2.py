@@ -1,9 +1,9 @@
-"""Sharded parameters as DTensors: each layer's clipped sum is reduce-scattered as soon as it is formed.
+"""Sharded parameters as DTensors: the clipped sums are reduce-scattered in buckets, each as soon as it is formed.
 
 FSDP2 (``fully_shard``) gathers and frees the weights around each module by its own hooks. Since the weights are out
-of autograd, it finds no gradient to reduce. This module reduces the clipped sums instead, through DTensor's public
-interface: a local sum is a ``Partial`` over the mesh, and redistributing it to the parameter's placement adds it up.
-Only one parameter's full sum exists at a time.
+of autograd, it finds no gradient to reduce. This module reduces the clipped sums instead, and leaves each process's
+shard as a DTensor. The full sums of two buckets exist at a time: one is formed while the other is reduced. Only where
+all full sums take little memory beside the weights (LoRA), they are kept until the last microbatch.
 """
 
 from __future__ import annotations
@@ -13,16 +13,20 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 
 from dpllm.engines.division import Division
 from dpllm.engines.errors import EngineError
 from dpllm.engines.guard import UpdateGuard
+from dpllm.engines.local_sums import sums_are_small
+from dpllm.engines.overlap import Work, in_turns, reduce_scatter
 from dpllm.engines.processes import Processes
-from dpllm.engines.single import AddTo, ToTotal, keep_slice_, refuse_foreign_gradients, set_gradient
+from dpllm.engines.sharded_buckets import ShardedBucket, sharded_buckets
+from dpllm.engines.single import AddTo, ToTotal, refuse_foreign_gradients, set_gradient
 from dpllm.ghost.kernels import accumulation_dtype
 from dpllm.ghost.sums import Sum
 
@@ -66,7 +70,10 @@ class FullySharded:
                 module.reshard()
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.guard = UpdateGuard(optimizer, self.processes, replicas=_replicas(trainable, self.processes.size))
-        self._sums: dict[nn.Parameter, DTensor] = {}
+        self._sums_up = sums_are_small(model)
+        self._buckets: list[ShardedBucket] = []
+        self._sums: dict[nn.Parameter, Sum] = {}  # of whole parameters
+        self._parts: dict[ShardedBucket, Tensor] = {}  # reduced sums
 
     def begin(self) -> None:
         """Begin a step; no other step is accepted until this one is finished."""
@@ -87,35 +94,53 @@ class FullySharded:
             EngineError: autograd left a gradient, which would be released unclipped.
         """
         refuse_foreign_gradients(parameters)
-        for parameter in parameters.values():
-            assert isinstance(parameter, DTensor)
-            mesh = parameter.device_mesh
-            total = Sum(parameter.shape, accumulation_dtype(parameter.dtype), torch.device(mesh.device_type))
-            add_to(parameter, total)
-            whole = DTensor.from_local(total.filled(), mesh, [Partial()] * mesh.ndim, run_check=False)
-            # Sharded immediately, so that no process keeps the whole sum; added up over the replicas once per step.
-            between = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]
-            part = whole.redistribute(placements=between)
-            del total, whole
-            if parameter in self._sums:
-                self._sums[parameter].to_local().add_(part.to_local())
-            else:
-                self._sums[parameter] = part
-        if last:
-            for parameter in list(self._sums):
-                self._release(parameter, self._sums.pop(parameter), scale, to_total)
+        if self._sums_up and not last:
+            for parameter in parameters.values():
+                self._sums[parameter] = self._formed(parameter, add_to)
+            return
+        if not self._buckets:
+            self._buckets = sharded_buckets(parameters.values())
+        in_turns(self._work(bucket, add_to, last, scale, to_total) for bucket in self._buckets)
 
-    def _release(self, parameter: Any, part: DTensor, scale: float, to_total: ToTotal | None) -> None:
-        shard = part.redistribute(placements=parameter.placements).to_local()
+    def _work(self, bucket: ShardedBucket, add_to: AddTo, last: bool, scale: float, to_total: ToTotal | None) -> Work:
+        """Reduce a bucket's sums, and after the last microbatch leave the shards."""
+        flat = bucket.packed([self._formed(parameter, add_to).filled() for parameter in bucket.parameters])
+        part = flat.new_empty(flat.shape[1])
+        reducing = reduce_scatter(part, flat.view(-1), group=bucket.shards, async_op=True)
+        yield
+        reducing.wait()
+        del flat
+        before = self._parts.pop(bucket, None)
+        part = part if before is None else before.add_(part)
+        if not last:
+            self._parts[bucket] = part
+            return
+        for group in bucket.replicas:  # once per step
+            adding = dist.all_reduce(part, group=group, async_op=True)
+            yield
+            adding.wait()
         if to_total is not None:
-            shard = _completed(parameter, part, shard.contiguous(), to_total)
-        total = Sum.onto(shard)
-        total.finish_in(parameter.dtype, scale)
-        shard = total.finished().to(parameter.to_local().device)  # the device of the shards, if they are offloaded
+            bucket.complete_(part, to_total)
+        total = Sum.onto(part)
+        total.finish_in(bucket.dtype, scale)
+        for parameter, shard in bucket.unpacked(total.finished()):
+            self._leave(parameter, shard)
+
+    def _formed(self, parameter: Any, add_to: AddTo) -> Sum:
+        """Return this process's sum of one whole parameter, over this and the microbatches that were kept."""
+        total = self._sums.pop(parameter, None)
+        if total is None:
+            device = torch.device(parameter.device_mesh.device_type)
+            total = Sum(parameter.shape, accumulation_dtype(parameter.dtype), device)
+        add_to(parameter, total)
+        return total
+
+    def _leave(self, parameter: Any, shard: Tensor) -> None:
+        """Leave the finished shard for the optimizer, on the device of the weights, if they are offloaded."""
         grad: Any = set_gradient(
             parameter,
             DTensor.from_local(
-                shard,
+                shard.to(parameter.to_local().device),
                 parameter.device_mesh,
                 parameter.placements,
                 run_check=False,
@@ -128,21 +153,6 @@ class FullySharded:
     def finish(self) -> None:
         """End the step; the caller of the private step steps the optimizer."""
         self.unfinished = False
-
-
-def _completed(parameter: Any, part: DTensor, shard: Tensor, to_total: ToTotal) -> Tensor:
-    """Return this process's shard of a total as its replicas have changed it, each entry by one of them."""
-    mesh = parameter.device_mesh
-    copies = [dim for dim, placement in enumerate(parameter.placements) if placement.is_replicate()]
-    rank, size = 0, 1
-    for dim in copies:
-        rank, size = rank * mesh.size(dim) + mesh.get_local_rank(dim), size * mesh.size(dim)
-    keep_slice_(shard, rank, size, lambda own: to_total(parameter, own))
-    if size == 1:
-        return shard
-    between = [Partial() if dim in copies else placement for dim, placement in enumerate(parameter.placements)]
-    whole = DTensor.from_local(shard, mesh, between, run_check=False, shape=parameter.shape, stride=parameter.stride())
-    return whole.redistribute(placements=parameter.placements).to_local()
 
 
 def _replicas(parameters: Mapping[str, Any], num_processes: int) -> int:

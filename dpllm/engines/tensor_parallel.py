@@ -79,17 +79,12 @@ class TensorParallel(DataParallel):
         for parameter in parameters.values():
             if not self._shards.is_divided(parameter):
                 continue
-            if last and to_total is None:
-                self._finish(parameter, add_to, scale)
-                continue
-            total = self._sums.pop(parameter, None) or self._begun(parameter)
-            add_to(parameter, total)
             if last:
-                assert to_total is not None
-                to_total(parameter, total.filled())
-                self._leave(parameter, total, scale)
-            else:
-                self._sums[parameter] = total
+                self._finish(parameter, add_to, scale, to_total)
+                continue
+            if parameter not in self._sums:
+                self._sums[parameter] = self._begun(parameter)
+            add_to(parameter, self._sums[parameter])
         held_by_all = {name: p for name, p in parameters.items() if not self._shards.is_divided(p)}
         super().collect(held_by_all, add_to, last=last, scale=scale, to_total=to_total)
 
@@ -97,9 +92,8 @@ class TensorParallel(DataParallel):
         local: Any = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         return Sum.of(local)
 
-    def _leave(self, parameter: Any, total: Sum, scale: float) -> None:
-        total.finish_in(parameter.dtype, scale)
-        value: Any = total.finished()
+    def _leave(self, parameter: Any, gradient: Tensor) -> None:
+        value: Any = gradient
         if isinstance(parameter, DTensor):
             value = DTensor.from_local(
                 value,

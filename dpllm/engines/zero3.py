@@ -15,6 +15,7 @@ parameter. Mixtures of experts deviate from both:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -53,6 +54,17 @@ def refuse_leaves(model: nn.Module) -> None:
                 "zero_optimization.stage3_module_granularity_threshold, and pass the configuration through "
                 "dpllm.engines.private_config() before accelerator.prepare()"
             )
+
+
+def gather(parameters: Sequence[Any]) -> None:
+    """Gather parameters by one collective, as DeepSpeed does for a module's; ``GatheredParameters`` has one for each.
+
+    Args:
+        parameters: to be used within ``deepspeed.zero.GatheredParameters``, which releases them.
+    """
+    absent = [p for p in parameters if p.ds_status.name == "NOT_AVAILABLE" and p.ds_secondary_tensor is None]
+    if len(absent) > 1 and not any(hasattr(p.ds_tensor, "ds_quant_scale") for p in absent):
+        absent[0].all_gather_coalesced(absent).wait()
 
 
 def gather_adapted_stacks(model: nn.Module) -> None:

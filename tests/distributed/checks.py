@@ -31,6 +31,7 @@ from dpllm.training.evaluation import measure
 from dpllm.training.rows import TrainingRows
 from dpllm.training.run import PrivateRun
 from dpllm.training.shared_ledger import SharedLedger
+from tests.distributed.setups import unreduced
 from tests.training.test_run import UNITS, flat, loss_of, network, plan_of, rows_of
 
 STEPS = 6
@@ -232,8 +233,8 @@ def engines(folder: Path) -> dict[str, Any]:
 class Unreduced(DataParallel):
     """An engine whose reduction does nothing any more."""
 
-    def _reduce(self, totals: list[torch.Tensor]) -> None:
-        del totals
+    def _reduce(self, own: torch.Tensor, flat: torch.Tensor) -> torch.futures.Future:
+        return unreduced(self.processes.rank, own, flat)
 
 
 def guards(folder: Path) -> dict[str, Any]:

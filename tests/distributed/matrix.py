@@ -17,7 +17,7 @@ from dpllm import GhostClipper, GhostError, PrivacyConfig, PrivateRun, TrainingR
 from dpllm.config import DataConfig
 from dpllm.data.rows import RowCollator, load_records, tokenize_records
 from dpllm.data.units import UnitIndex
-from dpllm.engines import EngineError, engine_for, model_inside
+from dpllm.engines import EngineError, engine_for, model_inside, overlap
 from dpllm.engines.processes import DisagreementError, Processes
 from dpllm.mechanism import regenerated
 from dpllm.mechanism.clipping import FlatClipping
@@ -31,7 +31,7 @@ from dpllm.training.adapting import StepStatistic
 from dpllm.training.gradients import clipper_for
 from dpllm.training.microbatches import microbatches
 from dpllm.training.step import private_step
-from tests.distributed.setups import dispose, prepare, whole_parameters
+from tests.distributed.setups import dispose, prepare, unreduced, whole_parameters
 from tests.reference.oracle import LOSSES
 from tests.reference.zoo import (
     Batch,
@@ -227,8 +227,17 @@ def reference(job: Job, clip_norm: float) -> tuple[Tensor, Tensor]:
     return sums[0], sums[1]
 
 
-def errors(jobs: list[Job], clip_norm: float = 0.5) -> list[tuple[float, float]]:
-    """Relative error of each job's reduced clipped sum: against float64, and against one process in its precision."""
+def errors(jobs: list[Job], clip_norm: float = 0.5, bucket_bytes: int | None = None) -> list[tuple[float, float]]:
+    """Relative error of each job's reduced clipped sum: against float64, and against one process in its precision.
+
+    Args:
+        jobs: the ways of running a step.
+        clip_norm: C.
+        bucket_bytes: of the sums that DDP and FSDP2 reduce together; None: as in training, where a tiny model is one
+            bucket.
+    """
+    if bucket_bytes is not None:
+        overlap._BUCKET_BYTES = bucket_bytes
     plan = plan_of(clip_norm, noise_multiplier=0.0)
     found = []
     expected = [reference(job, clip_norm) for job in jobs]  # first: ZeRO-3 puts its own linear function in place
@@ -488,7 +497,7 @@ def broken() -> dict[str, str | None]:
     """Engines whose reduction was broken from outside, and the result of their first step."""
 
     def nothing_reduced(runner: Any, prepared: Any) -> None:
-        runner._reduce = lambda totals: None
+        runner._reduce = lambda own, flat: unreduced(runner.processes.rank, own, flat)
 
     def hooks_gone(runner: Any, prepared: Any) -> None:
         for hook in prepared.optimizer._grad_acc_hooks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -84,9 +85,10 @@ def check_reach(jobs: list[Job], results: list, table: Callable[..., None]) -> N
 def test_every_engine_releases_the_clipped_sum_of_one_process(tmp_path, table):
     """Every engine with every option; all combinations are in `test_the_reduced_clipped_sum_is_that_of_one_process`."""
     jobs = some([job for engine in (*ENGINES, *VARIANTS) if size_of(engine) == 2 for job in jobs_of(engine)])
-    check_errors(jobs, run(tmp_path / "two", "tests.distributed.matrix:errors", jobs=jobs), table)
+    small: Any = {"bucket_bytes": 5000}  # a model of several buckets, of one parameter or more
+    check_errors(jobs, run(tmp_path / "two", "tests.distributed.matrix:errors", jobs=jobs, **small), table)
     hybrid = jobs_of("fsdp2-hybrid")[:1]
-    check_errors(hybrid, run(tmp_path / "four", "tests.distributed.matrix:errors", size=4, jobs=hybrid), table)
+    check_errors(hybrid, run(tmp_path / "four", "tests.distributed.matrix:errors", 4, jobs=hybrid, **small), table)
 
 
 def test_every_engine_moves_the_parameters_by_at_most_lr_clip_norm_batch(tmp_path, table):

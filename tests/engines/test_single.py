@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from dpllm.engines import single
 from dpllm.engines.single import SingleProcess
 
 
@@ -46,24 +45,20 @@ def test_the_total_over_microbatches_times_the_scale_stands_in_grad(count):
         assert parameter.grad.dtype == torch.bfloat16 and (parameter.grad == expected).all()
 
 
-def test_sums_of_a_single_microbatch_exist_a_bucket_at_a_time(monkeypatch):
+def test_sums_of_a_single_microbatch_exist_one_at_a_time():
     """The float32 sums of all parameters exist at the same time only where microbatches accumulate."""
-    monkeypatch.setattr(single, "_BUCKET_BYTES", 2 * 4 * 8 * 4)  # two parameters
     own = parameters()
     assert collect(engine_of(own), own, 1.0, last=True) == [1, 1, 1, 1, 1]
-    several = engine_of(parameters())
-    several.processes.size = 2
-    assert collect(several, parameters(), 1.0, last=True) == [1, 2, 1, 2, 1]
-    engine = engine_of(parameters())
     more = parameters()
-    assert collect(engine, more, 1.0, last=False) == [1, 2, 3, 4, 5]
+    assert collect(engine_of(more), more, 1.0, last=False) == [1, 2, 3, 4, 5]
 
 
-def test_buckets_hold_every_parameter_once_in_order(monkeypatch):
-    """One dtype each, and none larger than allowed unless a single parameter is."""
-    monkeypatch.setattr(single, "_BUCKET_BYTES", 100)
-    sizes = [10, 10, 10, 60, 1, 24, 2]
-    every = [nn.Parameter(torch.zeros(n)) for n in sizes] + [nn.Parameter(torch.zeros(3).double())]
-    buckets = single._buckets(every)
-    assert [[p.numel() for p in bucket] for bucket in buckets] == [[10, 10], [10], [60], [1, 24], [2], [3]]
-    assert [id(p) for bucket in buckets for p in bucket] == [id(p) for p in every]
+def test_noise_is_added_to_the_complete_sum_before_the_scale():
+    """Once, with the last microbatch."""
+    own = parameters(torch.float32, count=2)
+    engine = engine_of(own)
+    collect(engine, own, 1.0, last=False)
+    engine.collect(
+        own, lambda _, total: total.filled().add_(2), last=True, scale=0.5, to_total=lambda _, own: own.mul_(10)
+    )
+    assert all((parameter.grad == 15).all() for parameter in own.values())

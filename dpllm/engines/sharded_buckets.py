@@ -1,0 +1,122 @@
+"""Buckets of parameters that FSDP2 shards in the same way: their full sums as one tensor with a row for each shard.
+
+Place in the flow: below `dpllm.engines.fsdp2`. One reduce-scatter over the rows gives each process its shards of all
+parameters of the bucket. A parameter that FSDP2 cannot divide equally has padding in some rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dpllm.engines.overlap import aligned, buckets
+from dpllm.engines.single import ToTotal
+from dpllm.ghost.kernels import accumulation_dtype
+from dpllm.mechanism.noise import slice_of
+
+
+class ShardedBucket:
+    """The layout of one bucket.
+
+    Args:
+        parameters: DTensors on one mesh, of one dtype, with the same placements, of which one is sharded.
+
+    Attributes:
+        parameters: as given.
+        shards: the group of processes that hold different shards.
+        replicas: the groups of processes that hold the same shards, one for each dimension of the mesh.
+        dtype: of the parameters.
+    """
+
+    def __init__(self, parameters: Sequence[Any]) -> None:
+        """Lay out the bucket."""
+        self.parameters, self.dtype = parameters, parameters[0].dtype
+        mesh, placements = parameters[0].device_mesh, parameters[0].placements
+        (split,) = (dim for dim, placement in enumerate(placements) if placement.is_shard())
+        others = [dim for dim in range(mesh.ndim) if dim != split]
+        self._dim, self._num_shards = placements[split].dim, mesh.size(split)
+        self.shards, self.replicas = mesh.get_group(split), [mesh.get_group(dim) for dim in others]
+        self._copy, self._num_copies = 0, 1  # place of this process among those with the same shards
+        for dim in others:
+            self._copy = self._copy * mesh.size(dim) + mesh.get_local_rank(dim)
+            self._num_copies *= mesh.size(dim)
+        alone = len(parameters) == 1
+        self._starts = [0]
+        for parameter in parameters:
+            size = self._padded(parameter)
+            self._starts.append(self._starts[-1] + (size if alone else aligned(size)))
+
+    def _padded(self, parameter: Any) -> int:
+        """Return the entries of the largest shard of a parameter; FSDP2 divides a dimension as ``torch.chunk`` does."""
+        length = parameter.shape[self._dim]
+        return -(-length // self._num_shards) * (parameter.numel() // max(length, 1))
+
+    def packed(self, totals: Sequence[Tensor]) -> Tensor:
+        """Return the full sums as a tensor of (number of shards, entries); a single one without a copy, if it can be.
+
+        Args:
+            totals: of the parameters, contiguous.
+        """
+        rows, first = self._num_shards, totals[0]
+        if len(totals) == 1 and self._is_even(first):
+            return first.view(rows, -1)
+        flat = first.new_zeros(rows, self._starts[-1])
+        for total, start in zip(totals, self._starts, strict=False):
+            if self._is_even(total):
+                width = total.numel() // rows
+                flat[:, start : start + width] = total.view(rows, width)
+                continue
+            for row, chunk in enumerate(total.chunk(rows, self._dim)):
+                flat[row, start : start + chunk.numel()] = chunk.reshape(-1)
+        return flat
+
+    def _is_even(self, total: Tensor) -> bool:
+        """Return whether the shards are rows of equal number."""
+        return self._dim == 0 and total.shape[0] % self._num_shards == 0
+
+    def unpacked(self, part: Tensor) -> Iterator[tuple[Any, Tensor]]:
+        """Yield each parameter and this process's shard of its sum, a view of the reduced bucket."""
+        for parameter, start in zip(self.parameters, self._starts, strict=False):
+            shape = parameter.to_local().shape
+            yield parameter, part[start : start + math.prod(shape)].view(shape)
+
+    def complete_(self, part: Tensor, to_total: ToTotal) -> None:
+        """Let the complete sums be changed in place, each entry by one of the processes that hold it."""
+        for parameter, shard in self.unpacked(part):
+            keep_slice_(shard, self._copy, self._num_copies, lambda own, p=parameter: to_total(p, own))  # type: ignore[misc]
+        for group in self.replicas:
+            dist.all_reduce(part, group=group)
+
+
+def sharded_buckets(parameters: Iterable[nn.Parameter]) -> list[ShardedBucket]:
+    """Return the buckets of a model's trained parameters, the same on every process."""
+    groups = buckets(
+        parameters,
+        kind_of=lambda parameter: (parameter.device_mesh, parameter.placements, parameter.dtype),
+        bytes_of=lambda parameter: parameter.numel() * accumulation_dtype(parameter.dtype).itemsize,
+    )
+    return [ShardedBucket(group) for group in groups]
+
+
+def keep_slice_(total: Tensor, rank: int, size: int, change: Callable[[Tensor], None]) -> None:
+    """Change one process's slice of a total in place, and set the others to zero.
+
+    The sum of the results of all processes then has every entry as its process changed it, exactly: a sum with zeros is
+    not rounded.
+
+    Args:
+        total: contiguous.
+        rank: this process.
+        size: processes that hold the total.
+        change: called with the slice (`dpllm.mechanism.noise.slice_of`).
+    """
+    own = slice_of(total, rank, size)
+    change(own)
+    if size > 1:
+        changed = own.clone()
+        total.zero_()
+        own.copy_(changed)
