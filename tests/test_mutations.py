@@ -860,6 +860,13 @@ MUTATIONS = [
         ("tests/ghost/test_triton_kernels.py",),
     ),
     Mutation(
+        "the last token of a row is counted again for each place that is left in its tile",
+        "dpllm/ghost/triton_programs.py",
+        "    gram_ST = tl.where((block_T[:, None] < tokens - s) & (block_T[None, :] < tokens - t), gram_ST, 0.0)\n",
+        "",
+        ("tests/ghost/test_triton_kernels.py",),
+    ),
+    Mutation(
         "every process draws all of the noise",
         "dpllm/training/release.py",
         "rank, size = self._engine.division.of_noise(parameter)",
