@@ -15,12 +15,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from dpllm.mechanism.parts import Spec
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 LAST_FOLDER = "last_step"
 """Within the folder of a released average: the model with the weights after the last step. It is not published."""
@@ -211,6 +212,8 @@ def weights_of(average: Average, num_steps: int) -> NDArray[np.float64]:
     >>> weights_of(TailMean(share=0.5), 4)
     array([0. , 0. , 0.5, 0.5])
     """
+    import numpy as np  # not at the top: the help of a command does not wait for it
+
     weight_T, count = np.zeros(num_steps), 0
     for step in range(1, num_steps + 1):
         if average.enters(step, num_steps):

@@ -7,6 +7,7 @@ from the ledger; the words come from the catalogue of methods (`dpllm.privacy.me
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 from dpllm.mechanism.events import Event
 from dpllm.mechanism.limits import ADJACENCIES
@@ -297,6 +298,7 @@ def _parameters(plan: QueryPlan, contents: LedgerContents) -> QueryParameters:
     )
 
 
+@lru_cache(maxsize=8)
 def _cross_checks(history: tuple[tuple[Event, int], ...], delta: float) -> tuple[CrossCheck, ...]:
     """Return ε under zero-out by other ways: both are upper bounds."""
     ours = accounting.epsilon(history, delta)

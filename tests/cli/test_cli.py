@@ -589,6 +589,18 @@ def test_help_does_not_import_the_accounting() -> None:
     children.run([sys.executable, "-c", code])
 
 
+def test_the_help_of_all_commands_imports_no_large_library() -> None:
+    """As ``dpllm --help`` is printed, in an interpreter of its own."""
+    code = (
+        "import sys; from dpllm.cli import app\n"
+        "try: app(['--help'])\n"
+        "except SystemExit as done: assert not done.code\n"
+        "large = {'torch', 'scipy', 'transformers', 'dp_accounting', 'datasets', 'accelerate', 'pandas', 'numpy'}\n"
+        "assert not large & set(sys.modules), large & set(sys.modules)"
+    )
+    children.run([sys.executable, "-c", code])
+
+
 def test_a_sweep_of_discrete_noise_is_refused():
     """It would show the smaller ε of Gaussian noise."""
     config = PrivacyConfig(noise_multiplier=1.0, clip_norm=1.0, expected_batch_size=5, randomness="discrete")
