@@ -33,6 +33,7 @@ from dpllm.ghost.errors import GhostError
 from dpllm.ghost.factors import GroupFactors
 from dpllm.ghost.groups import Groups, one_group
 from dpllm.ghost.hooks import Hooks
+from dpllm.ghost.instances import Pool, Widths
 from dpllm.ghost.norm_method import NormMethod
 from dpllm.ghost.passes import AddUp, AddUpGroups, HeldUnit, Keep, Measure, Pass, Receiver
 from dpllm.ghost.rounding import Flows
@@ -109,6 +110,7 @@ class Book:
             raise two_passes_over_shards()
         self._flows = Flows()
         self._held = HeldUnit()
+        self._widths = Widths()
         self._pass: Pass | None = None
         self._receiver: Receiver | None = None
         self._again: Again | None = None
@@ -223,7 +225,7 @@ class Book:
             return self._groups_pass(loss_B, unit_B, num_units, factors)
         if self._passes(loss_B) == 2 and not self._held:
             return self._first_pass(loss_B, unit_B, num_units)
-        one = self._begin(loss_B, unit_B, num_units)
+        one = self._begin(loss_B, unit_B, num_units, pooled=not self._held)
         self._differentiate(one, loss_B, Keep(one))
         if self._held:
             one = self._pass = self._held.complete(one, loss_B.device)
@@ -247,7 +249,7 @@ class Book:
         self, loss_B: Tensor, unit_B: Tensor, num_units: int, factors: GroupFactors
     ) -> tuple[Tensor, Tensor]:
         """Clip each group when its last gradient arrives; the rest as in one pass."""
-        one = self._begin(loss_B, unit_B, num_units)
+        one = self._begin(loss_B, unit_B, num_units, pooled=True)
         groups = AddUpGroups(
             one,
             self._hooks.calls.counts,
@@ -294,10 +296,15 @@ class Book:
             raise unmeasured_spread()
         return sq_norm_GU
 
-    def _begin(self, loss_B: Tensor, unit_B: Tensor, num_units: int) -> Pass:
-        self._hooks.calls.differentiated(len(loss_B))
-        rows = Rows.of(unit_B, num_units, loss_B.device)
-        self._pass = Pass(rows, self.norm_method, groups=self._trained.groups)
+    def _begin(self, loss_B: Tensor, unit_B: Tensor, num_units: int, pooled: bool = False) -> Pass:
+        """Begin a pass; ``pooled``: gradients of units are kept side by side."""
+        calls = self._hooks.calls
+        calls.differentiated(len(loss_B))
+        rows, pool = Rows.of(unit_B, num_units, loss_B.device), None
+        if pooled and self.shards is None:
+            tokens = (calls.rows or len(loss_B)) * calls.tokens
+            pool = Pool(self._widths, tokens, num_units, self.norm_method)
+        self._pass = Pass(rows, self.norm_method, groups=self._trained.groups, pool=pool)
         return self._pass
 
     def _differentiate(self, one: Pass, loss_B: Tensor, receiver: Receiver, retain_graph: bool = False) -> None:

@@ -18,7 +18,9 @@ N rows of each of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +28,7 @@ import torch
 from torch import Tensor
 
 from dpllm.ghost import kernels
+from dpllm.ghost.instances import Slot
 from dpllm.ghost.norm_method import NormMethod
 from dpllm.ghost.routed import Routed
 from dpllm.ghost.sums import Sum, Weights
@@ -146,9 +149,15 @@ class RowGradients:
 
 @dataclass(frozen=True)
 class Instance:
-    """The gradient of each unit, held unchanged: (U, *parameter shape), in the accumulation dtype."""
+    """The gradient of each unit, held unchanged: (U, *parameter shape), in the accumulation dtype.
+
+    Attributes:
+        value_U: the gradients.
+        slot: their place beside those of other parameters, if they have one; it forms the sum.
+    """
 
     value_U: Tensor
+    slot: Slot | None = None
 
     def instance(self, rows: Rows) -> Tensor:
         """Return the gradients of the units."""
@@ -162,6 +171,9 @@ class Instance:
     def add_weighted_(self, total: Sum, weights: Weights, norm_method: NormMethod) -> None:
         """Add the weighted gradients: ``total += sum_u factor_u g_u``."""
         del norm_method
+        if self.slot is not None:
+            total.add_(self.slot.weighted(weights.factor))
+            return
         value_U, factor_U = weights.kept(self.value_U)
         total.add_(torch.tensordot(factor_U.to(total.dtype), value_U.to(total.dtype), dims=1))
 
@@ -296,19 +308,45 @@ def _one_row(x: Tensor) -> Tensor:
     return x.flatten(0, 1)[None]
 
 
-def held(use: Use, rows: Rows, norm_method: NormMethod) -> Contribution:
-    """Return the form in which a use is kept until the clipped sum: the one that takes less memory."""
-    if isinstance(use, RowGradients) or norm_method.holds_instance(use.factor_bytes(), use.instance_bytes(rows)):
+Place = Callable[[torch.Size, torch.dtype, torch.device, float, float], Slot]
+"""Returns the place of a parameter of some shape, dtype and device, from the bytes of its factors and its gradients."""
+
+
+def held(use: Use, rows: Rows, norm_method: NormMethod, place: Place | None = None) -> Contribution:
+    """Return the form in which a use is kept until the clipped sum: the one that takes less memory.
+
+    Args:
+        use: of a parameter.
+        rows: the units of the rows.
+        norm_method: decides which form that is.
+        place: returns where an instance is kept; None: by itself.
+    """
+    sizes = (math.inf, 0.0) if isinstance(use, RowGradients) else (use.factor_bytes(), use.instance_bytes(rows))
+    if not isinstance(use, RowGradients) and not norm_method.holds_instance(*sizes):
+        return use
+    if place is None:
         return Instance(use.instance(rows))
-    return use
+    if isinstance(use, Outer) and rows.in_order:  # the product is written to its place
+        shape = torch.Size((use.left_BTL.shape[2], use.right_BTR.shape[2]))
+        slot = place(shape, kernels.accumulation_dtype(use.left_BTL.dtype), use.left_BTL.device, *sizes)
+        return Instance(kernels.wide_bmm(use.left_BTL.mT, use.right_BTR, slot.value_U), slot)
+    value_U = use.instance(rows)
+    slot = place(value_U.shape[1:], value_U.dtype, value_U.device, *sizes)
+    return Instance(slot.value_U.copy_(value_U), slot)
 
 
 def merge(contributions: Sequence[Contribution], rows: Rows) -> list[Contribution]:
     """Convert the contributions to one parameter to a common form.
 
     Instances simply add up; where one contribution is held as an instance, all of them become one. Uses of a stack of
-    matrices become one use with the slots of all.
+    matrices become one use with the slots of all. An instance that has a place keeps it.
     """
+    placed = next((c for c in contributions if isinstance(c, Instance) and c.slot is not None), None)
+    if placed is not None:
+        for other in contributions:
+            if other is not placed:
+                placed.value_U.add_(other.instance(rows))
+        return [placed]
     routed = [c for c in contributions if isinstance(c, Routed)]
     if routed and len(routed) == len(contributions):
         return [Routed.cat(routed)]
@@ -376,17 +414,35 @@ def squared_norms(contributions: Sequence[Contribution], rows: Rows, norm_method
     return sq_norm_U, kernels.rounding_slack(sq_norm_U.dtype) * mass_U.square()
 
 
-def shared_norms(group: Sequence[Outer], rows: Rows, norm_method: NormMethod) -> tuple[Tensor, Tensor]:
-    """Return `squared_norms` of several parameters together, each used once, in layers that read one input."""
-    slack = kernels.rounding_slack(kernels.accumulation_dtype(group[0].input.dtype))
+def shared_norms(
+    sharing: Sequence[Sequence[Outer]], rows: Rows, norm_method: NormMethod
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield ``(sq_norm_U, mass_U)`` of parameters that are used once each, for every set of layers that read one input.
 
-    def norms(units: Group) -> Tensor:
-        sq_norm_G, mass_G = norm_method.outer_norms(units.fold(group[0].input), [units.fold(c.grad) for c in group])
-        return torch.stack([sq_norm_G, slack * mass_G], 1)
+    Where units have one row each, no row is copied, and the norms of all sets may be computed in one launch; otherwise
+    one set after the other, since their rows are copied.
 
-    like = torch.empty(0, 2, dtype=kernels.accumulation_dtype(group[0].input.dtype), device=group[0].input.device)
-    both_U2 = _by_groups(rows, like, norms)
-    return both_U2[:, 0], both_U2[:, 1]
+    Args:
+        sharing: the uses in layers that read one input, for one or more inputs.
+        rows: the units of the rows.
+        norm_method: how norms are computed.
+    """
+    if len(rows.groups) == 1 and rows.groups[0].every and len(rows.groups[0].unit_G) == rows.num_units:
+        (units,) = rows.groups
+        folded = [(units.fold(uses[0].input), [units.fold(one.grad) for one in uses]) for uses in sharing]
+        yield from norm_method.grouped_outer_norms(folded)
+        return
+    for uses in sharing:
+        first = uses[0].input
+        like = torch.empty(0, 2, dtype=kernels.accumulation_dtype(first.dtype), device=first.device)
+        both_U2 = _by_groups(rows, like, functools.partial(_norm_and_mass, uses, norm_method))
+        yield both_U2[:, 0], both_U2[:, 1]
+
+
+def _norm_and_mass(uses: Sequence[Outer], norm_method: NormMethod, units: Group) -> Tensor:
+    """Return (G, 2): squared norms and masses of the layers that read one input, of some units."""
+    both = norm_method.outer_norms(units.fold(uses[0].input), [units.fold(one.grad) for one in uses])
+    return torch.stack(both, 1)
 
 
 def _by_groups(rows: Rows, like: Tensor, of: Callable[[Group], Tensor]) -> Tensor:
@@ -400,7 +456,8 @@ def _by_groups(rows: Rows, like: Tensor, of: Callable[[Group], Tensor]) -> Tenso
 def _square(x: Outer | Lookup, rows: Rows, norm_method: NormMethod) -> Tensor:
     """Return (U,): the squared norm of one use."""
     if isinstance(x, Outer):
-        return shared_norms([x], rows, norm_method)[0]
+        ((sq_norm_U, _),) = shared_norms([[x]], rows, norm_method)
+        return sq_norm_U
     return norm_method.lookup_norms(x.index_BT, x.right_BTR, rows.unit_B, rows.num_units, x.num_entries)
 
 

@@ -182,12 +182,14 @@ def on_tensor_cores(*tensors: Tensor) -> bool:
     return first in (torch.bfloat16, torch.float16) and all(t.is_cuda and t.dtype == first for t in tensors)
 
 
-def wide_bmm(x_BMK: Tensor, y_BKN: Tensor) -> Tensor:
+def wide_bmm(x_BMK: Tensor, y_BKN: Tensor, out_BMN: Tensor | None = None) -> Tensor:
     """Return the batched matrix product, accumulated and returned in float32 (float64 for float64 inputs)."""
     if on_tensor_cores(x_BMK, y_BKN):
-        return torch.bmm(x_BMK, y_BKN, out_dtype=torch.float32)
+        if out_BMN is None:
+            return torch.bmm(x_BMK, y_BKN, out_dtype=torch.float32)
+        return torch.bmm(x_BMK, y_BKN, out_dtype=torch.float32, out=out_BMN)
     dtype = accumulation_dtype(x_BMK.dtype)
-    return torch.bmm(x_BMK.to(dtype), y_BKN.to(dtype))
+    return torch.bmm(x_BMK.to(dtype), y_BKN.to(dtype), out=out_BMN)
 
 
 def squared_norms(x_B: Tensor) -> Tensor:
@@ -203,9 +205,12 @@ def squared_norms(x_B: Tensor) -> Tensor:
     """
     flat = x_B.flatten(1)
     whole = flat.shape[1] // 64 * 64
-    pieces = torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (-1, 64)), dim=2) if whole else flat[:, :0]
-    rest = torch.linalg.vector_norm(flat[:, whole:], dim=1)
-    return pieces.square().sum(1) + rest.square()
+    if whole == 0:
+        return torch.linalg.vector_norm(flat, dim=1).square()
+    sq_norm_B = torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (-1, 64)), dim=2).square().sum(1)
+    if whole == flat.shape[1]:
+        return sq_norm_B
+    return sq_norm_B + torch.linalg.vector_norm(flat[:, whole:], dim=1).square()
 
 
 def gram_norms(shared_BTD: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -80,7 +80,7 @@ class NormMethod:
             return False
         return all(t.is_cuda and t.dtype in triton_kernels.DTYPES and is_usable(t.device) for t in tensors)
 
-    def holds_instance(self, factor_bytes: int, instance_bytes: int) -> bool:
+    def holds_instance(self, factor_bytes: float, instance_bytes: float) -> bool:
         """Whether a gradient is held as an instance rather than as factors: if that takes no more memory.
 
         It then costs no more operations either: the Gram norm would add T^2 (D + P). That is below the 2 T D P of

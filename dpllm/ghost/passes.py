@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from dpllm.ghost import kernels
 from dpllm.ghost.calls import Calls, used_again
-from dpllm.ghost.contributions import Contribution, Instance, Outer, Rows, Use, held, join, merge
+from dpllm.ghost.contributions import Contribution, Instance, Outer, Place, Rows, Use, held, join, merge
 from dpllm.ghost.factors import GroupFactors
+from dpllm.ghost.instances import Pool
 from dpllm.ghost.norm_method import NormMethod
 from dpllm.ghost.sums import Sum, Weights
 from dpllm.ghost.tally import NormTally
@@ -53,6 +54,7 @@ class Pass:
         sums: clipped sums that are complete already.
         weights: of the rows and of the units, by the number of a group whose clip factors are known.
         groups: the number of each parameter's group, by its id; 0 if it has no entry.
+        pool: where gradients of units are kept side by side; None: each by itself.
     """
 
     rows: Rows
@@ -61,17 +63,45 @@ class Pass:
     sums: dict[int, Tensor] = field(default_factory=dict)
     weights: dict[int, tuple[Weights, Weights]] = field(default_factory=dict)
     groups: Mapping[int, int] = field(default_factory=dict)
+    pool: Pool | None = None
 
     def keep(self, parameter: nn.Parameter, use: Use) -> None:
         """Keep a contribution until the sum is formed."""
-        self.contributions[id(parameter)].append(held(use, self.rows, self.norm_method))
+        kept = self.contributions[id(parameter)]
+        kept.append(held(use, self.rows, self.norm_method, None if kept else self._place(parameter)))
+
+    def _place(self, parameter: nn.Parameter) -> Place | None:
+        """Return the function that places the gradients of units of a parameter, if they have a place."""
+        pool, key = self.pool, id(parameter)
+        if pool is None:
+            return None
+        group = self.groups.get(key, 0)
+        return lambda shape, dtype, device, *sizes: pool.take(key, (group, dtype, device), shape, *sizes)
 
     def add_norms(self, tally: NormTally) -> tuple[Tensor, Tensor]:
         """Add the norms of the contributions kept; return ``(sq_norm_GU, slack_GU)`` of all parameters."""
-        for key, contributions in self.contributions.items():
-            self.contributions[key] = merge(contributions, self.rows)
-            tally.add(self.contributions[key], self.groups.get(key, 0))
+        of_groups: dict[int, list[int]] = defaultdict(list)
+        for key in self.contributions:
+            of_groups[self.groups.get(key, 0)].append(key)
+        for group, keys in of_groups.items():
+            self.add_norms_of(keys, group, tally, group)
         return tally.total()
+
+    def add_norms_of(self, keys: Iterable[int], group: int, tally: NormTally, place: int) -> None:
+        """Add the norms of all contributions kept of one group of parameters.
+
+        Args:
+            keys: the ids of the parameters.
+            group: their number.
+            tally: receives the norms.
+            place: the number of the group in the tally.
+        """
+        for key in keys:
+            one, *more = self.contributions[key] = merge(self.contributions[key], self.rows)
+            if not isinstance(one, Instance) or one.slot is None:
+                tally.add([one, *more], place)
+        for block in self.pool.pop(group) if self.pool is not None else []:
+            tally.add([Instance(block.value_UP)], place)
 
     def weigh(self, factor_GU: Tensor) -> None:
         """Fix the factors (G, U) of the clipped sum."""
@@ -219,14 +249,12 @@ class AddUpGroups:
 
     def _finish(self, group: int) -> None:
         tally, members = self._tally(), self._members[group]
-        kept = {key: merge(self._pass.contributions.pop(key), self._pass.rows) for key in members}
-        for contributions in kept.values():
-            tally.add(contributions)
+        self._pass.add_norms_of(members, group, tally, 0)
         sq_norm_GU, slack_GU = tally.total()
         self.norms[group] = sq_norm_GU[0], slack_GU[0]
         self._pass.weigh_group(group, self._factors.one(group, *self.norms[group]))
         for key, parameter in members.items():
-            self._pass.form_sum(parameter, kept.pop(key))
+            self._pass.form_sum(parameter, self._pass.contributions.pop(key))
         self.seen.update(members)
 
 

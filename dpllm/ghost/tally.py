@@ -12,8 +12,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from dpllm.ghost import kernels
 from dpllm.ghost.contributions import Contribution, Outer, Rows, shared_norms, squared_norms
 from dpllm.ghost.norm_method import NormMethod
+
+Part = tuple[Tensor, Tensor, float]
+"""Squared norms (U,), the numbers that scale their rounding error (U,), and the multiple of these that is the slack."""
 
 
 class NormTally:
@@ -43,8 +47,8 @@ class NormTally:
     ) -> None:
         """Start at zero."""
         self._rows, self._norm_method, self._slack, self._max_waiting = rows, norm_method, slack, max_waiting
-        self._total_GU = torch.zeros(num_groups, rows.num_units, dtype=dtype, device=rows.unit_B.device)
-        self._slack_GU = torch.zeros_like(self._total_GU)
+        self._dtype = dtype
+        self._parts: list[list[Part]] = [[] for _ in range(num_groups)]
         self._waiting: dict[tuple, list[Outer]] = {}
 
     def add(self, contributions: Sequence[Contribution], group: int = 0) -> None:
@@ -55,25 +59,38 @@ class NormTally:
             group: the group of the parameter.
         """
         if len(contributions) > 1 or not isinstance(contributions[0], Outer):
-            self._add(group, *squared_norms(contributions, self._rows, self._norm_method))
+            self.add_measured(group, *squared_norms(contributions, self._rows, self._norm_method))
             return
         self._waiting.setdefault((group, *contributions[0].input_key()), []).append(contributions[0])
         while self._max_waiting is not None and len(self._waiting) > self._max_waiting:
-            self._add_waiting(next(iter(self._waiting)))
+            self._measure([next(iter(self._waiting))])
 
     def total(self) -> tuple[Tensor, Tensor]:
         """Return ``(sq_norm_GU, slack_GU)``: squared norms of each group, and the error of a unit's share."""
-        for key in list(self._waiting):
-            self._add_waiting(key)
-        return self._total_GU, (self._slack() if self._slack else 1.0) * self._slack_GU
+        self._measure(list(self._waiting))
+        both_G2U = torch.stack([self._sum(parts) for parts in self._parts])
+        return both_G2U[:, 0], (self._slack() if self._slack else 1.0) * both_G2U[:, 1]
 
     def add_measured(self, group: int, sq_norm_U: Tensor, slack_U: Tensor) -> None:
         """Add the squared norms of one parameter that were computed elsewhere, and their slack before its multiple."""
-        self._add(group, sq_norm_U, slack_U)
+        self._parts[group].append((sq_norm_U, slack_U, 1.0))
 
-    def _add_waiting(self, key: tuple) -> None:
-        self._add(key[0], *shared_norms(self._waiting.pop(key), self._rows, self._norm_method))
+    def _measure(self, keys: list[tuple]) -> None:
+        """Measure the layers that read these inputs."""
+        if not keys:
+            return
+        sharing = [self._waiting.pop(key) for key in keys]
+        norms = shared_norms(sharing, self._rows, self._norm_method)
+        for (group, *_), uses, (sq_norm_U, mass_U) in zip(keys, sharing, norms, strict=True):
+            self._parts[group].append((sq_norm_U, mass_U, kernels.rounding_slack(uses[0].input.dtype)))
 
-    def _add(self, group: int, sq_norm_U: Tensor, slack_U: Tensor) -> None:
-        self._total_GU[group] += sq_norm_U
-        self._slack_GU[group] += slack_U
+    def _sum(self, parts: list[Part]) -> Tensor:
+        """Return (2, U): the squared norms of one group, and their slack. Parts of one multiple are added together."""
+        multiples = dict.fromkeys(multiple for *_, multiple in parts)
+        sums_2U = torch.zeros(2, self._rows.num_units, dtype=self._dtype, device=self._rows.unit_B.device)
+        for multiple in multiples:
+            values = [value.to(self._dtype) for *both, own in parts if own == multiple for value in both]
+            sum_2U = torch.stack(values).unflatten(0, (-1, 2)).sum(0)
+            sum_2U[1] *= multiple
+            sums_2U += sum_2U
+        return sums_2U
