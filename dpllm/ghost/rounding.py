@@ -66,7 +66,7 @@ class Flows:
     def note(self, tensors: Iterable[Tensor]) -> None:
         """Note the kinds of these tensors."""
         for tensor in tensors:
-            if tensor.is_cuda and is_measured(tensor):
+            if is_measured(tensor):
                 self._seen.add((tensor.device, tensor.dtype))
 
     def slack_factor(self, norm_method: NormMethod) -> float:
