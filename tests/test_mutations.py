@@ -1067,8 +1067,8 @@ MUTATIONS = [
     Mutation(
         "the tokens of an expert all get the factor of the first row",
         "dpllm/ghost/routed.py",
-        "factor_B[row_N]",
-        "factor_B[0 * row_N]",
+        "weights.factor[row_N]",
+        "weights.factor[0 * row_N]",
         ("tests/ghost/test_routed.py",),
     ),
     Mutation(
