@@ -22,6 +22,9 @@ Kind = tuple[int, torch.dtype, torch.device]
 """The group of parameters, the dtype and the device of a block."""
 
 _LENGTHS = 256  # of rows, for which widths are kept
+# Under activation checkpointing, gradients of units take the memory that checkpoints leave, layer by layer. A block for
+# the whole model would be there from the beginning; blocks of this size take little more than the gradients need.
+_BLOCK_BYTES = 1 << 26
 
 
 class Block:
@@ -98,7 +101,7 @@ class Pool:
     def __init__(self, widths: Widths, tokens: int, num_units: int, norm_method: NormMethod) -> None:
         """Begin without blocks."""
         self._learned, self._tokens, self._num_units = widths, tokens, num_units
-        self._widths = widths.of(tokens, num_units, norm_method)
+        self._expected = dict(widths.of(tokens, num_units, norm_method))  # entries that have no slot yet
         self._blocks: dict[Kind, list[Block]] = {}
 
     def take(self, key: int, kind: Kind, shape: torch.Size, factor_bytes: float, instance_bytes: float) -> Slot:
@@ -115,9 +118,11 @@ class Pool:
         self._learned.note(key, _Held(kind, shape.numel(), per_token, per_unit))
         blocks = self._blocks.setdefault(kind, [])
         if not blocks or blocks[-1].room < shape.numel():
-            width = max(shape.numel(), 0 if blocks else self._widths.get(kind, 0))
             _, dtype, device = kind
+            most = _BLOCK_BYTES // (max(1, self._num_units) * dtype.itemsize)
+            width = max(shape.numel(), min(most, self._expected.get(kind, 0)))
             blocks.append(Block(self._num_units, width, dtype, device))
+        self._expected[kind] = max(0, self._expected.get(kind, 0) - shape.numel())
         return blocks[-1].take(shape)
 
     def pop(self, group: int) -> list[Block]:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dpllm import GhostClipper
-from dpllm.ghost import NormMethod
+from dpllm.ghost import NormMethod, instances
 from dpllm.ghost.instances import Pool, Widths
 from tests.ghost.loop import flat, row_gradients
 
@@ -68,6 +68,19 @@ def test_one_block_holds_the_parameters_of_a_group_as_soon_as_they_are_known():
         assert pool.pop(1) == [] and len(pool.pop(0)) == 1
     assert widths.of(10, 2, NormMethod()) == {(1, *KIND[1:]): 12, (0, *KIND[1:]): 6}
     assert widths.of(0, 2, NormMethod()) == {}  # factors of so few tokens would take less memory
+
+
+def test_blocks_of_a_large_model_are_limited_and_hold_no_more_than_is_expected(monkeypatch):
+    """Memory grows with the gradients that have arrived, by a block at a time, up to what all of them need."""
+    monkeypatch.setattr(instances, "_BLOCK_BYTES", 2 * 10 * 8)  # ten entries of two units
+    widths = Widths()
+    for known in (False, True):
+        pool = Pool(widths, tokens=10, num_units=2, norm_method=NormMethod())
+        rooms = [pool.take(key, KIND, torch.Size((4,)), 100.0, 1.0).block.room for key in range(5)]
+        large = pool.take(5, KIND, torch.Size((20,)), 100.0, 1.0)
+        assert large.block.room == 0 and large.block.value_UP.shape == (2, 20)
+        assert rooms == ([6, 2, 6, 2, 6] if known else [0] * 5)
+    assert [block.value_UP.shape[1] for block in pool.pop(0)] == [8, 8, 4, 20]
 
 
 def test_a_unit_with_factor_0_contributes_nothing_even_if_it_is_not_finite():
