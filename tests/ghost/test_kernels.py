@@ -124,16 +124,16 @@ def test_a_step_works_after_tf32_was_set_by_any_interface(ways, matmul_settings)
     net, x = torch.nn.Linear(300, 200), torch.randn(3, 5, 300)
     clipper = GhostClipper(net, 1e-3)
     results, inside = [], []
-    outer_norms = NormMethod.outer_norms
+    grouped = NormMethod.grouped_outer_norms
     for precision in ("ieee", "tf32"):
         for way in ways:
             way(precision)
         before = flags()
 
         class Watching(NormMethod):
-            def outer_norms(self, *args):
+            def grouped_outer_norms(self, *args):
                 inside.append([f.fp32_precision for f in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)])
-                return outer_norms(self, *args)
+                return grouped(self, *args)
 
         clipper._book.norm_method = Watching("gram")
         with torch.no_grad():
