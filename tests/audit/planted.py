@@ -405,10 +405,10 @@ def confident_teachers() -> AuditResult:
 
 
 def writing_teachers() -> AuditResult:
-    """Eleven teachers write four texts of five tokens."""
-    vote = Vote(20, answers=TOKENS)
+    """Eleven teachers write sixteen texts of five tokens: of twenty tokens in all, too little shows."""
+    vote = Vote(80, answers=TOKENS)
     made = [Charge(name=name, event=event, count=count) for name, event, count in vote.charges(4.0)]
-    settings = {TEACHERS: 11, PROMPTS: 4, NEW_TOKENS: 5, PUBLIC_VOTES: 0.0}
+    settings = {TEACHERS: 11, PROMPTS: 16, NEW_TOKENS: 5, PUBLIC_VOTES: 0.0}
     return answers("public completions by PATE", made, 2000, **settings)
 
 
