@@ -18,15 +18,17 @@ The assumptions are:
   bitsandbytes' AdamW have 8 or 32 bits; paged ones are counted as if they stayed on the GPU.
 * Every row has T tokens without padding, all tokens are targets, attention runs in a fused kernel that saves no (T, T)
   matrix, dropout is 0, and all blocks are equal.
-* Sums are float32. FSDP2 and ZeRO-3 form them one parameter at a time and keep a shard; ZeRO-2 reduces buckets of 5e8
-  entries; ZeRO-1 passes the whole sum once per step, and DeepSpeed's optimizer for bfloat16 holds a second copy.
+* Sums are float32. FSDP2 forms them in buckets, of which two exist at a time, and ZeRO-3 in groups of 5e7 entries; both
+  keep a shard. ZeRO-2 reduces buckets of 5e8 entries. These three keep whole sums between microbatches instead where
+  they take at most half the memory of a GPU's weights (LoRA), and reduce them once per step. ZeRO-1 passes the whole
+  sum once per step, and DeepSpeed's optimizer for bfloat16 holds a second copy.
 * An average of the weights (``train.average``) is float32, divided as the optimizer's state is. While it is shown, for
   an evaluation or a save, it replaces the weights, which are kept beside it (DeepSpeed: they are the master weights).
 * ``privacy.gradients=per_unit`` holds the gradient of one unit in place of the book; "auto" counts as ghost.
 * A collective over n GPUs sends (n - 1)/n of the tensor per GPU for an all-gather or a reduce-scatter, twice that for
-  an all-reduce (ring algorithms). FSDP2 and ZeRO-3 gather all weights for forward and for backward of each
-  microbatch; ZeRO-3 gathers each trainable weight once more to pass its sum, ZeRO-1 and -2 gather the updated weights.
-  Padding of shards is not counted.
+  an all-reduce (ring algorithms). DDP reduce-scatters sums and gathers finished gradients in the weights' dtype. FSDP2
+  and ZeRO-3 gather all weights for forward and for backward of each microbatch; ZeRO-3 gathers each trainable weight
+  once more to pass its sum, ZeRO-1 and -2 gather the updated weights. Padding of shards is not counted.
 * CUDA context, fragmentation of the allocator, and buffers of NCCL are not counted: leave 5 to 10 % free.
 
 Sources: `dpllm.engines`, `dpllm.ghost`; ZeRO, arXiv:1910.02054, section 5 and 7; accelerate/utils/fsdp_utils.py
@@ -57,6 +59,8 @@ _FLOAT32, _BFLOAT16 = 4, 2
 _INDEX = 8  # bytes of a token id
 _LIVE = 10**9  # DeepSpeed's stage3_max_live_parameters: gathered entries that it keeps before it frees any
 _BUCKET = 5 * 10**8  # DeepSpeed's reduce_bucket_size, in entries
+_FSDP_BUCKET = 16 * 2**20  # bytes of the sums that FSDP2 reduces together; a larger one is reduced by itself
+_GROUP = 5 * 10**7  # DeepSpeed's stage3_prefetch_bucket_size: entries whose sums ZeRO-3 passes together
 _BLOCK_OF_MOMENTS = 256  # entries of a moment of 8 bits that share a float32 scale, in bitsandbytes
 _ADAMW = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused")),
@@ -232,7 +236,7 @@ def footprint(shape: ModelShape, run: Run) -> Footprint:
         shape=shape,
         kept=Kept(
             weights=_share(whole, run.group) if run.shards_weights else whole,
-            clipped_sum=_sum(shape, run),
+            clipped_sum=_sum(shape, run, whole),
             optimizer=optimizer,
             noise=run.noise_tensors * _share(_FLOAT32 * shape.trainable, run.num_gpus),
             average=0 if run.engine == "zero3_offload" else average,
@@ -247,7 +251,7 @@ def footprint(shape: ModelShape, run: Run) -> Footprint:
             update=max(_update(shape, run, dtypes), _replaced(shape, run, dtypes)),
         ),
         cpu=cpu + (average if run.engine == "zero3_offload" else 0),
-        sent=_communication(shape, run, dtypes),
+        sent=_communication(shape, run, dtypes, whole),
     )
 
 
@@ -256,8 +260,23 @@ def _share(size: int, group: int) -> int:
     return -(-size // group)
 
 
-def _sum(shape: ModelShape, run: Run) -> int:
+def _keeps_whole_sums(shape: ModelShape, run: Run, weights: int) -> bool:
+    """Whether a GPU keeps whole sums between microbatches, by the rule of `dpllm.engines.local_sums`.
+
+    Args:
+        shape: of the model.
+        run: the run.
+        weights: bytes of all weights.
+    """
+    if not (run.shards_weights or run.engine == "zero2") or run.num_microbatches == 1:
+        return False
+    return _FLOAT32 * shape.trainable <= (_share(weights, run.group) if run.shards_weights else weights) // 2
+
+
+def _sum(shape: ModelShape, run: Run, weights: int) -> int:
     full = _FLOAT32 * shape.trainable
+    if _keeps_whole_sums(shape, run, weights):
+        return full + (0 if run.engine == "zero3_offload" else _share(full, run.group))
     if run.engine == "zero3_offload":
         return 0
     if run.shards_weights or run.engine == "zero2":
@@ -415,14 +434,17 @@ def _forming(shape: ModelShape, run: Run) -> int:
         copies = max(copies, _FLOAT32 * tokens * (inputs + outputs + min(inputs, outputs)))
     largest = _FLOAT32 * shape.largest_trainable
     noise = min(_FLOAT32 * ENTRIES_AT_A_TIME, _share(largest, run.num_gpus))
-    if run.is_deepspeed and run.engine != "zero1":
-        flat = 2 if run.engine == "zero2" else 1
-        bucket = _FLOAT32 * min(shape.trainable, _BUCKET) if run.engine == "zero2" else largest
-        return largest + noise + copies + flat * bucket
-    return copies + noise + (largest if run.shards_weights else 0)
+    if run.engine == "zero2":
+        return largest + noise + copies + 2 * _FLOAT32 * min(shape.trainable, _BUCKET)
+    if run.engine.startswith("zero3"):  # the sums of a group, their flat copy, and the gathered weights
+        group = min(shape.trainable, max(shape.largest_trainable, _GROUP))
+        return (2 * _FLOAT32 + _BFLOAT16) * group + noise + copies
+    if run.is_fsdp:
+        return copies + noise + 2 * min(_FLOAT32 * shape.trainable, max(largest, _FSDP_BUCKET))
+    return copies + noise
 
 
-def _communication(shape: ModelShape, run: Run, dtypes: _Dtypes) -> Sent:
+def _communication(shape: ModelShape, run: Run, dtypes: _Dtypes, whole: int) -> Sent:
     """Return the bytes that one GPU sends per step for weights and for sums."""
 
     def around(size: int, gpus: int) -> int:
@@ -434,16 +456,17 @@ def _communication(shape: ModelShape, run: Run, dtypes: _Dtypes) -> Sent:
     if run.engine == "single":
         return Sent(weights=0, sums=0)
     if run.engine == "ddp":
-        return Sent(weights=0, sums=2 * around(sums, group))
+        return Sent(weights=0, sums=around(sums, group) + around(updated, group))
+    reductions = 1 if _keeps_whole_sums(shape, run, whole) else microbatches
     if run.engine in ("zero1", "zero2"):
-        times = microbatches if run.engine == "zero2" else 2 if run.bf16 else 1
+        times = reductions if run.engine == "zero2" else 2 if run.bf16 else 1
         return Sent(weights=around(updated, group), sums=times * around(sums, group))
-    gathers = 2 * dtypes.gather * shape.total
+    gathers = 2 * microbatches * dtypes.gather * shape.total
     if run.engine.startswith("zero3"):
-        gathers += updated  # once more, to pass the sum
+        gathers += reductions * updated  # once more, to pass the sum
     replicas = run.num_gpus // group
     across = 2 * around(_share(sums, group), replicas)
-    return Sent(weights=microbatches * around(gathers, group), sums=microbatches * around(sums, group) + across)
+    return Sent(weights=around(gathers, group), sums=reductions * around(sums, group) + across)
 
 
 def footprint_of_recipe(
