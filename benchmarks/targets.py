@@ -129,7 +129,7 @@ TARGETS = (
 
 
 class WithoutProducts(TorchDispatchMode):
-    """Products and attention return zeros of the right shape, in-place ones return their argument."""
+    """Products and attention return zeros of the right shape, or write them; in-place sums return their argument."""
 
     SKIPPED = frozenset(flop_registry) | frozenset(FORMULAS)
 
@@ -140,7 +140,8 @@ class WithoutProducts(TorchDispatchMode):
             return func(*args, **kwargs)
         for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                return kwargs[argument.name] if argument.name in kwargs else args[position]
+                written = kwargs[argument.name] if argument.name in kwargs else args[position]
+                return written.zero_() if argument.name == "out" else written
         shapes = func(*tree_map_only(Tensor, _meta, args), **tree_map_only(Tensor, _meta, kwargs))
         return tree_map_only(Tensor, lambda like: torch.zeros_like(like, device="cpu"), shapes)
 

@@ -16,7 +16,7 @@ def test_defaults_need_only_the_public_texts():
     ("values", "text"),
     [
         ({"teachers": 1}, "teachers must be at least 2"),
-        ({"threshold": 30}, "threshold needs max_answers: how many texts pass the check depends on the private"),
+        ({"threshold": 30}, "threshold needs max_answers: how many votes pass the check depends on the private"),
         ({"max_answers": 30}, "max_answers belongs to threshold"),
         ({"threshold": 51, "max_answers": 3}, "threshold must be <= 50"),
         ({"threshold": 30, "max_answers": 0}, "max_answers must be at least 1"),

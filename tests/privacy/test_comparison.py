@@ -52,7 +52,7 @@ def test_reference_vectors(
     """Each library's number is met, and the reported ε lies within the bounds of the independent one."""
     history = [(plain(sigma, rate), steps)]
     reported = accounting.epsilon(history, at)
-    assert library_epsilon(history, at) == pytest.approx(coarse, abs=1e-9)
+    assert library_epsilon(history, at) == pytest.approx(coarse, rel=1e-5)  # processors differ by up to 3e-6
     assert renyi_epsilon(history, at) == pytest.approx(renyi, abs=1e-8)
     found = prv_epsilon(history, at)
     assert found is not None

@@ -372,7 +372,7 @@ def rewrite(run: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def test_other_versions_may_differ_in_the_last_digits(run: Path) -> None:
-    """Numbers that another version of the accounting computed agree to a millionth; text still agrees to the letter."""
+    """Numbers that another version of the accounting computed agree to five digits; text still agrees to the letter."""
 
     def other_version(report: dict[str, Any]) -> None:
         report["checkable"]["versions"]["dp_accounting"] = report["accounting"]["tool_version"] = "0.5.9"
@@ -382,14 +382,14 @@ def test_other_versions_may_differ_in_the_last_digits(run: Path) -> None:
     result = verify(run)
     assert result.ok
     [check] = [check for check in result.checks if check.what == f"{JSON_FILE} says what plan and ledger say"]
-    assert "to 1e-06, since other versions computed it (dp_accounting 0.5.9)" in check.detail
+    assert "to 1e-05, since other versions computed it (dp_accounting 0.5.9)" in check.detail
     edit(run / JSON_FILE, r'"advantage": 0\.0', '"advantage": 0.1')
     assert "strength.advantage is 0.1" in failed(verify(run))[f"{JSON_FILE} says what plan and ledger say"]
 
 
-@pytest.mark.parametrize(("factor", "passes"), [(1 + 1e-8, False), (1 + 1e-12, True)])
-def test_the_same_versions_agree_but_for_the_order_of_additions(run: Path, factor: float, passes: bool) -> None:
-    """With the installed versions the eighth digit counts; the last ones depend on the number of threads."""
+@pytest.mark.parametrize(("factor", "passes"), [(1 + 1e-4, False), (1 + 1e-6, True)])
+def test_the_same_versions_agree_but_for_the_processor(run: Path, factor: float, passes: bool) -> None:
+    """With the installed versions the fourth digit counts; later ones depend on the processor and its threads."""
 
     def nudge(report: dict[str, Any]) -> None:
         report["strength"]["advantage"] *= factor
