@@ -21,6 +21,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from dpllm.audit.bounds import AuditError
+from dpllm.models.continuation import cache_of
 
 RANDOM_TOKENS, RARE_SUFFIX, SAMPLED = KINDS = ("random-tokens", "rare-suffix", "sampled")
 RARE_SHARE = 0.25
@@ -181,10 +182,11 @@ def _sample(
     device = next(model.parameters()).device
     model.eval()
     rows_BT = torch.full((shape[0], 1), begin, dtype=torch.long)
-    past, step_BT = None, rows_BT
+    step_BT = rows_BT
+    past: dict[str, Any] = {}
     for _ in range(shape[1]):
-        out = model(input_ids=step_BT.to(device), past_key_values=past, use_cache=True)
-        past = out.past_key_values
+        out = model(input_ids=step_BT.to(device), use_cache=True, **past)
+        past = cache_of(out)
         p_BV = (out.logits[:, -1].float().cpu() / temperature + allowed_V).softmax(-1)
         step_BT = torch.multinomial(p_BV, 1, generator=generator)
         rows_BT = torch.cat([rows_BT, step_BT], dim=1)

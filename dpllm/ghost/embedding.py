@@ -167,8 +167,8 @@ class RelativeBiasRule:
             raise NoRuleError(
                 f"{self.path}: the relative position bias cannot be given to this attention row by row; freeze it."
             )
-        cache = kwargs.get("past_key_values")
-        if cache is not None and cache.get_seq_length() > 0:
+        caches = (kwargs.get(name) for name in ("cache", "past_key_values"))  # the second before transformers 5.24
+        if any(cache is not None and cache.get_seq_length() > 0 for cache in caches):
             raise NoRuleError(f"{self.path}: training with a filled key-value cache. Set use_cache=False.")
         seen: list[Tensor] = []
         compute_bias: Any = attention.compute_bias

@@ -72,14 +72,28 @@ class Continuation:
             input_ids=part.ids_RT[:, seen:],
             attention_mask=part.mask_RT,
             position_ids=position_RT[:, seen:],
-            past_key_values=part.cache if self._cached else None,
             use_cache=self._cached,
+            **part.cache,
             **({"logits_to_keep": 1} if self._keeps else {}),
         )
         if self._cached:
-            part.cache, part.seen = found.past_key_values, part.ids_RT.shape[1]
+            part.cache, part.seen = cache_of(found), part.ids_RT.shape[1]
         logits_RV: Tensor = found.logits[:, -1]
         return logits_RV
+
+
+def cache_of(output: Any) -> dict[str, Any]:
+    """Return the argument that makes the next forward pass go on from this one.
+
+    Args:
+        output: what a model of transformers returned with ``use_cache=True``.
+
+    Returns:
+        keys and values under the name that this version of transformers gives them: ``cache``, and before 5.24
+        ``past_key_values``.
+    """
+    name = "cache" if "cache" in output else "past_key_values"
+    return {name: output[name]}
 
 
 class _Pass:
@@ -87,7 +101,7 @@ class _Pass:
 
     def __init__(self, ids_RT: Tensor, mask_RT: Tensor) -> None:
         self.ids_RT, self.mask_RT = ids_RT, mask_RT
-        self.cache: Any = None
+        self.cache: dict[str, Any] = {}
         self.seen = 0
 
     def append(self, token: int | Tensor) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from dpllm import GhostClipper, GhostError
 from dpllm.ghost import NormMethod
+from dpllm.models.continuation import cache_of
 from dpllm.models.losses import per_sequence_loss, seq2seq_loss
 from tests.ghost.loop import assert_is_the_loop, perturbed
 
@@ -438,3 +439,19 @@ def test_a_model_that_is_refused_keeps_no_hook():
         GhostClipper(model, clip_norm=1.0)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     model[0](torch.randn(2, 4))
+
+
+def test_training_with_a_filled_cache_is_refused():
+    """The position bias of T5 would be computed for the new tokens only; whatever transformers calls the cache."""
+    config = transformers.T5Config(
+        vocab_size=61, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_start_token_id=0
+    )
+    model = transformers.T5ForConditionalGeneration(config)
+    batch = token_batch()
+    clipper = GhostClipper(model, 1.0)
+    begun = {"input_ids": batch["input_ids"], "decoder_input_ids": batch["input_ids"][:, :3], "use_cache": True}
+    with torch.no_grad():
+        cache = cache_of(model(**begun))
+    with pytest.raises(GhostError, match=r"training with a filled key-value cache\. Set use_cache=False"):
+        model(**begun, **cache)
+    clipper.remove()

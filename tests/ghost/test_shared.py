@@ -20,6 +20,9 @@ from dpllm.models.tasks import default_row_loss
 from tests.conftest import tiny_llama_config
 from tests.ghost.loop import assert_is_the_loop, perturbed
 
+# PEFT's prefix tuning uses the name that transformers 5.24 renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+
 TOKENS = 4
 HIDDEN = {"num_virtual_tokens": TOKENS, "encoder_hidden_size": 8}
 CONFIGS = {

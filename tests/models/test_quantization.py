@@ -24,6 +24,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
 
+# Processors round the products of a row alone and of four rows differently: the logits of these models, without dpllm,
+# differ by up to 6e-6. A run refuses 2e-5; the smallest difference that a coupling of rows was seen to make is 4.6e-4.
+ROUNDING = 2e-5
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -51,14 +55,14 @@ def test_a_unit_has_the_same_norm_alone_and_in_company(folder, kind, checkpointi
     rows = row_gradients(model, losses, inputs)
     together = norms_of(model, inputs)
     alone = torch.cat([norms_of(model, {"ids": inputs["ids"][row : row + 1]}) for row in range(4)])
-    torch.testing.assert_close(together, alone, rtol=2e-6, atol=0)
-    torch.testing.assert_close(together, rows.norm(dim=1), rtol=5e-6, atol=0)
+    torch.testing.assert_close(together, alone, rtol=ROUNDING, atol=0)
+    torch.testing.assert_close(together, rows.norm(dim=1), rtol=ROUNDING, atol=0)
     clipper = GhostClipper(model, float(together.median()))
     result = clipper.backward(losses(model, inputs))
     clipper.remove()
     trained = [p for p in model.parameters() if p.requires_grad]
     expected = result.factors.double() @ rows
-    assert float((flat([p.grad for p in trained], trained) - expected).norm()) <= 5e-6 * float(expected.norm())
+    assert float((flat([p.grad for p in trained], trained) - expected).norm()) <= ROUNDING * float(expected.norm())
     assert all(p.grad is None for p in model.parameters() if is_packed(p))
 
 

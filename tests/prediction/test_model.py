@@ -40,7 +40,8 @@ class _Forgetful(_Coupled):
     """Ignores its cache."""
 
     def forward(self, **inputs):
-        inputs["past_key_values"] = None
+        for name in ("cache", "past_key_values"):  # the second before transformers 5.24
+            inputs.pop(name, None)
         length = inputs["input_ids"].shape[1]
         inputs["attention_mask"] = inputs["attention_mask"][:, -length:]
         return self.inner(**inputs)
