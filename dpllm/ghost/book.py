@@ -176,6 +176,10 @@ class Book:
         """Return a value that all rows share such that each row's gradient of it, (B, ...), reaches ``receive``."""
         return self._hooks.uses.share(name, value, receive)
 
+    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return an input in the dtype that autocast gave it, one tensor for all layers that read it."""
+        return self._hooks.calls.casts.cast(x, dtype)
+
     def by_rows(self, x: Tensor) -> Tensor:
         """View (B * T, D), the input of a module that flattens rows and tokens, as (B, T, D); separate packed rows.
 
@@ -323,7 +327,7 @@ class Book:
                     raise unmeasured_function()
                 self._hooks.uses.proved = True  # every model call behind the first losses was watched
         finally:
-            self._hooks.calls.packed.stop()
+            self._hooks.calls.stop()
 
     @contextlib.contextmanager
     def _receiving(self, receiver: Receiver) -> Iterator[None]:
@@ -501,7 +505,7 @@ class Book:
 
     def _forget_pass(self) -> None:
         """Forget the last backward pass; the calls of the model since then stay part of the next one."""
-        self._hooks.calls.packed.stop()
+        self._hooks.calls.stop()
         self._pass = self._again = None
 
     @property

@@ -157,7 +157,7 @@ class FunctionRule:
         x = usage.tensors[usage.rows[0]]
         output = usage.run({place: usage.tensors[place].detach() for place in usage.shared})
         if torch.is_autocast_enabled(x.device.type) and x.dtype == torch.float32:
-            x = x.to(output.dtype)  # the tensor that the product read
+            x = self.host.cast(x, output.dtype)  # the values that the product read
         before = way.side.startswith("W")  # the matrix is before the rows
         outputs_first = (way.side in ("x W^T", "W x")) != turned(matrix)
         parameter = origins_of(matrix)[0].parameter
@@ -181,7 +181,7 @@ class FunctionRule:
         assert parameter is not None, "a product is found for parameters only"
         output_ENP = usage.run({place: usage.tensors[place].detach()})
         if torch.is_autocast_enabled(x_END.device.type) and x_END.dtype == torch.float32:
-            x_END = x_END.to(output_ENP.dtype)
+            x_END = self.host.cast(x_END, output_ENP.dtype)
         book, num_experts = self.host, len(x_END)
 
         def rows_of(x_ENC: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import nn
 from dpllm.ghost import functional, memory, shared
 from dpllm.ghost.call import tensors_of
 from dpllm.ghost.calls import Calls
+from dpllm.ghost.casts import Casts
 from dpllm.ghost.checks import (
     placeholders_of,
     refuse_long_rows,
@@ -40,13 +41,14 @@ class ModelCalls:
     Attributes:
         counts: uses of parameters, and layouts of rows.
         packed: how the rows of the last call are laid end to end.
+        casts: inputs of its layers in the dtype of autocast.
         rows: of the last call; None where they are not known.
         tokens: of each of its rows.
     """
 
     def __init__(self, model: nn.Module) -> None:
         """Start without calls."""
-        self.counts, self.packed = Calls(), PackedRows()
+        self.counts, self.packed, self.casts = Calls(), PackedRows(), Casts()
         self.rows: int | None = None
         self.tokens = 1
         self._most_tokens, self._placeholders = tokens_by_themselves(model), placeholders_of(model)
@@ -66,6 +68,12 @@ class ModelCalls:
     def end(self) -> None:
         """Note that the call returned."""
         self.counts.note(self.rows, self.packed.lengths)
+        self.casts.forget()
+
+    def stop(self) -> None:
+        """Release the tensors of a pass."""
+        self.packed.stop()
+        self.casts.forget()
 
     def differentiated(self, num_losses: int) -> None:
         """Note that losses are about to be differentiated.

@@ -128,7 +128,7 @@ class LinearRule:
                 "is not a linear layer. Freeze its parameters."
             )
         if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
-            x = x.to(output.dtype)  # the tensor that the product read
+            x = self.book.cast(x, output.dtype)  # the values that the product read
         return self.book.tap(output, self.receive, x)
 
     def receive(self, grad: Tensor, saved: list[Tensor]) -> None:

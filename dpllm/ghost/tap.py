@@ -79,6 +79,10 @@ class Recorder(Protocol):
         """
         ...
 
+    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return an input in the dtype that autocast gave it, one tensor for all layers that read it."""
+        ...
+
     def by_rows(self, x: Tensor) -> Tensor:
         """View a tensor of a module with the rows of the batch as first dimension."""
         ...
