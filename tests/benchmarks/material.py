@@ -35,7 +35,8 @@ def save_model(folder: Path, max_length: int) -> None:
     tokenizer = train_tokenizer([" ".join(WORDS)] * 3, vocab_size=280, max_length=max_length)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    LlamaForCausalLM(tiny_llama_config(vocab_size=len(tokenizer))).save_pretrained(folder)
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": max(64, max_length)}
+    LlamaForCausalLM(tiny_llama_config(**sizes)).save_pretrained(folder)
 
 
 def write_records(path: Path, pick: random.Random, count: int, most: Sequence[int]) -> None:
