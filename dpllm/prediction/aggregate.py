@@ -191,7 +191,7 @@ def _asker(recipe: QueryRecipe) -> tuple[Asker, list[str]]:
     )
     asker = Asker(model, tokenizer, options.opening, limits)
     length, most = asker.require_room([(question.ask, question.answers or ()) for question in options.questions])
-    require_independent_rows(model, length, options.rows_per_pass)
+    require_independent_rows(model, length, options.rows_per_pass, most - length)
     if next(model.parameters()).device.type != "cpu":
         require_memory(model, most, options.rows_per_pass, options.rows_per_pass, options.cached)
     return asker, points

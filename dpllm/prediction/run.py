@@ -165,7 +165,7 @@ def _sampler(recipe: QueryRecipe, tokens: TokenPlan) -> tuple[GroupSampler, list
     sampler = GroupSampler(model, tokenizer, tokens.scoring, limits, recipe.data.max_length)
     sampler.require_room(options.prompts)
     length = max(map(sampler.length, options.prompts))
-    require_independent_rows(model, length, options.rows_per_pass)
+    require_independent_rows(model, length, options.rows_per_pass, options.max_new_tokens)
     if next(model.parameters()).device.type != "cpu":
         rows = tokens.scoring.units * limits.rows_per_unit
         require_memory(model, length + options.max_new_tokens, rows, options.rows_per_pass, options.cached)

@@ -21,6 +21,7 @@ from transformers.trainer_utils import set_seed
 from dpllm.data.rows import RowCollator
 from dpllm.data.units import Int64Array
 from dpllm.training.arguments import training_arguments
+from dpllm.training.checks.module_values import ModuleValues
 
 _ROWS = 64  # of a forward pass
 _SEED_BITS = 32
@@ -70,8 +71,8 @@ def train_without_privacy(
 class OneBase:
     """One model in memory, whose trainable part starts again for every teacher.
 
-    Guarantee: a training starts from the same values of every parameter and buffer that can change, whatever was
-    trained before.
+    Guarantee: a training starts from the same values of every parameter and buffer that can change, and of what modules
+    keep beside them (the longest row so far, a number of hash buckets), whatever was trained before.
 
     Args:
         model: with its adapters and frozen parameters, at its start.
@@ -82,10 +83,12 @@ class OneBase:
         self.model = model
         changing = [*((name, p) for name, p in model.named_parameters() if p.requires_grad), *model.named_buffers()]
         self._start = {name: tensor.detach().clone().cpu() for name, tensor in changing}
+        self._kept = ModuleValues(model)
 
     def begin(self) -> Any:
-        """Return the model with the values of its start; its random numbers come from a fresh seed."""
+        """Return the model as it was at its start; its random numbers come from a fresh seed."""
         set_seed(fresh_seed())
+        self._kept.put()
         return self.put()
 
     def state(self) -> State:
