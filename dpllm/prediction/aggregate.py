@@ -110,7 +110,7 @@ def ask_groups(
     asker, points = _asker(recipe)
     number = "1 question" if len(ways) == 1 else f"{len(ways)} questions"
     say(f"{number} to {options.groups:,} groups of {options.group_size:,} units; all are charged now")
-    with begin_from(recipe, plan) as run:
+    with begin_from(recipe, plan, results=[options.file]) as run:
         for point in points:
             run.open_point(point)
         found: dict[str, Any] = {}

@@ -110,7 +110,7 @@ def predict_texts(recipe: QueryRecipe, records: PrivateRecords, plan: QueryPlan,
         f"{options.texts:,} texts of at most {tokens.max_new_tokens:,} tokens, each by a group of "
         f"{tokens.scoring.units:,} units; all tokens are charged now"
     )
-    with begin_from(recipe, plan) as run:
+    with begin_from(recipe, plan, results=[options.file]) as run:
         for point in points:
             run.open_point(point)
 

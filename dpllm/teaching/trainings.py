@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer
 from transformers.trainer_utils import set_seed
+from transformers.utils import logging
 
 from dpllm.data.rows import RowCollator
 from dpllm.data.units import Int64Array
@@ -31,6 +32,7 @@ QUIET = {
     "logging_strategy": "no",
     "report_to": "none",
     "disable_tqdm": True,
+    "log_level": "error",  # the number of a teacher's rows would be logged, also with TRANSFORMERS_VERBOSITY=info
 }
 """Options with which a training writes and shows nothing of its data."""
 State = Mapping[str, Tensor]
@@ -59,9 +61,13 @@ def train_without_privacy(
     seed = fresh_seed()
     fixed = {**QUIET, "output_dir": str(folder), "seed": seed, "data_seed": seed}
     args = training_arguments({"dataloader_pin_memory": torch.accelerator.is_available(), **section, **fixed})
-    trainer = Trainer(model=model, args=args, train_dataset=rows, data_collator=collator)
-    trainer.remove_callback(PrinterCallback)
-    trainer.train()
+    verbosity = logging.get_verbosity()
+    try:
+        trainer = Trainer(model=model, args=args, train_dataset=rows, data_collator=collator)
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    finally:
+        logging.set_verbosity(verbosity)
     accelerator = trainer.accelerator
     trained = accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
     accelerator.free_memory()
