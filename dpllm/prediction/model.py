@@ -36,12 +36,12 @@ def require_independent_rows(model: Any, length: int, rows_per_pass: int, new_to
     for name, module in model.named_modules():
         if reason := scales.coupling(module) or routing.coupling(module):
             raise ConfigError(f"{name}: {reason}")
-    apart = tokens_by_themselves(model)
-    if apart is not None and length + new_tokens > apart:
+    most = tokens_by_themselves(model)
+    if most is not None and length + new_tokens > most:
         raise ConfigError(
-            f"records, prompt and answer are up to {length + new_tokens:,} tokens together: beyond {apart:,} this "
+            f"records, prompt and answer are up to {length + new_tokens:,} tokens together: beyond {most:,} this "
             "model chooses its position embeddings by the longest row of a pass (dynamic or longrope), so a unit would "
-            f"change the scores of others. Keep to {apart:,} tokens: lower data.max_length, the size of a group, or "
+            f"change the scores of others. Keep to {most:,} tokens: lower data.max_length, the size of a group, or "
             "max_new_tokens"
         )
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
@@ -51,11 +51,11 @@ def require_independent_rows(model: Any, length: int, rows_per_pass: int, new_to
     for row, other, cached in ((long, short, False), (short, long, False), (long, long, True)):
         wanted = _two_tokens(Continuation(model, [row] * count, length, count, cached=False))
         found = _two_tokens(Continuation(model, [row, *[other] * (count - 1)], length, count, cached=cached))
-        apart_by = float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1.0))
-        if not apart_by <= _RELATIVE:
+        apart = float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1.0))
+        if not apart <= _RELATIVE:
             what = "on the cache of keys and values" if cached else "on the other rows of a pass"
             raise ConfigError(
-                f"the logits of a row depend {what}, by {apart_by:.2g} of the largest logit: a unit would change the "
+                f"the logits of a row depend {what}, by {apart:.2g} of the largest logit: a unit would change the "
                 "scores of others, and no ε would hold. Take a model of another architecture"
             )
 
