@@ -507,6 +507,13 @@ MUTATIONS = [
         ("tests/teaching/test_panel.py::test_a_teacher_votes_as_it_would_by_itself",),
     ),
     Mutation(
+        "a client gets the rows that have the numbers of its records",
+        "dpllm/federated/run.py",
+        "return rows, unit_index_of(rows, ",
+        "return rows, unit_index_of(records, ",
+        ("tests/federated/test_run.py::test_a_client_has_rows_of_its_own_split_records_only",),
+    ),
+    Mutation(
         "a teacher goes on where the one before ended",
         "dpllm/teaching/trainings.py",
         "tensor.copy_(values[name])",

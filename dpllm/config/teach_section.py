@@ -18,8 +18,9 @@ MOST_TOKENS = 1_000_000
 SET_BY_TEACH = (
     *("output_dir", "save_strategy", "eval_strategy", "logging_strategy", "report_to", "disable_tqdm", "seed"),
     *("data_seed", "push_to_hub", "load_best_model_at_end", "resume_from_checkpoint", "trainer"),
+    *("log_level", "log_level_replica", "debug"),
 )
-"""Options of the trainings that `dpllm teach` sets itself: a teacher's losses and checkpoints are private."""
+"""Options of the trainings that `dpllm teach` sets itself: a teacher's losses, checkpoints and rows are private."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +150,6 @@ def _check_training(name: str, section: Any) -> None:
     for key in SET_BY_TEACH:
         if key in section:
             raise ConfigError(
-                f"{name}.{key} is set by dpllm teach: a teacher's losses and checkpoints are private, and are neither "
-                "written nor shown. Leave it out"
+                f"{name}.{key} is set by dpllm teach: a teacher's losses, checkpoints and rows are private, and are "
+                "neither written nor shown. Leave it out"
             )

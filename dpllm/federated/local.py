@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from dpllm.config import ConfigError
 from dpllm.config.federate_section import FederateConfig
 from dpllm.models.losses import per_sequence_loss, take_labels
+from dpllm.training.checks.module_values import ModuleValues
 
 Collate = Callable[[Sequence[Any]], dict[str, Any]]
 _LORA_A = ("lora_A", "lora_embedding_A")
@@ -117,6 +118,8 @@ class LocalTraining:
         places = {one.data_ptr() for one in trained.values()}
         self._fixed = {name: one for name, one in state.items() if one.data_ptr() not in places}
         self._before = {name: one.detach().clone() for name, one in self._fixed.items()}
+        self._unsaved = {name: one.detach().clone() for name, one in model.named_buffers() if name not in state}
+        self._kept = ModuleValues(model)
 
     def update(self, rows: Sequence[Any], start: NDArray[np.float32], number: int) -> NDArray[np.float64]:
         """Return how far the training moves the weights of a round, (d,).
@@ -139,12 +142,15 @@ class LocalTraining:
         was_training = self._model.training
         self._model.train()
         places: list[int] = []
-        for _ in range(self._config.local_steps):
-            if not places:
-                places = order.permutation(len(rows)).tolist()
-            batch, places = places[: self._batch_size], places[self._batch_size :]
-            self._step(optimizer, list(trained.values()), [rows[place] for place in batch])
-        self._model.train(was_training)
+        try:
+            for _ in range(self._config.local_steps):
+                if not places:
+                    places = order.permutation(len(rows)).tolist()
+                batch, places = places[: self._batch_size], places[self._batch_size :]
+                self._step(optimizer, list(trained.values()), [rows[place] for place in batch])
+        finally:  # a client that fails leaves nothing, too
+            self._model.train(was_training)
+            self._put_back()
         self._require_fixed()
         return self._weights.read(names).astype(np.float64) - before
 
@@ -163,6 +169,12 @@ class LocalTraining:
         if self._config.local_optimizer == "sgd":
             return torch.optim.SGD(trained, lr=rate)
         return torch.optim.AdamW(trained, lr=rate, weight_decay=0.0)
+
+    def _put_back(self) -> None:
+        """Forget what modules chose by the rows of this client, such as their longest (dynamic rotary embeddings)."""
+        self._kept.put()
+        for name, value in self._unsaved.items():
+            self._model.get_buffer(name).copy_(value)
 
     def _require_fixed(self) -> None:
         """Check that buffers and frozen weights are what they were: they would carry records to the next client.

@@ -14,7 +14,7 @@ import filelock
 import numpy as np
 
 from dpllm.config import RECIPE_FILE, ConfigError, Recipe, load_recipe
-from dpllm.data.rows import load_records, tokenize_records, unit_index_of
+from dpllm.data.rows import load_records, unit_index_of
 from dpllm.federated.flower import answer_forever, require_flower
 from dpllm.federated.node import Answered, Node
 from dpllm.federated.preparing import (
@@ -25,10 +25,9 @@ from dpllm.federated.preparing import (
     check_deployed,
     private,
 )
-from dpllm.federated.run import participant_of
+from dpllm.federated.run import participant_of, rows_of_clients
 from dpllm.federated.secure import require_packages
 from dpllm.federated.wire import Signer
-from dpllm.mechanism.sampling import secret_rng
 from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
 
 LOCK = "node.lock"
@@ -55,16 +54,16 @@ def node_of(folder: Path, records: str, overrides: Sequence[str], say: Callable[
     if member is None:
         raise ConfigError(f"the key in {folder} is of no node in the roster: take the folder made for this node")
     found = load_records(dataclasses.replace(recipe.data, path=records))
-    units = unit_index_of(found, recipe.privacy, secret_rng())
-    if units.num_units != member.count:
+    num_clients = unit_index_of(found, recipe.privacy).num_units
+    if num_clients != member.count:
         raise ConfigError(
-            f"{records} has the records of {units.num_units} clients (column {recipe.privacy.unit_column!r}), and the "
+            f"{records} has the records of {num_clients} clients (column {recipe.privacy.unit_column!r}), and the "
             f"roster counts {member.count} at node {member.name}: N is public and fixed. Give the file of these "
             "clients, or prepare a new deployment"
         )
     tokenizer = load_tokenizer(recipe.model, None)
     model = prepare_model(load_base_model(recipe.model, tokenizer, None), recipe.model)
-    rows = tokenize_records(found, tokenizer, recipe.data, [str(recipe.privacy.unit_column)])
+    rows, units = rows_of_clients(recipe, found, tokenizer)
 
     def rows_of(client: int) -> list[Any]:
         numbers, _ = units.rows_of(np.array([client - member.first]))

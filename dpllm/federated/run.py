@@ -86,13 +86,11 @@ class Records:
     Attributes:
         train: the records of all clients.
         held_out: None: there are none.
-        units: the clients.
         plan: of the run.
     """
 
     train: datasets.Dataset
     held_out: datasets.Dataset | None
-    units: UnitIndex
     plan: PrivacyPlan
 
 
@@ -138,14 +136,14 @@ def read(recipe: Recipe, args: TrainingArguments, phases: Phases) -> Records:
     """Read the records, and compute and print the plan: clients are users, and rounds are steps."""
     phases.begin("reading the records")
     train, held_out = load_train_and_eval(recipe.data, recipe.privacy)
-    units = unit_index_of(train, recipe.privacy, secret_rng())
-    phases.end(f"{units.num_units:,} clients{f', {len(held_out):,} records held out' if held_out else ''}")
+    num_clients = unit_index_of(train, recipe.privacy).num_units
+    phases.end(f"{num_clients:,} clients{f', {len(held_out):,} records held out' if held_out else ''}")
     phases.begin("planning", "the noise that ε needs" if recipe.privacy.target_epsilon else "")
-    plan = make_plan(recipe.privacy, units.num_units, args.max_steps)
+    plan = make_plan(recipe.privacy, num_clients, args.max_steps)
     require_federated(plan)
     phases.end()
     show("privacy plan", [*format_plan(plan), ("who sees what", words_about_the_server(plan))])
-    return Records(train, held_out, units, plan)
+    return Records(train, held_out, plan)
 
 
 def run(recipe: Recipe) -> int:
@@ -164,23 +162,31 @@ def run(recipe: Recipe) -> int:
     start = public_start(recipe, records.train, None, False, phases)
     phases.begin("loading the model, tokenizing the records")
     model = prepare_model(load_base_model(start.model, start.tokenizer, None), recipe.model)
-    rows = tokenize_records(records.train, start.tokenizer, recipe.data, [str(recipe.privacy.unit_column)])
+    rows, units = rows_of_clients(recipe, records.train, start.tokenizer)
     server = Server(recipe, args, records.plan, model, start)
     server.held_out = held_out_of(recipe, records.held_out, start.tokenizer)
 
     def note(ledger: SharedLedger) -> None:
-        note_units(ledger, records.units)
-        note_data(ledger, rows, records.units, recipe.privacy)
+        note_units(ledger, units)
+        note_data(ledger, rows, units, recipe.privacy)
         if (contents := contents_of(records.train)) is not None:
             ledger.remember_records(contents)
 
     def rows_of(client: int) -> list[Any]:
-        numbers, _ = records.units.rows_of(np.array([client]))
+        numbers, _ = units.rows_of(np.array([client]))
         return list(rows.select(numbers))
 
     participant = participant_of(recipe, args, records.plan, copy.deepcopy(model), start.tokenizer, rows_of)
     clients = InMemory(records.plan.num_units, participant.answer)
     return server.carry_out(server.with_dropouts(clients), phases, note)
+
+
+def rows_of_clients(
+    recipe: Recipe, records: datasets.Dataset, tokenizer: PreTrainedTokenizerBase
+) -> tuple[datasets.Dataset, UnitIndex]:
+    """Return the rows of records, and which of them are of each client: a long record may become several rows."""
+    rows = tokenize_records(records, tokenizer, recipe.data, [str(recipe.privacy.unit_column)])
+    return rows, unit_index_of(rows, recipe.privacy, secret_rng())
 
 
 def refuse_used(folder: Path) -> None:

@@ -110,7 +110,7 @@ def ask_groups(
     asker, points = _asker(recipe)
     number = "1 question" if len(ways) == 1 else f"{len(ways)} questions"
     say(f"{number} to {options.groups:,} groups of {options.group_size:,} units; all are charged now")
-    with begin_from(recipe, plan) as run:
+    with begin_from(recipe, plan, results=[options.file]) as run:
         for point in points:
             run.open_point(point)
         found: dict[str, Any] = {}
@@ -191,7 +191,7 @@ def _asker(recipe: QueryRecipe) -> tuple[Asker, list[str]]:
     )
     asker = Asker(model, tokenizer, options.opening, limits)
     length, most = asker.require_room([(question.ask, question.answers or ()) for question in options.questions])
-    require_independent_rows(model, length, options.rows_per_pass)
+    require_independent_rows(model, length, options.rows_per_pass, most - length)
     if next(model.parameters()).device.type != "cpu":
         require_memory(model, most, options.rows_per_pass, options.rows_per_pass, options.cached)
     return asker, points

@@ -110,7 +110,7 @@ def predict_texts(recipe: QueryRecipe, records: PrivateRecords, plan: QueryPlan,
         f"{options.texts:,} texts of at most {tokens.max_new_tokens:,} tokens, each by a group of "
         f"{tokens.scoring.units:,} units; all tokens are charged now"
     )
-    with begin_from(recipe, plan) as run:
+    with begin_from(recipe, plan, results=[options.file]) as run:
         for point in points:
             run.open_point(point)
 
@@ -165,7 +165,7 @@ def _sampler(recipe: QueryRecipe, tokens: TokenPlan) -> tuple[GroupSampler, list
     sampler = GroupSampler(model, tokenizer, tokens.scoring, limits, recipe.data.max_length)
     sampler.require_room(options.prompts)
     length = max(map(sampler.length, options.prompts))
-    require_independent_rows(model, length, options.rows_per_pass)
+    require_independent_rows(model, length, options.rows_per_pass, options.max_new_tokens)
     if next(model.parameters()).device.type != "cpu":
         rows = tokens.scoring.units * limits.rows_per_unit
         require_memory(model, length + options.max_new_tokens, rows, options.rows_per_pass, options.cached)

@@ -147,7 +147,7 @@ def count_labels(recipe: QueryRecipe, units: LabelledUnits, plan: QueryPlan) -> 
         ValueError: the folder holds a run, or the budget does not allow this one; nothing is charged then.
     """
     exact = units.exact_counts()  # an unknown label ends the run before anything is charged
-    with begin_from(recipe, plan) as run:
+    with begin_from(recipe, plan, results=[recipe.options.file]) as run:
         counts = charge_and_count(run, units, exact)
         event, k = plan.charge(CHARGE).event, recipe.privacy.max_rows_per_unit or 1
         path = run.folder / recipe.options.file

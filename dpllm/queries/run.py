@@ -12,6 +12,8 @@ cannot be undone: an answer is charged before it is computed, and the budget hol
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -73,6 +75,7 @@ class QueryRun:
         budget: str | Path | None = None,
         recipe_text: str | None = None,
         notes: ReleaseNotes | None = None,
+        results: Sequence[str] = (),
     ) -> QueryRun:
         """Start a run: charge all its planned answers to the budget, and write the plan and the ledger.
 
@@ -83,9 +86,10 @@ class QueryRun:
             budget: the budget file of the data set; None: the run is charged to none.
             recipe_text: of the recipe, which is kept in the folder.
             notes: what only people know about the release, for the report.
+            results: files and folders that the run will write in its folder.
 
         Raises:
-            ValueError: the plan names another data set.
+            ValueError: the plan names another data set, or a result exists, so that it could not be written later.
             LedgerError: the folder holds a run.
             BudgetError: the budget does not allow the run, or is that of other data.
         """
@@ -100,6 +104,11 @@ class QueryRun:
                 f"{folder} holds an earlier run, whose answers stay charged: a second run there would hide them. "
                 "Choose an empty output folder"
             )
+        for name in results:
+            if os.path.lexists(folder / name):
+                raise ValueError(
+                    f"{folder / name} exists already, and it is not replaced: choose an empty output folder"
+                )
         folder.mkdir(parents=True, exist_ok=True)
         written_out = make_way(path, None if budget is None else str(budget))
         entry = None if budget is None else (Path(budget), new_entry_id())

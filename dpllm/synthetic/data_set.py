@@ -170,7 +170,8 @@ def make_data_set(
         say("reading the labels of the private records")
         units, doubt = read_labels(run_of(source), plan, counted)
         exact = units.exact_counts()  # a label that is no class ends the run before anything is charged
-    with QueryRun.begin(output, plan, dataset=plan.dataset, budget=budget) as run:
+    results = [texts.name, *([COUNTS_FILE] if counted is not None else [])]
+    with QueryRun.begin(output, plan, dataset=plan.dataset, budget=budget, results=results) as run:
         shares = wanted.shares if isinstance(wanted, Labels) else None
         if doubt is not None:
             run.open_point(doubt)

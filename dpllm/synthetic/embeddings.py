@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 from transformers import AutoModel, PreTrainedTokenizerBase
 
 from dpllm.config import ConfigError, ModelConfig
+from dpllm.ghost.checks import tokens_by_themselves
 from dpllm.models.load import load_tokenizer
 from dpllm.models.loading import not_loaded, require_folder
 from dpllm.models.positions import num_positions
 
 Floats = NDArray[np.float64]
 LONGEST = 512
-"""Tokens of a text that are read, unless the model reads fewer."""
+"""Tokens of a text that are read, unless the model reads fewer, or fewer by themselves."""
 
 
 class Embedder:
@@ -38,7 +39,8 @@ class Embedder:
         encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
         self.model = (model.get_encoder() if encoder_decoder else model).eval()
         self.tokenizer = tokenizer
-        self.most = min(most, num_positions(model) or most)
+        apart = tokens_by_themselves(model)  # beyond it, a text's vector depends on texts beside it or before it
+        self.most = min(most, num_positions(model) or most, apart or most)
 
     @torch.no_grad()
     def embed(self, texts: Sequence[str], batch_size: int = 64) -> Floats:

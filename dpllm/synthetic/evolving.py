@@ -139,11 +139,12 @@ def run_evolution(
         batch_size=options.batch_size,
     )
     sigma = plan.charge(CHARGE).event.noise_multiplier
-    with begin_from(recipe, plan) as run:
+    name = f"texts.{options.file_format}"
+    with begin_from(recipe, plan, results=[name]) as run:
         if recipe.model is not None and recipe.model.start_is_independent:
             run.open_point(DECLARED)
         made = evolve(run, private, model, embedder.embed, wanted_of(options), settings, sigma, say)
-        texts = run.folder / f"texts.{options.file_format}"
+        texts = run.folder / name
         write_records(texts, made)
         run.release(texts)
         run.fact("texts", len(made))

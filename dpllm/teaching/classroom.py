@@ -13,6 +13,7 @@ import numpy as np
 from dpllm.config import ConfigError
 from dpllm.data.rows import RowCollator, tokenize_records
 from dpllm.data.units import Int64Array
+from dpllm.ghost.checks import tokens_by_themselves
 from dpllm.models.generation import TextGenerator
 from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
 from dpllm.models.starting_point import check_start
@@ -76,7 +77,8 @@ class Classroom:
             return
         new = prepared.new_tokens
         sees = getattr(self.base.model.config, "max_position_embeddings", None) or prepared.recipe.data.max_length
-        limit = min(sees, prepared.recipe.data.max_length)
+        apart = tokens_by_themselves(self.base.model)  # beyond it, a text depends on those beside it
+        limit = min(sees, prepared.recipe.data.max_length, sees if apart is None else apart)
         for number, row in enumerate(self.encoded_prompts()):
             if len(row) + new > limit:
                 raise ConfigError(

@@ -52,7 +52,7 @@ class Panel:
         self.num_texts, self.num_teachers = len(prompts), len(teachers)
         self._base, self._teachers, self._options, self._rng = base, teachers, options, rng
         self._barred, self._vocabulary = sorted(barred), vocabulary
-        model: Any = base.model.eval()
+        model: Any = base.begin().eval()  # nothing that the last teacher's rows chose decides the candidates
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
         length = max(map(len, prompts))
         self._public, *self._own = (

@@ -60,12 +60,13 @@ def teach(prepared: Prepared, say: Say, done: Progress) -> Taught:
     classroom = Classroom(prepared)
     rows = classroom.private_rows()  # a record that cannot be used ends the run before anything is charged
     classroom.require_room()
-    with begin_from(recipe, prepared.plan) as run:
+    file = TEXTS_FILE if prepared.tokens else LABELS_FILE
+    with begin_from(recipe, prepared.plan, results=[file, *([STUDENT_FOLDER] if options.student else [])]) as run:
         for point in classroom.points:
             run.open_point(point)
         say(f"training {options.teachers} teachers in turn, without privacy; nothing of them is shown")
         made = (completed_texts if prepared.tokens else labelled_texts)(classroom, rows, run, say, done)
-        path = Path(recipe.output_dir) / (TEXTS_FILE if prepared.tokens else LABELS_FILE)
+        path = Path(recipe.output_dir) / file
         write_texts(made, path)
         figures: dict[str, float] = {}
         released = [path]

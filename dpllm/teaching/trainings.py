@@ -17,10 +17,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer
 from transformers.trainer_utils import set_seed
+from transformers.utils import logging
 
 from dpllm.data.rows import RowCollator
 from dpllm.data.units import Int64Array
 from dpllm.training.arguments import training_arguments
+from dpllm.training.checks.module_values import ModuleValues
 
 _ROWS = 64  # of a forward pass
 _SEED_BITS = 32
@@ -30,6 +32,7 @@ QUIET = {
     "logging_strategy": "no",
     "report_to": "none",
     "disable_tqdm": True,
+    "log_level": "error",  # the number of a teacher's rows would be logged, also with TRANSFORMERS_VERBOSITY=info
 }
 """Options with which a training writes and shows nothing of its data."""
 State = Mapping[str, Tensor]
@@ -58,9 +61,13 @@ def train_without_privacy(
     seed = fresh_seed()
     fixed = {**QUIET, "output_dir": str(folder), "seed": seed, "data_seed": seed}
     args = training_arguments({"dataloader_pin_memory": torch.accelerator.is_available(), **section, **fixed})
-    trainer = Trainer(model=model, args=args, train_dataset=rows, data_collator=collator)
-    trainer.remove_callback(PrinterCallback)
-    trainer.train()
+    verbosity = logging.get_verbosity()
+    try:
+        trainer = Trainer(model=model, args=args, train_dataset=rows, data_collator=collator)
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    finally:
+        logging.set_verbosity(verbosity)
     accelerator = trainer.accelerator
     trained = accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
     accelerator.free_memory()
@@ -70,8 +77,8 @@ def train_without_privacy(
 class OneBase:
     """One model in memory, whose trainable part starts again for every teacher.
 
-    Guarantee: a training starts from the same values of every parameter and buffer that can change, whatever was
-    trained before.
+    Guarantee: a training starts from the same values of every parameter and buffer that can change, and of what modules
+    keep beside them (the longest row so far, a number of hash buckets), whatever was trained before.
 
     Args:
         model: with its adapters and frozen parameters, at its start.
@@ -82,10 +89,12 @@ class OneBase:
         self.model = model
         changing = [*((name, p) for name, p in model.named_parameters() if p.requires_grad), *model.named_buffers()]
         self._start = {name: tensor.detach().clone().cpu() for name, tensor in changing}
+        self._kept = ModuleValues(model)
 
     def begin(self) -> Any:
-        """Return the model with the values of its start; its random numbers come from a fresh seed."""
+        """Return the model as it was at its start; its random numbers come from a fresh seed."""
         set_seed(fresh_seed())
+        self._kept.put()
         return self.put()
 
     def state(self) -> State:

@@ -8,6 +8,7 @@ import os
 import ssl
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -87,6 +88,20 @@ def prepared(place, tmp_path, *changes, nodes=None):
     recipe = load_recipe(place / "recipe.yaml", list(changes))
     prepare(recipe, tmp_path / "deployment", nodes or NODES, ["localhost", "127.0.0.1"])
     return tmp_path / "deployment"
+
+
+def test_each_client_of_a_node_is_one_person_where_records_are_split(place, tmp_path, monkeypatch):
+    """Each of the 30 clients has rows of one person, and each person is one client."""
+    folder, given = prepared(place, tmp_path, "data.long_records=split", "data.max_length=4"), []
+
+    def noted(*arguments):
+        given.append(arguments[-1])
+        return SimpleNamespace(answer=None)
+
+    monkeypatch.setattr("dpllm.federated.node_program.participant_of", noted)
+    node_of(folder / "south", str(place / "south.jsonl"), [], print)
+    people = [{row["client"] for row in given[0](client)} for client in range(30, 60)]
+    assert people == [{f"south-{client}"} for client in range(30, 60)]
 
 
 @pytest.mark.parametrize("secure", [False, deep_case(True)], ids=["trusted", "secure"])

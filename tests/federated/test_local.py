@@ -53,6 +53,37 @@ def test_no_client_changes_the_update_of_another(model):
     assert training.update(ROWS, start, 0) == pytest.approx(first, abs=1e-6)  # float32
 
 
+class Fails(list):
+    """Rows of a client whose second step fails, after the first one was seen."""
+
+    def __getitem__(self, place):
+        if self.pop_count:
+            raise RuntimeError("a record that cannot be read")
+        self.pop_count += 1
+        return super().__getitem__(place)
+
+    pop_count = 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_longest_row_of_a_client_does_not_change_the_update_of_another(fails):
+    """Dynamic rotary embeddings keep the frequencies of the longest row so far: it moved 0.28 of another's update."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    torch.manual_seed(0)
+    small = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=20, max_position_embeddings=8, initializer_range=0.3, rope_parameters=rope, **small)
+    training, weights = training_of(LlamaForCausalLM(config), local_steps=2)
+    rows, start = [{"input_ids": [number % 17 + 1 for number in range(12)]}], weights.read()
+    first = training.update(rows, start, 0)
+    long = [{"input_ids": [number % 19 + 1 for number in range(30)]}]
+    if fails:
+        with pytest.raises(RuntimeError, match="cannot be read"):
+            training.update(Fails(long), start, 0)
+    else:
+        training.update(long, start, 0)
+    assert np.abs(training.update(rows, start, 0) - first).max() < 1e-5 * np.abs(first).max()
+
+
 def test_the_update_is_that_of_plain_training(model):
     """Three steps of SGD on all rows, in a loop of its own."""
     training, weights = training_of(copy.deepcopy(model), local_steps=3, local_learning_rate=0.2)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import yaml
 from typer.testing import CliRunner
 
 from dpllm.cli import app
 from dpllm.config import ConfigError, load_recipe
+from dpllm.federated.local import LocalTraining
 from dpllm.federated.run import run
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
@@ -95,6 +97,20 @@ def test_a_run_says_what_it_was_and_verifies(recipe_file, secure, tmp_path, caps
     plan = output / "privacy_plan.json"
     plan.write_text(plan.read_text(encoding="utf-8").replace('"clip_norm": 0.1', '"clip_norm": 0.2'), encoding="utf-8")
     assert not verify(output).ok
+
+
+def test_a_client_has_rows_of_its_own_split_records_only(recipe_file, tmp_path, monkeypatch):
+    """The numbers of records were taken for those of rows: pieces of one person's texts trained several clients."""
+    seen = []
+
+    def update(self, rows, start, number):
+        seen.append({row["client"] for row in rows})
+        return np.zeros(self._weights.size(self._weights.of_round(number)))
+
+    monkeypatch.setattr(LocalTraining, "update", update)
+    changes = ["data.long_records=split", "data.max_length=4", "federate.simulated_dropouts=0"]
+    assert run(load_recipe(recipe_file, [f"train.output_dir={tmp_path / 'run'}", *changes])) == 0
+    assert len(seen) > NUM_CLIENTS // 2 and {len(clients) for clients in seen} == {1}
 
 
 @pytest.mark.parametrize(

@@ -235,6 +235,14 @@ def test_a_run_that_fails_is_charged_in_full_and_releases_nothing(recipe, tmp_pa
         carry_out(recipe())
 
 
+def test_a_file_in_the_place_of_the_answers_is_neither_replaced_nor_charged_for(recipe, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "answers.json").write_text("my own")
+    with pytest.raises(ValueError, match="exists already, and it is not replaced"):
+        carry_out(recipe())
+    assert [(path.name, path.read_text()) for path in (tmp_path / "run").iterdir()] == [("answers.json", "my own")]
+
+
 def test_an_answer_that_is_missing_is_refused(recipe, echoed, monkeypatch):
     """The number of groups is public, and so the noise of a mean."""
     monkeypatch.setattr(Asker, "texts", lambda self, groups, ask: ["3"] * 19)

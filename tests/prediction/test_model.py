@@ -11,6 +11,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from dpllm.config import ConfigError
+from dpllm.models.continuation import Continuation
 from dpllm.prediction.model import require_independent_rows
 from tests.conftest import tiny_llama_config
 
@@ -47,6 +48,16 @@ class _Forgetful(_Coupled):
         return self.inner(**inputs)
 
 
+class _ByTheLongest(_Coupled):
+    """Scales short rows by the longest row of a pass, and the longest row by nothing."""
+
+    def forward(self, **inputs):
+        found = self.inner(**inputs)
+        tokens_R = inputs["attention_mask"].sum(dim=1)
+        found.logits = found.logits * (tokens_R / tokens_R.max())[:, None, None]
+        return found
+
+
 class Linear8bitLt(nn.Module):
     """Stands in for the module of bitsandbytes, whose outlier columns are chosen over all rows."""
 
@@ -57,15 +68,37 @@ class Linear8bitLt(nn.Module):
 
 def test_independence_is_measured():
     """A model whose rows couple, and one whose cache is wrong, are refused; a sound one passes."""
-    require_independent_rows(llama(), 8, 4)
+    require_independent_rows(llama(), 8, 4, 2)
     with pytest.raises(ConfigError, match="on the other rows"):
-        require_independent_rows(_Coupled(copy.deepcopy(llama())), 8, 4)
+        require_independent_rows(_Coupled(copy.deepcopy(llama())), 8, 4, 2)
+    with pytest.raises(ConfigError, match="on the other rows"):
+        require_independent_rows(_ByTheLongest(llama()), 8, 4, 2)
     coarse = llama()
     coarse.model.layers[0].mlp.up_proj = Linear8bitLt()
     with pytest.raises(ConfigError, match=r"up_proj: LLM.int8 chooses outlier columns over all rows"):
-        require_independent_rows(coarse, 8, 4)
+        require_independent_rows(coarse, 8, 4, 2)
     with pytest.raises(ConfigError, match="on the cache"):
-        require_independent_rows(_Forgetful(llama()), 8, 4)
+        require_independent_rows(_Forgetful(llama()), 8, 4, 2)
+
+
+def test_position_embeddings_that_follow_the_longest_row_are_refused_by_name():
+    """With longrope, a record beyond the first length moved the logits of the short rows beside it by 85 %."""
+    rope = {
+        "rope_type": "longrope", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16,
+        "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+    }  # fmt: skip
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    config = tiny_llama_config(vocab_size=48, initializer_range=0.3, rope_parameters=rope, **sizes)
+    model = LlamaForCausalLM(config).eval()
+
+    def beside(other):
+        return next(Continuation(model, [list(range(12)), list(range(other))], 40, 2).logits())[1][0]
+
+    assert (beside(40) - beside(12)).abs().max() > 0.1 * beside(12).abs().max()
+    with pytest.raises(ConfigError, match=r"up to 41 tokens together: beyond 16 this model chooses its position emb"):
+        require_independent_rows(model, 40, 4, 1)
+    require_independent_rows(model, 14, 4, 2)
 
 
 def test_experts_with_a_capacity_are_refused_by_name():
@@ -73,4 +106,4 @@ def test_experts_with_a_capacity_are_refused_by_name():
     model = llama()
     model.model.layers[0].mlp.expert_capacity = 4
     with pytest.raises(ConfigError, match="an expert drops tokens beyond its capacity"):
-        require_independent_rows(model, 8, 2)
+        require_independent_rows(model, 8, 2, 2)

@@ -181,6 +181,16 @@ def test_a_second_run_in_the_folder(recipe):
         carry_out(recipe())
 
 
+def test_a_file_in_the_place_of_the_texts_is_not_charged_for(recipe, tmp_path):
+    """It was found after the charge of all tokens."""
+    path = tmp_path / "run" / "texts.jsonl"
+    path.parent.mkdir()
+    path.touch()
+    with pytest.raises(ValueError, match="exists already, and it is not replaced"):
+        carry_out(recipe())
+    assert list(path.parent.iterdir()) == [path]
+
+
 def test_a_run_that_fails_is_charged_in_full(recipe, tmp_path, monkeypatch):
     """Nothing is released, and the whole cost stays."""
 

@@ -94,6 +94,18 @@ def test_a_second_run_in_the_folder_is_refused(tmp_path: Path) -> None:
         QueryRun.begin(tmp_path / "trained", query_plan(), dataset="chats")
 
 
+@pytest.mark.parametrize("kind", ["file", "folder", "link to nothing"])
+def test_a_result_that_exists_is_refused_before_a_charge(tmp_path: Path, kind: str) -> None:
+    """The answers would be paid for, and could not be written; or a file of the user would be lost."""
+    folder, budget = tmp_path / "run", budget_in(tmp_path)
+    folder.mkdir()
+    place = folder / "counts.json"
+    {"file": place.touch, "folder": place.mkdir}.get(kind, lambda: place.symlink_to("elsewhere"))()
+    with pytest.raises(ValueError, match=r"counts\.json exists already, and it is not replaced"):
+        QueryRun.begin(folder, query_plan(), dataset="chats", budget=budget, results=["counts.json"])
+    assert [path.name for path in folder.iterdir()] == ["counts.json"] and not read_budget(budget).entries
+
+
 def test_a_run_that_asked_nothing_makes_way(tmp_path: Path) -> None:
     """Its reservation returns, and the folder can be used."""
     budget = budget_in(tmp_path)

@@ -191,5 +191,19 @@ def test_an_embedding_depends_on_its_text_only(tmp_path):
         load_embedder(str(tmp_path / "nowhere"))
 
 
+def test_a_long_text_does_not_change_the_embedding_of_a_later_one(tmp_path):
+    """Dynamic rotary embeddings keep the longest text so far: tokens beyond the model's own length are not read."""
+    folder = save_small_model(tmp_path, hidden_size=16)
+    config = json.loads((folder / "config.json").read_text())
+    config["max_position_embeddings"] = 8
+    config["rope_parameters"] |= {"rope_type": "dynamic", "factor": 4.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    embedder = load_embedder(str(folder), "cpu")
+    text = "the small dog sees a red house and the old man"
+    before = embedder.embed([text])
+    embedder.embed([f"{text} {text} {text}"])
+    assert embedder.most == 8 and np.array_equal(embedder.embed([text]), before)
+
+
 def test_the_section_has_defaults_that_need_no_thought():
     assert EvolveConfig().steps == 10 and EvolveConfig().classes is None

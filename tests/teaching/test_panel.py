@@ -38,6 +38,43 @@ def scores_of(base, state, rows, noise_RV):
     return scores_RV.numpy()
 
 
+class ByTheFirstRow(LlamaForCausalLM):
+    """Chooses its logits by the length of the first row that it sees, as Reformer its number of hash buckets."""
+
+    first = None
+
+    def forward(self, input_ids, **inputs):
+        self.first = self.first or input_ids.shape[1]
+        found = super().forward(input_ids, **inputs)
+        found.logits = found.logits.roll(self.first, dims=-1)
+        return found
+
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize("kind", [LlamaForCausalLM, ByTheFirstRow])
+def test_no_row_of_a_teacher_changes_another_teacher_or_a_candidate(kind):
+    """Dynamic rotary embeddings keep the longest row so far, and other models the first, beside their tensors."""
+    rope = {"max_position_embeddings": 8, "rope_parameters": DYNAMIC} if kind is LlamaForCausalLM else {}
+    row, long = torch.arange(12)[None], torch.arange(40)[None]
+
+    def found(trained_before):
+        torch.manual_seed(0)
+        base = OneBase(kind(tiny_llama_config(vocab_size=48, initializer_range=0.3, **rope)))
+        if trained_before:
+            base.begin()(long)
+        with torch.no_grad():
+            scores = base.begin().eval()(row).logits
+        if trained_before:
+            base.begin()(long)
+        panel = Panel(base, [], row[:, :8].tolist(), VotedTokens(temperature=0), np.random.default_rng(0))
+        return scores, torch.from_numpy(panel.candidates())
+
+    for alone, after in zip(found(False), found(True), strict=True):
+        assert torch.equal(alone, after)
+
+
 @pytest.mark.parametrize("candidates", [6, None])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_a_teacher_votes_as_it_would_by_itself(candidates, temperature):

@@ -6,8 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers.utils import logging
 
 from dpllm.audit.answers import run_trials
+from dpllm.config import ConfigError
 from dpllm.config.query_recipe import load_query_recipe
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
@@ -148,6 +150,33 @@ def test_a_student_is_made_only_if_it_is_asked_for(school, tmp_path):
     """Labels alone are a release; nothing of the teachers stays in the folder."""
     teaching.teach(school(teach={"student": False}), _quiet, _quiet)
     assert not (tmp_path / "run" / "student").exists() and not list((tmp_path / "run").rglob("*.safetensors"))
+
+
+def test_the_number_of_rows_of_a_teacher_is_not_logged(school, caplog):
+    """Of users it is private, and no ε covers it: “Num examples”, with TRANSFORMERS_VERBOSITY=info."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_info()
+    logging.enable_propagation()
+    try:
+        with caplog.at_level("INFO"):
+            teaching.teach(school(teach={"student": False}), _quiet, _quiet)
+        assert logging.get_verbosity() == logging.INFO
+    finally:
+        logging.disable_propagation()
+        logging.set_verbosity(before)
+    assert "Num examples" not in caplog.text
+    with pytest.raises(ConfigError, match=r"train.log_level is set by dpllm teach"):
+        school(teach={"train": {"log_level": "info"}})
+
+
+@pytest.mark.parametrize("name", ["labels.jsonl", "student"])
+def test_a_file_in_the_place_of_a_result_is_refused_before_a_teacher_is_trained(school, tmp_path, name):
+    """A file named student: the run ended with exit code 0 and saved no student."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).write_text("my own")
+    with pytest.raises(ValueError, match=f"{name} exists already, and it is not replaced"):
+        teaching.teach(school(), _quiet, _quiet)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [name]
 
 
 def test_held_out_private_records_are_counted_as_disclosures(school, tmp_path):
