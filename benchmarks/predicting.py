@@ -188,7 +188,7 @@ def main(arguments: list[str] | None = None) -> None:
         ("judge-steps", 160),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
-    for name, number in (("epsilon", 8.0), ("delta", 1e-6), ("temperature", 1.0)):
+    for name, number in (("epsilon", 8.0), ("delta", 1e-6), ("temperature", 0.5)):
         parser.add_argument(f"--{name}", type=float, default=number)
     parser.add_argument("--json", type=Path, help="also write every figure to this file")
     options = parser.parse_args(arguments)
