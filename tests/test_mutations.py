@@ -963,6 +963,13 @@ MUTATIONS = [
         quick=True,
     ),
     Mutation(
+        "one unit at a time, a gradient that autograd shares between parameters is taken as a sum",
+        "dpllm/ghost/per_unit.py",
+        "total.add_(gradient.to(total.dtype), alpha=factor)",
+        "total.take_(gradient.to(total.dtype) if factor == 1 else gradient.to(total.dtype) * factor)",
+        ("tests/training/test_per_unit.py",),
+    ),
+    Mutation(
         "one unit at a time, no noise is added",
         "dpllm/training/release.py",
         "                if last:  # each",

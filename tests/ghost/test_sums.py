@@ -40,7 +40,7 @@ def test_the_first_tensor_is_taken_and_the_gradient_is_made_in_one_pass(begun):
     """No zeros, no copy, no multiplication apart from the rounding."""
     value = torch.randn(4, 6)
     with Operations() as operations:
-        begun.add_(value)
+        begun.take_(value)
         begun.finish_in(torch.bfloat16, 0.3)
         gradient = begun.finished()
     assert operations.names == ["mul"]
@@ -53,8 +53,19 @@ def test_tensors_of_any_layout_are_added(begun, value, alpha):
     """A tensor that is not laid out as the sum is copied: noise is added to contiguous entries only."""
     kept = value.clone()
     begun.add_(value, alpha)
-    begun.add_(value.clone(), alpha)
+    begun.add_(value, alpha)
     torch.testing.assert_close(begun.total, 2 * alpha * kept.float())
+    assert begun.total.is_contiguous() and torch.equal(value, kept)
+
+
+@pytest.mark.parametrize("value", [torch.randn(6, 4).mT, torch.randn(4, 6).double(), torch.randn(4, 6)])
+def test_a_tensor_of_any_layout_is_taken(begun, value):
+    """Without a copy only where it is laid out as the sum."""
+    kept = value.clone()
+    begun.take_(value)
+    assert (begun.total is value) == (value.is_contiguous() and value.dtype == torch.float32)
+    begun.take_(kept.clone())
+    torch.testing.assert_close(begun.total, 2 * kept.float())
     assert begun.total.is_contiguous()
 
 
