@@ -853,6 +853,13 @@ MUTATIONS = [
         quick=True,
     ),
     Mutation(
+        "the kernels read the memory behind a number that was expanded",
+        "dpllm/ghost/triton_kernels.py",
+        "x.stride(-1) == 1",
+        "x.stride(-1) <= 1",
+        ("tests/ghost/test_triton_kernels.py",),
+    ),
+    Mutation(
         "the kernel that makes the gradient leaves out the scale",
         "dpllm/ghost/triton_programs.py",
         "(scale * total_LR).to(out.dtype.element_ty)",
