@@ -853,6 +853,20 @@ MUTATIONS = [
         quick=True,
     ),
     Mutation(
+        "the first of two uses of a parameter finishes its sum",
+        "dpllm/ghost/sums.py",
+        "finish, self._finish = self._finish, None",
+        "finish = self._finish",
+        ("tests/ghost/test_sums.py",),
+    ),
+    Mutation(
+        "rows in another order than their units are taken for them",
+        "dpllm/ghost/contributions.py",
+        "in_order = np.array_equal(unit, np.arange(num_units))",
+        "in_order = len(unit) == num_units",
+        ("tests/ghost/test_instances.py",),
+    ),
+    Mutation(
         "the kernels read the memory behind a number that was expanded",
         "dpllm/ghost/triton_kernels.py",
         "x.stride(-1) == 1",

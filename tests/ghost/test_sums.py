@@ -86,13 +86,14 @@ def test_a_gradient_of_the_dtype_of_the_sum_takes_its_memory(begun):
 
 
 @pytest.mark.skipif(not triton_kernels.INTERPRETED, reason="the kernels need Triton's interpreter")
+@pytest.mark.parametrize("uses", [1, 2])
 @pytest.mark.parametrize("microbatches", [1, 3])
-def test_the_kernel_makes_the_gradient_that_separate_passes_make(microbatches):
-    """With the last microbatch, from sum and noise; a first step, which the guard checks, has separate passes."""
+def test_the_kernel_makes_the_gradient_that_separate_passes_make(microbatches, uses):
+    """With the last use of the last microbatch, from sum and noise; a checked first step has passes of its own."""
 
     def gradient_of(is_first_step):
         torch.manual_seed(0)
-        model = nn.Linear(70, 40, bias=False).bfloat16()
+        model = nn.Sequential(*[nn.Linear(40, 40, bias=False).bfloat16()] * uses)
         clipper = GhostClipper(model, 0.1, NormMethod("gram", fused=True))
         engine = SingleProcess(torch.optim.SGD(model.parameters(), lr=0.1))
         engine.guard.done = not is_first_step
@@ -106,12 +107,12 @@ def test_the_kernel_makes_the_gradient_that_separate_passes_make(microbatches):
 
         for number in range(microbatches):
             last = number == microbatches - 1
-            x = torch.randn(3, 9, 70).bfloat16()
+            x = torch.randn(3, 9, 40).bfloat16()
             clipper.clip(model(x).float().square().sum((1, 2)))
             engine.collect(clipper.parameters, add_to, last=last, scale=0.1)
         clipper.remove()
         assert made == [False] * (microbatches - 1) + [not is_first_step]
-        return model.weight.grad
+        return model[0].weight.grad
 
     first, later = gradient_of(True), gradient_of(False)
     assert first.dtype == later.dtype == torch.bfloat16
