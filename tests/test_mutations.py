@@ -860,6 +860,27 @@ MUTATIONS = [
         quick=True,
     ),
     Mutation(
+        "the first of two uses of a parameter finishes its sum",
+        "dpllm/ghost/sums.py",
+        "finish, self._finish = self._finish, None",
+        "finish = self._finish",
+        ("tests/ghost/test_sums.py",),
+    ),
+    Mutation(
+        "rows in another order than their units are taken for them",
+        "dpllm/ghost/contributions.py",
+        "in_order = np.array_equal(unit, np.arange(num_units))",
+        "in_order = len(unit) == num_units",
+        ("tests/ghost/test_instances.py",),
+    ),
+    Mutation(
+        "the kernels read the memory behind a number that was expanded",
+        "dpllm/ghost/triton_kernels.py",
+        "x.stride(-1) == 1",
+        "x.stride(-1) <= 1",
+        ("tests/ghost/test_triton_kernels.py",),
+    ),
+    Mutation(
         "the kernel that makes the gradient leaves out the scale",
         "dpllm/ghost/triton_programs.py",
         "(scale * total_LR).to(out.dtype.element_ty)",
@@ -968,6 +989,13 @@ MUTATIONS = [
         "total.add_(gradient.to(total.dtype))",
         ("tests/ghost/test_per_unit.py",),
         quick=True,
+    ),
+    Mutation(
+        "one unit at a time, a gradient that autograd shares between parameters is taken as a sum",
+        "dpllm/ghost/per_unit.py",
+        "total.add_(gradient.to(total.dtype), alpha=factor)",
+        "total.take_(gradient.to(total.dtype) if factor == 1 else gradient.to(total.dtype) * factor)",
+        ("tests/training/test_per_unit.py",),
     ),
     Mutation(
         "one unit at a time, no noise is added",

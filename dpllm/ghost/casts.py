@@ -1,7 +1,7 @@
 """Inputs under autocast: layers that read one tensor keep one copy of it in the dtype of their products.
 
-Autocast casts the input of each linear layer by itself. Layers that read the same tensor (query, key and value; gate and
-up) share the Gram matrix of their input, and for this they must keep the same tensor.
+Autocast casts the input of each linear layer by itself. Layers that read the same tensor (query, key and value; gate
+and up) share the Gram matrix of their input, and for this they must keep the same tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Casts:
         self._recent: list[tuple[Tensor, int, Tensor]] = []
 
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the values of ``x`` in a dtype, without a graph; the same tensor again until ``x`` changes in place."""
+        """Return ``x`` in a dtype, without a graph; the same tensor again until ``x`` changes in place."""
         for known, version, made in self._recent:
             if known is x and version == x._version and made.dtype == dtype:
                 return made

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dpllm.data.labels import BOUNDARIES
+from dpllm.ghost import kernels
 from dpllm.ghost.contributions import Use
 from dpllm.ghost.errors import CoupledError, GhostError, NoRuleError, UnreachedError
 from dpllm.ghost.graph import leaves_of
@@ -242,7 +243,7 @@ class RowProbe:
 
     def take(self, name: str, parameter: nn.Parameter, use: Use) -> None:
         """Check the gradient that one use of a parameter received."""
-        others = use.grad.detach().flatten(1).clone()
+        others = kernels.entries(use.grad.detach()).clone()
         if self._packed:
             finite_B = torch.isfinite(others).all(1)
             self.finite_B = finite_B if self.finite_B is None else self.finite_B & finite_B
@@ -277,7 +278,7 @@ class SpreadProbe:
 
     def take(self, name: str, parameter: nn.Parameter, use: Use) -> None:
         """Check the gradient that one use of a parameter received."""
-        if not bool(torch.isfinite(use.grad.detach().flatten(1)[self.healthy_B]).all()):
+        if not bool(torch.isfinite(kernels.entries(use.grad.detach())[self.healthy_B]).all()):
             raise GhostError(
                 f"A value that is not finite reaches other packed rows (seen at {name}): the attention masks by "
                 "multiplying with zero, so one unit that overflows would change the contributions of the others. Use "

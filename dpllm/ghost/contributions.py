@@ -172,10 +172,10 @@ class Instance:
         """Add the weighted gradients: ``total += sum_u factor_u g_u``."""
         del norm_method
         if self.slot is not None:
-            total.add_(self.slot.weighted(weights.factor))
+            total.take_(self.slot.weighted(weights.factor))
             return
         value_U, factor_U = weights.kept(self.value_U)
-        total.add_(torch.tensordot(factor_U.to(total.dtype), value_U.to(total.dtype), dims=1))
+        total.take_(torch.tensordot(factor_U.to(total.dtype), value_U.to(total.dtype), dims=1))
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,11 @@ def widen(x: Tensor) -> Tensor:
     return x.to(accumulation_dtype(x.dtype))
 
 
+def entries(x_B: Tensor) -> Tensor:
+    """View (B, ...) as (B, N): one column for the gradients of a parameter without dimensions, which are (B,)."""
+    return x_B.unsqueeze(1).flatten(1)
+
+
 def rounding_slack(dtype: torch.dtype) -> float:
     """Return the relative error allowed in a squared Gram norm, per unit of (sum_t |left_t| |right_t|)^2.
 
@@ -203,7 +208,7 @@ def squared_norms(x_B: Tensor) -> Tensor:
     >>> torch.allclose(squared_norms(x).double(), x.double().square().sum(1), rtol=1e-6)
     True
     """
-    flat = x_B.flatten(1)
+    flat = entries(x_B)
     whole = flat.shape[1] // 64 * 64
     if whole == 0:
         return torch.linalg.vector_norm(flat, dim=1).square()

@@ -66,6 +66,16 @@ def unseen_use(name: str) -> NoRuleError:
     )
 
 
+def unseen_recomputation() -> NoRuleError:
+    """Return the error for tensors that differ from those of the forward pass when they are recomputed."""
+    return NoRuleError(
+        "Activation checkpointing recomputed other tensors than the forward pass had. Either a function is "
+        "checkpointed that uses a trainable parameter outside of a module, where the backward pass does not see the "
+        "use (then checkpoint a module: checkpoint(self.block, x), or freeze the parameter), or the model is not "
+        "deterministic."
+    )
+
+
 def late_use(name: str) -> NoRuleError:
     """Return the error for a use that was in no earlier call of the model."""
     return NoRuleError(

@@ -117,7 +117,7 @@ class Pass:
     def add_clipped_sum_(self, parameter: nn.Parameter, total: Sum) -> None:
         """Add sum_u factor_u g_u of one parameter to ``total``, once, and drop its contributions."""
         if id(parameter) in self.sums:
-            total.add_(self.sums.pop(id(parameter)))
+            total.take_(self.sums.pop(id(parameter)))
         else:
             self.add_weighted_(parameter, total, self.contributions.pop(id(parameter)))
 

@@ -222,7 +222,7 @@ class TensorShards:
     def _summand(one: Pass, key: int) -> Tensor:
         """Return (U, P): this process's summand of each unit's gradient."""
         (instance,) = merge([Instance(c.instance(one.rows)) for c in one.contributions[key]], one.rows)
-        return instance.instance(one.rows).flatten(1)
+        return kernels.entries(instance.instance(one.rows))
 
     def _gathered(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return each tensor of every process, (R, ...): one collective, and the same numbers on every process."""

@@ -4,8 +4,8 @@ Place in the flow: between the contributions of one microbatch and the engine, w
 noise added to it, and takes the gradient from it.
 
 A large float32 sum takes longer to read and write than to add to, so nothing passes over it without need: a new sum
-holds no zeros, and its first addend is written. The fused kernel, as the last addend, reads the sum with its noise, and
-writes the gradient in the parameter's dtype (`Sum.finish_in`).
+holds no zeros, and its first addend is written, or taken. The fused kernel, as the last addend, reads the sum with its
+noise, and writes the gradient in the parameter's dtype (`Sum.finish_in`).
 
 Shape suffixes: B rows, U units.
 """
@@ -87,14 +87,22 @@ class Sum:
         return total
 
     def add_(self, value: Tensor, alpha: float = 1.0) -> None:
-        """Add alpha times a tensor that nothing else uses: an empty sum takes it, if it can, without a copy."""
-        if not self.is_empty:
-            self.total.add_(value, alpha=alpha)
-        elif alpha == 1.0 and value.is_contiguous() and (value.shape, value.dtype, value.device) == self._like:
-            self._total = value
-        else:
+        """Add alpha times a tensor, which stays as it is."""
+        if self.is_empty:
             torch.mul(value, alpha, out=self.total)
-        self.is_empty = False
+            self.is_empty = False
+        else:
+            self.total.add_(value, alpha=alpha)
+
+    def take_(self, value: Tensor) -> None:
+        """Add a tensor that nothing else uses: an empty sum takes it, if it can, without a copy.
+
+        The sum then changes it in place. A tensor of autograd may be the gradient of several parameters: `add_`.
+        """
+        if self.is_empty and value.is_contiguous() and (value.shape, value.dtype, value.device) == self._like:
+            self._total, self.is_empty = value, False
+        else:
+            self.add_(value)
 
     # ----------------------------------------------------------------- the gradient
 

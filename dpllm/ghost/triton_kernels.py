@@ -188,12 +188,13 @@ def _table(groups: Sequence[tuple[Tensor, list[Tensor]]], device: torch.device) 
 def _is_aligned(x: Tensor) -> bool:
     """Whether the last dimension is contiguous, and address, width and all other strides are multiples of 16 bytes.
 
-    Also whether 128 tokens span less than 2^31 entries. The stride of a dimension of size 1 does not matter.
+    Also whether 128 tokens span less than 2^31 entries. The stride of another dimension of size 1 does not matter. An
+    expanded last dimension is not contiguous: one number is there, and behind it is memory of something else.
     """
     units = 16 // x.element_size()
-    *strides, last = (stride if size > 1 else 0 for size, stride in zip(x.shape, x.stride(), strict=True))
+    strides = [stride if size > 1 else 0 for size, stride in zip(x.shape[:-1], x.stride(), strict=False)]
     return (
-        last <= 1
+        x.stride(-1) == 1
         and x.data_ptr() % 16 == 0
         and x.shape[-1] % units == 0
         and all(stride % units == 0 for stride in strides)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointError
 from torch.utils.hooks import RemovableHandle
 
 from dpllm.ghost import orders
@@ -24,7 +25,17 @@ from dpllm.ghost.call import flatten_tensors, replace_tensors
 from dpllm.ghost.errors import NoRuleError
 from dpllm.ghost.experiments import Usage
 from dpllm.ghost.functional import FunctionRule, Host, of_parameter
-from dpllm.ghost.origins import Origin, has_none, has_rows, late_use, mark_rows, mark_shared, origins_of, unseen_use
+from dpllm.ghost.origins import (
+    Origin,
+    has_none,
+    has_rows,
+    late_use,
+    mark_rows,
+    mark_shared,
+    origins_of,
+    unseen_recomputation,
+    unseen_use,
+)
 from dpllm.ghost.twins import Twins
 
 _ATTRIBUTES = ("__set__", "__delete__")
@@ -181,7 +192,11 @@ class Uses(TorchFunctionMode):
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """Watch the modules that are recomputed in a backward pass; the pass itself is a function, which hides them."""
+        """Watch the modules that are recomputed in a backward pass; the pass itself is a function, which hides them.
+
+        Raises:
+            GhostError: activation checkpointing recomputed other tensors than it kept.
+        """
         depth, self._in_backward = 0, True
 
         def begin(*_: Any) -> None:
@@ -204,6 +219,8 @@ class Uses(TorchFunctionMode):
             handles = register_module_forward_pre_hook(begin), register_module_forward_hook(end, always_call=True)
         try:
             yield
+        except CheckpointError as error:
+            raise unseen_recomputation() from error
         finally:
             self._in_backward = False
             for handle in handles:

@@ -30,7 +30,7 @@ class Middle(nn.Module):
         super().__init__()
         self.use = use
         self.vector, self.heads = nn.Parameter(torch.rand(WIDTH) + 0.5), nn.Parameter(torch.rand(2) + 0.5)
-        self.matrix = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.matrix, self.number = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Parameter(torch.tensor(0.7))
         self.conv = nn.Conv1d(WIDTH, WIDTH, 3, groups=WIDTH, padding=2)
         self.places = nn.Embedding(9, WIDTH)
 
@@ -93,6 +93,7 @@ USES = {
     "scale": lambda m, h: h * m.vector + m.vector,
     "scale in place": lambda m, h: h.mul_(1.0).clone().mul_(m.vector).add_(m.vector),
     "gate of a derived value": lambda m, h: h * -torch.exp(m.vector.float().double()),
+    "one number": lambda m, h: h * m.number,
     "softplus of a sum": lambda m, h: F.softplus(h + m.vector),
     "where": lambda m, h: torch.where(h > 0, h, m.vector),
     "power": lambda m, h: h.abs().clamp_min(0.1) ** m.vector,
@@ -162,6 +163,24 @@ def test_a_checkpointed_module_is_the_loop(name, reentrant):
             return self.last(torch.tanh(h)).square().flatten(1).sum(1)
 
     assert_is_the_loop(only_used(perturbed(Checkpointed(USES[name]))), losses, batch_of(), microbatches=2)
+
+
+def test_a_checkpointed_function_that_uses_a_parameter_is_refused_with_the_remedy():
+    """It runs outside of modules, where its recomputation is not seen."""
+
+    class Checkpointed(Net):
+        def part(self, x):
+            return (self.first(x) * self.middle.vector) @ self.middle.matrix
+
+        def forward(self, x):
+            return self.last(checkpoint(self.part, x, use_reentrant=False)).square().flatten(1).sum(1)
+
+    net = only_used(perturbed(Checkpointed(USES["scale"])))
+    clipper = GhostClipper(net, 1.0)
+    with pytest.raises(GhostError, match=r"recomputed other tensors .* checkpoint a module: checkpoint\(self"):
+        clipper.backward(losses(net, batch_of()))
+    clipper.remove()
+    assert all(parameter.grad is None for parameter in clipper.parameters.values())
 
 
 def test_a_tied_weight_has_the_uses_of_its_layer_and_of_functions():

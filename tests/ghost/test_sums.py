@@ -40,7 +40,7 @@ def test_the_first_tensor_is_taken_and_the_gradient_is_made_in_one_pass(begun):
     """No zeros, no copy, no multiplication apart from the rounding."""
     value = torch.randn(4, 6)
     with Operations() as operations:
-        begun.add_(value)
+        begun.take_(value)
         begun.finish_in(torch.bfloat16, 0.3)
         gradient = begun.finished()
     assert operations.names == ["mul"]
@@ -53,8 +53,19 @@ def test_tensors_of_any_layout_are_added(begun, value, alpha):
     """A tensor that is not laid out as the sum is copied: noise is added to contiguous entries only."""
     kept = value.clone()
     begun.add_(value, alpha)
-    begun.add_(value.clone(), alpha)
+    begun.add_(value, alpha)
     torch.testing.assert_close(begun.total, 2 * alpha * kept.float())
+    assert begun.total.is_contiguous() and torch.equal(value, kept)
+
+
+@pytest.mark.parametrize("value", [torch.randn(6, 4).mT, torch.randn(4, 6).double(), torch.randn(4, 6)])
+def test_a_tensor_of_any_layout_is_taken(begun, value):
+    """Without a copy only where it is laid out as the sum."""
+    kept = value.clone()
+    begun.take_(value)
+    assert (begun.total is value) == (value.is_contiguous() and value.dtype == torch.float32)
+    begun.take_(kept.clone())
+    torch.testing.assert_close(begun.total, 2 * kept.float())
     assert begun.total.is_contiguous()
 
 
@@ -75,13 +86,14 @@ def test_a_gradient_of_the_dtype_of_the_sum_takes_its_memory(begun):
 
 
 @pytest.mark.skipif(not triton_kernels.INTERPRETED, reason="the kernels need Triton's interpreter")
+@pytest.mark.parametrize("uses", [1, 2])
 @pytest.mark.parametrize("microbatches", [1, 3])
-def test_the_kernel_makes_the_gradient_that_separate_passes_make(microbatches):
-    """With the last microbatch, from sum and noise; a first step, which the guard checks, has separate passes."""
+def test_the_kernel_makes_the_gradient_that_separate_passes_make(microbatches, uses):
+    """With the last use of the last microbatch, from sum and noise; a checked first step has passes of its own."""
 
     def gradient_of(is_first_step):
         torch.manual_seed(0)
-        model = nn.Linear(70, 40, bias=False).bfloat16()
+        model = nn.Sequential(*[nn.Linear(40, 40, bias=False).bfloat16()] * uses)
         clipper = GhostClipper(model, 0.1, NormMethod("gram", fused=True))
         engine = SingleProcess(torch.optim.SGD(model.parameters(), lr=0.1))
         engine.guard.done = not is_first_step
@@ -95,12 +107,12 @@ def test_the_kernel_makes_the_gradient_that_separate_passes_make(microbatches):
 
         for number in range(microbatches):
             last = number == microbatches - 1
-            x = torch.randn(3, 9, 70).bfloat16()
+            x = torch.randn(3, 9, 40).bfloat16()
             clipper.clip(model(x).float().square().sum((1, 2)))
             engine.collect(clipper.parameters, add_to, last=last, scale=0.1)
         clipper.remove()
         assert made == [False] * (microbatches - 1) + [not is_first_step]
-        return model.weight.grad
+        return model[0].weight.grad
 
     first, later = gradient_of(True), gradient_of(False)
     assert first.dtype == later.dtype == torch.bfloat16

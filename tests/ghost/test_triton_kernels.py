@@ -13,7 +13,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from dpllm.ghost import kernels, triton_kernels
+from dpllm import GhostClipper
+from dpllm.ghost import NormMethod, kernels, triton_kernels
 from dpllm.ghost.contributions import Lookup, Outer, Rows
 from dpllm.ghost.kernels import sum_tokens
 from dpllm.ghost.triton_tiles import Tile, Tiles
@@ -303,6 +304,43 @@ def test_no_layout_needs_a_copy():
             assert torch.equal(actual, expected)
     weight, _ = triton_kernels.norm_layer_grads(a, shared)
     assert torch.equal(weight, triton_kernels.norm_layer_grads(a.contiguous(), shared.contiguous())[0])
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_nothing_behind_an_expanded_number_is_read(tokens, dtype):
+    """As in the gradient of a sum over the features of a single row, or over slices of aligned memory."""
+    x = randn(1, tokens, 32, dtype=dtype)
+    memory = torch.full((1, tokens, 64), torch.nan, device=DEVICE, dtype=dtype)
+    memory[:, :, 0] = 0.5
+    for g in (memory[:, :1, :1].expand(1, tokens, 32), memory[:, :, :1].expand(1, tokens, 32)):
+        assert g.stride(-1) == 0
+        expected = instance_of(x, g)
+        assert_close(triton_kernels.gram_norms(x, [g])[0], expected.square().sum((1, 2)), 1e-3)
+        assert_close(triton_kernels.gram_norms(g, [x])[0], expected.square().sum((1, 2)), 1e-3)
+        assert_close(triton_kernels.instance_norms(x, g), expected.square().sum((1, 2)), 1e-3)
+        assert_close(triton_kernels.norm_layer_grads(x, g)[0], sum_tokens(x.double() * g.double()), 1e-3, 1e-3)
+        total = torch.empty(32, 32, device=DEVICE)
+        triton_kernels.weighted_outer_(total, None, x, g, torch.ones(1, device=DEVICE))
+        assert_close(total, expected[0], 1e-3, 1e-3)
+        index, unit = torch.zeros(1, tokens, dtype=torch.int64, device=DEVICE), torch.zeros(1, dtype=torch.int64)
+        looked_up = triton_kernels.lookup_norms(index, g, unit.to(DEVICE), 1, 4)
+        assert_close(looked_up, g.double().sum(1).square().sum(1), 1e-3)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_over_features_as_a_loss_is_clipped_by_its_norm(dtype):
+    """Its gradient is one number, expanded: the norm came from the memory behind it, whatever was there."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(16, 32, bias=False, device=DEVICE).to(dtype)
+    clipper = GhostClipper(layer, 1.0, NormMethod("gram", fused=True))
+    x = randn(1, 4, 16, dtype=dtype)
+    result = clipper.backward(layer(x).sum((1, 2)))
+    clipper.remove()
+    torch.testing.assert_close(result.norms.double(), 32**0.5 * x.double().sum(1).norm(dim=1), rtol=1e-3, atol=0)
+    assert 0.999 <= float(layer.weight.grad.double().norm()) <= 1
 
 
 @needs_triton

@@ -309,3 +309,46 @@ def test_a_compiled_model_is_checked_as_written_and_released_as_compiled(tmp_pat
     compiled.compile(backend="aot_eager")
     expected = attack(tmp_path / "plain", plain, loss_of)
     torch.testing.assert_close(attack(tmp_path / "compiled", compiled, loss_of), expected, rtol=1e-5, atol=1e-7)
+
+
+class TwoTables(nn.Module):
+    """Two parameters that are added up before they are used: autograd returns one tensor as the gradient of both."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.change = nn.Parameter(torch.randn(1, FEATURES)), nn.Parameter(torch.zeros(1, FEATURES))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.base + self.change)
+
+
+def released_by_two_tables(folder, units, noise_multiplier):
+    """Eight times the private gradient of a second step, (2, FEATURES): the guard watches the first one."""
+    model, made = TwoTables(), plan_of(noise_multiplier, seeded=True, clip_norm=4.0)
+    run = PrivateRun(made, rows_of(), ledger_of(folder, made), 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.attach(model, optimizer, gradients="per_unit")
+
+    def loss(model, inputs):
+        return model(inputs["rows"][:, :-1]).sum(1)
+
+    found = gradients_of(run, optimizer, model, [[], units], loss)[1]
+    run.detach()
+    return 8 * found.view(2, FEATURES)
+
+
+def test_parameters_whose_gradient_is_one_tensor_have_sums_of_their_own(tmp_path):
+    """The gradient of a unit below the clip norm was taken as the sum of both: others entered it twice (2.5 C)."""
+
+    def share_of(unit):
+        numbers = np.flatnonzero(np.repeat(np.arange(40), 1 + np.arange(40) % 3) == unit)
+        gradient = torch.stack(rows_of().fetch(numbers))[:, :-1].sum(0).repeat(2, 1)
+        return gradient * min(1.0, 4.0 / float(gradient.norm()))
+
+    assert [float(share_of(unit).norm()) > 3.999 for unit in (0, 3, 6, 1, 2)].count(True) in (1, 2, 3, 4)
+    for number, units in enumerate(([0, 3, 6, 1, 2], [0, 3, 6, 1], [3, 1])):
+        released = released_by_two_tables(tmp_path / str(number), units, 0.0)
+        expected = torch.stack([share_of(unit) for unit in units]).sum(0)
+        torch.testing.assert_close(released, expected, rtol=1e-4, atol=1e-4)
+        noisy = released_by_two_tables(tmp_path / f"{number} with noise", units, 1.0)
+        assert not torch.equal(noisy[0], noisy[1])  # each entry has noise of its own
