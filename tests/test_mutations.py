@@ -652,6 +652,13 @@ MUTATIONS = [
         needs="trl",
     ),
     Mutation(
+        "texts are stored however the data set makes them",
+        "dpllm/training/rows_trainer.py",
+        "if is_raw(train, rows) and not is_stored(train):",
+        "if False:",
+        ("tests/training/checks/test_carried.py::test_texts_that_depend_on_those_read_before_are_refused",),
+    ),
+    Mutation(
         "prompts that pairs share raise no question",
         "dpllm/training/dpo_trainer.py",
         "*([SHARED_PROMPTS] if self._shares_prompts else [])",

@@ -31,6 +31,7 @@ TODAY = datetime(2024, 7, 26, tzinfo=UTC)
 """The date given to a chat template; Llama's own templates use it as their default."""
 _DIRECTIVES = [f"%{mark}{letter}" for letter in "aAbBcdDeFHIjmMpSTuUwxXyYzZ" for mark in ("-", "")]
 _MARKS_ASSISTANT = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_DRAWS = re.compile(r"\|\s*random\b|['\"]random['\"]|\blipsum\b")  # all that Jinja has
 
 
 def encode_chats(
@@ -44,7 +45,7 @@ def encode_chats(
         record_numbers: the chats' record numbers, for error messages.
 
     Raises:
-        ConfigError: the tokenizer has no chat template, or is not a fast one.
+        ConfigError: the tokenizer has no chat template, or one that draws random numbers, or is not a fast one.
         DataError: a message has no role or content, or the template refuses a chat; the message names the record.
     """
     template = tokenizer.chat_template
@@ -53,6 +54,7 @@ def encode_chats(
             "data.format='chat' needs a tokenizer with a chat template, and this one has none: set model.tokenizer to "
             "the tokenizer of the model's chat version, or use data.format='prompt_completion'"
         )
+    refuse_random(template)
     if not tokenizer.is_fast:
         raise ConfigError("data.format='chat' needs a fast tokenizer (one with tokenizer.json); this model has none")
     cleaned = [_clean(chat, number) for chat, number in zip(chats, record_numbers, strict=True)]
@@ -156,6 +158,23 @@ def with_fixed_date(tokenizer: PreTrainedTokenizerBase, template: str | None = N
     # The empty expression keeps a line break at the beginning of the template.
     macro = f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}{{{{ '' }}}}"
     return macro + str(tokenizer.get_chat_template(template))
+
+
+def refuse_random(template: Any) -> None:
+    """Check that a chat template draws no random numbers, whose place in their sequence depends on other records.
+
+    Args:
+        template: a template, or several by name.
+
+    Raises:
+        ConfigError: it does.
+    """
+    found = _DRAWS.search(str(template))
+    if found is not None:
+        raise ConfigError(
+            f"the chat template draws random numbers ({found[0]}). Which numbers a record gets depends on how many "
+            "other records come before it, so ε would not hold: leave random and lipsum out of the template"
+        )
 
 
 def _render(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, opened: bool = False) -> str:

@@ -20,7 +20,7 @@ from jinja2.exceptions import TemplateError
 
 from dpllm.config import ConfigError
 from dpllm.config.extras import require
-from dpllm.data.chat import own_value, with_fixed_date
+from dpllm.data.chat import own_value, refuse_random, with_fixed_date
 from dpllm.data.records import DataError, check_column
 from dpllm.data.scratch import store
 
@@ -57,7 +57,12 @@ class Tokens:
     template: str | None = None
 
     def __post_init__(self) -> None:
-        """Give the template a fixed date: rows must be the same on every process, and after a resume."""
+        """Give the template a fixed date: rows must be the same on every process, and after a resume.
+
+        Raises:
+            ConfigError: the template draws random numbers.
+        """
+        refuse_random(self.template or self.tokenizer.chat_template)
         if self.template or self.tokenizer.chat_template:
             object.__setattr__(self, "template", with_fixed_date(self.tokenizer, self.template))
 

@@ -215,8 +215,16 @@ def reference_in(dataset: Any) -> np.ndarray | None:
 
 
 def shares_prompts(dataset: Any) -> bool:
-    """Return whether more than one in a hundred pairs has the prompt of another pair."""
-    if "prompt" not in getattr(dataset, "column_names", ()):
-        return False
-    prompts = [repr(prompt) for prompt in dataset["prompt"]]
+    """Return whether more than one in a hundred pairs has the prompt of another pair.
+
+    Args:
+        dataset: examples that `Preferences.rows` has accepted; without a column ``prompt``, the prompt of a pair is
+            what its answers have in common.
+    """
+    if "prompt" in dataset.column_names:
+        prompts = [repr(prompt) for prompt in dataset["prompt"]]
+    else:
+        trl = require_trl("this data set")
+        pairs = dataset.with_format(None).select_columns(list(SIDES))
+        prompts = [repr(trl.extract_prompt(pair)["prompt"]) for pair in pairs]
     return len(prompts) - len(set(prompts)) > len(prompts) / 100

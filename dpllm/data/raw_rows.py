@@ -196,6 +196,11 @@ def _first_key(form: str) -> str:
     return own.get(form, "question_column" if form == "question_answering" else "text_column")
 
 
+def is_stored(dataset: Any) -> bool:
+    """Whether the rows are those of a table, and not made by code when they are read."""
+    return isinstance(dataset, datasets.Dataset) and not _is_computed(dataset)
+
+
 def _is_computed(dataset: Any) -> bool:
     """Whether the rows of a `datasets.Dataset` are made by a function when they are read."""
     return isinstance(dataset, datasets.Dataset) and dataset.format["type"] == "custom"
@@ -203,7 +208,7 @@ def _is_computed(dataset: Any) -> bool:
 
 def _columns(dataset: Any) -> list[str]:
     """Return the names of the columns of row 0; an empty list if there is no row."""
-    if isinstance(dataset, datasets.Dataset) and not _is_computed(dataset):
+    if is_stored(dataset):
         return list(dataset.column_names)
     return [str(name) for name in dataset[0].keys()] if len(dataset) else []  # noqa: SIM118 (may be no mapping)
 
@@ -215,7 +220,7 @@ def _table(dataset: Any, columns: Sequence[str], words: str) -> datasets.Dataset
         DataError: a row lacks a column, or the values of a column are of several kinds.
     """
     columns = list(dict.fromkeys(columns))
-    if isinstance(dataset, datasets.Dataset) and not _is_computed(dataset):
+    if is_stored(dataset):
         present = [name for name in columns if name in dataset.column_names]
         return dataset.with_format(None).select_columns(present or dataset.column_names)  # none would have no rows
     found: dict[str, list[Any]] = {name: [] for name in columns}

@@ -153,7 +153,7 @@ def files_to_publish(
     names |= inner
     if "config.json" in names:
         names.update(name for name in _code_of(folder / "config.json") if _is_plain_file(folder, name))
-    templates = sorted((folder / _TEMPLATES).glob("*.jinja")) if (folder / _TEMPLATES).is_dir() else []
+    templates = [] if (folder / _TEMPLATES).is_symlink() else sorted((folder / _TEMPLATES).glob("*.jinja"))
     names.update(f"{_TEMPLATES}/{path.name}" for path in templates if not path.is_symlink())
     return sorted(names)
 

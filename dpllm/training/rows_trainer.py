@@ -14,12 +14,13 @@ from transformers import TrainingArguments
 from dpllm.config import ConfigError, PrivacyConfig, read_section
 from dpllm.config.values import shown
 from dpllm.data.lengths import input_of
-from dpllm.data.raw_rows import LONGEST, RowMaker, is_raw
+from dpllm.data.raw_rows import LONGEST, RowMaker, is_raw, is_stored
 from dpllm.engines.processes import Processes
 from dpllm.models.given import names_of_classes
 from dpllm.models.positions import num_positions
 from dpllm.models.tasks import task_of
 from dpllm.training.averaged_trainer import AveragedTrainer
+from dpllm.training.checks.carried import refuse_reading
 from dpllm.training.fetching import refuse_unreadable
 
 
@@ -99,6 +100,7 @@ class RowsTrainer(AveragedTrainer):
 
         Raises:
             ConfigError: raw columns cannot be used with a collator of the caller's own.
+            DataError: raw records depend on others that were read before them, or on random numbers.
         """
         keep = [privacy.unit_column] if privacy.unit == "user" and privacy.unit_column else []
         rows = self._rows_of_raw(train, "train_dataset", keep)
@@ -107,6 +109,8 @@ class RowsTrainer(AveragedTrainer):
                 "train_dataset has raw columns, which are tokenised and padded here, and a data_collator is given as "
                 "well: leave data_collator out, or tokenise the rows before"
             )
+        if is_raw(train, rows) and not is_stored(train):
+            Processes().together(lambda: refuse_reading(train.__getitem__, len(train)))
         self._made = ((train, rows),)
         held_out = self._rows_of_raw(evaluation, "eval_dataset")
         several = isinstance(evaluation, Mapping)

@@ -122,10 +122,13 @@ def test_a_reference_may_come_with_the_examples_and_is_complete():
 
 
 def test_prompts_that_several_pairs_share_are_found():
-    """Texts and conversations; a single pair in a hundred is not told."""
+    """Texts and conversations, also without a column of prompts; a single pair in a hundred is not told."""
     assert not any(shares_prompts(data) for data in SHAPES.values())
-    twice = SHAPES["chat"].select([0, 0, 1])
-    assert shares_prompts(twice)
+    assert all(shares_prompts(data.select([0, 0, 1])) for data in SHAPES.values())
+    other = SHAPES["implicit_chat"].select([0, 0])  # another answer to the same question
+    answers = [{"role": "assistant", "content": text} for text in ("yes", "no")]
+    chosen = [[pair["chosen"][0], answer] for pair, answer in zip(other, answers, strict=True)]
+    assert shares_prompts(other.remove_columns("chosen").add_column("chosen", chosen))
 
 
 @pytest.mark.parametrize("values", [["a"] * 4, [[1.0]] * 4, [{"a": 1}] * 4], ids=["text", "lists", "objects"])

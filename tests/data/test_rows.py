@@ -219,6 +219,15 @@ class TestChat:
         )
         assert self.said([dated], chatty) == self.said([undated], chatty)
 
+    @pytest.mark.parametrize(
+        "drawn", ["{{ ['a', 'b']|random }}", "{{ [['a']]|map('random')|first }}", "{{ lipsum() }}"]
+    )
+    def test_a_template_that_draws_random_numbers_is_refused(self, chatty, drawn):
+        """After a fixed seed, leaving out a record gives each later one other numbers."""
+        chatty.chat_template = drawn + CHATML
+        with pytest.raises(ConfigError, match=r"draws random numbers .*leave random and lipsum out of the template"):
+            rows_of([{"messages": CHAT}], chatty, format="chat", max_length=200)
+
     @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["unmarked", "marked"])
     def test_no_chat_has_keys_or_kinds_of_numbers_of_another(self, chatty, template):
         """A table gives each object the keys of all rows, in the order of the first, and makes 1 of one row 1.0."""

@@ -164,6 +164,12 @@ def test_a_template_that_refuses_an_example_is_named():
         Supervised(tokens=Tokens(trl_data.tokenizer(strict))).rows(SHAPES["messages"])
 
 
+def test_a_template_that_draws_random_numbers_is_refused():
+    """The numbers of a row would depend on how many rows come before it: the sum moved by 1.5 C."""
+    with pytest.raises(ConfigError, match=r"the chat template draws random numbers \(\|random\)"):
+        Tokens(trl_data.tokenizer("{{ ['yes', 'no']|random }}" + trl_data.TEMPLATE))
+
+
 def test_a_template_gets_a_fixed_date():
     """Rows are the same on every day: a run is resumed later."""
     dated = "{{ strftime_now('%Y') }} " + trl_data.TEMPLATE

@@ -254,6 +254,24 @@ def test_weights_that_the_ledger_does_not_name_are_neither_uploaded_nor_passed_o
         require_publishable(folder, force_open_points=True)
 
 
+def test_files_that_are_elsewhere_are_not_uploaded(finished, tmp_path):
+    """A link in the run's folder names a file, or a folder of chat templates, that no run has written."""
+    folder, elsewhere = tmp_path / "copy", tmp_path / "elsewhere"
+    shutil.copytree(finished.ledger.path.parent, folder)
+    names = files_to_publish(folder, adapter=False)
+    elsewhere.mkdir()
+    for name in ("own.jinja", "vocab.json"):
+        (elsewhere / name).write_text("secret")
+    (folder / "vocab.json").symlink_to(elsewhere / "vocab.json")
+    (folder / "additional_chat_templates").symlink_to(elsewhere)
+    assert files_to_publish(folder, adapter=False) == names
+    (folder / "additional_chat_templates").unlink()
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "linked.jinja").symlink_to(elsewhere / "own.jinja")
+    (folder / "additional_chat_templates" / "tool.jinja").write_text("{{ messages }}")
+    assert files_to_publish(folder, adapter=False) == sorted([*names, "additional_chat_templates/tool.jinja"])
+
+
 class Tracker(TrainerCallback):
     """An integration that shows figures to others."""
 

@@ -13,12 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dpllm.data.records import DataError
 from dpllm.training.checks import choices
 from dpllm.training.checks.repeatable import same_randomness, seed_between
 from dpllm.training.checks.sharing import same_values
 
 GATES = 8
 """Random states: an effect in at least one of eight calls is found with certainty."""
+_READ = 4  # rows that are read again
 _CONFIRMED = 12  # more comparisons of each kind, before a difference counts: numbers of a collator's own give 2^-23
 
 CARRIED = (
@@ -35,6 +37,39 @@ REREAD = (
     "The rows of the data set are made again at each reading, with random numbers. Confirm that a row is made from its "
     "own record only, with no text of other records (negatives, mixup, concatenation)"
 )
+DRAWN = (
+    "The data set makes its rows with random numbers when they are read. Raw columns are read once, one row after the "
+    "other: the numbers of a row depend on how many rows come before it, and ε would not hold. Leave the random "
+    "numbers out; or tokenise in the data set as well, so that its rows have input_ids, and are made again in each step"
+)
+
+
+def refuse_reading(read: Callable[[int], Any], num_rows: int) -> None:
+    """Check the rows of a data set that are read once, in their order, and stored as they come out.
+
+    Args:
+        read: the number of a row to its values.
+        num_rows: how many rows there are.
+
+    Raises:
+        DataError: a row depends on the row that was read before it, or is made with random numbers.
+    """
+    rows = choices.source().sample(range(num_rows), min(num_rows, _READ))
+    for row in rows:
+        others = [*(number for number in rows if number != row), row]
+        if len(others) > 1 and after_others(read, row, others):
+            raise DataError(CARRIED.format(who="The data set", done="read"))
+        if _is_drawn(read, row):
+            raise DataError(DRAWN)
+
+
+def _is_drawn(read: Callable[[int], Any], row: int) -> bool:
+    """Return whether a row is made with random numbers: some change it, or it has numbers of its own."""
+    found = []
+    for part in range(GATES):
+        with same_randomness(seed_between(part / GATES, (part + 1) / GATES)):
+            found.append(read(row))
+    return not all(same_values(one, found[0]) for one in found[1:])
 
 
 def is_steady(make: Callable[[int], Any], row: int) -> bool:

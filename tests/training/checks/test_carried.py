@@ -4,12 +4,15 @@ import random
 
 import numpy as np
 import pytest
+from datasets import Dataset
+from transformers import TrainingArguments
 
-from dpllm import per_sequence_loss
-from dpllm.data.rows import RowCollator
+from dpllm import DPTrainer, per_sequence_loss
+from dpllm.data.rows import DataError, RowCollator
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.training.checks.carried import after_others
 from dpllm.training.checks.independence import IndependenceError
+from tests import trl_data
 from tests.training.checks.test_independence import llama, trainer, unequal
 
 COLLATE = RowCollator(pad_token_id=0)
@@ -66,6 +69,40 @@ class ReadAfter:
 def test_a_data_set_whose_rows_begin_with_the_row_read_before_is_refused(batch, tmp_path):
     with pytest.raises(IndependenceError, match=r"The data set gives a row other values after another row was read"):
         trainer(tmp_path, llama(), ReadAfter(unequal()), batch=batch).train()
+
+
+def of_texts(folder, rows):
+    """A trainer that makes rows of the texts of a data set."""
+    args = trl_data.arguments(TrainingArguments, folder)
+    return DPTrainer(trl_data.model(), args, trl_data.privacy(len(rows)), rows, processing_class=trl_data.tokenizer())
+
+
+class TextAfter(ReadAfter):
+    """The same with texts, which are read once."""
+
+    def __init__(self, texts):
+        self.rows, self.left = texts, ""
+
+    def __getitem__(self, number):
+        made, self.left = self.left + self.rows[number], self.rows[number][-9:]
+        return {"text": made}
+
+
+def mixed(batch):
+    """Text of a random other row after each row."""
+    return {"text": [f"{text} {random.choice(trl_data.texts(8))}" for text in batch["text"]]}
+
+
+def test_texts_that_depend_on_those_read_before_are_refused(tmp_path):
+    """They are tokenised once, so that no later check sees how they are read: the sum moved by 1.5 C and 2.4 C."""
+    texts = trl_data.texts(8)
+    plain = Dataset.from_dict({"text": texts})
+    with pytest.raises(DataError, match=r"The data set gives a row other values after another row was read"):
+        of_texts(tmp_path, TextAfter(texts))
+    with pytest.raises(DataError, match=r"makes its rows with random numbers when they are read"):
+        of_texts(tmp_path, plain.with_transform(mixed))
+    for rows in (plain, plain.to_list(), plain.with_transform(lambda batch: {"text": batch["text"]})):
+        assert len(of_texts(tmp_path, rows).train_dataset) == 8
 
 
 class Previous:
