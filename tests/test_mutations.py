@@ -916,6 +916,20 @@ MUTATIONS = [
         ("tests/distributed/test_engines.py::test_noise_is_drawn_exactly_once[ddp]",),
     ),
     Mutation(
+        "FSDP2 forgets the reduced sums of earlier microbatches",
+        "dpllm/engines/fsdp2.py",
+        "before = self._parts.pop(bucket, None)",
+        "before = None",
+        ("tests/distributed/test_engines.py::test_every_engine_releases_the_clipped_sum_of_one_process",),
+    ),
+    Mutation(
+        "FSDP2 forgets the whole sums of earlier microbatches",
+        "dpllm/engines/fsdp2.py",
+        "total = self._sums.pop(parameter, None)",
+        "total = None",
+        ("tests/distributed/test_engines.py::test_every_engine_releases_the_clipped_sum_of_one_process",),
+    ),
+    Mutation(
         "DeepSpeed's mean over processes is not undone",
         "dpllm/engines/deepspeed.py",
         "engine.backward(self.processes.size * scale * ",
