@@ -860,6 +860,13 @@ MUTATIONS = [
         quick=True,
     ),
     Mutation(
+        "a norm whose products underflow has no slack",
+        "dpllm/ghost/kernels.py",
+        "_diagonal(gram, start).clamp_min(least)",
+        "_diagonal(gram, start).clamp_min(0)",
+        ("tests/ghost/test_norm_method.py::test_a_unit_whose_squares_underflow_is_clipped",),
+    ),
+    Mutation(
         "the first of two uses of a parameter finishes its sum",
         "dpllm/ghost/sums.py",
         "finish, self._finish = self._finish, None",
