@@ -867,6 +867,13 @@ MUTATIONS = [
         quick=True,
     ),
     Mutation(
+        "a norm whose products underflow has no slack",
+        "dpllm/ghost/kernels.py",
+        "_diagonal(gram, start).clamp_min(least)",
+        "_diagonal(gram, start).clamp_min(0)",
+        ("tests/ghost/test_norm_method.py::test_a_unit_whose_squares_underflow_is_clipped",),
+    ),
+    Mutation(
         "the first of two uses of a parameter finishes its sum",
         "dpllm/ghost/sums.py",
         "finish, self._finish = self._finish, None",
@@ -921,6 +928,20 @@ MUTATIONS = [
         "return reduce_scatter(own, flat, async_op=True)",
         "return reduce_scatter(own, flat * (self.processes.rank == 0), async_op=True)",
         ("tests/distributed/test_engines.py::test_noise_is_drawn_exactly_once[ddp]",),
+    ),
+    Mutation(
+        "FSDP2 forgets the reduced sums of earlier microbatches",
+        "dpllm/engines/fsdp2.py",
+        "before = self._parts.pop(bucket, None)",
+        "before = None",
+        ("tests/distributed/test_engines.py::test_every_engine_releases_the_clipped_sum_of_one_process",),
+    ),
+    Mutation(
+        "FSDP2 forgets the whole sums of earlier microbatches",
+        "dpllm/engines/fsdp2.py",
+        "total = self._sums.pop(parameter, None)",
+        "total = None",
+        ("tests/distributed/test_engines.py::test_every_engine_releases_the_clipped_sum_of_one_process",),
     ),
     Mutation(
         "DeepSpeed's mean over processes is not undone",

@@ -495,6 +495,7 @@ class Book:
         Raises:
             GhostError: the pass failed while it was joined to the held rows, which then contain only a part of it.
         """
+        self._hooks.break_off()
         self._forget_pass()
         self._hooks.calls.counts.spend()
         if self._held.joining:

@@ -238,10 +238,14 @@ class Outer:
         norm_method.add_weighted_outer_(total, self.left_BTL, self.right_BTR, weights)
 
     def mass(self) -> Tensor:
-        """Return (B,): sum_t |left_t| |right_t|, the scale of the rounding error of norms and sums."""
+        """Return (B,): sum_t |left_t| |right_t|, the scale of the rounding error of norms and sums.
+
+        Lengths count as the root of `kernels.least_square` at least.
+        """
         dtype = kernels.accumulation_dtype(self.left_BTL.dtype)
         left, right = (torch.linalg.vector_norm(x, dim=2, dtype=dtype) for x in (self.left_BTL, self.right_BTR))
-        return (left * right).sum(1)
+        least = math.sqrt(kernels.least_square(dtype))
+        return (left.clamp_min(least) * right.clamp_min(least)).sum(1)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dpllm.ghost import kernels
 from dpllm.ghost.errors import GhostError
 from dpllm.mechanism.catalogue import CLIPPINGS
 from dpllm.mechanism.parts import Clipping, SeparateGroups
@@ -57,9 +58,12 @@ def _is_separate(clipping: Clipping) -> bool:
 
 
 def _upper_norm(upper: Tensor, finite: Tensor) -> Tensor:
-    """Return norms above 0 from squares with their slack; 1 where they are not finite."""
-    kind = torch.finfo(upper.dtype)
-    return torch.where(finite, upper, 1).clamp_min(kind.tiny).sqrt() * (1 + 8 * kind.eps)
+    """Return norms above 0 from squares with their slack; 1 where they are not finite.
+
+    Squares below `kernels.least_square` may have lost entries whose squares underflow, and count as it.
+    """
+    least, eps = kernels.least_square(upper.dtype), torch.finfo(upper.dtype).eps
+    return torch.where(finite, upper, 1).clamp_min(least).sqrt() * (1 + 8 * eps)
 
 
 class GroupFactors:

@@ -193,8 +193,14 @@ class Hooks:
             model.register_forward_hook(self._end_forward, always_call=True),
         ]
 
+    def break_off(self) -> None:
+        """End a call of the model that Ctrl-C broke off: PyTorch runs hooks after an `Exception` only."""
+        if self._in_forward:
+            self._end()
+
     def remove(self) -> None:
         """Undo the hooks."""
+        self.break_off()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -284,8 +290,10 @@ class Hooks:
         self._switch.off_in_pass()
 
     def _end_forward(self, _: nn.Module, args: Any, output: Any) -> Any:
-        if not self._in_forward:
-            return output
+        return self._end(output) if self._in_forward else output
+
+    def _end(self, output: Any = None) -> Any:
+        """End the call of the model; return its output, None if it raised."""
         self._in_forward = False
         self._switch.on()
         output = self.uses.end(output)

@@ -62,6 +62,17 @@ def rounding_slack(dtype: torch.dtype) -> float:
     return 16 * torch.finfo(accumulation_dtype(dtype)).eps / 2
 
 
+def least_square(dtype: torch.dtype) -> float:
+    """Return the least square of a length that is told from zero.
+
+    Squares of smaller numbers underflow. In a Gram norm the square of a short input is multiplied by that of an output
+    gradient, which may be large: a norm of 1e-4 was computed as 0. The mass takes both squares to be at least this
+    large, so that the slack of the norm covers the products that were lost.
+    """
+    kind = torch.finfo(accumulation_dtype(dtype))
+    return kind.tiny / kind.eps**2
+
+
 def exact_matmul() -> contextlib.AbstractContextManager[None]:
     """Keep float32 products in float32: no TF32, no bfloat16 and no autocast, for every setting of the process.
 
@@ -230,7 +241,7 @@ def gram_norms(shared_BTD: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]
 
     Returns:
         ``(sq_norm_B, mass_B)``: squared norms, and an upper bound of (sum_t |a_t| |g_t|)^2, which scales their
-        rounding error.
+        rounding error; lengths count as `least_square` at least.
 
     >>> a, g = torch.randn(2, 3, 4), torch.randn(2, 3, 5)
     >>> sq, _ = gram_norms(a, [g])
@@ -241,7 +252,7 @@ def gram_norms(shared_BTD: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]
     rows, tokens = shared_BTD.shape[:2]
     dtype = accumulation_dtype(shared_BTD.dtype)
     sq_norm_B = torch.zeros(rows, dtype=dtype, device=shared_BTD.device)
-    root_B = torch.zeros_like(sq_norm_B)  # of the mass
+    root_B, least = torch.zeros_like(sq_norm_B), least_square(dtype)  # root of the mass
     chunk = max(1, _MAX_GRAM_ENTRIES // max(1, tokens * min(tokens, _STRIP)))
     for row in range(0, rows, chunk):
         here = slice(row, row + chunk)
@@ -251,8 +262,8 @@ def gram_norms(shared_BTD: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]
             grad_gram = _products(grads[0][strip], grads[0][before])
             for grad_BTP in grads[1:]:
                 grad_gram += _products(grad_BTP[strip], grad_BTP[before])
-            sizes_BT = (_diagonal(input_gram, start) * _diagonal(grad_gram, start)).clamp_min(0).sqrt()
-            root_B[here] += sizes_BT.sum(1)
+            squares = [_diagonal(gram, start).clamp_min(least) for gram in (input_gram, grad_gram)]
+            root_B[here] += (squares[0] * squares[1]).sqrt().sum(1)
             terms = input_gram.mul_(grad_gram)
             sq_norm_B[here] += 2 * terms[:, :, :start].sum((1, 2)) + terms[:, :, start:].sum((1, 2))
     return sq_norm_B, root_B.square()

@@ -42,6 +42,7 @@ import torch
 from torch import Tensor
 
 from dpllm.ghost import triton_programs as programs
+from dpllm.ghost.kernels import least_square
 from dpllm.ghost.triton_tiles import tiles_of
 
 triton, tl = programs.triton, programs.tl
@@ -79,7 +80,7 @@ def gram_norms(shared_BTD: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]
 
     Returns:
         ``(sq_norm_B, mass_B)`` in float32: squared norms, and (sum_t |a_t| |g_t|)^2 with |g_t| over all the layers,
-        which scales their rounding error.
+        which scales their rounding error; lengths count as `dpllm.ghost.kernels.least_square` at least.
 
     Raises:
         ValueError: no gradient, shapes that do not fit, a dtype or device that the kernels do not take.
@@ -154,6 +155,7 @@ def _gram_norms(groups: Sequence[tuple[Tensor, list[Tensor]]], aligned: bool) ->
             BLOCK_T=tile.block,
             BLOCK_K=tile.depth,
             CHUNK_K=CHUNK,
+            LEAST=least_square(torch.float32),
             WIDEN=INTERPRETED,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,

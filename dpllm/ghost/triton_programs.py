@@ -110,6 +110,7 @@ def gram_program(
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHUNK_K: tl.constexpr,
+    LEAST: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
     """Compute one tile pair (s, t), t <= s, of one row of one group: its share of the squared norm and the mass's root.
@@ -140,7 +141,11 @@ def gram_program(
         gram_ST += part_of_gram(
             table + first, INPUT, row, s, t, tokens, start, width, ALIGNED, BLOCK_T, BLOCK_K, CHUNK_K, WIDEN
         )
+    # The square of an input that is short is LEAST, in the norm too; gradients have it in the mass only.
+    gram_ST = tl.where(same_ST & (s == t) & (gram_ST < LEAST), LEAST, gram_ST)
     gram_ST = tl.where((block_T[:, None] < tokens - s) & (block_T[None, :] < tokens - t), gram_ST, 0.0)
+    square_S = tl.sum(tl.where(same_ST, gram_ST, 0.0), axis=1)
+    least_root = tl.sum(tl.sqrt(LEAST * tl.where(square_S < 0.0, 0.0, square_S)), axis=0)
     # Linear in the Gram matrix of the gradients, so its parts need not be added up first.
     for tensor in range(first + 5, last, 5):
         width = tl.load(table + tensor + 4).to(tl.int32)
@@ -154,7 +159,7 @@ def gram_program(
     twice = tl.where(s == t, 1.0, 2.0)
     tl.store(out, tl.sum(norm_S, axis=0) * twice)
     size_S = tl.where(size_S < 0.0, 0.0, size_S)  # keeps NaN
-    root = tl.sum(tl.sqrt(size_S), axis=0)
+    root = tl.sum(tl.sqrt(size_S), axis=0) + least_root
     tl.store(out + plane, tl.where(s == t, root, 0.0))
 
 

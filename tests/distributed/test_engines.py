@@ -83,8 +83,14 @@ def check_reach(jobs: list[Job], results: list, table: Callable[..., None]) -> N
 
 
 def test_every_engine_releases_the_clipped_sum_of_one_process(tmp_path, table):
-    """Every engine with every option; all combinations are in `test_the_reduced_clipped_sum_is_that_of_one_process`."""
+    """Every engine with every option; all combinations are in `test_the_reduced_clipped_sum_is_that_of_one_process`.
+
+    Engines that shard gradients keep the sums of earlier microbatches in two ways, reduced or, of LoRA, whole.
+    """
     jobs = some([job for engine in (*ENGINES, *VARIANTS) if size_of(engine) == 2 for job in jobs_of(engine)])
+    kept = (("fsdp2", "full"), ("fsdp2", "lora-all-linear"), ("zero3", "lora-all-linear"))
+    accumulating = [Job(engine, Case("llama", mode=mode, dtype="float32"), 2) for engine, mode in kept]
+    jobs += [job for job in accumulating if job not in jobs]
     small: Any = {"bucket_bytes": 5000}  # a model of several buckets, of one parameter or more
     check_errors(jobs, run(tmp_path / "two", "tests.distributed.matrix:errors", jobs=jobs, **small), table)
     hybrid = jobs_of("fsdp2-hybrid")[:1]

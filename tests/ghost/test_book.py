@@ -131,6 +131,43 @@ def test_remove_leaves_the_model_as_it_was():
     assert not model._forward_hooks and not model.first._forward_hooks and not model.first._forward_pre_hooks
 
 
+class Interrupted(nn.Linear):
+    """Ctrl-C comes while it runs."""
+
+    pressed = False
+
+    def forward(self, h):
+        if self.pressed:
+            raise KeyboardInterrupt
+        return super().forward(h)
+
+
+@pytest.mark.parametrize("passes", [0, 1, 2])  # the first call is watched, the third is not
+@pytest.mark.parametrize("end", ["forget", "remove"])
+def test_a_call_that_ctrl_c_broke_off_is_ended(end, passes):
+    """PyTorch runs no hooks then: a layer stayed out of training, and the watch of functions in the process."""
+    model, inputs = Net(Interrupted(4, 4)), x()
+    clipper = GhostClipper(model, 0.5)
+    for _ in range(passes):
+        clipper.backward(model(inputs))
+    model.middle.pressed = True
+    with pytest.raises(KeyboardInterrupt):
+        model(inputs)
+    model.middle.pressed = False
+    getattr(clipper, end)()  # before zero_grad(): the watch hides gradients from it
+    model.zero_grad()
+    assert all(p.requires_grad for p in model.parameters())
+    assert not torch.overrides._get_current_function_mode_stack()
+    if end == "remove":
+        assert_clipped_sum(model, inputs)
+        return
+    clipper.backward(model(inputs))
+    found = [p.grad for p in model.parameters()]
+    clipper.remove()
+    for one, expected in zip(found, reference(model, inputs, 0.5), strict=True):
+        torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-6)
+
+
 def test_evaluation_between_forward_passes_changes_nothing():
     """generate() and evaluation under no_grad may run while the clipper is attached."""
     model, inputs = Net(), x()

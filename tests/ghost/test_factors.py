@@ -38,6 +38,13 @@ def test_flat_clipping_leaves_short_gradients_alone():
     assert (clip_factors(FlatClipping(0.3), norms.square()[None])[0, norms < 0.3 * (1 - 1e-5)] == 1).all()
 
 
+def test_entries_whose_squares_underflow_do_not_add_up_to_more_than_the_bound():
+    """A billion entries of 2e-23 have the norm 6e-19, and the sum of their squares is 0; a threshold may be as low."""
+    entry, count = torch.tensor(2e-23), 1 << 30
+    (factors,) = clip_factors(FlatClipping(2e-20), count * entry.square()[None, None])
+    assert float(factors[0]) * float(entry) * math.sqrt(count) <= 2e-20
+
+
 def test_slack_lowers_the_factor():
     """The rounding error that the norm may have lost is added before the root."""
     sq_norm = torch.tensor([[4.0]])

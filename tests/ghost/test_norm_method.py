@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dpllm import GhostClipper
 from dpllm.ghost import NormMethod, kernels, triton_kernels
 
 needs_triton = pytest.mark.skipif(not triton_kernels.available(), reason="Triton is not installed")
@@ -36,6 +37,27 @@ def test_groups_together_equal_each_by_itself(fused):
     for (sq_norm_B, mass_B), (a, grads) in zip(norms, groups, strict=True):
         torch.testing.assert_close(sq_norm_B.double(), exact(a, grads), rtol=1e-4, atol=0)
         torch.testing.assert_close(mass_B, kernels.gram_norms(a, grads)[1], rtol=1.5, atol=0)
+
+
+class Scaled(torch.nn.Module):
+    """A linear layer used once or more often, behind a small factor and in front of a large one."""
+
+    def __init__(self, uses):
+        super().__init__()
+        self.layer, self.uses = torch.nn.Linear(64, 64, bias=False), uses
+
+    def forward(self, x):
+        return sum(1e18 * self.layer(1e-24 * (x + use)) for use in range(self.uses))
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+@pytest.mark.parametrize("norm_method", [NormMethod("gram"), NormMethod("tiled"), NormMethod(backward_passes=2)])
+def test_a_unit_whose_squares_underflow_is_clipped(norm_method, uses):
+    """The squares of its inputs are 0 in float32; its gradient is not, and was released as it was (257 C)."""
+    model = Scaled(uses)
+    clipper = GhostClipper(model, 1e-6, norm_method=norm_method)
+    clipper.backward(model(torch.rand(1, 8, 64)).sum((1, 2)))
+    assert model.layer.weight.grad.double().norm() <= 1e-6
 
 
 def test_the_tiled_algorithm_is_chosen_where_it_costs_less():

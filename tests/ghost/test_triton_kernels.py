@@ -134,6 +134,19 @@ def test_mass_bounds_the_rounding_of_cancelling_tokens():
 
 
 @needs_triton
+@pytest.mark.parametrize("tokens", [1, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_mass_covers_products_that_underflow(dtype, tokens):
+    """Squares of short inputs are 0 in float32; the output gradients are long, and so is the gradient."""
+    a, g = (1e-24 * torch.rand(1, tokens, 40)).to(DEVICE, dtype), (1e18 * torch.rand(1, tokens, 30)).to(DEVICE, dtype)
+    for norms in (triton_kernels.gram_norms, kernels.gram_norms):
+        for factors in ((a, g), (g, a)):
+            sq_norm, mass = norms(factors[0], [factors[1]])
+            exact = float(instance_of(a, g).square().sum())
+            assert exact - float(sq_norm) <= kernels.rounding_slack(dtype) * float(mass)
+
+
+@needs_triton
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_padding_has_norm_zero(dtype):
     """A row of zero gradients gives exactly zero in every kernel, beside a row that does not."""
@@ -142,9 +155,9 @@ def test_padding_has_norm_zero(dtype):
     sq_norm, mass = triton_kernels.gram_norms(a, [g, g])
     index, unit = torch.zeros(2, 17, dtype=torch.long, device=DEVICE), torch.arange(2, device=DEVICE)
     weight, bias = triton_kernels.norm_layer_grads(g, g, with_bias=True)
+    assert mass[0] < 1e-18 < mass[1]
     for value in (
         sq_norm,
-        mass,
         triton_kernels.instance_norms(a, g),
         triton_kernels.lookup_norms(index, g, unit, 2, 3),
         weight.square().sum(1),
