@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import utility
 
 from dpllm.cli.querying import run_method
+from dpllm.privacy.rounding import format_epsilon
 
 PROMPT = "Here is a description of a restaurant:"
 PUBLIC = "The Green Lamp is a pub near the station. It has good food."
@@ -195,7 +196,7 @@ def main(arguments: list[str] | None = None) -> None:
     figures = report(options)
     print("| method | texts | ε | clip | perplexity | 3-grams found | distinct |\n|---|---|---|---|---|---|---|")
     for name, row in figures["rows"].items():
-        cost = f"{row['epsilon']:.4f} | {row['clip']:g}" if "epsilon" in row else "- | -"
+        cost = f"{format_epsilon(row['epsilon'])} | {row['clip']:g}" if "epsilon" in row else "- | -"
         figures_of = f"{row['perplexity']:.0f} | {row['3-grams']:.0%} | {row['distinct']:.0%}"
         print(f"| {name} | {row['texts']} | {cost} | {figures_of} |")
     if options.json:
