@@ -11,9 +11,10 @@ launches    ATen operations that are neither views nor allocations; a launch of 
             layer are the difference of two depths. One operation may be several kernels on a GPU (index_put), so that
             this is a count for comparisons, not a profile
 waits       operations of these for which the host waits on a GPU (nonzero, item)
-host time   processor time of a layer on one thread, private / plain, of the fastest of interleaved steps. Triton
-            kernels are replaced by an empty Python call: on a GPU each launch costs some microseconds more, in
-            proportion to the launches
+host time   processor time of a layer on one thread, private / plain, of the fastest of interleaved steps. Attention is
+            replaced in both by a function that copies: on a CPU its backward pass alone takes longer than all else,
+            and would hide what the host of a GPU does. Triton kernels are replaced by an empty Python call: on a GPU
+            each launch costs some microseconds more, in proportion to the launches
 bytes       memory traffic of the clipped sums for each entry of a bfloat16 matrix: tensors of the matrix's size that
             the operations from the factors to ``.grad`` read or write. The noise is read and counted so; writing it is
             not counted. Without privacy a step writes 2
@@ -320,8 +321,26 @@ def _shared_sizes(ids_BT: Tensor) -> set[int]:
 # ---------------------------------------------------------------- host time
 
 
-def host_time(mode: str, rounds: int) -> float:
-    """Return the processor time of a layer, private / plain.
+class _Copy(torch.autograd.Function):
+    """A copy in the place of attention: one launch forward, none backward, and no arithmetic of the CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return a tensor of the shape of attention's output."""
+        return query.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a gradient for each input; queries, keys and values have one shape here."""
+        return grad, grad, grad
+
+
+def _copied(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+    return _Copy.apply(query, key, value)
+
+
+def host_time(mode: str, rounds: int) -> dict[str, float]:
+    """Return the processor time of a layer in microseconds, by `PLAIN` and `OURS`.
 
     The fastest of the interleaved steps counts: other programs on the machine can only make a step slower.
     """
@@ -329,7 +348,8 @@ def host_time(mode: str, rounds: int) -> float:
     fastest = {(name, place): math.inf for name in (PLAIN, OURS) for place in range(len(prepared))}
     gc.collect()
     gc.disable()
-    with as_on_gpu():
+    attention = mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _copied)
+    with as_on_gpu(), attention:
         try:
             for _ in range(rounds):
                 for name, place in fastest:
@@ -338,8 +358,8 @@ def host_time(mode: str, rounds: int) -> float:
                 gc.collect()
         finally:
             gc.enable()
-    plain, private = (fastest[name, 1] - fastest[name, 0] for name in (PLAIN, OURS))
-    return private / plain
+    layers = TIMED_DEPTHS[1] - TIMED_DEPTHS[0]
+    return {name: (fastest[name, 1] - fastest[name, 0]) / layers * 1e6 for name in (PLAIN, OURS)}
 
 
 def _seconds(step: Step, ids_BT: Tensor) -> float:
@@ -374,15 +394,17 @@ def report(modes: list[str], rounds: int) -> dict[str, Any]:
 def printed(figures: dict[str, Any], operations: bool) -> str:
     """Return the figures as a table in Markdown, and two lines below it."""
     lines = [
-        f"| mode | per layer: plain | private | ratio | {WHOLE} layers: plain | private | waits | host time |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        f"| mode | per layer: plain | private | ratio | {WHOLE} layers: plain | private | waits | host time "
+        "| µs: plain | private |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for mode, row in figures["launches"].items():
         layer, whole = row["layer"], row["whole"]
         host = figures["host_time"].get(mode)
+        times = f"{host[OURS] / host[PLAIN]:.2f} | {host[PLAIN]:.0f} | {host[OURS]:.0f}" if host else "- | - | -"
         lines.append(
             f"| {mode} | {layer[PLAIN]} | {layer[OURS]} | {layer[OURS] / layer[PLAIN]:.2f} | {whole[PLAIN]} | "
-            f"{whole[OURS]} | {row['waits']} | {'-' if host is None else f'{host:.2f}'} |"
+            f"{whole[OURS]} | {row['waits']} | {times} |"
         )
     found = figures["bytes_per_entry"]
     lines.append("")

@@ -185,8 +185,9 @@ class Book:
 
         The check of the first batch also establishes that the flattened order is rows first.
         """
-        if self.is_packed:
-            return self._hooks.calls.packed.cut(x)
+        packed = self._hooks.calls.packed
+        if packed.lengths:
+            return packed.cut(x)
         if x.ndim != 2:
             return x
         rows = self._of_now().rows.unit_B.numel()

@@ -111,11 +111,11 @@ class Switch:
 
     def off_in_module(self, parameter: nn.Parameter) -> None:
         """Take this parameter out while a module with a rule runs, or until the end of the pass if it stays out."""
-        if hasattr(parameter, "ds_id"):
-            self._stay[id(parameter)] = parameter
         if parameter.requires_grad:
             parameter.requires_grad = False
             self._off[id(parameter)] = parameter
+        if hasattr(parameter, "ds_id"):
+            self._stay[id(parameter)] = parameter
 
     def off(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take these parameters out."""
@@ -209,42 +209,53 @@ class Hooks:
     def _attach_site(self, served: Served) -> None:
         module, path, own = served.site.module, served.site.path, tuple(served.site.trainable.values())
         within = served.experts is not None
+        uses, switch = self.uses, self._switch
         if served.is_known:
-            self._switch.keep_off(own)
+            switch.keep_off(own)
+
+        def enter(args: tuple, kwargs: dict) -> bool:
+            parameters, tensors = served.present(), tensors_of(args, kwargs)
+            owned = served.enter(args, kwargs, tensors, parameters)
+            for parameter in parameters:
+                uses.refuse_gradient_of(parameter)
+                if owned:
+                    switch.off_in_module(parameter)
+            uses.enter(parameters if owned else (), within)
+            if owned:
+                uses.refuse_other_order(path, tensors)
+                self.note_uses(own)
+            return owned
+
+        def leave(args: tuple, kwargs: dict, output: Any) -> Any:
+            uses.leave()
+            call = served.leave(args, kwargs, broke_off=output is None)
+            switch.on_after_module(call.parameters)
+            if output is None or not torch.is_grad_enabled():
+                return None
+            if not call.owned:
+                return uses.replaced(output)  # before ZeRO-3's hooks put another tensor in its place
+            return uses.found((args, kwargs), served.after(module, args, kwargs, output, self.calls.rows))
 
         def before(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-            if self.paused or not self.in_pass:
+            if self.paused or not (self._in_forward or self.in_backward):
                 self._refuse_bypass(served)
                 return None
-            given, (args, kwargs) = (args, kwargs), self.uses.replaced((args, kwargs))
-            parameters = served.present()
+            if served.is_steady and not uses.is_watching:  # most calls: no function is seen, so nothing to pause
+                enter(args, kwargs)
+                return None
+            given, (args, kwargs) = (args, kwargs), uses.replaced((args, kwargs))
             with _Paused(self):
-                owned = served.enter(args, kwargs, parameters)
-                for parameter in parameters:
-                    self.uses.refuse_gradient_of(parameter)
-                    if owned:
-                        self._switch.off_in_module(parameter)
-            self.uses.enter(parameters if owned else (), within)
-            if owned:
-                self.uses.refuse_other_order(path, tensors_of(args, kwargs))
-                self.note_uses(own)
-            if served.before is None or not owned:
-                return None if args is given[0] and kwargs is given[1] else (args, kwargs)
-            with _Paused(self):
-                return served.before(module, args, kwargs, self.calls.rows)
+                if enter(args, kwargs) and served.before is not None:
+                    return served.before(module, args, kwargs, self.calls.rows)
+            return None if args is given[0] and kwargs is given[1] else (args, kwargs)
 
         def after(_: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-            if self.paused or not self.in_pass:
+            if self.paused or not (self._in_forward or self.in_backward):
                 return None
-            self.uses.leave()
+            if served.is_steady and not uses.is_watching:
+                return leave(args, kwargs, output)
             with _Paused(self):
-                call = served.leave(args, kwargs, broke_off=output is None)
-                self._switch.on_after_module(call.parameters)
-                if output is None or not torch.is_grad_enabled():
-                    return None
-                if not call.owned:
-                    return self.uses.replaced(output)  # before ZeRO-3's hooks put another tensor in its place
-                return self.uses.found((args, kwargs), served.after(module, args, kwargs, output, self.calls.rows))
+                return leave(args, kwargs, output)
 
         # Innermost: after the hooks that gather a sharded module's weights, and before the hooks that free them again.
         self._handles += [

@@ -55,8 +55,8 @@ class Block:
 
     def take(self, shape: torch.Size) -> Slot:
         """Return the place of one more parameter."""
-        self._used += shape.numel()
-        return Slot(self, self._used - shape.numel(), shape)
+        start, self._used = self._used, self._used + shape.numel()
+        return Slot(self, start, shape, self._buffer[:, start : self._used].view(-1, *shape))
 
     def weighted(self, factor_U: Tensor) -> Tensor:
         """Return (P,): ``sum_u factor_u g_u`` of all parameters, computed at the first call.
@@ -71,17 +71,19 @@ class Block:
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one parameter in a block."""
+    """The place of one parameter in a block.
+
+    Attributes:
+        block: the block.
+        start: of its entries.
+        shape: of the parameter.
+        value_U: the gradients of the units in it, (U, *shape); a view.
+    """
 
     block: Block
     start: int
     shape: torch.Size
-
-    @property
-    def value_U(self) -> Tensor:
-        """The gradients of the units in this parameter, (U, *shape); a view."""
-        value_UP = self.block.value_UP[:, self.start : self.start + self.shape.numel()]
-        return value_UP.view(len(value_UP), *self.shape)
+    value_U: Tensor
 
     def weighted(self, factor_U: Tensor) -> Tensor:
         """Return the clipped sum of this parameter; see `Block.weighted`."""
@@ -114,15 +116,16 @@ class Pool:
             factor_bytes: of its factors.
             instance_bytes: of its gradients.
         """
-        per_token, per_unit = factor_bytes / max(1, self._tokens), instance_bytes / max(1, self._num_units)
-        self._learned.note(key, _Held(kind, shape.numel(), per_token, per_unit))
+        entries, expected = shape.numel(), self._expected.get(kind, 0)
+        if key not in self._learned:
+            per_token, per_unit = factor_bytes / max(1, self._tokens), instance_bytes / max(1, self._num_units)
+            self._learned.note(key, _Held(kind, entries, per_token, per_unit))
         blocks = self._blocks.setdefault(kind, [])
-        if not blocks or blocks[-1].room < shape.numel():
+        if not blocks or blocks[-1].room < entries:
             _, dtype, device = kind
             most = _BLOCK_BYTES // (max(1, self._num_units) * dtype.itemsize)
-            width = max(shape.numel(), min(most, self._expected.get(kind, 0)))
-            blocks.append(Block(self._num_units, width, dtype, device))
-        self._expected[kind] = max(0, self._expected.get(kind, 0) - shape.numel())
+            blocks.append(Block(self._num_units, max(entries, min(most, expected)), dtype, device))
+        self._expected[kind] = max(0, expected - entries)
         return blocks[-1].take(shape)
 
     def pop(self, group: int) -> list[Block]:
@@ -158,11 +161,14 @@ class Widths:
         self._held: dict[int, _Held] = {}
         self._known: dict[tuple[int, int], dict[Kind, int]] = {}
 
+    def __contains__(self, key: int) -> bool:
+        """Whether a parameter is known, by its id."""
+        return key in self._held
+
     def note(self, key: int, one: _Held) -> None:
         """Note a parameter that is held, by its id."""
-        if key not in self._held:
-            self._held[key] = one
-            self._known.clear()
+        self._held[key] = one
+        self._known.clear()
 
     def of(self, tokens: int, num_units: int, norm_method: NormMethod) -> dict[Kind, int]:
         """Return the entries of each kind of a pass.

@@ -133,10 +133,11 @@ class LinearRule:
 
     def receive(self, grad: Tensor, saved: list[Tensor]) -> None:
         """Record the contributions of this use to the weight and to the bias."""
-        grad = self.book.by_rows(grad)
+        book = self.book
+        grad = book.by_rows(grad)
         if self.bias is not None:
-            self.book.record(self.bias, RowGradients(sum_tokens(grad)))
+            book.record(self.bias, RowGradients(sum_tokens(grad)))
         if self.weight is not None:
-            x_BTD, grad_BTP = as_tokens(self.book.by_rows(saved[0])), as_tokens(grad)
+            x_BTD, grad_BTP = as_tokens(book.by_rows(saved[0])), as_tokens(grad)
             left, right = (x_BTD, grad_BTP) if self.input_side == "left" else (grad_BTP, x_BTD)
-            self.book.record(self.weight, Outer(left, right, input_side=self.input_side))
+            book.record(self.weight, Outer(left, right, self.input_side))

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpllm.ghost.call import Call
+from dpllm.ghost.call import Call, tensors_of
 from dpllm.ghost.contributions import RowGradients
 from dpllm.ghost.errors import NoRuleError
 from dpllm.ghost.kernels import sum_tokens
@@ -100,10 +100,12 @@ class ScaleRule:
     def after(self, module: nn.Module, args: tuple, kwargs: dict, output: Tensor, rows: int | None) -> Tensor:
         """Tap the output and keep the module's inputs."""
         del rows
+        if self.normalisation is not None:
+            x, *more = tensors_of(args, kwargs)
+            if not more and x.shape == output.shape:
+                return self.book.tap(output, self._receive_from_input, x)
         call = Call(module, args, kwargs)
         tensors = call.forget_tensors()
-        if self.normalisation is not None and [t.shape for t in tensors] == [output.shape]:
-            return self.book.tap(output, self._receive_from_input, tensors[0])
         live = module.get_parameter(self.name)  # of a sharded model: whole only while the module runs
         shape, dtype, device = live.shape, live.dtype, live.device
 

@@ -131,8 +131,8 @@ class Pass:
         """Add the contributions to a parameter's gradient, weighted, to ``total``."""
         of_rows, of_units = self.weights[self.groups.get(id(parameter), 0)]
         *others, last = sorted(contributions, key=lambda one: isinstance(one, Outer))  # which may finish the sum
-        with total.kept_open():
-            for one in others:
+        for one in others:
+            with total.kept_open():
                 one.add_weighted_(total, of_units if isinstance(one, Instance) else of_rows, self.norm_method)
         last.add_weighted_(total, of_units if isinstance(last, Instance) else of_rows, self.norm_method)
 

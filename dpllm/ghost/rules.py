@@ -286,7 +286,8 @@ class Served:
         # The inputs of a module that was recognised are read after its call, so the call must not change them.
         self.is_known = self._after is not None or self.before is not None
         self._decided = self.is_known
-        self._places = tuple(zip(site.trainable, site.trainable.values(), site.holders(), strict=True))
+        named = zip(site.trainable.items(), site.holders(), strict=True)
+        self._places = tuple((name, own, *place) for (name, own), place in named)
         self._calls: list[_Entered] = []
 
     def present(self) -> list[nn.Parameter]:
@@ -296,7 +297,7 @@ class Served:
             GhostError: a caller put another tensor there.
         """
         present = []
-        for name, own, (holder, place) in self._places:
+        for name, own, holder, place in self._places:
             live = getattr(holder, place)
             present.append(live)
             if live is not own and not isinstance(own, DTensor):
@@ -307,9 +308,20 @@ class Served:
                 )
         return present
 
-    def enter(self, args: tuple, kwargs: dict, present: Sequence[nn.Parameter]) -> bool:
-        """Return whether the module's rule applies to this call; if not, its functions are served one by one."""
-        tensors = tensors_of(args, kwargs)
+    @property
+    def is_steady(self) -> bool:
+        """Whether a rule that only reads outputs applies to all calls: then nothing runs before them."""
+        return self._after is not None
+
+    def enter(self, args: tuple, kwargs: dict, tensors: Sequence[Tensor], present: Sequence[nn.Parameter]) -> bool:
+        """Return whether the module's rule applies to this call; if not, its functions are served one by one.
+
+        Args:
+            args: of the call.
+            kwargs: of the call.
+            tensors: among them.
+            present: in the places of the trainable parameters.
+        """
         if not self._decided and torch.is_grad_enabled():
             self._after, self._decided = self._recognise(args, kwargs), True
         applies = (self._after is not None or self.before is not None) and not any(map(origins_of, tensors))

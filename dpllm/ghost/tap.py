@@ -21,7 +21,7 @@ Receive = Callable[[Tensor, "list[Tensor]"], None]
 
 class _Tap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: Tensor, receive: Receive, *saved: Tensor) -> Tensor:
+    def forward(ctx: Any, output: Tensor, receive: Receive, saved: tuple[Tensor, ...]) -> Tensor:
         ctx.receive = receive
         ctx.save_for_backward(*saved)
         return output.detach()
@@ -37,9 +37,12 @@ class _Tap(torch.autograd.Function):
                 f"The model changed the input of a trainable module in place after the module had read it ({error}). "
                 "Replace the operation by one that returns a new tensor (x = x + y), or freeze the module."
             ) from error
-        num_saved = len(saved)
         ctx.receive(grad_output, saved)
-        return grad_output, *([None] * (1 + num_saved))
+        return grad_output, None, None
+
+
+# `Function.apply` looks for transforms of torch.func in its arguments, which takes as long as all the rest of a tap.
+_apply = super(torch.autograd.Function, _Tap).apply
 
 
 def tap(output: Tensor, receive: Receive, *saved: Tensor) -> Tensor:
@@ -53,7 +56,8 @@ def tap(output: Tensor, receive: Receive, *saved: Tensor) -> Tensor:
     """
     if not output.requires_grad:
         output.requires_grad_()
-    return _Tap.apply(output, receive, *[t.detach() for t in saved])
+    apply = _Tap.apply if torch._C._are_functorch_transforms_active() else _apply
+    return apply(output, receive, tuple([t.detach() for t in saved]))  # in a tuple they are no inputs of the function
 
 
 class Recorder(Protocol):

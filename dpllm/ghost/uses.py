@@ -166,6 +166,11 @@ class Uses(TorchFunctionMode):
 
     # -------------------------------------------------------------------- when to watch
 
+    @property
+    def is_watching(self) -> bool:
+        """Whether functions are seen, or values of ZeRO-3 have twins: only then do modules differ from other calls."""
+        return self.active or bool(self._twins)
+
     def begin(self, args: tuple, kwargs: dict) -> None:
         """Note that a call of the model begins, and watch it if necessary."""
         self._calls += 1
@@ -252,7 +257,7 @@ class Uses(TorchFunctionMode):
 
     def refuse_other_order(self, user: str, tensors: Sequence[Tensor]) -> None:
         """Make sure that the tensors that a use of parameters reads have the rows of the batch in order."""
-        if [t for t in tensors if orders.order_of(t) is not None] and (rows := self._host.rows_by_themselves):
+        if any(map(orders.order_of, tensors)) and (rows := self._host.rows_by_themselves):
             orders.refuse_other_order(user, tensors, rows)
             self._needed |= orders.needs_every_call(tensors)
 
@@ -267,7 +272,9 @@ class Uses(TorchFunctionMode):
         A node for a parameter that ZeRO-3 partitioned would keep the shape of the partition. There the graph of the
         losses is searched, and the engine refuses a gradient that it did not set.
         """
-        if id(parameter) in self._handles or not parameter.requires_grad or hasattr(parameter, "ds_id"):
+        if id(parameter) in self._handles:
+            return
+        if not parameter.requires_grad or hasattr(parameter, "ds_id"):
             return
         name = self.name_of(parameter)
         if name is None:
@@ -284,10 +291,11 @@ class Uses(TorchFunctionMode):
         """Return a value that all rows share, as the module that computed it from a parameter must return it."""
         self._needed = True
         self._note([name])
+        leaf = Origin(name, value, receive).leaf
         if not self.active:
             self.active = True
             self.__enter__()
-        return Origin(name, value, receive).leaf
+        return leaf
 
     def remove(self) -> None:
         """Undo the hooks."""
