@@ -149,7 +149,7 @@ class DeepSpeedZero:
         _check_engine(engine)
         self.processes = Processes()
         self.unfinished, self.lockstep, self.handing_in = False, True, False
-        self.forms_total = False
+        self.forms_total, self.early = False, None
         self.division = Division.of_rows(self.processes)
         self._engine, self._stage = engine, engine.zero_optimization_stage()
         if self._stage == 3:

@@ -64,6 +64,7 @@ class FullySharded:
         """Check the meshes and attach the guard."""
         self.processes = Processes()
         self.unfinished, self.lockstep, self.forms_total = False, True, True
+        self.early = None
         self.division = Division.of_rows(self.processes)
         for module in model.modules():  # a forward pass without gradients may have left weights gathered
             if isinstance(module, FSDPModule):
