@@ -127,7 +127,7 @@ def test_without_a_gpu_peers_are_counted_in_the_same_way(monkeypatch):
 
 
 def test_per_layer_clipping_frees_a_layer_in_the_backward_pass():
-    """Under checkpointing with long rows, the peak is that without privacy: gradients of 16 bits, one layer's factors."""
+    """Under checkpointing with long rows, no more is alive at the peak than without privacy."""
     settings = settings_of(12, tokens=256, checkpointing="reentrant")
     small = json.dumps(json.loads(settings.config) | {"vocab_size": 1000})
     settings = replace(settings, config=small, dtype="bfloat16")
