@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -144,12 +144,14 @@ class DeepSpeedZero:
         EngineError: a configuration under which the sum that reaches the optimizer is not the private one.
     """
 
+    early: ClassVar[None] = None
+
     def __init__(self, engine: Any) -> None:
         """Check the configuration as DeepSpeed parsed it, and attach the guard."""
         _check_engine(engine)
         self.processes = Processes()
         self.unfinished, self.lockstep, self.handing_in = False, True, False
-        self.forms_total, self.early = False, None
+        self.forms_total = False
         self.division = Division.of_rows(self.processes)
         self._engine, self._stage = engine, engine.zero_optimization_stage()
         if self._stage == 3:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -60,11 +60,12 @@ class FullySharded:
         EngineError: a mesh that has more than data-parallel dimensions.
     """
 
+    early: ClassVar[None] = None
+
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         """Check the meshes and attach the guard."""
         self.processes = Processes()
         self.unfinished, self.lockstep, self.forms_total = False, True, True
-        self.early = None
         self.division = Division.of_rows(self.processes)
         for module in model.modules():  # a forward pass without gradients may have left weights gathered
             if isinstance(module, FSDPModule):
