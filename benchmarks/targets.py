@@ -7,12 +7,12 @@ Llama architecture, random weights, bfloat16, SDPA attention, vocabulary 32 000 
 forward to clipped sum, no noise, no optimizer, as in throughput.py. Ratios: speed is non-private / private (1 is
 parity, more is better), memory is private / non-private (less is better).
 
-On CUDA the whole models run. Elsewhere two shallow models of the same width run at the full batch and length, and
-their figures are extended to the whole depth:
+On CUDA the whole models run. Elsewhere two shallower models of the same width run at the full batch and length, and
+their figures are extended to the whole depth. Under activation checkpointing the deeper one is the whole model of 1B:
 
 FLOPs   operations are linear in the depth, so that the extended count is exact
-memory  bytes of live tensors. Their peak is the largest of several sums, each linear in the depth, so that the extended
-        figure is an estimate
+memory  bytes of live tensors. Their peak is the largest of several sums, each linear in the depth, so that an extended
+        figure is an estimate; it is exact at the whole depth
 values  products of matrices and attention return zeros at once instead of being computed: only shapes decide which
         operations run and which tensors are kept. Everything else runs unchanged
 """
@@ -46,15 +46,17 @@ from throughput import (
     PEERS,
     PLAIN,
     TWICE,
-    LiveBytes,
     Settings,
     count_flops,
     machine,
     measure,
+    peak_memory,
     prepare,
 )
 
 DEPTHS = (2, 3)  # of the shallow models; the peak of a single layer is at another place than that of many
+# Under checkpointing few layers have their peak at the loss, and many at the end of the backward pass.
+DEPTHS_RECOMPUTED = (8, 16)
 WIDTHS = {
     "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
@@ -85,6 +87,11 @@ class Target:
     def layers(self) -> int:
         """Depth of the whole model."""
         return WIDTHS[self.model]["num_hidden_layers"]
+
+    @property
+    def depths(self) -> tuple[int, int]:
+        """Depths of the models that are counted."""
+        return DEPTHS if self.checkpointing == "none" else DEPTHS_RECOMPUTED
 
     def settings(self, layers: int, device: str, rounds: int, dtype: str = "bfloat16") -> Settings:
         """Return the settings for throughput.py at this depth."""
@@ -168,19 +175,17 @@ def counted(settings: Settings, method: str = OURS, peers: Sequence[str] = ()) -
     figures: dict[str, tuple[int, int] | str] = {**refused}
     for name, step in steps.items():
         step.forget()
-        live = LiveBytes()
-        for tensor in (ids_BT, *step.model.parameters(), *step.model.buffers()):
-            live.watch(tensor)
-        with WithoutProducts(), live:
+        with WithoutProducts():
             flops = sum(count_flops(lambda step=step: step.run(ids_BT)).values())
-        figures[OURS if name == method else name] = flops, live.peak
+            peak = peak_memory(step, ids_BT)  # separately: the FLOP counter keeps gradients of recomputed modules
+        figures[OURS if name == method else name] = flops, peak
         step.forget()
     return figures
 
 
-def extended(shallow: int, deeper: int, layers: int) -> int:
-    """A figure that is linear in the depth, at `layers`, from those of the two shallow models."""
-    return shallow + (layers - DEPTHS[0]) * (deeper - shallow) // (DEPTHS[1] - DEPTHS[0])
+def extended(shallow: int, deeper: int, depths: tuple[int, int], layers: int) -> int:
+    """A figure that is linear in the depth, at `layers`, from those at two depths."""
+    return shallow + (layers - depths[0]) * (deeper - shallow) // (depths[1] - depths[0])
 
 
 def measured(settings: Settings, method: str = OURS) -> dict[str, Any]:
@@ -248,7 +253,9 @@ def measure_row(target: Target, device: str, rounds: int) -> dict[str, Any]:
 def counted_row(target: Target, device: str, rounds: int) -> dict[str, Any]:
     """The counts of one row, of the whole depth; FLOPs and memory of others where they are installed."""
     installed = [name for name, package in PEERS.items() if importlib.util.find_spec(package) is not None]
-    shallow, deeper = (counted(target.settings(layers, device, rounds), target.method, installed) for layers in DEPTHS)
+    shallow, deeper = (
+        counted(target.settings(layers, device, rounds), target.method, installed) for layers in target.depths
+    )
     row: dict[str, Any] = dict.fromkeys(PEERS, "not installed")
     flops, peak = {}, {}
     for name in (PLAIN, OURS, *installed):
@@ -256,7 +263,8 @@ def counted_row(target: Target, device: str, rounds: int) -> dict[str, Any]:
             row[name] = shallow[name]
             continue
         flops[name], peak[name] = (
-            extended(one, more, target.layers) for one, more in zip(shallow[name], deeper[name], strict=True)
+            extended(one, more, target.depths, target.layers)
+            for one, more in zip(shallow[name], deeper[name], strict=True)
         )
         if name in PEERS:
             row[name] = f"{flops[PLAIN] / flops[name]:.3f} / {peak[name] / peak[PLAIN]:.3f}"
@@ -270,7 +278,8 @@ def peer_cell(figures: dict[str, Any]) -> str:
 
 def heading(where: dict[str, Any], on_gpu: bool) -> list[str]:
     """The lines above the rows: the machine, what was measured, and the columns."""
-    how = "whole models" if on_gpu else f"counted on {DEPTHS[0]} and {DEPTHS[1]} layers, extended to the whole depth"
+    depths = f"{DEPTHS}, under checkpointing {DEPTHS_RECOMPUTED}"
+    how = "whole models" if on_gpu else f"counted on {depths} layers, extended to the whole depth"
     of_others = "speed" if on_gpu else "FLOPs"
     return [
         f"{where['device']}, {where['threads']} CPU threads, PyTorch {where['torch']}; bfloat16; {how}.",

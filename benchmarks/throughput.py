@@ -52,6 +52,7 @@ from counting import LiveBytes, count_flops
 from dpllm.data.labels import IGNORE
 from dpllm.engines.single import SingleProcess
 from dpllm.ghost import GhostClipper, NormMethod
+from dpllm.ghost.sums import AddSum
 from dpllm.mechanism.clipping import FlatClipping
 from dpllm.mechanism.parts import Clipping
 from dpllm.mechanism.per_layer import PerLayerClipping
@@ -215,10 +216,13 @@ class GhostStep(Step):
     def run(self, ids_BT: Tensor) -> None:
         """One DP step, noise left out."""
         losses_B = per_sequence_loss(self.model(input_ids=ids_BT).logits, ids_BT)
-        self.norms = self.clipper.clip(losses_B).norms
-        self.engine.collect(
-            self.clipper.parameters, self.clipper.add_clipped_sum_, last=True, scale=1 / ids_BT.shape[0]
-        )
+        scale = 1 / ids_BT.shape[0]
+
+        def finish(parameter: nn.Parameter, add: AddSum) -> None:
+            self.engine.early.finish(parameter, lambda _, total: add(total), scale)
+
+        self.norms = self.clipper.clip(losses_B, finish=finish).norms
+        self.engine.collect(self.clipper.parameters, self.clipper.add_clipped_sum_, last=True, scale=scale)
 
 
 class OpacusStep(Step):

@@ -918,7 +918,7 @@ MUTATIONS = [
     Mutation(
         "the noise is added in every microbatch",
         "dpllm/training/release.py",
-        "                if last:  # each",
+        "            if last:  # each",
         "                if True:  # each",
         ("tests/training/test_step.py",),
     ),
@@ -1028,8 +1028,8 @@ MUTATIONS = [
     Mutation(
         "one unit at a time, no noise is added",
         "dpllm/training/release.py",
-        "                if last:  # each",
-        "                if last and not self._clipper.one_unit:  # each",
+        "            if last:  # each",
+        "            if last and not self._clipper.one_unit:  # each",
         ("tests/training/test_per_unit.py::test_the_noise_is_added_once",),
         quick=True,
     ),
@@ -1344,6 +1344,27 @@ MUTATIONS = [
         "self._pass.weigh_group(group, self._factors.one(group, *self.norms[group]))",
         "self._pass.weigh_group(group, self._factors.one(group, *self.norms[group]) * 0 + 1)",
         ("tests/ghost/test_group_wise.py",),
+    ),
+    Mutation(
+        "a gradient that is finished in the backward pass gets no noise",
+        "dpllm/training/release.py",
+        "self._hand_in(parameter, total, add, last=True)",
+        "self._hand_in(parameter, total, add, last=False)",
+        ("tests/training/test_early.py",),
+    ),
+    Mutation(
+        "gradients of a pass that ran out of memory are kept",
+        "dpllm/training/step.py",
+        "                release.drop()\n",
+        "",
+        ("tests/training/test_early.py",),
+    ),
+    Mutation(
+        "gradients are finished beside sums of earlier microbatches",
+        "dpllm/training/release.py",
+        "only = self._is_first and last",
+        "only = last",
+        ("tests/training/test_early.py",),
     ),
     Mutation(
         "the count of a quantile is divided by the realised batch",

@@ -27,7 +27,15 @@ class DataParallel(SingleProcess):
     """The engine of processes that each hold the whole model.
 
     Guarantee: every process holds the same total; one of them drew the noise of each entry.
+
+    Args:
+        optimizer: the optimizer of the run, whose first update is checked.
     """
+
+    def __init__(self, optimizer: Any) -> None:
+        """Attach the guard; no gradient is finished before the sums of all processes are added up."""
+        super().__init__(optimizer)
+        self.early = None
 
     def collect(
         self,

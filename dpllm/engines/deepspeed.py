@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -143,6 +143,8 @@ class DeepSpeedZero:
     Raises:
         EngineError: a configuration under which the sum that reaches the optimizer is not the private one.
     """
+
+    early: ClassVar[None] = None
 
     def __init__(self, engine: Any) -> None:
         """Check the configuration as DeepSpeed parsed it, and attach the guard."""

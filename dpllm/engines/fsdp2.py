@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -59,6 +59,8 @@ class FullySharded:
     Raises:
         EngineError: a mesh that has more than data-parallel dimensions.
     """
+
+    early: ClassVar[None] = None
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         """Check the meshes and attach the guard."""

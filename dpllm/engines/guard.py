@@ -90,6 +90,10 @@ class UpdateGuard:
         yield
         self._handed_in += _amount(total) - before
 
+    def withdraw(self) -> None:
+        """Forget the amounts that were handed in: the engine dropped all of them."""
+        self._handed_in = 0.0
+
     def leave(self, grad: Tensor) -> None:
         """Note this process's part of a finished gradient that the engine leaves for the optimizer."""
         if not self.done:

@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from dpllm.engines.division import Division
+from dpllm.engines.early import EarlyGradients
 from dpllm.engines.guard import UpdateGuard
 from dpllm.engines.processes import Processes
 from dpllm.ghost.sums import Sum
@@ -31,6 +32,11 @@ class Engine(Protocol):
     guard: UpdateGuard
     lockstep: bool
     forms_total: bool
+
+    @property
+    def early(self) -> EarlyGradients | None:
+        """Where gradients of a step's only microbatch are finished; None: sums of other processes are added first."""
+        ...
 
     @property
     def unfinished(self) -> bool:

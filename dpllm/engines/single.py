@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dpllm.engines.division import Division
+from dpllm.engines.early import EarlyGradients
 from dpllm.engines.errors import EngineError
 from dpllm.engines.guard import UpdateGuard
 from dpllm.engines.processes import Processes
@@ -33,6 +34,7 @@ class SingleProcess:
         self.unfinished, self.lockstep, self.forms_total = False, False, True
         self.division = Division.of_rows(self.processes)
         self.guard = UpdateGuard(optimizer, self.processes, replicas=self.processes.size)
+        self.early: EarlyGradients | None = EarlyGradients(self._gradient, self.guard)
         self._sums: dict[nn.Parameter, Sum] = {}
 
     def begin(self) -> None:
@@ -51,12 +53,16 @@ class SingleProcess:
         """Add one microbatch's sums; after the last, the total times ``scale`` is in ``.grad``.
 
         If the parameters have 16 bits, float32 sums of all of them exist only between the microbatches of a step: with
-        the last microbatch, each sum becomes a gradient before the next one is formed.
+        the last microbatch, each sum becomes a gradient before the next one is formed. Some gradients of a single
+        microbatch are finished already (`EarlyGradients`).
 
         Raises:
-            EngineError: autograd left a gradient, which would be released unclipped.
+            EngineError: autograd left a gradient, which would be released unclipped; or a gradient was finished before
+                this microbatch, which is not the only one.
         """
         refuse_foreign_gradients(parameters)
+        if self.early is not None and (self._sums or not last):
+            self.early.refuse()
         if not last:
             for parameter in parameters.values():
                 if parameter not in self._sums:
@@ -71,6 +77,13 @@ class SingleProcess:
         return Sum.of(parameter)
 
     def _finish(self, parameter: nn.Parameter, add_to: AddTo, scale: float, to_total: ToTotal | None) -> None:
+        """Leave the gradient of a sum to which no other process adds."""
+        gradient = self.early.take(parameter) if self.early is not None else None
+        self._leave(parameter, self._gradient(parameter, add_to, scale, to_total) if gradient is None else gradient)
+
+    def _gradient(
+        self, parameter: nn.Parameter, add_to: AddTo, scale: float, to_total: ToTotal | None = None
+    ) -> Tensor:
         """Complete a sum to which no other process adds; from the second step on, its last addend makes the gradient.
 
         In the first step the guard compares the gradient with the sum, which therefore has to exist.
@@ -82,7 +95,7 @@ class SingleProcess:
         if to_total is not None:
             to_total(parameter, total.filled())
         total.finish_in(parameter.dtype, scale)
-        self._leave(parameter, total.finished())
+        return total.finished()
 
     def _leave(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Leave a finished gradient for the optimizer."""

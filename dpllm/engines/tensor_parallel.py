@@ -56,6 +56,7 @@ class TensorParallel(DataParallel):
         self.division = Division(0, 1, place, counts=place[0] == 0, owned=divided)
         # Entries that all processes hold are counted by the first.
         self.guard = UpdateGuard(optimizer, self.processes, replicas=1, is_counted=self._is_counted)
+        self.early = None
         self._sums: dict[nn.Parameter, Sum] = {}
 
     def _is_counted(self, parameter: Tensor) -> bool:

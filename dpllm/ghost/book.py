@@ -45,7 +45,7 @@ from dpllm.ghost.rules import (
     two_passes_over_shards,
 )
 from dpllm.ghost.shards import TensorShards
-from dpllm.ghost.sums import Sum
+from dpllm.ghost.sums import Finish, Sum
 from dpllm.ghost.tally import NormTally
 from dpllm.ghost.tap import Receive, tap
 from dpllm.ghost.trained import TrainedParameters
@@ -206,7 +206,12 @@ class Book:
     # ----------------------------------------------------------------------- norms
 
     def backward(
-        self, loss_B: Tensor, unit_B: Tensor, num_units: int, factors: GroupFactors | None = None
+        self,
+        loss_B: Tensor,
+        unit_B: Tensor,
+        num_units: int,
+        factors: GroupFactors | None = None,
+        finish: Finish | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run the backward pass and return each unit's squared gradient norm.
 
@@ -216,6 +221,7 @@ class Book:
             num_units: U.
             factors: of groups that do not depend on each other. The sum of a group may then be formed before the
                 gradients of other groups arrive, where that takes less memory.
+            finish: takes the sums that are formed during a backward pass; `add_clipped_sum_` adds the others.
 
         Returns:
             ``(sq_norm_GU, slack_GU)`` in float32 (float64 for a float64 model): squared norms of each group of
@@ -226,10 +232,10 @@ class Book:
                 f"Rows of a unit are held, and this microbatch has rows of {num_units} units or padding. Pass the "
                 "other rows of that unit in a call without other rows, as unit 0."
             )
-        if factors is not None and self._by_groups(loss_B):
-            return self._groups_pass(loss_B, unit_B, num_units, factors)
+        if factors is not None and self._by_groups(loss_B, finish):
+            return self._groups_pass(loss_B, unit_B, num_units, factors, finish)
         if self._passes(loss_B) == 2 and not self._held:
-            return self._first_pass(loss_B, unit_B, num_units)
+            return self._first_pass(loss_B, unit_B, num_units, finish)
         one = self._begin(loss_B, unit_B, num_units, pooled=not self._held)
         self._differentiate(one, loss_B, Keep(one))
         if self._held:
@@ -243,18 +249,19 @@ class Book:
                 sq_norm_GU, slack_GU = self.shards.norms(one, loss_B, self.num_groups, tally)
         return self._settled(unit_B, sq_norm_GU), slack_GU
 
-    def _by_groups(self, loss_B: Tensor) -> bool:
+    def _by_groups(self, loss_B: Tensor, finish: Finish | None) -> bool:
         """Whether the sums of groups are formed during the backward pass."""
         if self.sharded or self._held or self.norm_method.backward_passes == 2:
             return False
         calls = self._hooks.calls
-        return self._memory.sums_are_smaller(calls.rows or len(loss_B), calls.tokens)
+        return self._memory.sums_are_smaller(calls.rows or len(loss_B), calls.tokens, finish is not None)
 
     def _groups_pass(
-        self, loss_B: Tensor, unit_B: Tensor, num_units: int, factors: GroupFactors
+        self, loss_B: Tensor, unit_B: Tensor, num_units: int, factors: GroupFactors, finish: Finish | None
     ) -> tuple[Tensor, Tensor]:
         """Clip each group when its last gradient arrives; the rest as in one pass."""
         one = self._begin(loss_B, unit_B, num_units, pooled=True)
+        one.finish = finish
         groups = AddUpGroups(
             one,
             self._hooks.calls.counts,
@@ -427,9 +434,12 @@ class Book:
         calls = self._hooks.calls
         return 1 if self.sharded else self._memory.needed(calls.rows or len(loss_B), calls.tokens, loss_B.device)
 
-    def _first_pass(self, loss_B: Tensor, unit_B: Tensor, num_units: int) -> tuple[Tensor, Tensor]:
+    def _first_pass(
+        self, loss_B: Tensor, unit_B: Tensor, num_units: int, finish: Finish | None
+    ) -> tuple[Tensor, Tensor]:
         """Measure each layer's norm as its gradient arrives; keep only parameters with several uses."""
         one = self._begin(loss_B, unit_B, num_units)
+        one.finish = finish
         measure = Measure(one, self._hooks.calls.counts, self._tally(one, max_waiting=1))
         self._differentiate(one, loss_B, measure, retain_graph=True)
         self._trained.refuse_missing(measure.seen)
@@ -443,7 +453,7 @@ class Book:
         """Differentiate again, add up each layer's weighted gradient as it arrives, and check its norm."""
         first = self._of_now()
         one = self._begin(again.loss_B, first.rows.unit_B, first.rows.num_units)
-        one.weights = first.weights
+        one.weights, one.finish = first.weights, first.finish
         add_up = AddUp(one, self._hooks.calls.counts, self._tally(one, max_waiting=1))
         self._differentiate(one, again.loss_B, add_up)
         with kernels.exact_matmul(), torch.no_grad():

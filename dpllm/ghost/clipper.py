@@ -14,7 +14,7 @@ from dpllm.ghost.factors import GroupFactors, clip_factors
 from dpllm.ghost.groups import numbered, shapes_of
 from dpllm.ghost.held_clipping import HeldClipping
 from dpllm.ghost.norm_method import NormMethod
-from dpllm.ghost.sums import Sum
+from dpllm.ghost.sums import Finish, Sum
 from dpllm.ghost.unit_clipper import ClipResult, UnitClipper
 from dpllm.mechanism.parts import Clipping
 
@@ -88,12 +88,12 @@ class GhostClipper(UnitClipper):
         self._check(losses, None)
         self._book.hold(losses)
 
-    def clip(self, losses: Tensor, unit_index: Tensor | None = None) -> ClipResult:
+    def clip(self, losses: Tensor, unit_index: Tensor | None = None, finish: Finish | None = None) -> ClipResult:
         """See `UnitClipper.clip`."""
         unit_B, num_units = self._check(losses, unit_index)
         clipping = self._held.for_model(self.clipping)
         early = GroupFactors.of(clipping, self._book.num_groups) if self._group_P is None else None
-        sq_norm_GU, slack_GU = self._book.backward(losses, unit_B, num_units, early)
+        sq_norm_GU, slack_GU = self._book.backward(losses, unit_B, num_units, early, finish)
         by_parameter: dict[str, Tensor] = {}
         if self._group_P is not None:
             by_parameter = dict(zip(self.parameters, sq_norm_GU.clamp_min(0).sqrt().float(), strict=True))

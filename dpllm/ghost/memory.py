@@ -42,15 +42,19 @@ class Passes:
             return 1
         return 1 if one_pass_fits(self._modules, rows, tokens, free_bytes(device)) else 2
 
-    def sums_are_smaller(self, rows: int, tokens: int) -> bool:
+    def sums_are_smaller(self, rows: int, tokens: int, finished: bool) -> bool:
         """Whether the clipped sums take less memory than what they are formed from.
 
         Args:
             rows: of the microbatch.
             tokens: of each of its rows.
+            finished: whether each sum becomes a gradient in its parameter's dtype at once.
         """
         trained = {id(p): p for module in self._modules for p in module.parameters(recurse=False) if p.requires_grad}
-        sums = sum(p.numel() * kernels.accumulation_dtype(p.dtype).itemsize for p in trained.values())
+        sums = sum(
+            p.numel() * (p.element_size() if finished else kernels.accumulation_dtype(p.dtype).itemsize)
+            for p in trained.values()
+        )
         return sums < held_bytes(self._modules, rows, tokens)
 
 

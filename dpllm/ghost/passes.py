@@ -25,7 +25,7 @@ from dpllm.ghost.contributions import Contribution, Instance, Outer, Place, Rows
 from dpllm.ghost.factors import GroupFactors
 from dpllm.ghost.instances import Pool
 from dpllm.ghost.norm_method import NormMethod
-from dpllm.ghost.sums import Sum, Weights
+from dpllm.ghost.sums import Finish, Sum, Weights
 from dpllm.ghost.tally import NormTally
 
 
@@ -55,6 +55,7 @@ class Pass:
         weights: of the rows and of the units, by the number of a group whose clip factors are known.
         groups: the number of each parameter's group, by its id; 0 if it has no entry.
         pool: where gradients of units are kept side by side; None: each by itself.
+        finish: takes the sums that are formed during the backward pass; None: they are kept in ``sums``.
     """
 
     rows: Rows
@@ -64,6 +65,7 @@ class Pass:
     weights: dict[int, tuple[Weights, Weights]] = field(default_factory=dict)
     groups: Mapping[int, int] = field(default_factory=dict)
     pool: Pool | None = None
+    finish: Finish | None = None
 
     def keep(self, parameter: nn.Parameter, use: Use) -> None:
         """Keep a contribution until the sum is formed."""
@@ -122,7 +124,10 @@ class Pass:
             self.add_weighted_(parameter, total, self.contributions.pop(id(parameter)))
 
     def form_sum(self, parameter: nn.Parameter, contributions: Iterable[Contribution]) -> None:
-        """Form one parameter's clipped sum, and keep it until `add_clipped_sum_`."""
+        """Form one parameter's clipped sum for ``finish``; without it, keep the sum until `add_clipped_sum_`."""
+        if self.finish is not None:
+            self.finish(parameter, lambda total: self.add_weighted_(parameter, total, contributions))
+            return
         total = Sum.of(parameter)
         self.add_weighted_(parameter, total, contributions)
         self.sums[id(parameter)] = total.filled()

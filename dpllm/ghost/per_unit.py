@@ -31,7 +31,7 @@ from dpllm.ghost.held_clipping import HeldClipping
 from dpllm.ghost.packed import PackedRows
 from dpllm.ghost.rules import refuse_replicating, refuse_switching
 from dpllm.ghost.scales import is_fp8
-from dpllm.ghost.sums import Sum
+from dpllm.ghost.sums import Finish, Sum
 from dpllm.ghost.trained import TrainedParameters
 from dpllm.ghost.unit_clipper import ClipResult, UnitClipper
 from dpllm.mechanism.parts import Clipping
@@ -116,8 +116,8 @@ class PerUnitClipper(UnitClipper):
         self._check(losses, None)
         self._hold(self._differentiate(losses, torch.ones_like(losses)))
 
-    def clip(self, losses: Tensor, unit_index: Tensor | None = None) -> ClipResult:
-        """See `UnitClipper.clip`.
+    def clip(self, losses: Tensor, unit_index: Tensor | None = None, finish: Finish | None = None) -> ClipResult:
+        """See `UnitClipper.clip`; ``finish`` is not called.
 
         Raises:
             GhostError: rows of several units; or rows of a unit are held and this call has padding rows only.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -145,6 +145,13 @@ class Sum:
             self.gradient = torch.mul(total, scale, out=gradient)
         self._total = None
         return self.gradient
+
+
+AddSum = Callable[[Sum], None]
+"""Adds one parameter's clipped sum, as the last addend, to a sum that may hold noise already. Called once."""
+
+Finish = Callable[[nn.Parameter, AddSum], None]
+"""Makes the gradient of one parameter and keeps it, as soon as its clipped sum can be formed."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from dpllm.config.python_names import OF_LOOP, named_in_python
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.kernels import accumulation_dtype
 from dpllm.ghost.own_sums import OwnSums
-from dpllm.ghost.sums import Sum
+from dpllm.ghost.sums import Finish, Sum
 from dpllm.mechanism.clipped import forget_clipper, note_clipper
 from dpllm.mechanism.clipping import FlatClipping
 from dpllm.mechanism.parts import AdaptiveClipping, Clipping
@@ -156,10 +156,17 @@ class UnitClipper(abc.ABC):
         """
 
     @abc.abstractmethod
-    def clip(self, losses: Tensor, unit_index: Tensor | None = None) -> ClipResult:
+    def clip(self, losses: Tensor, unit_index: Tensor | None = None, finish: Finish | None = None) -> ClipResult:
         """Do the same as `backward` without the sum, which `add_clipped_sum_` forms one parameter at a time.
 
         For engines that shard the model, where no process can hold the sum of all parameters.
+
+        Args:
+            losses: as of `backward`.
+            unit_index: as of `backward`.
+            finish: called within the backward pass for each parameter whose sum is formed there: with several groups of
+                parameters, or two passes. `add_clipped_sum_` is for the other parameters only. If this method raises,
+                drop everything that ``finish`` made.
         """
 
     @abc.abstractmethod

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dpllm.ghost import UnitClipper
+from dpllm.ghost.sums import Finish
 from dpllm.training.microbatches import Microbatch
 
 _Item = TypeVar("_Item")
@@ -52,7 +53,11 @@ class OutOfMemory:
 
 
 def attempt(
-    clipper: UnitClipper, microbatch: Microbatch, loss_of: Callable[[Mapping], Tensor], check_rows: bool
+    clipper: UnitClipper,
+    microbatch: Microbatch,
+    loss_of: Callable[[Mapping], Tensor],
+    check_rows: bool,
+    finish: Finish | None = None,
 ) -> Passed | OutOfMemory:
     """Run a microbatch up to its clip factors.
 
@@ -64,12 +69,13 @@ def attempt(
         microbatch: the microbatch to run.
         loss_of: a microbatch's inputs to one loss per row (B,).
         check_rows: measure first that rows are independent.
+        finish: see `UnitClipper.clip`; the caller drops what it made after `OutOfMemory`.
 
     Raises:
         GhostError: the clipper raised it; or memory ran out when the parts of a unit were combined.
     """
     try:
-        return _pass(clipper, microbatch, loss_of, check_rows)
+        return _pass(clipper, microbatch, loss_of, check_rows, finish)
     except torch.OutOfMemoryError as error:
         message = str(error)
     # The exception was deleted, and with it the frames that held the tensors of the pass.
@@ -79,7 +85,11 @@ def attempt(
 
 
 def _pass(
-    clipper: UnitClipper, microbatch: Microbatch, loss_of: Callable[[Mapping], Tensor], check_rows: bool
+    clipper: UnitClipper,
+    microbatch: Microbatch,
+    loss_of: Callable[[Mapping], Tensor],
+    check_rows: bool,
+    finish: Finish | None,
 ) -> Passed:
     if check_rows:
         clipper.check_rows(lambda: loss_of(microbatch.inputs), microbatch.unit_index)
@@ -87,7 +97,7 @@ def _pass(
     if microbatch.continues:
         clipper.hold(loss_B)
         return Passed(loss_B.detach(), None)
-    return Passed(loss_B.detach(), clipper.clip(loss_B, microbatch.unit_index).norms)
+    return Passed(loss_B.detach(), clipper.clip(loss_B, microbatch.unit_index, finish).norms)
 
 
 def free_memory() -> None:

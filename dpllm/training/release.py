@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dpllm.engines.protocol import Engine
 from dpllm.ghost import UnitClipper
-from dpllm.ghost.sums import Sum
+from dpllm.ghost.sums import AddSum, Finish, Sum
 from dpllm.mechanism.noise import IndependentStream
 from dpllm.mechanism.parts import NoiseStream
 from dpllm.privacy.plan import PrivacyPlan
@@ -36,8 +36,42 @@ class Release:
         self._clipper, self._plan, self._engine, self._noise, self._step = clipper, plan, engine, noise, step
         self._names = {id(parameter): name for name, parameter in clipper.parameters.items()}
         self._num_entries = 0
+        self._is_first = True  # no microbatch was collected
         engine.begin()
         noise.begin(step)
+
+    def finisher(self, microbatch: Microbatch, last: bool) -> Finish | None:
+        """Return the function that finishes gradients within the backward pass of a step's only microbatch.
+
+        Guarantee: a gradient is made of the same clipped sum, noise and scale as by `collect`, in the same order. Its
+        noise is drawn by one of the two. The noise of a pass that fails is dropped with its sums (`drop`), and that of
+        the next attempt does not depend on it: so the noise has to be independent, not correlated over the steps.
+
+        Args:
+            microbatch: the microbatch whose pass comes next.
+            last: whether it is the last one of the step.
+
+        Returns:
+            The function; None where sums are completed by `collect` only.
+        """
+        early = self._engine.early
+        only = self._is_first and last and not microbatch.continues
+        if early is None or not only or type(self._noise) is not IndependentStream or self._wants_total:
+            return None
+
+        def finish(parameter: nn.Parameter, add: AddSum) -> None:
+            def add_to(parameter: nn.Parameter, total: Sum) -> None:
+                self._hand_in(parameter, total, add, last=True)
+
+            early.finish(parameter, add_to, self._scale)
+
+        return finish
+
+    def drop(self) -> None:
+        """Drop the gradients of a pass that failed."""
+        self._num_entries = 0
+        if self._engine.early is not None:
+            self._engine.early.forget()
 
     def collect(self, microbatch: Microbatch, last: bool) -> None:
         """Pass the clipped sum of a microbatch to the engine, and with the last one the noise.
@@ -48,14 +82,21 @@ class Release:
         """
 
         def add_to(parameter: nn.Parameter, total: Sum) -> None:
-            with self._engine.guard.handing_in(total):
-                if last:  # each entry's noise is drawn by one process, before the sum over processes
-                    self._add_noise_(parameter, total)
-                if not microbatch.continues:  # as the last addend, so that it can make the gradient
+            def add(total: Sum) -> None:
+                if not microbatch.continues:
                     self._clipper.add_clipped_sum_(parameter, total)
 
+            self._hand_in(parameter, total, add, last)
+
+        self._is_first = False
         to_total = self._complete_ if last and self._wants_total else None
         self._engine.collect(self._clipper.parameters, add_to, last=last, scale=self._scale, to_total=to_total)
+
+    def _hand_in(self, parameter: nn.Parameter, total: Sum, add: AddSum, last: bool) -> None:
+        with self._engine.guard.handing_in(total):
+            if last:  # each entry's noise is drawn by one process, before the sum over processes
+                self._add_noise_(parameter, total)
+            add(total)  # as the last addend, so that it can make the gradient
 
     @property
     def _wants_total(self) -> bool:

@@ -111,8 +111,10 @@ def private_step(
 
     def up_to_the_last_sum() -> Microbatch:  # which is collected by the caller
         for microbatch, last in portions:
-            passed = attempt(clipper, microbatch, loss_of, _has_to_check_rows(clipper, microbatch, engine))
+            to_check, finish = _has_to_check_rows(clipper, microbatch, engine), release.finisher(microbatch, last)
+            passed = attempt(clipper, microbatch, loss_of, to_check, finish)
             if isinstance(passed, OutOfMemory):
+                release.drop()
                 portions.divide(microbatch, passed)
                 continue
             tally.add(passed, microbatch)

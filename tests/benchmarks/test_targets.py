@@ -57,8 +57,9 @@ def test_the_extension_to_the_whole_depth(mode):
     """From two shallow models to five layers: operations exactly, bytes about, since the peak may lie elsewhere."""
     shallow, deeper, five = (benchmark.counted(settings_of(layers, mode=mode)) for layers in (*benchmark.DEPTHS, 5))
     for name in (PLAIN, OURS):
-        assert benchmark.extended(shallow[name][0], deeper[name][0], 5) == five[name][0]
-        assert benchmark.extended(shallow[name][1], deeper[name][1], 5) == pytest.approx(five[name][1], rel=0.05)
+        assert benchmark.extended(shallow[name][0], deeper[name][0], benchmark.DEPTHS, 5) == five[name][0]
+        peak = benchmark.extended(shallow[name][1], deeper[name][1], benchmark.DEPTHS, 5)
+        assert peak == pytest.approx(five[name][1], rel=0.05)
 
 
 def test_products_are_skipped_and_the_rest_is_not():
@@ -126,11 +127,12 @@ def test_without_a_gpu_peers_are_counted_in_the_same_way(monkeypatch):
 
 
 def test_per_layer_clipping_frees_a_layer_in_the_backward_pass():
-    """Under checkpointing with long rows, less is alive at the peak than with one norm for the whole model."""
+    """Under checkpointing with long rows, no more is alive at the peak than without privacy."""
     settings = settings_of(12, tokens=256, checkpointing="reentrant")
-    settings = replace(settings, config=json.dumps(json.loads(settings.config) | {"vocab_size": 1000}))
+    small = json.dumps(json.loads(settings.config) | {"vocab_size": 1000})
+    settings = replace(settings, config=small, dtype="bfloat16")
     flat, layers = benchmark.counted(settings), benchmark.counted(settings, benchmark.LAYERS)
-    assert layers[OURS][1] < 0.9 * flat[OURS][1]
+    assert layers[OURS][1] < 0.9 * flat[OURS][1] and layers[OURS][1] <= 1.01 * layers[PLAIN][1]
 
 
 @pytest.mark.parametrize("installed", [False, True])

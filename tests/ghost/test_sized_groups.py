@@ -70,7 +70,7 @@ def test_one_object_serves_two_models_with_as_many_layers(monkeypatch, catalogue
     """Each model has its own sizes, which count weights and biases that are trained; also after the other is made."""
     if catalogued:  # then its sums are formed during the backward pass
         monkeypatch.setitem(CLIPPINGS, "by-size", BySize)
-        monkeypatch.setattr(memory.Passes, "sums_are_smaller", lambda passes, rows, tokens: True)
+        monkeypatch.setattr(memory.Passes, "sums_are_smaller", lambda passes, *_: True)
     assert (GroupFactors.of(BySize(C), 2) is not None) == catalogued
     clipping, one, other = BySize(C), model_of(4, 9, 3, 2), model_of(3, 2, 20, 2)
     first, second = (GhostClipper(model, clipping=clipping) for model in (one, other))
