@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Refuse = Callable[[str, int], bool]
 """The direction, "forward" or "backward", and the number of tokens that pass through: whether memory runs out."""
@@ -54,3 +55,27 @@ class Gate(nn.Module):
 def more_than(limit: int, direction: str = "forward") -> Refuse:
     """Memory for so many tokens, in one direction."""
     return lambda where, tokens: where == direction and tokens > limit
+
+
+class BreaksOff(TorchDispatchMode):
+    """Raises at one operation of PyTorch within its block.
+
+    Args:
+        number: of the operation, from 1.
+        error: what is raised.
+
+    Attributes:
+        at: the operation at which it was raised; None: the block had fewer.
+    """
+
+    def __init__(self, number: int, error: BaseException) -> None:
+        super().__init__()
+        self.at: str | None = None
+        self._left, self._error = number, error
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self._left -= 1
+        if not self._left:
+            self.at = str(func)
+            raise self._error
+        return func(*args, **(kwargs or {}))
