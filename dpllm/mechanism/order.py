@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-
 _FRESH = "Resume the run from a checkpoint, or make another start: both begin with fresh noise"
 
 
