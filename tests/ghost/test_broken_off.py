@@ -117,3 +117,30 @@ def test_a_sum_that_was_added_in_part_is_not_added_again(error):
             backward()
         torch.testing.assert_close(flat(model), expected)
     assert number > 50 and refused > 3
+
+
+def test_a_second_clipper_on_a_model_is_named():
+    """As when the cell of a notebook that makes it runs again."""
+    model, x = Net(), torch.randn(3, 4)
+    first = GhostClipper(model, 1.0)
+    second = GhostClipper(model, 1.0)
+    with pytest.raises(GhostError, match=r"the model has another clipper as well.*call remove\(\)"):
+        second.backward(model(x).square()[:, 0])
+    first.remove()
+    second.backward(model(x).square()[:, 0])
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_models_that_share_a_parameter_are_clipped_apart():
+    """The clipper of one does not take the gradients of the other, and says that ``.grad`` has more than its sums."""
+    one, other, x = Net(), Net(), torch.randn(3, 4)
+    other.last.weight = one.last.weight
+    clipper, twin = GhostClipper(one, 1.0), GhostClipper(other, 1.0)
+    with pytest.raises(GhostError):
+        clipper.backward(one(x).square()[:, 0] + other(x).square()[:, 0])
+    clipper.forget()
+    twin.forget()
+    clipper.backward(one(x).square()[:, 0])
+    assert clipper.foreign_gradient is None
+    twin.backward(other(x).square()[:, 0])
+    assert clipper.foreign_gradient == twin.foreign_gradient == "last.weight"
