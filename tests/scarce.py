@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Refuse = Callable[[str, int], bool]
 """The direction, "forward" or "backward", and the number of tokens that pass through: whether memory runs out."""
@@ -54,3 +56,34 @@ class Gate(nn.Module):
 def more_than(limit: int, direction: str = "forward") -> Refuse:
     """Memory for so many tokens, in one direction."""
     return lambda where, tokens: where == direction and tokens > limit
+
+
+class BreaksOff(TorchDispatchMode):
+    """Raises at one operation of PyTorch within its block.
+
+    Args:
+        number: of the operation, from 1.
+        error: what is raised.
+        within: the name of a function; only operations count that it calls, directly or not. None: all.
+
+    Attributes:
+        at: the operation at which it was raised; None: the block had fewer.
+    """
+
+    def __init__(self, number: int, error: BaseException, within: str | None = None) -> None:
+        super().__init__()
+        self.at: str | None = None
+        self._left, self._error, self._within = number, error, within
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self._left -= self._counts()
+        if not self._left and self.at is None:
+            self.at = str(func)
+            raise self._error
+        return func(*args, **(kwargs or {}))
+
+    def _counts(self) -> bool:
+        frame = sys._getframe(2)
+        while self._within is not None and frame is not None and frame.f_code.co_name != self._within:
+            frame = frame.f_back
+        return frame is not None

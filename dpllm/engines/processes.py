@@ -75,7 +75,7 @@ class Processes:
         if self.size == 1:
             return [mine.tolist()]
         everywhere = [torch.empty_like(mine) for _ in range(self.size)]
-        with _connected():
+        with connected():
             dist.all_gather(everywhere, mine, group=_host_group())
         return [one.tolist() for one in everywhere]
 
@@ -85,14 +85,14 @@ class Processes:
             return numbers
         sent = torch.from_numpy(numbers.copy()) if self.is_main else torch.empty(count, dtype=torch.int64)
         if count:
-            with _connected():
+            with connected():
                 dist.broadcast(sent, src=0, group=_host_group())
         return sent.numpy()
 
     def sum_(self, tensor: Tensor) -> None:
         """Replace a tensor by its sum over all processes."""
         if self.size > 1:
-            with _connected():
+            with connected():
                 dist.all_reduce(tensor)
 
     def any(self, flag: bool) -> bool:
@@ -104,7 +104,7 @@ class Processes:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        with _connected():
+        with connected():
             dist.all_gather_object(values, value, group=_host_group())
         return values
 
@@ -122,7 +122,7 @@ class Processes:
                 outcome[0] = function()
             except Exception as error:
                 outcome[1] = _sendable(error)
-        with _connected():
+        with connected():
             dist.broadcast_object_list(outcome, src=0, group=_host_group())
         if outcome[1] is not None:
             raise outcome[1]
@@ -236,13 +236,13 @@ def _host_group() -> Any:
 
 
 @contextlib.contextmanager
-def _connected() -> Iterator[None]:
+def connected() -> Iterator[None]:
     """Say in one line that another process cannot be reached; a connection's own error has an address, and no cause."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
+    except RuntimeError as error:  # gloo raises no class of its own
+        if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+            raise
         words = " ".join(str(error).split())[:200]
         raise OtherProcessError(
             f"Another process of the run has ended, waits elsewhere or cannot be reached ({words}). Nothing of a step "

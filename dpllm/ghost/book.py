@@ -165,8 +165,8 @@ class Book:
         """Pass on what arrives at a tap."""
         if not self._hooks.in_backward:
             raise GhostError(
-                "backward() was called on a loss directly. Pass the per-row losses to GhostClipper.backward(), "
-                "which clips."
+                "backward() was called on a loss directly, or the model has another clipper as well. Pass the per-row "
+                "losses to GhostClipper.backward(), which clips, and call remove() on a clipper that is used no more."
             )
         self._flows.note((grad, *saved))
         with self._hooks.pause():

@@ -194,7 +194,10 @@ class Hooks:
         ]
 
     def break_off(self) -> None:
-        """End a call of the model that Ctrl-C broke off: PyTorch runs hooks after an `Exception` only."""
+        """End a call of the model that Ctrl-C broke off: PyTorch runs hooks after an `Exception` only.
+
+        The next call does it too. A model that calls itself is not served in any case.
+        """
         if self._in_forward:
             self._end()
 
@@ -291,7 +294,8 @@ class Hooks:
             )
 
     def _begin_forward(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
-        if self._in_forward or not torch.is_grad_enabled():
+        self.break_off()
+        if not torch.is_grad_enabled():
             return
         refuse_compiled("The model", model)
         self._forget()

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch.nn import Parameter
 
+from dpllm.ghost.errors import GhostError
+
 
 class OwnSums:
     """What a clipper left in the ``.grad`` of its parameters since they were empty: None, or zeros."""
@@ -21,16 +23,33 @@ class OwnSums:
         self._left: dict[str, tuple[Any, int]] = {}  # the tensor, weakly, and its version
         self._foreign: set[str] = set()
         self._units = 0
+        self._broken_off = False
 
     def begin(self, parameters: Mapping[str, Parameter]) -> None:
         """Look at ``.grad`` before a clipped sum is added."""
         self._foreign = set(self._other(parameters))
         if self._are_empty(parameters):
             self._units = 0
+        self._broken_off = True  # until `end`
+
+    def refuse_broken_off(self, parameters: Mapping[str, Parameter]) -> None:
+        """Make sure that ``.grad`` does not hold a part of a sum only.
+
+        Raises:
+            GhostError: an error or Ctrl-C came while the last sum was added.
+        """
+        if self._broken_off and any(p.grad is not None and bool(p.grad.any()) for p in parameters.values()):
+            raise GhostError(
+                "The last backward() was broken off while it added its sum to .grad, so some parameters have the "
+                "gradients of its units, and a second attempt would add these again. Call "
+                "optimizer.zero_grad(set_to_none=True), and compute all units of the step again."
+            )
+        self._broken_off = False
 
     def end(self, parameters: Mapping[str, Parameter], num_units: int) -> None:
         """Note ``.grad`` after the sum of so many units was added."""
         self._units += num_units
+        self._broken_off = False
         self._left = {name: (weakref.ref(p.grad), p.grad._version) for name, p in parameters.items()}  # type: ignore[union-attr]
 
     def foreign(self, parameters: Mapping[str, Parameter]) -> str | None:

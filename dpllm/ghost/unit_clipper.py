@@ -102,9 +102,11 @@ class UnitClipper(abc.ABC):
         Raises:
             GhostError: losses of another shape or without a graph; a unit index of another shape; a parameter that
                 received no norm; the clipping is not as it was when the clipper was made; a parameter would receive a
-                gradient that is not clipped. Parameters outside the model are searched for in the calls 1, 2, 4, 8, ….
+                gradient that is not clipped; or the call before was broken off while it added to ``.grad``. Parameters
+                outside the model are searched for in the calls 1, 2, 4, 8, ….
         """
         self._check(losses, unit_index)
+        self._sums.refuse_broken_off(self.parameters)
         self._calls += 1
         self._refuse_unclipped(losses, outside=self._calls & (self._calls - 1) == 0)
         result = self.clip(losses, unit_index)

@@ -39,6 +39,7 @@ from dpllm.ghost.origins import (
 from dpllm.ghost.twins import Twins
 
 _ATTRIBUTES = ("__set__", "__delete__")
+_GRADIENT: Any = vars(torch._C.TensorBase)["grad"].__get__  # no use of the parameter; ``zero_grad()`` has to see it
 
 
 class _Names:
@@ -174,13 +175,14 @@ class Uses(TorchFunctionMode):
     def begin(self, args: tuple, kwargs: dict) -> None:
         """Note that a call of the model begins, and watch it if necessary."""
         self._calls += 1
-        self.active = self._needed or not self.proved or self._calls & (self._calls - 1) == 0
+        self.active = False  # until the watch has begun: a call may break off before
         self._running.clear()
         self._twins.clear()
         for parameter in self._names.parameters.values():
             self.refuse_gradient_of(parameter)
-        if self.active:
+        if self._needed or not self.proved or self._calls & (self._calls - 1) == 0:
             mark_rows((args, kwargs))
+            self.active = True
             self.__enter__()
 
     def end(self, output: Any) -> Any:
@@ -312,7 +314,8 @@ class Uses(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Call the function, and serve the parameters that it uses."""
         kwargs = kwargs or {}
-        if self.off or getattr(func, "__name__", "") in _ATTRIBUTES:
+        called = getattr(func, "__name__", "")
+        if self.off or called in _ATTRIBUTES or (called == "__get__" and func == _GRADIENT):
             return func(*args, **kwargs)
         if torch.is_grad_enabled():
             args, kwargs = self._twins.replaced((args, kwargs))

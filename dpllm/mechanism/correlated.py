@@ -59,13 +59,15 @@ class CorrelatedStream(ABC):
         """Begin a step. Skipped steps still draw their noise, since the order of units advances with every draw.
 
         Raises:
-            ValueError: the step is not after the last one, or a parameter had no noise in the step before.
+            ValueError: the step is not after the last one; or a parameter had no noise in the step before, or an error
+                broke it off.
         """
         skipped = step - self._order.step - 1
         self._order.begin(step)
         for _ in range(skipped):
-            for kept in self._kept.values():
-                self._next(kept, kept[0])
+            for name, kept in self._kept.items():
+                with self._order.changing(name):
+                    self._next(kept, kept[0])
 
     def add_share_(self, name: str, total: Tensor, stddev: float, rank: int, size: int) -> None:
         """Add the noise of this step to one process's slice of the entries, in place.
@@ -85,5 +87,5 @@ class CorrelatedStream(ABC):
                 f"({kept[0].dtype}) in the steps before, with whose noise it is correlated: keep the model's shapes, "
                 "or start a new run"
             )
-        self._order.add(name)
-        self._add_(share, self._next(kept, share), stddev)
+        with self._order.adding(name):
+            self._add_(share, self._next(kept, share), stddev)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import numpy as np
 from numpy.typing import NDArray
 
+_FRESH = "Resume the run from a checkpoint, or make another start: both begin with fresh noise"
+
 
 class StepOrder:
-    """Refuses noise that is drawn twice, too late, or not at all.
+    """Refuses noise that is drawn twice, too late, in part, or not at all.
 
     The noise of a step is correlated with that of the steps before. A stream counts its steps here, so that each
     parameter gets the noise of each step exactly once.
@@ -21,20 +26,45 @@ class StepOrder:
         self.step = -1
         self._known: set[str] = set()
         self._added: set[str] = set()
+        self._changing: str | None = None  # whose noise is being made; still set after an error
 
     def begin(self, step: int) -> None:
         """Begin a step; steps may be skipped.
 
         Raises:
-            ValueError: the step is not after the last one, or a parameter had no noise in the step before.
+            ValueError: the step is not after the last one, or a parameter had no noise, or only a part of it, in the
+                step before.
         """
+        self._require_whole()
         if step <= self.step:
             raise ValueError(
                 f"the noise of step {step} was already drawn; the last step is {self.step}: take steps in order"
             )
         if missing := sorted(self._known - self._added):
-            raise ValueError(f"{missing[0]} had no noise in step {self.step}: every parameter needs it in every step")
+            raise ValueError(
+                f"{missing[0]} had no noise in step {self.step}: every parameter needs it in every step. If that step "
+                f"failed: {_FRESH}"
+            )
         self.step, self._added = step, set()
+
+    def _require_whole(self) -> None:
+        if self._changing is not None:
+            raise ValueError(
+                f"An error broke off the noise of {self._changing} in step {self.step}, and that of later steps is "
+                f"made from it. {_FRESH}"
+            )
+
+    @contextlib.contextmanager
+    def changing(self, name: str) -> Iterator[None]:
+        """Enter the part in which the kept tensors of a parameter change; after an error there, no noise is made.
+
+        Raises:
+            ValueError: an error came in such a part before.
+        """
+        self._require_whole()
+        self._changing = name
+        yield
+        self._changing = None
 
     def require_first(self, name: str) -> None:
         """Check that a parameter has no noise of this step yet.
@@ -45,8 +75,12 @@ class StepOrder:
         if name in self._added:
             raise ValueError(f"{name} already had its noise of step {self.step}: add it once per step")
 
-    def add(self, name: str) -> None:
-        """Note that a parameter gets its noise of this step."""
+    @contextlib.contextmanager
+    def adding(self, name: str) -> Iterator[None]:
+        """Enter the part in which a parameter gets its noise of this step; noted when it has ended without an error."""
+        self.require_first(name)
+        with self.changing(name):
+            yield
         self._known.add(name)
         self._added.add(name)
 

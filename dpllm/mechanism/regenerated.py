@@ -118,7 +118,8 @@ class BlockStream:
         """Begin a step. Skipped steps still draw their noise, since the groups advance with every draw.
 
         Raises:
-            ValueError: the step is not after the last one, or a parameter had no noise in the step before.
+            ValueError: the step is not after the last one; or a parameter had no noise in the step before, or an error
+                broke it off.
         """
         self._order.begin(step)
 
@@ -139,9 +140,9 @@ class BlockStream:
                 f"{name} has {_words(place)}, and had {_words(self._places[name])} in the steps before, with whose "
                 "noise it is correlated: keep the model's shapes, or start a new run"
             )
-        self._order.add(name)
-        for number, block in enumerate(share.split(ENTRIES_AT_A_TIME)):
-            self._add_block_(name, number, (rank, size), block, stddev)
+        with self._order.adding(name):
+            for number, block in enumerate(share.split(ENTRIES_AT_A_TIME)):
+                self._add_block_(name, number, (rank, size), block, stddev)
 
     def _add_block_(self, name: str, number: int, of: tuple[int, int], block: Tensor, stddev: float) -> None:
         where = (name, number)

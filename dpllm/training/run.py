@@ -30,7 +30,7 @@ from dpllm.engines import DeepSpeedZero
 from dpllm.engines.division import Division
 from dpllm.engines.processes import Processes, found_by
 from dpllm.engines.replicas import check_before_saving
-from dpllm.ghost import NormMethod
+from dpllm.ghost import GhostError, NormMethod
 from dpllm.models.ended import RunWeights, note_changes, refuse_other_weights
 from dpllm.privacy.identity import COMPLETED, note_own_release, snapshot
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
@@ -394,6 +394,8 @@ class PrivateRun:
             )
         except BaseException:
             self._entropy.give_up_step()
+            with contextlib.suppress(GhostError, RuntimeError):  # neither may hide the first error
+                attached.clipper.forget()  # Ctrl-C leaves layers without requires_grad
             raise
         attached.after_step()
         attached.refuse_unreached()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpllm.engines.processes import Processes, found_by
+from dpllm.engines.processes import OtherProcessError, Processes, connected, found_by
 from dpllm.engines.protocol import Engine
 from dpllm.engines.replicas import Replicas
 from dpllm.ghost import UnitClipper
@@ -98,7 +98,8 @@ def private_step(
             up; or a step on this engine failed half-way, so its sums would be released under this step's noise.
         UpdateError: in the first step, if the optimizer receives something other than the private sum.
         DisagreementError: the trainable weights of two replicas differ; no part of the step reaches the optimizer.
-        OtherProcessError: model, loss or collator failed on another process; in lockstep, see `WAITED_FOR`.
+        OtherProcessError: model, loss or collator failed on another process, in lockstep see `WAITED_FOR`; or another
+            process failed while the sums were added up over the processes, or cannot be reached.
         MicrobatchTooLargeError: memory ran out on a microbatch that cannot be divided.
     """
     _check(clipper, plan, ledger, engine)
@@ -129,7 +130,7 @@ def private_step(
             microbatch = up_to_the_last_sum()
     else:
         microbatch = engine.processes.all_or_none(up_to_the_last_sum, f"step {number + 1}")
-    with _waited_for(engine.processes):
+    with _waited_for(engine.processes), connected():
         release.collect(microbatch, last=True)
     error = found_by(before_update)
     done, checksums, failed = tally.over(engine, portions, replicas, error)
@@ -157,6 +158,8 @@ def _waited_for(processes: Processes) -> Iterator[None]:
     """Add a note to an error that the other processes cannot be told, since they wait in another collective."""
     try:
         yield
+    except OtherProcessError:
+        raise
     except Exception as error:
         if processes.size > 1:
             error.add_note(WAITED_FOR)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pickle
@@ -23,6 +24,7 @@ from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.training.run import PrivateRun
 from tests.distributed.checks import caught
 from tests.distributed.drifting import local
+from tests.scarce import BreaksOff
 from tests.training.test_run import loss_of, network, plan_of, rows_of
 
 STEPS, FAILS = 6, 2  # the third step has no check of the rows before it, unlike the first, second and fourth
@@ -166,4 +168,28 @@ def ended_in_mid_step(root: Path) -> None:
 
     found = caught(go)
     result.write_bytes(pickle.dumps((found, words_of(OtherProcessError(found[1])))))
+    os._exit(0)
+
+
+def ended_in_the_sum(root: Path) -> None:
+    """Memory runs out on rank 1 while the processes add up the sums of the second step, and it ends."""
+    model = DistributedDataParallel(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = PrivateRun.start(root / "ended", plan_of(0.8, num_steps=2), rows_of())
+    run.attach(model, optimizer)
+    broken = BreaksOff(1, torch.OutOfMemoryError("none left"), within="_packed")
+
+    def go() -> None:
+        for unit_ids in run.draws(2):
+            with broken if run.ledger.num_steps == 2 and dist.get_rank() == 1 else contextlib.nullcontext():
+                run.step(unit_ids, loss_of)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    before, found = local(model), None
+    try:
+        go()
+    except Exception as error:
+        found = type(error).__name__, str(error), list(getattr(error, "__notes__", ())), local(model)
+    (root / "world" / f"result.{dist.get_rank()}").write_bytes(pickle.dumps((found, before)))
     os._exit(0)

@@ -1,6 +1,7 @@
 """An error of one process ends the step on all of them; nothing of it is released."""
 
 import pytest
+import torch
 
 from dpllm.config.mistakes import words_of
 from dpllm.engines.processes import OtherProcessError
@@ -84,6 +85,16 @@ def test_a_process_that_ends_in_mid_step_is_one_line_on_the_others(tmp_path):
     )
     assert error[0] in ("OtherProcessError", "DisagreementError") and "\n" not in error[1], error
     assert "has ended" in error[1] and shown == error[1]
+
+
+def test_a_process_that_fails_while_the_sums_are_added_up_is_one_line_on_the_others(tmp_path):
+    """They wait for it there: its error says so, and theirs was a bare *RuntimeError* of gloo."""
+    waiting, failed = world.run(tmp_path / "world", "tests.distributed.failing:ended_in_the_sum", size=2, root=tmp_path)
+    (kind, words, notes, first), _ = waiting
+    assert kind == "OtherProcessError" and "cannot be reached" in words and "\n" not in words and not notes
+    (kind, words, notes, second), _ = failed
+    assert (kind, words) == ("OutOfMemoryError", "none left") and any("wait for this one" in one for one in notes)
+    assert torch.equal(first, second)  # after the first step, of which both had the update
 
 
 def test_an_error_of_another_process_is_no_fault_of_this_library():

@@ -1,5 +1,8 @@
 """All streams of correlated noise: each parameter gets the noise of each step once, in order, of its own slice."""
 
+import contextlib
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +11,8 @@ from scipy import linalg
 from dpllm.mechanism.banded import BandedNoise
 from dpllm.mechanism.blt import BltNoise
 from dpllm.mechanism.generators import NoiseSource
+from dpllm.mechanism.regenerated import stream_of
+from tests.scarce import BreaksOff
 
 NOISES = {
     "one band": BandedNoise(1),
@@ -99,3 +104,40 @@ def test_slices_of_processes_have_streams_of_their_own(noise):
     column[: len(noise.column(9))] = noise.column(9)
     white = linalg.toeplitz(column, np.zeros(9)) @ torch.stack(summed).numpy()
     assert np.unique(white.round(9)).size == white.size
+
+
+@each_noise
+@pytest.mark.parametrize("memory", [None, "stored", "regenerated"])
+def test_noise_that_an_error_broke_off_is_not_continued(noise, memory):
+    """At whichever operation: geometric noise of two bands went on without one of its two tensors."""
+
+    def made():
+        source = NoiseSource(seed=2)
+        return noise.stream(source, 20) if memory is None else stream_of(noise, source, 20, memory)
+
+    def steps(stream, first, last):
+        for step in range(first, last):
+            stream.begin(step)
+            found.append(added(stream, 20))
+
+    found = []
+    steps(made(), 0, 9)
+    expected, refused = found, 0
+    for number in itertools.count(1):
+        stream, found, broken = made(), [], BreaksOff(number, torch.OutOfMemoryError("none left"))
+        steps(stream, 0, 6)
+        stream.begin(6)
+        with broken, contextlib.suppress(torch.OutOfMemoryError):
+            added(stream, 20)
+        if broken.at is None:
+            break
+        try:
+            found.append(added(stream, 20))  # again, where the error came before anything changed
+            steps(stream, 7, 9)
+        except ValueError as error:
+            assert "An error broke off the noise of w in step 6" in str(error) and "Resume the run" in str(error)
+            with pytest.raises(ValueError, match="An error broke off the noise of w in step 6"):
+                stream.begin(7)
+            refused += 1
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=False))
+    assert refused >= 2

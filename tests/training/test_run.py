@@ -185,7 +185,9 @@ def test_a_loop_of_ones_own_takes_the_steps_that_private_step_takes(tmp_path):
         private_step(clipper, batch, lambda inputs: loss_of(twin, inputs), plan, engine, ledger, noise)
         by_hand.step()
         by_hand.zero_grad()
-    assert torch.equal(flat(model), flat(twin)) and not torch.equal(flat(model), flat(network()))
+    # Passes that compared rows before change the last bits: the order in which gradients lie side by side follows them.
+    torch.testing.assert_close(flat(model), flat(twin), rtol=1e-5, atol=1e-7)
+    assert not torch.equal(flat(model), flat(network()))
     for folder in ("run", "hand"):
         assert read_ledger(tmp_path / folder / LEDGER_FILE).history == [(plan.event, plan.num_steps)]
 
