@@ -919,7 +919,7 @@ MUTATIONS = [
         "the noise is added in every microbatch",
         "dpllm/training/release.py",
         "            if last:  # each",
-        "                if True:  # each",
+        "            if True:  # each",
         ("tests/training/test_step.py",),
     ),
     Mutation(
@@ -1652,7 +1652,7 @@ MUTATIONS = [
     Mutation(
         "a layer takes selected entries for its rows",
         "dpllm/ghost/hooks.py",
-        "                self.uses.refuse_other_order(path, tensors_of(args, kwargs))\n",
+        "                uses.refuse_other_order(path, tensors)\n",
         "",
         ("tests/ghost/test_orders.py",),
     ),

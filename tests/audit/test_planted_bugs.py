@@ -36,13 +36,12 @@ Edit = tuple[str, str, str]
 NOISE_FREE: tuple[Edit, ...] = (
     (
         "dpllm/training/release.py",
-        "                if last:  # each entry's noise",
-        "                if not microbatch.continues:\n"
-        "                    self._clipper.add_clipped_sum_(parameter, total)\n"
-        "                CLEAN[id(parameter)] = total.filled().clone() * self._scale\n"
-        "                if last:  # each entry's noise",
+        "            if last:  # each entry's noise",
+        "            add(total)\n"
+        "            CLEAN[id(parameter)] = total.filled().clone() * self._scale\n"
+        "            if last:  # each entry's noise",
     ),
-    ("dpllm/training/release.py", "if not microbatch.continues:  # as the last", "if False:  # as the last"),
+    ("dpllm/training/release.py", "add(total)  # as the last", "pass  # as the last"),
     ("dpllm/training/release.py", "class Release:", "CLEAN: dict = {}\n\n\nclass Release:"),
     (
         "dpllm/training/averaging.py",
