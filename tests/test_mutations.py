@@ -919,7 +919,7 @@ MUTATIONS = [
         "the noise is added in every microbatch",
         "dpllm/training/release.py",
         "            if last:  # each",
-        "                if True:  # each",
+        "            if True:  # each",
         ("tests/training/test_step.py",),
     ),
     Mutation(
