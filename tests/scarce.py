@@ -1,4 +1,4 @@
-"""Memory that runs out: layers that raise what PyTorch raises on a GPU, on the way forward or backward."""
+"""Memory that runs out, and Ctrl-C: layers that raise what PyTorch raises, on the way forward or backward."""
 
 from __future__ import annotations
 
@@ -56,6 +56,17 @@ class Gate(nn.Module):
 def more_than(limit: int, direction: str = "forward") -> Refuse:
     """Memory for so many tokens, in one direction."""
     return lambda where, tokens: where == direction and tokens > limit
+
+
+class Interrupted(nn.Linear):
+    """Ctrl-C comes while it runs, if it is pressed."""
+
+    pressed = False
+
+    def forward(self, h: Tensor) -> Tensor:
+        if self.pressed:
+            raise KeyboardInterrupt
+        return super().forward(h)
 
 
 class BreaksOff(TorchDispatchMode):

@@ -12,12 +12,13 @@ exact before the noise is complete, as in an all-reduce in float32, but the way 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dpllm.engines.overlap import Work, aligned, all_gather, buckets, in_turns, reduce_scatter
+from dpllm.engines.overlap import Work, aligned, all_gather, buckets, in_turns, overlapped, reduce_scatter
 from dpllm.engines.single import AddTo, SingleProcess, ToTotal, refuse_foreign_gradients
 from dpllm.ghost.kernels import accumulation_dtype
 from dpllm.ghost.sums import Sum
@@ -71,9 +72,7 @@ class DataParallel(SingleProcess):
         flat = _packed(totals, starts, self.processes.size)
         del totals
         own = flat.new_empty(len(flat) // self.processes.size)
-        reducing = self._reduce(own, flat)
-        yield
-        reducing.wait()
+        yield from overlapped(partial(self._reduce, own, flat))
         del flat
         if to_total is not None:
             for parameter, part in self._parts(bucket, shapes, starts, own):
@@ -82,9 +81,7 @@ class DataParallel(SingleProcess):
         total.finish_in(bucket[0].dtype, scale)
         finished = total.finished()
         whole = finished.new_empty(len(finished) * self.processes.size)
-        gathering = all_gather(whole, finished, async_op=True)
-        yield
-        gathering.wait()
+        yield from overlapped(partial(all_gather, whole, finished, async_op=True))
         for parameter, shape, start in zip(bucket, shapes, starts, strict=True):
             self._leave(parameter, whole[start : start + shape.numel()].view(shape))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +24,7 @@ from dpllm.engines.division import Division
 from dpllm.engines.errors import EngineError
 from dpllm.engines.guard import UpdateGuard
 from dpllm.engines.local_sums import sums_are_small
-from dpllm.engines.overlap import Work, in_turns, reduce_scatter
+from dpllm.engines.overlap import Work, in_turns, overlapped, reduce_scatter
 from dpllm.engines.processes import Processes
 from dpllm.engines.sharded_buckets import ShardedBucket, sharded_buckets
 from dpllm.engines.single import AddTo, ToTotal, refuse_foreign_gradients, set_gradient
@@ -108,9 +109,7 @@ class FullySharded:
         """Reduce a bucket's sums, and after the last microbatch leave the shards."""
         flat = bucket.packed([self._formed(parameter, add_to).filled() for parameter in bucket.parameters])
         part = flat.new_empty(flat.shape[1])
-        reducing = reduce_scatter(part, flat.view(-1), group=bucket.shards, async_op=True)
-        yield
-        reducing.wait()
+        yield from overlapped(partial(reduce_scatter, part, flat.view(-1), group=bucket.shards, async_op=True))
         del flat
         before = self._parts.pop(bucket, None)
         part = part if before is None else before.add_(part)
@@ -118,9 +117,7 @@ class FullySharded:
             self._parts[bucket] = part
             return
         for group in bucket.replicas:  # once per step
-            adding = dist.all_reduce(part, group=group, async_op=True)
-            yield
-            adding.wait()
+            yield from overlapped(partial(dist.all_reduce, part, group=group, async_op=True))
         if to_total is not None:
             bucket.complete_(part, to_total)
         total = Sum.onto(part)

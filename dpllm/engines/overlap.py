@@ -13,6 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from dpllm.engines.processes import connected
+
 _ALIGNMENT = 8  # entries; a parameter in a bucket begins where vectorised kernels can read it
 _BUCKET_BYTES = 16 * 2**20  # large enough to use a link's bandwidth; a parameter of this size is reduced uncopied
 
@@ -22,6 +24,22 @@ all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dis
 
 Work = Iterator[None]
 """The work on one bucket; it yields after it has started a collective."""
+
+
+def overlapped(start: Callable[[], Any]) -> Work:
+    """Start a collective, yield while it runs, and wait for it: a part of a bucket's work.
+
+    Args:
+        start: starts it, and returns the object to wait for.
+
+    Raises:
+        OtherProcessError: another process ended or cannot be reached.
+    """
+    with connected():
+        running = start()
+    yield
+    with connected():
+        running.wait()
 
 
 def in_turns(works: Iterable[Work]) -> None:

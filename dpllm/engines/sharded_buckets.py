@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dpllm.engines.overlap import aligned, buckets
+from dpllm.engines.processes import connected
 from dpllm.engines.single import ToTotal
 from dpllm.ghost.kernels import accumulation_dtype
 from dpllm.mechanism.noise import slice_of
@@ -89,7 +90,8 @@ class ShardedBucket:
         for parameter, shard in self.unpacked(part):
             keep_slice_(shard, self._copy, self._num_copies, lambda own, p=parameter: to_total(p, own))  # type: ignore[misc]
         for group in self.replicas:
-            dist.all_reduce(part, group=group)
+            with connected():
+                dist.all_reduce(part, group=group)
 
 
 def sharded_buckets(parameters: Iterable[nn.Parameter]) -> list[ShardedBucket]:

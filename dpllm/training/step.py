@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpllm.engines.processes import OtherProcessError, Processes, connected, found_by
+from dpllm.engines.processes import OtherProcessError, Processes, found_by
 from dpllm.engines.protocol import Engine
 from dpllm.engines.replicas import Replicas
 from dpllm.ghost import UnitClipper
@@ -130,7 +130,7 @@ def private_step(
             microbatch = up_to_the_last_sum()
     else:
         microbatch = engine.processes.all_or_none(up_to_the_last_sum, f"step {number + 1}")
-    with _waited_for(engine.processes), connected():
+    with _waited_for(engine.processes):
         release.collect(microbatch, last=True)
     error = found_by(before_update)
     done, checksums, failed = tally.over(engine, portions, replicas, error)

@@ -10,6 +10,7 @@ from dpllm.ghost.book import Book
 from dpllm.ghost.contributions import Instance
 from dpllm.ghost.norm_method import NormMethod
 from tests.conftest import tiny_llama_config
+from tests.scarce import Interrupted
 
 
 class Net(nn.Module):
@@ -129,17 +130,6 @@ def test_remove_leaves_the_model_as_it_was():
     for p, b in zip(model.parameters(), before, strict=True):
         torch.testing.assert_close(p.grad, b)
     assert not model._forward_hooks and not model.first._forward_hooks and not model.first._forward_pre_hooks
-
-
-class Interrupted(nn.Linear):
-    """Ctrl-C comes while it runs."""
-
-    pressed = False
-
-    def forward(self, h):
-        if self.pressed:
-            raise KeyboardInterrupt
-        return super().forward(h)
 
 
 @pytest.mark.parametrize("passes", [0, 1, 2])  # the first call is watched, the third is not

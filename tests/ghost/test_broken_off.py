@@ -7,18 +7,7 @@ import torch
 from torch import nn
 
 from dpllm import GhostClipper, GhostError
-from tests.scarce import BreaksOff
-
-
-class Interrupted(nn.Linear):
-    """Ctrl-C comes while it runs."""
-
-    pressed = False
-
-    def forward(self, h):
-        if self.pressed:
-            raise KeyboardInterrupt
-        return super().forward(h)
+from tests.scarce import BreaksOff, Interrupted
 
 
 class Net(nn.Module):

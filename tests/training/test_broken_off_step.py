@@ -38,3 +38,12 @@ def test_nothing_of_a_step_that_was_broken_off_goes_into_another(within, error, 
         optimizer.zero_grad()
     run.detach()
     assert run.ledger.num_steps == FAILS + 2
+
+
+def test_an_error_of_a_single_process_is_its_own(tmp_path):
+    """A bare *RuntimeError*, which is what gloo raises too, is not taken for the end of another process."""
+    run, _, _ = attached(tmp_path, plan_of(num_steps=2))
+    with pytest.raises(RuntimeError, match=r"^a fault$"), BreaksOff(1, RuntimeError("a fault"), "_finish"):
+        for unit_ids in run.draws(1):
+            run.step(unit_ids, loss_of)
+    run.detach()
