@@ -130,7 +130,7 @@ def private_step(
             microbatch = up_to_the_last_sum()
     else:
         microbatch = engine.processes.all_or_none(up_to_the_last_sum, f"step {number + 1}")
-    with _waited_for(engine.processes), connected():
+    with _waited_for(engine.processes), connected() if engine.processes.size > 1 else contextlib.nullcontext():
         release.collect(microbatch, last=True)
     error = found_by(before_update)
     done, checksums, failed = tally.over(engine, portions, replicas, error)
