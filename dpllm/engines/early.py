@@ -34,6 +34,7 @@ class EarlyGradients:
         """Begin without a gradient."""
         self._make, self._guard = make, guard
         self._gradients: dict[nn.Parameter, Tensor] = {}
+        self._begun = False  # a gradient, which may have handed in its sum and failed after that
 
     def finish(self, parameter: nn.Parameter, add_to: Callable[[nn.Parameter, Sum], None], scale: float) -> None:
         """Make the gradient of one parameter.
@@ -51,15 +52,18 @@ class EarlyGradients:
                 f"A gradient of shape {tuple(parameter.shape)} was finished twice in a step. Start again from a "
                 "checkpoint, and report this error"
             )
+        self._begun = True
         self._gradients[parameter] = self._make(parameter, add_to, scale)
 
     def take(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the gradient of a parameter, once; None if it was not finished."""
+        self._begun = False
         return self._gradients.pop(parameter, None)
 
     def forget(self) -> None:
         """Drop all gradients: the pass that made them failed."""
-        if self._gradients:
+        if self._begun:
+            self._begun = False
             self._gradients.clear()
             self._guard.withdraw()
 

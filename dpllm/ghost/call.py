@@ -41,6 +41,11 @@ def replace_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
     return value
 
 
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether another ``forward`` was put on this module than that of its class, which then says nothing about it."""
+    return "forward" in vars(module)
+
+
 class _Bare(nn.Module):
     """A module's own computation, without the hooks on it: hooks that gather and free weights do not apply here."""
 

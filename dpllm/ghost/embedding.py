@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpllm.ghost.call import call_with
+from dpllm.ghost.call import call_with, has_own_forward
 from dpllm.ghost.contributions import Lookup
 from dpllm.ghost.errors import GhostError, NoRuleError
 from dpllm.ghost.tap import Recorder
@@ -42,7 +42,7 @@ class EmbeddingRule:
         refuse_coupled_options(path, table)
         self.path, self.weight, self.book = path, trainable["weight"], book
         self.padding_idx = table.padding_idx
-        self.plain = type(table).forward is nn.Embedding.forward
+        self.plain = type(table).forward is nn.Embedding.forward and not has_own_forward(table)
         self.verified = False
 
     def after(self, module: nn.Module, args: tuple, kwargs: dict, output: Tensor, rows: int | None) -> Tensor:

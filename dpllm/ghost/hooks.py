@@ -179,6 +179,7 @@ class Hooks:
         self.calls = ModelCalls(model)
         self.uses = Uses(model, parameters, host)
         self._forget, self._switch = forget, Switch()
+        self._inner: list[tuple[Any, int, Any, int]] = []  # of each site: hooks before, own; after, own
         self._in_forward = self.in_backward = self.paused = False
         self._handles = shared.attach(model, host)
         try:
@@ -260,12 +261,22 @@ class Hooks:
             with _Paused(self):
                 return leave(args, kwargs, output)
 
-        # Innermost: after the hooks that gather a sharded module's weights, and before the hooks that free them again.
-        self._handles += [
-            module.register_forward_pre_hook(before, with_kwargs=True),
-            module.register_forward_hook(after, with_kwargs=True, always_call=True, prepend=True),
-            *([served.experts] if served.experts else []),
-        ]
+        first = module.register_forward_pre_hook(before, with_kwargs=True)
+        last = module.register_forward_hook(after, with_kwargs=True, always_call=True, prepend=True)
+        self._handles += [first, last, *([served.experts] if served.experts else [])]
+        self._inner.append((module._forward_pre_hooks, first.id, module._forward_hooks, last.id))
+
+    def _keep_innermost(self) -> None:
+        """Put the hooks of sites inside all others, also those registered since.
+
+        Hooks that gather a sharded module's weights run before them, and those that free these run after them. Another
+        hook may use the module's parameters, which have to be in autograd then, or change its output.
+        """
+        for hooks_before, first, hooks_after, last in self._inner:
+            if next(reversed(hooks_before), first) != first and first in hooks_before:
+                hooks_before.move_to_end(first)
+            if next(iter(hooks_after), last) != last and last in hooks_after:
+                hooks_after.move_to_end(last, last=False)
 
     @property
     def in_pass(self) -> bool:
@@ -298,6 +309,7 @@ class Hooks:
         if not torch.is_grad_enabled():
             return
         refuse_compiled("The model", model)
+        self._keep_innermost()
         self._forget()
         self.calls.begin(args, kwargs)
         self._in_forward = True

@@ -6,8 +6,9 @@ a run asks (`dpllm.mechanism.starts`). A gradient from elsewhere would be releas
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch.nn import Parameter
@@ -24,6 +25,28 @@ class OwnSums:
         self._foreign: set[str] = set()
         self._units = 0
         self._broken_off = False
+
+    @contextlib.contextmanager
+    def unwritten(self, parameters: Mapping[str, Parameter]) -> Iterator[None]:
+        """Make sure that a backward pass within the block does not write to ``.grad``; what it wrote to is dropped.
+
+        Raises:
+            GhostError: it did, past all rules: by a use of a parameter that no hook saw. An error of the block goes on.
+        """
+        before, written = {name: state_of_gradient(p) for name, p in parameters.items()}, []
+        try:
+            yield
+        finally:
+            for name, parameter in parameters.items():
+                if state_of_gradient(parameter) != before[name]:
+                    parameter.grad = None
+                    written.append(name)
+        if written:
+            raise GhostError(
+                f"The backward pass wrote a gradient that is not clipped to {written[0]}.grad, and it was dropped: the "
+                "parameter is used where no rule sees it. Call zero_grad(), compute all units of the step again, and "
+                "make GhostClipper after the last change of the model's dtype or device."
+            )
 
     def begin(self, parameters: Mapping[str, Parameter]) -> None:
         """Look at ``.grad`` before a clipped sum is added."""
@@ -77,3 +100,8 @@ class OwnSums:
     def _is_as_left(self, name: str, parameter: Parameter) -> bool:
         left, version = self._left.get(name, (lambda: None, -1))
         return left() is parameter.grad and parameter.grad is not None and parameter.grad._version == version
+
+
+def state_of_gradient(parameter: Parameter) -> tuple[int, int] | None:
+    """Return what changes when a gradient is written to ``.grad``."""
+    return None if parameter.grad is None else (id(parameter.grad), parameter.grad._version)

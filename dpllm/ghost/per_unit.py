@@ -28,6 +28,7 @@ from dpllm.ghost.factors import clip_factors
 from dpllm.ghost.graph import nodes_of
 from dpllm.ghost.groups import shapes_of
 from dpllm.ghost.held_clipping import HeldClipping
+from dpllm.ghost.own_sums import state_of_gradient
 from dpllm.ghost.packed import PackedRows
 from dpllm.ghost.rules import refuse_replicating, refuse_switching
 from dpllm.ghost.scales import is_fp8
@@ -182,7 +183,7 @@ class PerUnitClipper(UnitClipper):
                     f"{name} {what} after PerUnitClipper was made, so a unit's gradient is not the one that is clipped "
                     "and given noise. Set requires_grad and remove hooks before, and do not change them in between"
                 )
-        before = [_state(parameter) for parameter in parameters]
+        before = [state_of_gradient(parameter) for parameter in parameters]
         try:
             found = torch.autograd.grad(loss_B, parameters, weight_B, retain_graph=retain_graph, allow_unused=True)
         except RuntimeError as error:
@@ -190,7 +191,7 @@ class PerUnitClipper(UnitClipper):
                 raise
             raise _reentrant() from error
         for (name, parameter), state in zip(self._trained.by_name.items(), before, strict=True):
-            if _state(parameter) != state:
+            if state_of_gradient(parameter) != state:
                 raise _written(name)
         gradients = {id(p): _dense(g) for p, g in zip(parameters, found, strict=True) if g is not None}
         if len(gradients) < len(parameters) and any("CheckpointFunction" in name for name in nodes_of(loss_B)):
@@ -322,11 +323,6 @@ def _limit_rows(model: nn.Module) -> Any:
 
 def _dense(gradient: Tensor) -> Tensor:
     return (gradient.to_dense() if gradient.is_sparse else gradient).detach()
-
-
-def _state(parameter: nn.Parameter) -> tuple[int, int] | None:
-    """Return what changes when a gradient is written to ``.grad``."""
-    return None if parameter.grad is None else (id(parameter.grad), parameter.grad._version)
 
 
 def _written(name: str) -> GhostError:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dpllm.ghost import expert_adapters, routing
-from dpllm.ghost.call import Call, tensors_of
+from dpllm.ghost.call import Call, has_own_forward, tensors_of
 from dpllm.ghost.embedding import EmbeddingRule, RelativeBiasRule, gives_relative_bias
 from dpllm.ghost.errors import GhostError, NoRuleError
 from dpllm.ghost.experts import ExpertsRule, Host, is_experts
@@ -268,11 +268,12 @@ class Served:
         self._after: After | None = None
         path, module, trainable = site.path, site.module, site.trainable
         _refuse_random(path, module)
-        if is_linear(module):
+        own = has_own_forward(module)
+        if not own and is_linear(module):
             self._after = LinearRule.of(path, module, trainable, book).after
         elif isinstance(module, nn.Embedding):
             self._after = EmbeddingRule(path, module, trainable, book).after
-        elif isinstance(module, nn.LayerNorm) and type(module).forward is nn.LayerNorm.forward:
+        elif not own and isinstance(module, nn.LayerNorm) and type(module).forward is nn.LayerNorm.forward:
             self._after = LayerNormRule(path, module, trainable, book).after
         elif trainable.keys() == {"relative_attention_bias.weight"} and gives_relative_bias(module):
             self.before = RelativeBiasRule(path, module, trainable, book).before
@@ -289,13 +290,19 @@ class Served:
         named = zip(site.trainable.items(), site.holders(), strict=True)
         self._places = tuple((name, own, *place) for (name, own), place in named)
         self._calls: list[_Entered] = []
+        self._forward = vars(module).get("forward")
 
     def present(self) -> list[nn.Parameter]:
         """Return the tensors in the places of the trainable parameters; a sharded model (FSDP2) puts others there.
 
         Raises:
-            GhostError: a caller put another tensor there.
+            GhostError: a caller put another tensor there, or another ``forward`` on the module.
         """
+        if vars(self.site.module).get("forward") is not self._forward:
+            raise NoRuleError(
+                f"{self.site.path} ({type(self.site.module).__name__}) got another forward after GhostClipper was "
+                "made, so its gradients would be those of the forward before. Make GhostClipper after the change."
+            )
         present = []
         for name, own, holder, place in self._places:
             live = getattr(holder, place)

@@ -41,7 +41,7 @@ class _Tap(torch.autograd.Function):
         return grad_output, None, None
 
 
-# `Function.apply` looks for transforms of torch.func in its arguments, which takes as long as all the rest of a tap.
+# `Function.apply` looks for transforms of torch.func, which takes as long as the rest of a tap; here there are none.
 _apply = super(torch.autograd.Function, _Tap).apply
 
 
@@ -54,10 +54,14 @@ def tap(output: Tensor, receive: Receive, *saved: Tensor) -> Tensor:
         receive: called once per backward pass through this use, with the gradient of ``output``.
         saved: tensors kept for that call.
     """
+    if torch._C._are_functorch_transforms_active():
+        raise NoRuleError(
+            "The model calls a module with trainable parameters within a transform of torch.func (vmap, grad, jvp), "
+            "where gradients of rows cannot be seen. Call the module outside the transform, or freeze its parameters."
+        )
     if not output.requires_grad:
         output.requires_grad_()
-    apply = _Tap.apply if torch._C._are_functorch_transforms_active() else _apply
-    return apply(output, receive, tuple([t.detach() for t in saved]))  # in a tuple they are no inputs of the function
+    return _apply(output, receive, tuple([t.detach() for t in saved]))  # in a tuple they are no inputs of the function
 
 
 class Recorder(Protocol):

@@ -109,7 +109,8 @@ class UnitClipper(abc.ABC):
         self._sums.refuse_broken_off(self.parameters)
         self._calls += 1
         self._refuse_unclipped(losses, outside=self._calls & (self._calls - 1) == 0)
-        result = self.clip(losses, unit_index)
+        with self._sums.unwritten(self.parameters):
+            result = self.clip(losses, unit_index)
         self._sums.begin(self.parameters)
         for parameter in self.parameters.values():
             self.add_clipped_sum_(parameter, Sum.onto(_accumulator(parameter)))

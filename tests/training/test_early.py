@@ -5,6 +5,7 @@ call of its source, so that each parameter shows which call it got.
 """
 
 import gc
+import itertools
 import weakref
 
 import numpy as np
@@ -28,7 +29,7 @@ from dpllm.training.step import private_step
 from tests.conftest import tiny_llama_config
 from tests.ghost.test_group_wise import always
 from tests.mechanism.test_per_layer import model_of, named_layers, trainable
-from tests.scarce import Gate
+from tests.scarce import BreaksOff, Gate
 from tests.training.test_step import Rows, loss_of
 
 N, B, C = 40, 4, 0.5
@@ -234,6 +235,25 @@ def test_the_guard_checks_them_in_the_first_step(tmp_path, monkeypatch, tampered
         parameter.grad.mul_(0.5)
     with pytest.raises(UpdateError, match="not the private sum"):
         run.optimizer.step()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_memory_may_run_out_while_the_first_gradient_is_made(tmp_path, monkeypatch, method):
+    """The guard of the first step forgets the sum that was handed in for it: the step is the private one."""
+    always(monkeypatch)
+    for number in itertools.count(1):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        run = Stepping(folder, method, noise_multiplier=1.0)
+        run.noise = IndependentStream(NoiseSource(1))
+        run.clipper._book.checked.rows = True
+        with BreaksOff(number, torch.OutOfMemoryError("none left"), within="finish") as broken:
+            done, _ = run.take([3, 8, 21, 30])
+        if run.engine.early.count or broken.at is None:  # the first one was made
+            break
+        run.optimizer.step()
+        assert run.engine.guard.done and done.num_divided == 1 and done.num_units == 4
+    assert number > 5
 
 
 @pytest.mark.parametrize("method", METHODS)
