@@ -28,7 +28,7 @@ from dpllm.ghost.checks import (
     unmeasured_function,
     unmeasured_spread,
 )
-from dpllm.ghost.contributions import Rows, Use
+from dpllm.ghost.contributions import Layouts, Use
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.factors import GroupFactors
 from dpllm.ghost.groups import Groups, one_group
@@ -110,7 +110,7 @@ class Book:
             raise two_passes_over_shards()
         self._flows = Flows()
         self._held = HeldUnit()
-        self._widths = Widths()
+        self._widths, self._layouts = Widths(), Layouts()
         self._pass: Pass | None = None
         self._receiver: Receiver | None = None
         self._again: Again | None = None
@@ -247,7 +247,37 @@ class Book:
             else:
                 tally = functools.partial(self._tally, one, None)
                 sq_norm_GU, slack_GU = self.shards.norms(one, loss_B, self.num_groups, tally)
+        one.is_whole = not self._held
         return self._settled(unit_B, sq_norm_GU), slack_GU
+
+    # ----------------------------------------------------------------------- replays
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether the last pass can be replayed; see `dpllm.ghost.replay`."""
+        watched = self._hooks.uses.active or not self._hooks.uses.proved
+        return self._pass is not None and self._pass.is_whole and not (self.sharded or self.is_packed or watched)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether activation checkpointing is on."""
+        return self._memory.recomputes
+
+    @property
+    def holds_rows(self) -> bool:
+        """Whether rows of a unit are held, which the next pass completes."""
+        return bool(self._held)
+
+    def last_pass(self) -> Pass:
+        """Return the last pass."""
+        return self._of_now()
+
+    def take_pass(self, one: Pass) -> None:
+        """Put a replayed pass in the place of the last one; the calls of the model before it belong to no loss."""
+        self._hooks.break_off()
+        self._forget_pass()
+        self._hooks.calls.counts.spend()
+        self._pass = one
 
     def _by_groups(self, loss_B: Tensor, finish: Finish | None) -> bool:
         """Whether the sums of groups are formed during the backward pass."""
@@ -312,7 +342,7 @@ class Book:
         """Begin a pass; ``pooled``: gradients of units are kept side by side."""
         calls = self._hooks.calls
         calls.differentiated(len(loss_B))
-        rows, pool = Rows.of(unit_B, num_units, loss_B.device), None
+        rows, pool = self._layouts.of(unit_B, num_units, loss_B.device), None
         if pooled and self.shards is None:
             tokens = (calls.rows or len(loss_B)) * calls.tokens
             pool = Pool(self._widths, tokens, num_units, self.norm_method)

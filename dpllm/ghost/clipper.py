@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from dpllm.ghost.factors import GroupFactors, clip_factors
 from dpllm.ghost.groups import numbered, shapes_of
 from dpllm.ghost.held_clipping import HeldClipping
 from dpllm.ghost.norm_method import NormMethod
+from dpllm.ghost.replay import Parts, Replay
 from dpllm.ghost.sums import Finish, Sum
 from dpllm.ghost.unit_clipper import ClipResult, UnitClipper
 from dpllm.mechanism.parts import Clipping
@@ -67,6 +69,7 @@ class GhostClipper(UnitClipper):
             self._num_groups, numbers = numbered(groups, self.parameters)
             self._group_P = torch.tensor([numbers[id(p)] for p in self.parameters.values()])
         self._held = HeldClipping(self.clipping, shapes_of(self.parameters))
+        self._replay = Replay(model, self._book) if self._book.norm_method.replay else None
         self._note()
 
     @property
@@ -93,7 +96,36 @@ class GhostClipper(UnitClipper):
         unit_B, num_units = self._check(losses, unit_index)
         clipping = self._held.for_model(self.clipping)
         early = GroupFactors.of(clipping, self._book.num_groups) if self._group_P is None else None
-        sq_norm_GU, slack_GU = self._book.backward(losses, unit_B, num_units, early, finish)
+        return self._weighed(*self._book.backward(losses, unit_B, num_units, early, finish), clipping, early)
+
+    def run(
+        self,
+        loss_of: Callable[[Mapping[str, Any]], Tensor],
+        inputs: Mapping[str, Any],
+        unit_index: Tensor | None = None,
+        finish: Finish | None = None,
+    ) -> tuple[Tensor, ClipResult]:
+        """See `UnitClipper.run`."""
+        if self._replay is None or unit_index is None or self._book.holds_rows or not self._book.checked.rows:
+            return super().run(loss_of, inputs, unit_index, finish)
+        clipping = self._held.for_model(self.clipping)
+        early = GroupFactors.of(clipping, self._book.num_groups) if self._group_P is None else None
+        units_B, num_units = self._check_units(unit_index, unit_index.shape)
+
+        def run(unit_B: Tensor) -> Parts:
+            losses = loss_of(inputs)
+            self._check_losses(losses)
+            if losses.shape != unit_B.shape:
+                self._check_units(unit_index, losses.shape)  # raises
+            return losses.detach(), *self._book.backward(losses, unit_B, num_units, early, finish)
+
+        losses, sq_norm_GU, slack_GU = self._replay.norms(inputs, units_B, run)
+        return losses, self._weighed(sq_norm_GU, slack_GU, clipping, early)
+
+    def _weighed(
+        self, sq_norm_GU: Tensor, slack_GU: Tensor, clipping: Clipping, early: GroupFactors | None
+    ) -> ClipResult:
+        """Fix the clip factors of the last pass."""
         by_parameter: dict[str, Tensor] = {}
         if self._group_P is not None:
             by_parameter = dict(zip(self.parameters, sq_norm_GU.clamp_min(0).sqrt().float(), strict=True))

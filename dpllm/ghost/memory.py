@@ -30,6 +30,11 @@ class Passes:
         self._modules = list(model.modules())
         self._recomputing = [module for module in self._modules if may_recompute(module)]
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether activation checkpointing is on."""
+        return recomputes(self._recomputing)
+
     def needed(self, rows: int, tokens: int, device: torch.device) -> int:
         """Return 2 if activations are recomputed and one pass would not fit, otherwise 1.
 
@@ -38,7 +43,7 @@ class Passes:
             tokens: of each of its rows.
             device: of the losses.
         """
-        if not recomputes(self._recomputing):
+        if not self.recomputes:
             return 1
         return 1 if one_pass_fits(self._modules, rows, tokens, free_bytes(device)) else 2
 

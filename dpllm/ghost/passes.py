@@ -56,6 +56,7 @@ class Pass:
         groups: the number of each parameter's group, by its id; 0 if it has no entry.
         pool: where gradients of units are kept side by side; None: each by itself.
         finish: takes the sums that are formed during the backward pass; None: they are kept in ``sums``.
+        is_whole: whether norms were measured, and every contribution is kept.
     """
 
     rows: Rows
@@ -66,6 +67,7 @@ class Pass:
     groups: Mapping[int, int] = field(default_factory=dict)
     pool: Pool | None = None
     finish: Finish | None = None
+    is_whole: bool = False
 
     def keep(self, parameter: nn.Parameter, use: Use) -> None:
         """Keep a contribution until the sum is formed."""
@@ -135,7 +137,9 @@ class Pass:
     def add_weighted_(self, parameter: nn.Parameter, total: Sum, contributions: Iterable[Contribution]) -> None:
         """Add the contributions to a parameter's gradient, weighted, to ``total``."""
         of_rows, of_units = self.weights[self.groups.get(id(parameter), 0)]
-        *others, last = sorted(contributions, key=lambda one: isinstance(one, Outer))  # which may finish the sum
+        *others, last = contributions
+        if others:
+            *others, last = sorted((*others, last), key=lambda one: isinstance(one, Outer))  # which may finish the sum
         for one in others:
             with total.kept_open():
                 one.add_weighted_(total, of_units if isinstance(one, Instance) else of_rows, self.norm_method)

@@ -36,13 +36,14 @@ Shape suffixes: B rows, T tokens, U units, V table entries, D, L, R, P widths.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from dpllm.ghost import triton_programs as programs
 from dpllm.ghost.kernels import least_square
+from dpllm.ghost.tape import Tape
 from dpllm.ghost.triton_tiles import tiles_of
 
 triton, tl = programs.triton, programs.tl
@@ -140,27 +141,25 @@ def _gram_norms(groups: Sequence[tuple[Tensor, list[Tensor]]], aligned: bool) ->
     blocks = -(-tokens // tile.block)
     pairs = blocks * (blocks + 1) // 2
     partial = torch.empty(2, len(groups), rows, pairs, dtype=torch.float32, device=first.device)
-    with torch.cuda.device_of(first):
-        programs.gram_program[(len(groups) * rows * pairs,)](
-            _table(groups, first.device),
-            len(groups),
-            partial,
-            rows,
-            tokens,
-            pairs,
-            partial.stride(0),
-            INPUT=_TRITON_DTYPES[first.dtype],
-            GRAD=_TRITON_DTYPES[first_grad.dtype],
-            ALIGNED=aligned,
-            BLOCK_T=tile.block,
-            BLOCK_K=tile.depth,
-            CHUNK_K=CHUNK,
-            LEAST=least_square(torch.float32),
-            WIDEN=INTERPRETED,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-            enable_fp_fusion=True,
-        )
+    _launch(
+        "gram_program",
+        len(groups) * rows * pairs,
+        ([list(group) for group in groups], len(groups), partial, rows, tokens, pairs, partial.stride(0)),
+        {
+            "INPUT": _TRITON_DTYPES[first.dtype],
+            "GRAD": _TRITON_DTYPES[first_grad.dtype],
+            "ALIGNED": aligned,
+            "BLOCK_T": tile.block,
+            "BLOCK_K": tile.depth,
+            "CHUNK_K": CHUNK,
+            "LEAST": least_square(torch.float32),
+            "WIDEN": INTERPRETED,
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+            "enable_fp_fusion": True,
+        },
+        partial,
+    )
     return partial.sum(3)
 
 
@@ -230,29 +229,24 @@ def instance_norms(left_BTL: Tensor, right_BTR: Tensor) -> Tensor:
     tiles_r = -(-right // tile.block)
     tiles = -(-left // tile.block) * tiles_r
     partial = torch.empty(rows, tiles, dtype=torch.float32, device=left_BTL.device)
-    with torch.cuda.device_of(left_BTL):
-        programs.instance_program[(rows * tiles,)](
-            left_BTL,
-            *left_BTL.stride(),
-            left,
-            right_BTR,
-            *right_BTR.stride(),
-            right,
-            partial,
-            tokens,
-            tiles,
-            tiles_r,
-            ALIGNED=aligned,
-            SAME_DTYPE=left_BTL.dtype == right_BTR.dtype,
-            BLOCK_L=tile.block,
-            BLOCK_R=tile.block,
-            BLOCK_T=tile.depth,
-            CHUNK_T=CHUNK,
-            WIDEN=INTERPRETED,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-            enable_fp_fusion=True,
-        )
+    _launch(
+        "instance_program",
+        rows * tiles,
+        (left_BTL, *left_BTL.stride(), left, right_BTR, *right_BTR.stride(), right, partial, tokens, tiles, tiles_r),
+        {
+            "ALIGNED": aligned,
+            "SAME_DTYPE": left_BTL.dtype == right_BTR.dtype,
+            "BLOCK_L": tile.block,
+            "BLOCK_R": tile.block,
+            "BLOCK_T": tile.depth,
+            "CHUNK_T": CHUNK,
+            "WIDEN": INTERPRETED,
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+            "enable_fp_fusion": True,
+        },
+        partial,
+    )
     return partial.sum(1)
 
 
@@ -296,11 +290,14 @@ def weighted_outer_(
     if 0 in (left, right):
         return
     exact = torch.float32 in (left_BTL.dtype, right_BTR.dtype)
-    aligned = all(_is_aligned(x) for x in (left_BTL, right_BTR, out_LR, out_LR if start_LR is None else start_LR))
+    tensors = (left_BTL, right_BTR, out_LR) if start_LR is None else (left_BTL, right_BTR, out_LR, start_LR)
+    aligned = all(map(_is_aligned, tensors))
     tile = tiles_of(out_LR.device).instance(min(left, right), exact, aligned)
     tiles_l, tiles_r = -(-left // tile.block), -(-right // tile.block)
-    with torch.cuda.device_of(out_LR):
-        programs.weighted_outer_program[(tiles_l * tiles_r,)](
+    _launch(
+        "weighted_outer_program",
+        tiles_l * tiles_r,
+        (
             left_BTL,
             *left_BTL.stride(),
             left,
@@ -317,18 +314,22 @@ def weighted_outer_(
             tokens,
             tiles_l,
             tiles_r,
-            ALIGNED=aligned,
-            SAME_DTYPE=left_BTL.dtype == right_BTR.dtype,
-            BLOCK_L=tile.block,
-            BLOCK_R=tile.block,
-            BLOCK_T=tile.depth,
-            CHUNK=max(1, CHUNK // tile.depth),
-            GROUP=8,
-            WIDEN=INTERPRETED,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-            enable_fp_fusion=True,
-        )
+        ),
+        {
+            "ALIGNED": aligned,
+            "SAME_DTYPE": left_BTL.dtype == right_BTR.dtype,
+            "BLOCK_L": tile.block,
+            "BLOCK_R": tile.block,
+            "BLOCK_T": tile.depth,
+            "CHUNK": max(1, CHUNK // tile.depth),
+            "GROUP": 8,
+            "WIDEN": INTERPRETED,
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+            "enable_fp_fusion": True,
+        },
+        out_LR,
+    )
 
 
 def norm_layer_grads(
@@ -377,8 +378,10 @@ def norm_layer_grads(
     # Long rows are split so that there are enough programs; the partial results are added up afterwards.
     splits = max(1, min(-(-tokens // (4 * block_t)), 4 * _MANY_PROGRAMS // (rows * tiles_d)))
     partial = torch.empty(1 + with_bias, rows, splits, width, dtype=torch.float32, device=x.device)
-    with torch.cuda.device_of(x):
-        programs.norm_layer_program[(rows * splits * tiles_d,)](
+    _launch(
+        "norm_layer_program",
+        rows * splits * tiles_d,
+        (
             x,
             *x.stride(),
             grad,
@@ -394,14 +397,18 @@ def norm_layer_grads(
             splits,
             -(-tokens // splits),
             tiles_d,
-            KIND=kind,
-            WITH_BIAS=with_bias,
-            ALIGNED=_is_aligned(x) and _is_aligned(grad),
-            BLOCK_T=block_t,
-            BLOCK_D=block_d,
-            num_warps=num_warps,
-            enable_fp_fusion=True,
-        )
+        ),
+        {
+            "KIND": kind,
+            "WITH_BIAS": with_bias,
+            "ALIGNED": _is_aligned(x) and _is_aligned(grad),
+            "BLOCK_T": block_t,
+            "BLOCK_D": block_d,
+            "num_warps": num_warps,
+            "enable_fp_fusion": True,
+        },
+        partial,
+    )
     sums = partial.sum(2) if splits > 1 else partial.squeeze(2)
     return sums[0], sums[1] if with_bias else None
 
@@ -444,28 +451,48 @@ def lookup_norms(index_BT: Tensor, right_BTR: Tensor, unit_B: Tensor, num_units:
     tiles_r = -(-width // block_r)
     count = rows * tokens
     partial = torch.empty(count, tiles_r, dtype=torch.float32, device=right_BTR.device)
-    with torch.cuda.device_of(right_BTR):
-        programs.run_program[(count * tiles_r,)](
-            keys,
-            order,
-            ends,
-            right_BTR,
-            *right_BTR.stride(),
-            partial,
-            num_units * num_entries,
-            tokens,
-            width,
-            tiles_r,
-            ALIGNED=_is_aligned(right_BTR),
-            BLOCK_J=8,
-            BLOCK_R=block_r,
-            num_warps=4,
-            enable_fp_fusion=True,
-        )
-        programs.segment_program[(num_units,)](
-            partial, bounds, total_U, tiles_r, BLOCK=1024, num_warps=4, enable_fp_fusion=True
-        )
+    _launch(
+        "run_program",
+        count * tiles_r,
+        (keys, order, ends, right_BTR, *right_BTR.stride(), partial, num_units * num_entries, tokens, width, tiles_r),
+        {"ALIGNED": _is_aligned(right_BTR), "BLOCK_J": 8, "BLOCK_R": block_r, "num_warps": 4, "enable_fp_fusion": True},
+        partial,
+    )
+    _launch(
+        "segment_program",
+        num_units,
+        (partial, bounds, total_U, tiles_r),
+        {"BLOCK": 1024, "num_warps": 4, "enable_fp_fusion": True},
+        total_U,
+    )
     return total_U
+
+
+def _launch(name: str, grid: int, args: tuple, options: dict[str, Any], written: Tensor) -> None:
+    """Launch a program; a tape, which does not see it, is told.
+
+    Args:
+        name: of the program.
+        grid: the number of programs.
+        args: its arguments by position; where the first is a list of groups of tensors, the program gets their table.
+        options: its arguments by name.
+        written: the argument to which it writes.
+    """
+    if Tape.current is None:
+        _run(name, grid, options, written, args)
+    else:
+        Tape.current.launch(_replayed, (name, grid, tuple(options.items()), written, args), [written])
+
+
+def _replayed(name: str, grid: int, options: tuple[tuple[str, Any], ...], written: Tensor, args: tuple) -> None:
+    _run(name, grid, dict(options), written, args)
+
+
+def _run(name: str, grid: int, options: dict[str, Any], written: Tensor, args: tuple) -> None:
+    first, *rest = args
+    with torch.cuda.device_of(written):
+        table = _table(first, written.device) if isinstance(first, list) else first
+        getattr(programs, name)[(grid,)](table, *rest, **options)
 
 
 def _require(name: str, *tensors: Tensor) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -172,6 +172,27 @@ class UnitClipper(abc.ABC):
                 drop everything that ``finish`` made.
         """
 
+    def run(
+        self,
+        loss_of: Callable[[Mapping[str, Any]], Tensor],
+        inputs: Mapping[str, Any],
+        unit_index: Tensor | None = None,
+        finish: Finish | None = None,
+    ) -> tuple[Tensor, ClipResult]:
+        """Compute the losses of a microbatch, and do the same as `clip`.
+
+        Args:
+            loss_of: the inputs to one loss per row (B,), with a graph.
+            inputs: of the model and the loss.
+            unit_index: as of `backward`.
+            finish: as of `clip`.
+
+        Returns:
+            The losses (B,) without their graph, and norms and factors of the units.
+        """
+        losses = loss_of(inputs)
+        return losses.detach(), self.clip(losses, unit_index, finish)
+
     @abc.abstractmethod
     def row_norms(self, losses: Tensor, unit_index: Tensor) -> Tensor:
         """Return the gradient norm of each row (B,) by itself, for checks. `forget` follows.
@@ -222,8 +243,15 @@ class UnitClipper(abc.ABC):
             GhostError: the pass failed while it was joined to the held rows, which cannot be undone.
         """
 
+    @classmethod
+    def _check(cls, losses: Tensor, unit_index: Tensor | None) -> tuple[Tensor, int]:
+        cls._check_losses(losses)
+        if unit_index is None:
+            return torch.arange(len(losses)), len(losses)
+        return cls._check_units(unit_index, losses.shape)
+
     @staticmethod
-    def _check(losses: Tensor, unit_index: Tensor | None) -> tuple[Tensor, int]:
+    def _check_losses(losses: Tensor) -> None:
         if not isinstance(losses, Tensor):
             raise GhostError(
                 f"The loss is of the type {type(losses).__name__}; a tensor with one loss per row (B,) is needed. "
@@ -238,13 +266,13 @@ class UnitClipper(abc.ABC):
             raise GhostError(
                 "The losses carry no graph. Compute them with gradients on, from the model given to GhostClipper."
             )
-        rows = losses.shape[0]
-        if unit_index is None:
-            return torch.arange(rows), rows
-        if unit_index.shape != losses.shape or unit_index.is_floating_point() or unit_index.dtype == torch.bool:
+
+    @staticmethod
+    def _check_units(unit_index: Tensor, shape: torch.Size) -> tuple[Tensor, int]:
+        if unit_index.shape != shape or unit_index.is_floating_point() or unit_index.dtype == torch.bool:
             raise GhostError(
                 f"unit_index has shape {tuple(unit_index.shape)} and dtype {unit_index.dtype}; integers of shape "
-                f"({rows},) are needed, the unit "
+                f"{tuple(shape)} are needed, the unit "
                 "of each row."
             )
         lowest, highest = int(unit_index.min()), int(unit_index.max())

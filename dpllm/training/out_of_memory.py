@@ -93,11 +93,12 @@ def _pass(
 ) -> Passed:
     if check_rows:
         clipper.check_rows(lambda: loss_of(microbatch.inputs), microbatch.unit_index)
-    loss_B = loss_of(microbatch.inputs)
     if microbatch.continues:
+        loss_B = loss_of(microbatch.inputs)
         clipper.hold(loss_B)
         return Passed(loss_B.detach(), None)
-    return Passed(loss_B.detach(), clipper.clip(loss_B, microbatch.unit_index, finish).norms)
+    loss_B, result = clipper.run(loss_of, microbatch.inputs, microbatch.unit_index, finish)
+    return Passed(loss_B, result.norms)
 
 
 def free_memory() -> None:

@@ -1,0 +1,365 @@
+"""Replays passes: forward, backward and norms of a microbatch from a recording, without modules, hooks and autograd.
+
+Place in the flow: between a microbatch and its clip factors. A pass over rows of one shape runs the same operations
+each time. After the first three passes over rows of a shape, later ones can run from a recording (`dpllm.ghost.tape`);
+the time that the host spends on modules, hooks and autograd is saved. Clip factors, clipped sums and noise are computed
+as without a recording.
+
+Guarantee: a replay yields contributions that are functions of its own rows and of the weights alone, and norms of
+these same contributions. So a unit's share of the clipped sum is bounded as in any other pass. What might carry a value
+of other rows into a replay is refused when a pass is recorded, and the pass then runs as it did. The passes 1, 2, 4,
+8, … that are replayed run both ways, and have to agree.
+
+Recorded are passes of a model that runs on one device, without activation checkpointing of random operations, whose
+contributions are all kept until the sum, and whose rows are neither packed nor held.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dpllm.ghost import kernels
+from dpllm.ghost.contributions import Contribution, Instance, Lookup, Outer
+from dpllm.ghost.errors import GhostError
+from dpllm.ghost.instances import Block, Slot
+from dpllm.ghost.passes import Pass
+from dpllm.ghost.tape import Program, RefusedError, Tape, program_of
+
+logger = logging.getLogger(__name__)
+
+_SHAPES = 64
+"""Shapes of microbatches for which a pass is recorded. Each holds a few megabytes of code, and no rows."""
+_SIGHTINGS = 4096  # shapes that are counted
+_TOLERANCE = 1e-2  # of a tensor's length: kernels of a GPU may add in another order each time, in 16 bits
+_REFUSALS = 3  # shapes that are refused before no other is tried
+
+LossOf = Callable[[Mapping[str, Any]], Tensor]
+Parts = tuple[Tensor, Tensor, Tensor]
+"""Losses (B,), squared norms (G, U) and slack (G, U) of a pass."""
+
+
+class Recordable(Protocol):
+    """The interface of the book that replays need."""
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether the last pass can be replayed: nothing of it was watched, packed, held or added up early."""
+        ...
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether activation checkpointing is on."""
+        ...
+
+    def last_pass(self) -> Pass:
+        """Return the last pass."""
+        ...
+
+    def take_pass(self, one: Pass) -> None:
+        """Put a replayed pass in the place of the last one."""
+        ...
+
+
+# ------------------------------------------------------------- contributions
+
+_Make = Callable[[list[Tensor], list[Block]], Contribution]
+"""Makes a contribution of its tensors and of the blocks of the pass."""
+
+
+def _taken_apart(one: Contribution, blocks: list[Block]) -> tuple[list[Tensor], _Make]:
+    """Return the tensors of a contribution, and what makes it of others; its block is appended to ``blocks``.
+
+    Raises:
+        RefusedError: of experts, whose shapes follow from the rows.
+    """
+    if isinstance(one, Outer):
+        side = one.input_side
+        return [one.left_BTL, one.right_BTR], lambda given, _: Outer(given[0], given[1], side)
+    if isinstance(one, Lookup):
+        entries = one.num_entries
+        return [one.index_BT, one.right_BTR], lambda given, _: Lookup(given[0], given[1], entries)
+    if not isinstance(one, Instance):
+        raise RefusedError("tokens are routed to experts")
+    if one.slot is None:
+        return [one.value_U], lambda given, _: Instance(given[0])
+    start, shape = one.slot.start, one.slot.shape
+    place = next((at for at, block in enumerate(blocks) if block is one.slot.block), len(blocks))
+    if place == len(blocks):
+        blocks.append(one.slot.block)
+    return [one.value_U], lambda given, of: Instance(given[0], Slot(of[place], start, shape, given[0]))
+
+
+class _Layout:
+    """How a pass is made of the outputs of a program; it holds no tensor of the recorded pass but the units of rows."""
+
+    def __init__(self, one: Pass, used: list[int], make: list[tuple[int, int, _Make]]) -> None:
+        """Remember what all passes of the shape have in common."""
+        self._rows, self._norm_method, self._groups = one.rows, one.norm_method, one.groups
+        self._used, self._make = used, make
+
+    @classmethod
+    def of(cls, one: Pass, parts: Parts) -> tuple[_Layout, list[Tensor]]:
+        """Take a pass apart; return its layout, and its tensors in the order in which a program returns them.
+
+        Raises:
+            RefusedError: it has contributions whose shapes follow from the rows.
+        """
+        blocks: list[Block] = []
+        found = [(key, *_taken_apart(c, blocks)) for key, several in one.contributions.items() for c in several]
+        outputs = [*parts, *(block.buffer for block in blocks), *(t for _, tensors, _ in found for t in tensors)]
+        make = [(key, len(tensors), make) for key, tensors, make in found]
+        return cls(one, [block.used for block in blocks], make), outputs
+
+    def made_of(self, outputs: list[Tensor]) -> tuple[Pass, Parts]:
+        """Return the pass of a program's outputs, and its losses and norms."""
+        one, at = Pass(self._rows, self._norm_method, groups=self._groups), 3 + len(self._used)
+        blocks = [Block.of(buffer, used) for buffer, used in zip(outputs[3:at], self._used, strict=True)]
+        for key, count, make in self._make:
+            one.contributions[key].append(make(outputs[at : at + count], blocks))
+            at += count
+        return one, (outputs[0], outputs[1], outputs[2])
+
+
+# --------------------------------------------------------------------- replays
+
+
+class _State:
+    """What a recording takes for granted of the model, besides values of its tensors.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Remember the present state."""
+        self._own = [module.__dict__ for module in model.modules()]
+        self._present = self._read()
+
+    def is_present(self) -> bool:
+        """Whether the model still has the state that was remembered."""
+        return self._present == self._read()
+
+    def _read(self) -> list[Any]:
+        found: list[Any] = []
+        for own in self._own:
+            found += (own["training"], len(own["_forward_hooks"]), len(own["_forward_pre_hooks"]), own.get("forward"))
+            found += own["_modules"].values()
+            if own["_buffers"]:
+                found += map(id, own["_buffers"].values())
+            for parameter in own["_parameters"].values():
+                if parameter is not None:
+                    found += (id(parameter), parameter.requires_grad, parameter.dtype)
+        return found
+
+
+@dataclass
+class _Shape:
+    """Microbatches of one shape.
+
+    Attributes:
+        unit_B: (B,) the units of the rows, one tensor for all passes.
+        seen: passes so far.
+        first: the tape of a pass.
+        layout: how a pass is made of the program's outputs.
+        program: the recording.
+        replayed: passes that were replayed.
+        failed: passes in which a comparison failed.
+        refused: whether no pass of it can be replayed.
+    """
+
+    unit_B: Tensor
+    seen: int = 0
+    first: Tape | None = None
+    layout: _Layout | None = None
+    program: Program | None = None
+    replayed: int = 0
+    failed: int = 0
+    refused: bool = False
+
+
+class Replay:
+    """The recordings of one clipper.
+
+    Args:
+        model: that is trained.
+        book: computes the norms of a pass.
+    """
+
+    def __init__(self, model: nn.Module, book: Recordable) -> None:
+        """Begin without recordings."""
+        self._model, self._book = model, book
+        self._shapes: dict[tuple, _Shape] = {}
+        self._state: _State | None = None
+        self._refusals = 0
+        self.is_off = False
+
+    def norms(
+        self,
+        inputs: Mapping[str, Any],
+        unit_B: Tensor,
+        run: Callable[[Tensor], Parts],
+    ) -> Parts:
+        """Return losses and norms of a microbatch; its contributions are the book's last pass afterwards.
+
+        Args:
+            inputs: of the model and the loss.
+            unit_B: (B,) the units of the rows, on the CPU.
+            run: runs the pass with modules and autograd, for units that it is given.
+
+        Raises:
+            GhostError: a replay differs from the pass.
+        """
+        tensors = [value for value in inputs.values() if isinstance(value, Tensor)]
+        shape = None if self.is_off else self._shape_of(inputs, unit_B)
+        if shape is None or shape.refused:
+            return run(unit_B)
+        if self._state is None or not self._state.is_present():
+            self._state = _State(self._model)
+            for one in self._shapes.values():
+                one.first = one.layout = one.program = None
+        shape.seen += 1
+        if shape.program is None:
+            return run(shape.unit_B) if shape.seen == 1 else self._recorded(shape, tensors, run)
+        shape.replayed += 1
+        if shape.replayed & (shape.replayed - 1) == 0:
+            return self._compared(shape, tensors, run)
+        found = self._replayed(shape, tensors)
+        return run(shape.unit_B) if found is None else found
+
+    def _shape_of(self, inputs: Mapping[str, Any], unit_B: Tensor) -> _Shape | None:
+        """Return the shape of a microbatch; None if it cannot be recorded."""
+        described: list[Any] = []
+        for name, value in inputs.items():
+            if isinstance(value, Tensor):
+                if type(value) is not Tensor or value.requires_grad:
+                    return None
+                described += (name, value.shape, value.stride(), value.dtype, value.device)
+            elif isinstance(value, (bool, int, float, str, type(None))):
+                described += (name, type(value), value)
+            else:
+                return None
+        if not torch.is_grad_enabled() or unit_B.device.type != "cpu":
+            return None
+        key = (*described, unit_B.numpy().tobytes(), _settings())
+        if key not in self._shapes and len(self._shapes) < _SIGHTINGS:
+            self._shapes[key] = _Shape(unit_B)
+        return self._shapes.get(key)
+
+    # ------------------------------------------------------------------ recording
+
+    def _recorded(self, shape: _Shape, tensors: list[Tensor], run: Callable[[Tensor], Parts]) -> Parts:
+        """Run a pass and record it; after the second one there is a program."""
+        recorded = sum(one.first is not None or one.program is not None for one in self._shapes.values())
+        if shape.first is None and recorded >= _SHAPES:
+            return run(shape.unit_B)
+        with Tape(tensors) as tape:
+            parts = run(shape.unit_B)
+        if not self._book.is_recordable:
+            return parts
+        if tape.is_random and self._book.recomputes:
+            tape.refuse("random operations are run again by activation checkpointing")
+        try:
+            if tape.refused is not None:
+                raise RefusedError(tape.refused)
+            layout, outputs = _Layout.of(self._book.last_pass(), parts)
+            tape.end(outputs)
+            if shape.first is None:
+                shape.first = tape
+                return parts
+            shape.program, shape.layout = program_of(shape.first, tape), layout
+            shape.first = None
+        except RefusedError as error:
+            self._refuse(shape, str(error))
+        return parts
+
+    def _refuse(self, shape: _Shape, reason: str) -> None:
+        shape.refused, shape.first, shape.layout, shape.program = True, None, None, None
+        self._refusals += 1
+        logger.debug("A pass is not replayed: %s", reason)
+        if self._refusals == _REFUSALS and not any(one.program for one in self._shapes.values()):
+            self.is_off = True
+            logger.warning("Passes of this model are not replayed but run as without replay: %s.", reason)
+
+    # ------------------------------------------------------------------ replaying
+
+    def _replayed(self, shape: _Shape, tensors: list[Tensor]) -> Parts | None:
+        """Run a recording; None where it stopped."""
+        assert shape.program is not None and shape.layout is not None, "the shape was recorded"
+        with kernels.exact_matmul():
+            outputs = shape.program(tensors)
+        if outputs is None:
+            shape.failed += 1
+            if 2 * shape.failed > _REFUSALS + shape.replayed:
+                self._refuse(shape, "numbers that the model reads from the rows differ between passes")
+            return None
+        one, parts = shape.layout.made_of(outputs)
+        self._book.take_pass(one)
+        return parts
+
+    def _compared(self, shape: _Shape, tensors: list[Tensor], run: Callable[[Tensor], Parts]) -> Parts:
+        """Run both ways; the pass that was not replayed stays the book's last one.
+
+        Raises:
+            GhostError: they differ, and earlier replays were used.
+        """
+        random = _RandomStates()
+        replayed = self._replayed(shape, tensors)
+        found = [] if replayed is None else _Layout.of(self._book.last_pass(), replayed)[1]
+        random.restore()
+        parts = run(shape.unit_B)
+        if replayed is None or not self._book.is_recordable:
+            return parts
+        if _agree(found, _Layout.of(self._book.last_pass(), parts)[1]):
+            return parts
+        if shape.replayed == 1:
+            self._refuse(shape, "the first replay differed from the pass")
+            return parts
+        raise GhostError(
+            f"Replay {shape.replayed} of a pass differs from the pass itself: model or loss changed in a way that a "
+            "recording does not show, or keep state. The microbatch is not added to the sum. Switch replays off "
+            "(replay: false in the recipe, NormMethod(replay=False) in Python)."
+        )
+
+
+class _RandomStates:
+    """The states of PyTorch's generators, so that a pass can draw the same numbers again."""
+
+    def __init__(self) -> None:
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+    def restore(self) -> None:
+        """Put the generators back."""
+        torch.set_rng_state(self._cpu)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
+
+
+def _settings() -> tuple:
+    """Return the settings of the process on which the operations of a pass depend."""
+    kinds = ("cpu", "cuda")
+    autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    return (*autocast, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled())
+
+
+def _agree(found: list[Tensor], wanted: list[Tensor]) -> bool:
+    """Whether two passes gave the same: every bit on a CPU, up to the order of additions elsewhere."""
+    if len(found) != len(wanted):
+        return False
+    for one, other in zip(found, wanted, strict=True):
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            return False
+        if not one.is_floating_point() or one.device.type == "cpu":
+            same = torch.equal(one.nan_to_num(), other.nan_to_num()) if one.is_floating_point() else one.equal(other)
+        else:
+            error = (one.double() - other.double()).norm()
+            same = bool(error <= _TOLERANCE * other.double().norm()) or not bool(torch.isfinite(error))
+        if not same:
+            return False
+    return True
