@@ -33,7 +33,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -223,6 +223,23 @@ class GhostStep(Step):
 
         self.norms = self.clipper.clip(losses_B, finish=finish).norms
         self.engine.collect(self.clipper.parameters, self.clipper.add_clipped_sum_, last=True, scale=scale)
+
+
+class ReplayStep(GhostStep):
+    """The same, with passes that run from a recording (`dpllm.ghost.replay`)."""
+
+    def run(self, ids_BT: Tensor) -> None:
+        """One DP step, noise left out."""
+        unit_B, scale = torch.arange(len(ids_BT)), 1 / len(ids_BT)
+
+        def finish(parameter: nn.Parameter, add: AddSum) -> None:
+            self.engine.early.finish(parameter, lambda _, total: add(total), scale)
+
+        self.norms = self.clipper.run(self._losses, {"input_ids": ids_BT}, unit_B, finish)[1].norms
+        self.engine.collect(self.clipper.parameters, self.clipper.add_clipped_sum_, last=True, scale=scale)
+
+    def _losses(self, inputs: Mapping[str, Any]) -> Tensor:
+        return per_sequence_loss(self.model(**inputs).logits, inputs["input_ids"])
 
 
 class OpacusStep(Step):

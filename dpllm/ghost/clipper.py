@@ -122,6 +122,11 @@ class GhostClipper(UnitClipper):
         losses, sq_norm_GU, slack_GU = self._replay.norms(inputs, units_B, run)
         return losses, self._weighed(sq_norm_GU, slack_GU, clipping, early)
 
+    @property
+    def replays(self) -> int:
+        """The number of shapes of microbatches whose passes run from a recording."""
+        return 0 if self._replay is None else self._replay.num_recorded
+
     def _weighed(
         self, sq_norm_GU: Tensor, slack_GU: Tensor, clipping: Clipping, early: GroupFactors | None
     ) -> ClipResult:

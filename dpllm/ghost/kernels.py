@@ -292,7 +292,7 @@ def lookup_norms(index_BT: Tensor, right_BTR: Tensor, unit_B: Tensor, num_units:
     """Return each unit's squared gradient norm of a lookup table, sum_v ||sum of right_bt where index_bt = v||^2; (U,).
 
     Equal tokens of one unit are added up first, by their sorted (unit, token) keys, and then squared: neither a one-hot
-    matrix nor a table is formed.
+    matrix nor a table is formed. There is a slot for each token, so that no shape follows from the tokens.
 
     Args:
         index_BT: integers in [0, V).
@@ -303,12 +303,15 @@ def lookup_norms(index_BT: Tensor, right_BTR: Tensor, unit_B: Tensor, num_units:
     """
     dtype = accumulation_dtype(right_BTR.dtype)
     keep_B = unit_B >= 0
-    key_BT = unit_B[keep_B][:, None] * num_entries + index_BT[keep_B]
-    keys, slot = torch.unique(key_BT.flatten(), return_inverse=True)
+    keys, order = torch.sort((unit_B[keep_B][:, None] * num_entries + index_BT[keep_B]).flatten(), stable=True)
+    slot_sorted = torch.zeros_like(keys)
+    slot_sorted[1:] = (keys[1:] != keys[:-1]).cumsum(0)
+    slot = torch.empty_like(keys).scatter_(0, order, slot_sorted)
+    unit_of_slot = torch.zeros_like(keys).scatter_(0, slot_sorted, keys // max(1, num_entries))
     slots = torch.zeros(keys.numel(), right_BTR.shape[2], dtype=dtype, device=right_BTR.device)
     slots.index_add_(0, slot, right_BTR[keep_B].to(dtype).flatten(0, 1))
     total_U = torch.zeros(num_units, dtype=dtype, device=slots.device)
-    return total_U.index_add_(0, keys // num_entries, slots.square().sum(1))
+    return total_U.index_add_(0, unit_of_slot, slots.square().sum(1))  # a slot without tokens adds 0
 
 
 def sum_tokens(grad: Tensor, keep: int = 1) -> Tensor:

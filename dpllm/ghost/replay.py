@@ -199,6 +199,11 @@ class Replay:
         self._refusals = 0
         self.is_off = False
 
+    @property
+    def num_recorded(self) -> int:
+        """The number of shapes with a recording."""
+        return sum(one.program is not None for one in self._shapes.values())
+
     def norms(
         self,
         inputs: Mapping[str, Any],
@@ -258,11 +263,12 @@ class Replay:
         recorded = sum(one.first is not None or one.program is not None for one in self._shapes.values())
         if shape.first is None and recorded >= _SHAPES:
             return run(shape.unit_B)
+        random = _RandomStates()
         with Tape(tensors) as tape:
             parts = run(shape.unit_B)
         if not self._book.is_recordable:
             return parts
-        if tape.is_random and self._book.recomputes:
+        if self._book.recomputes and random.moved:
             tape.refuse("random operations are run again by activation checkpointing")
         try:
             if tape.refused is not None:
@@ -333,6 +339,12 @@ class _RandomStates:
     def __init__(self) -> None:
         self._cpu = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+    @property
+    def moved(self) -> bool:
+        """Whether random numbers were drawn since."""
+        now = _RandomStates()
+        return not all(map(torch.equal, (self._cpu, *self._cuda), (now._cpu, *now._cuda)))
 
     def restore(self) -> None:
         """Put the generators back."""

@@ -18,7 +18,7 @@ What `Tape.__torch_function__` refuses: methods that hand values to Python past 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,7 +130,6 @@ class Tape(TorchDispatchMode):
         refused: why the pass cannot be replayed; None if nothing speaks against it so far.
         num_inputs: number of inputs.
         outputs: the places of its outputs, from `end`.
-        is_random: whether an operation drew random numbers.
     """
 
     supports_higher_order_operators = True
@@ -145,10 +144,10 @@ class Tape(TorchDispatchMode):
         self.lifted: set[int] = set()
         self.refused: str | None = None
         self.num_inputs, self.outputs = len(inputs), list[Value]()
-        self.is_random = self._in_launch = False
+        self._in_launch = False
         self._places: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._constants: dict[int, int] = {}
-        self._unwritten: dict[int, weakref.finalize] = {}  # storages that hold no values yet
+        self._memory = _Unwritten(self)
         self._count = 0
         for tensor in inputs:
             self._new(tensor)
@@ -187,9 +186,8 @@ class Tape(TorchDispatchMode):
             return func(*args, **kwargs)
         name = func._overloadpacket.__name__
         places = self._placed(args, name in _LIFTED), self._placed(kwargs, lifted=False)
-        self._note_memory(func, name, args, kwargs)
+        self._memory.note(func, name, args, kwargs)
         result = func(*args, **kwargs)
-        self.is_random |= torch.Tag.nondeterministic_seeded in func.tags
         self._record(func, *places, result, name)
         return result
 
@@ -203,13 +201,12 @@ class Tape(TorchDispatchMode):
         """
         if self.refused is None:
             with torch._C.DisableTorchFunction():
-                for tensor in writes:
-                    self._written(tensor)
-                self._refuse_unwritten(args)
+                self._memory.launched(writes, args)
                 self.entries.append(Entry(function, self._placed(args, lifted=False), {}))
         self._in_launch = True
         try:
-            function(*args)
+            with torch._C.DisableTorchFunction():  # Triton's interpreter reads its tensors in Python
+                function(*args)
         finally:
             self._in_launch = False
 
@@ -239,7 +236,7 @@ class Tape(TorchDispatchMode):
             known = [v in self._places or id(v) in self._constants for v in values]
             if name in _WITHOUT_VALUES:
                 for value in values:
-                    self._begin_memory(value)
+                    self._memory.begin(value)
             results = tuple(None if old else self._new(v) for v, old in zip(values, known, strict=True))
             self.entries.append(Entry(func, args, kwargs, results, single, None, shapes))
         else:
@@ -269,35 +266,52 @@ class Tape(TorchDispatchMode):
                 self.lifted.add(number)
         return Constant(number)
 
-    # --------------------------------------------------------------- memory without values
 
-    def _note_memory(self, func: Any, name: str, args: tuple, kwargs: dict) -> None:
-        if not self._unwritten or func.is_view or name in _WITHOUT_VALUES or name in _ALIASES:
+class _Unwritten:
+    """Refuses a pass that reads memory which was allocated without values, and which no recorded operation wrote.
+
+    Args:
+        tape: of the pass.
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+        self._storages: dict[int, weakref.finalize] = {}
+
+    def note(self, func: Any, name: str, args: tuple, kwargs: dict) -> None:
+        """Note what an operation writes and reads."""
+        if not self._storages or func.is_view or name in _WITHOUT_VALUES or name in _ALIASES:
             return
         reads = []
         for position, argument in enumerate(func._schema.arguments):
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             if argument.alias_info is not None and argument.alias_info.is_write:
-                for tensor in _tensors(value):
-                    self._written(tensor)
+                self._written(_tensors(value))
             else:
                 reads.append(value)
-        self._refuse_unwritten(reads)
+        self._refuse(reads)
 
-    def _refuse_unwritten(self, values: Any) -> None:
-        for tensor in _tensors(values):
-            if tensor.numel() and tensor.untyped_storage()._cdata in self._unwritten:
-                self.refuse("a kernel that is no operation of PyTorch wrote a tensor")
+    def launched(self, writes: Sequence[Tensor], args: tuple) -> None:
+        """Note what a launch writes, and its arguments."""
+        self._written(writes)
+        self._refuse(args)
 
-    def _begin_memory(self, tensor: Tensor) -> None:
+    def begin(self, tensor: Tensor) -> None:
+        """Note a tensor that was allocated without values."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        self._unwritten[key] = weakref.finalize(storage, self._unwritten.pop, key, None)
-        self._unwritten[key].atexit = False
+        self._storages[key] = weakref.finalize(storage, self._storages.pop, key, None)
+        self._storages[key].atexit = False
 
-    def _written(self, tensor: Tensor) -> None:
-        if (end := self._unwritten.pop(tensor.untyped_storage()._cdata, None)) is not None:
-            end.detach()
+    def _refuse(self, values: Any) -> None:
+        for tensor in _tensors(values):
+            if tensor.numel() and tensor.untyped_storage()._cdata in self._storages:
+                self._tape.refuse("a kernel that is no operation of PyTorch wrote a tensor")
+
+    def _written(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            if (end := self._storages.pop(tensor.untyped_storage()._cdata, None)) is not None:
+                end.detach()
 
 
 class _Readers(TorchFunctionMode):
