@@ -144,7 +144,6 @@ class Tape(TorchDispatchMode):
         self.lifted: set[int] = set()
         self.refused: str | None = None
         self.num_inputs, self.outputs = len(inputs), list[Value]()
-        self._in_launch = False
         self._places: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._constants: dict[int, int] = {}
         self._memory = _Unwritten(self)
@@ -175,7 +174,7 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Run the operation, and record it."""
         kwargs = kwargs or {}
-        if self.refused is not None or self._in_launch:
+        if self.refused is not None or self._watch.off:
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():  # what the tape itself reads is no reading of the model
             return self._run(func, args, kwargs)
@@ -203,12 +202,12 @@ class Tape(TorchDispatchMode):
             with torch._C.DisableTorchFunction():
                 self._memory.launched(writes, args)
                 self.entries.append(Entry(function, self._placed(args, lifted=False), {}))
-        self._in_launch = True
+        self._watch.off = True
         try:
             with torch._C.DisableTorchFunction():  # Triton's interpreter reads its tensors in Python
                 function(*args)
         finally:
-            self._in_launch = False
+            self._watch.off = False
 
     def end(self, outputs: Sequence[Tensor]) -> None:
         """Note the outputs of the pass.
@@ -319,7 +318,7 @@ class _Readers(TorchFunctionMode):
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
-        self._tape = tape
+        self._tape, self.off = tape, False  # off: while a launch runs, which is recorded as a whole
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if getattr(func, "__name__", "") in _READERS:
