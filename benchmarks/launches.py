@@ -46,13 +46,24 @@ from torch.utils._pytree import tree_leaves
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from throughput import OURS, PLAIN, GhostStep, ReplayStep, Settings, Step, batch_of, build_model, machine, twin
+from throughput import (
+    OURS,
+    PLAIN,
+    REPLAYED,
+    GhostStep,
+    ReplayStep,
+    Settings,
+    Step,
+    batch_of,
+    build_model,
+    machine,
+    twin,
+)
 
 from dpllm.ghost import NormMethod, kernels, triton_kernels, triton_programs
 from dpllm.ghost.sums import Sum
 from dpllm.models.losses import per_sequence_loss
 
-REPLAYED = "replayed"
 DEPTHS = (2, 3)
 TIMED_DEPTHS = (2, 6)
 WHOLE = 16  # layers of the model to which the counts are extended
@@ -75,7 +86,6 @@ CONFIG = {
     "tie_word_embeddings": False,
 }
 _IN_A_ROW = 3
-_PASSES = 8  # of a step of its own, until its pass is recorded and was compared
 _ALLOCATES = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
 _NOTHING = ("_unsafe_view",)  # a view whose schema does not say so
 _WAITS = ("nonzero", "_local_scalar_dense", "equal", "is_nonzero", "_unique2", "masked_select")
@@ -372,7 +382,7 @@ def host_time(mode: str, rounds: int) -> dict[str, float]:
 def _recorded(model: torch.nn.Module, ids_BT: Tensor) -> ReplayStep:
     """Return a step whose pass runs from a recording; it is recorded over other rows."""
     step = ReplayStep(twin(model), NormMethod(fused=True, replay=True))
-    for number in range(_PASSES):
+    for number in range(step.passes_before):
         step.run((ids_BT + number) % VOCABULARY)
         step.forget()
     if not step.clipper.replays:

@@ -205,14 +205,14 @@ def peer(settings: Settings, name: str, plain_bytes: int) -> dict[str, Any]:
 
     Args:
         settings: the settings.
-        name: one of `PEERS`.
+        name: one of `PEERS`, or another method of throughput.py.
         plain_bytes: peak without privacy, measured separately: memory that another library keeps after its step counts
             during the steps beside it.
 
     Returns:
         Ratios and times, or only the reason why there are none.
     """
-    if importlib.util.find_spec(PEERS[name]) is None:
+    if name in PEERS and importlib.util.find_spec(PEERS[name]) is None:
         return {"refused": "not installed"}
     results = measure(settings, [PLAIN, name], counting=False)
     base, theirs = results[PLAIN], results[name]

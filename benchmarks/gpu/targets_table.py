@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import targets
-from throughput import OURS, PEERS, PLAIN, Settings
+from throughput import OURS, PEERS, PLAIN, REPLAYED, Settings
 
 from gpu.record import Figures, Skipped, Step
 from gpu.setting import Setting, free_memory
@@ -46,10 +46,11 @@ def row_of(target: targets.Target) -> Step:
 
 
 def peer_of(target: targets.Target, name: str) -> Step:
-    """Another library and training without privacy."""
+    """Another library, or this one with passes from a recording, and training without privacy."""
 
     def step(figures: Figures, setting: Setting) -> None:
-        setting.needs(PEERS[name])
+        if name in PEERS:
+            setting.needs(PEERS[name])
         if target.name not in _found:
             raise Skipped("its row was not measured")
         free_memory()
@@ -64,7 +65,7 @@ _FIRST = (_RATED[0], _RATED[3])  # full and LoRA: the rows at which others are l
 _LATER = [target for target in _RATED if target not in _FIRST]
 STEPS: list[tuple[str, Step]] = [
     *((target.name, row_of(target)) for target in _RATED),
-    *((f"{name}: {target.name}", peer_of(target, name)) for target in _FIRST for name in PEERS),
+    *((f"{name}: {target.name}", peer_of(target, name)) for target in _FIRST for name in (REPLAYED, *PEERS)),
     *((target.name, row_of(target)) for target in targets.TARGETS if target.speed is None),
     *((f"{name}: {target.name}", peer_of(target, name)) for target in _LATER for name in PEERS),
 ]
