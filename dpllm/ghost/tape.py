@@ -10,6 +10,7 @@ two tapes of passes over *different* rows. It refuses whatever might carry a val
   same in both passes. A replay compares it again, and stops where it differs.
 * Memory that was allocated without values has to be written by a recorded operation before one reads it. Otherwise a
   kernel that PyTorch does not know wrote it.
+* Memory that was there before, as inputs and buffers are, is not written.
 * Both passes have to run the same operations with the same numbers.
 
 What `Tape.__torch_function__` refuses: methods that hand values to Python past PyTorch's operations.
@@ -33,6 +34,11 @@ _READERS = frozenset(
     ("tolist", "numpy", "__array__", "__dlpack__", "storage", "untyped_storage", "_typed_storage", "__reduce_ex__")
 )
 """Methods of a tensor whose values Python then has, without an operation that a tape sees."""
+_READERS_BELOW = frozenset(("data_ptr", "apply_", "map_", "map2_", "_pack_padded_sequence", "_pad_packed_sequence"))
+"""Functions that read them from memory, or have C++ read them."""
+_SPLITS = frozenset(("tensor_split", "ctc_loss"))
+"""The same, where an argument besides the first is a tensor."""
+_PROPERTIES = frozenset((("data", "__set__"), ("__cuda_array_interface__", "__get__")))
 _WITHOUT_VALUES = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_"}
 )
@@ -131,6 +137,7 @@ class Tape(TorchDispatchMode):
         num_inputs: number of inputs.
         outputs: the places of its outputs, from `end`.
         is_random: whether an operation drew random numbers.
+        in_launch: whether a function runs whose operations are not recorded.
     """
 
     supports_higher_order_operators = True
@@ -145,13 +152,15 @@ class Tape(TorchDispatchMode):
         self.lifted: set[int] = set()
         self.refused: str | None = None
         self.num_inputs, self.outputs = len(inputs), list[Value]()
-        self.is_random = self._in_launch = False
+        self.is_random = self.in_launch = False
         self._places: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._constants: dict[int, int] = {}
         self._unwritten: dict[int, weakref.finalize] = {}  # storages that hold no values yet
+        self._before: set[int] = set()  # storages that were there before
         self._count = 0
         for tensor in inputs:
             self._new(tensor)
+            self._before.add(tensor.untyped_storage()._cdata)
         self._watch = _Readers(self)
 
     def __enter__(self) -> Tape:
@@ -176,7 +185,7 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Run the operation, and record it."""
         kwargs = kwargs or {}
-        if self.refused is not None or self._in_launch:
+        if self.refused is not None or self.in_launch:
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():  # what the tape itself reads is no reading of the model
             return self._run(func, args, kwargs)
@@ -207,11 +216,11 @@ class Tape(TorchDispatchMode):
                     self._written(tensor)
                 self._refuse_unwritten(args)
                 self.entries.append(Entry(function, self._placed(args, lifted=False), {}))
-        self._in_launch = True
+        self.in_launch = True
         try:
             function(*args)
         finally:
-            self._in_launch = False
+            self.in_launch = False
 
     def end(self, outputs: Sequence[Tensor]) -> None:
         """Note the outputs of the pass.
@@ -267,12 +276,16 @@ class Tape(TorchDispatchMode):
             self.constants.append(tensor)
             if lifted:
                 self.lifted.add(number)
+            elif tensor.layout == torch.strided and not tensor.is_nested:
+                self._before.add(tensor.untyped_storage()._cdata)
         return Constant(number)
 
     # --------------------------------------------------------------- memory without values
 
     def _note_memory(self, func: Any, name: str, args: tuple, kwargs: dict) -> None:
-        if not self._unwritten or func.is_view or name in _WITHOUT_VALUES or name in _ALIASES:
+        if func.is_view or name in _WITHOUT_VALUES or name in _ALIASES:
+            return
+        if not self._unwritten and not func._schema.is_mutable:
             return
         reads = []
         for position, argument in enumerate(func._schema.arguments):
@@ -296,6 +309,8 @@ class Tape(TorchDispatchMode):
         self._unwritten[key].atexit = False
 
     def _written(self, tensor: Tensor) -> None:
+        if tensor.numel() and tensor.untyped_storage()._cdata in self._before:  # it would be written twice if compared
+            self.refuse("the pass writes to its inputs, to a buffer or to a parameter")
         if (end := self._unwritten.pop(tensor.untyped_storage()._cdata, None)) is not None:
             end.detach()
 
@@ -308,9 +323,22 @@ class _Readers(TorchFunctionMode):
         self._tape = tape
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if getattr(func, "__name__", "") in _READERS:
-            self._tape.refuse(f"model or loss reads the values of a tensor in Python ({func.__name__})")
+        if not self._tape.in_launch and self._reads(func, args, kwargs or {}):
+            self._tape.refuse(f"model or loss reads the values of a tensor past PyTorch's operations ({func.__name__})")
         return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _reads(func: Any, args: tuple, kwargs: dict) -> bool:
+        name = getattr(func, "__name__", "")
+        if name in _SPLITS:
+            return any(True for _ in _tensors((args[1:], kwargs))) and (name != "ctc_loss" or args[0].is_cuda)
+        if name in ("__get__", "__set__"):
+            return (_property_name(func.__self__), name) in _PROPERTIES
+        return name in _READERS or name in _READERS_BELOW
+
+
+def _property_name(of: Any) -> str:
+    return getattr(of.fget if isinstance(of, property) else of, "__name__", "")
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -453,7 +481,8 @@ def _compiled(tape: Tape) -> Program:
     used = last.keys() | kept
     unused = {id(entry) for entry in entries if entry.is_view and used.isdisjoint(entry.results)}
     lines = ["def run(inputs):"]
-    lines.append("".join(f"v{n}, " if Value(n) in used else "_, " for n in range(tape.num_inputs)) + "= inputs")
+    if tape.num_inputs:
+        lines.append("".join(f"v{n}, " if Value(n) in used else "_, " for n in range(tape.num_inputs)) + "= inputs")
     for at, entry in enumerate(entries):
         if id(entry) in unused and at not in ends:
             continue

@@ -78,6 +78,7 @@ class Attached:
     averaging: Averaging | None = None
     reach_checked: bool = False
     tell: Callable[[int], None] | None = None
+    _loss: tuple[LossOf, Callable[[Mapping[str, Any]], Tensor]] | None = None
 
     def make_ready(self) -> None:
         """Check that weights and gradients are unchanged since the last update; checks this process only."""
@@ -98,7 +99,9 @@ class Attached:
 
     def loss(self, loss_of: LossOf) -> Callable[[Mapping[str, Any]], Tensor]:
         """Return the function from a microbatch's inputs to one loss per row (B,)."""
-        return lambda inputs: loss_of(self.model, inputs)
+        if self._loss is None or self._loss[0] != loss_of:
+            self._loss = loss_of, lambda inputs: loss_of(self.model, inputs)
+        return self._loss[1]  # the same one in each step: a recording is of one function
 
     def check_rows(self, loss_of: LossOf, max_tokens: int | None, ledger: SharedLedger, steps_planned: int) -> None:
         """Check, in the first step and then less and less often, that no row's contribution depends on other rows.
