@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils.dlpack
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
@@ -38,6 +39,13 @@ _READERS_BELOW = frozenset(("data_ptr", "apply_", "map_", "map2_", "_pack_padded
 """Functions that read them from memory, or have C++ read them."""
 _SPLITS = frozenset(("tensor_split", "ctc_loss"))
 """The same, where an argument besides the first is a tensor."""
+_UNSEEN: tuple[tuple[Any, str], ...] = (
+    (torch._C.ScriptFunction, "__call__"),
+    (torch._C.ScriptMethod, "__call__"),
+    (torch._C, "_to_dlpack"),
+    (torch.utils.dlpack, "to_dlpack"),
+)
+"""Calls within which values can become numbers of Python or TorchScript, and that no mode sees."""
 _PROPERTIES = frozenset((("data", "__set__"), ("__cuda_array_interface__", "__get__")))
 _WITHOUT_VALUES = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_"}
@@ -321,6 +329,28 @@ class _Readers(TorchFunctionMode):
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self._tape = tape
+        self._replaced: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> _Readers:
+        """Begin; calls that no mode sees are replaced by ones that refuse the pass."""
+        for owner, name in _UNSEEN:
+            call = getattr(owner, name)
+            self._replaced.append((owner, name, call))
+            setattr(owner, name, self._refusing(call))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        """End."""
+        super().__exit__(*error)
+        while self._replaced:
+            setattr(*self._replaced.pop())
+
+    def _refusing(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def refusing(*args: Any, **kwargs: Any) -> Any:
+            self._tape.refuse("model or loss calls a scripted function, or hands out a tensor's memory")
+            return call(*args, **kwargs)
+
+        return refusing
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if not self._tape.in_launch and self._reads(func, args, kwargs or {}):

@@ -179,7 +179,42 @@ def _addressed(model):
     return loss
 
 
-@pytest.mark.parametrize("losses", [_split, _applied, _addressed])
+_SCRIPT = """
+def first_entries(squares: Tensor, used: Tensor) -> Tensor:
+    counts: List[int] = used.tolist()
+    sums: List[Tensor] = []
+    for row in range(len(counts)):
+        sums.append(squares[row, :counts[row]].sum())
+    return torch.stack(sums)
+"""
+
+
+def _scripted(model):
+    first_entries = torch.jit.CompilationUnit(_SCRIPT).first_entries
+    return lambda batch: first_entries(model(batch["x"]).square(), batch["n"])
+
+
+class _Capsule:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __dlpack__(self, **_):
+        return torch.utils.dlpack.to_dlpack(self.tensor)
+
+    def __dlpack_device__(self):
+        return (1, 0)
+
+
+def _exported(model):
+    def loss(batch):
+        used = np.from_dlpack(_Capsule(batch["n"]))[0]
+        return model(batch["x"]).square()[:, : int(used)].sum(1)
+
+    return loss
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("losses", [_split, _applied, _addressed, _scripted, _exported])
 def test_values_that_are_read_past_operations(losses):
     """Numbers of the rows that C++ or Python reads from memory, equal in the recorded passes, are not replayed."""
     _assert_exact(losses, lambda number: {"x": _X[number], "n": _used(number)})
