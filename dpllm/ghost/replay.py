@@ -37,6 +37,7 @@ _SHAPES = 64
 """Shapes of microbatches for which a pass is recorded. Each holds a few megabytes of code, and no rows."""
 _SIGHTINGS = 4096  # shapes that are counted
 _TOLERANCE = 1e-2  # of a tensor's length: kernels of a GPU may add in another order each time, in 16 bits
+_TRIES = 16  # passes over a shape in which recording is tried
 _LOSSES = 4  # functions that compute losses
 _PLAIN = (bool, int, float, str, type(None))
 _REFUSALS = 3  # shapes that are refused before no other is tried
@@ -260,10 +261,16 @@ class Replay:
         recorded = sum(one.first is not None or one.program is not None for one in self._shapes.values())
         if shape.first is None and recorded >= _SHAPES:
             return run(shape.unit_B)
+        known = shape.first.constants if shape.first is not None else []
+        versions = _versions(known)
         with Tape(tensors) as tape:
             parts = run(shape.unit_B)
         if not self._book.is_recordable:
+            if shape.seen > _TRIES:
+                self._refuse(shape, "its contributions are not all kept until the sum, or its rows are packed")
             return parts
+        if versions != _versions(known):
+            tape.refuse("a tensor that was there before changes during the pass, in another thread")
         if tape.is_random and self._book.recomputes:
             tape.refuse("random operations are run again by activation checkpointing")
         try:
@@ -338,19 +345,15 @@ class Replay:
         Raises:
             GhostError: they differ, and earlier replays were used.
         """
-        before = _RandomStates()
+        # First the replay: what the pass leaves behind where no tape sees it would make both alike.
+        random = _RandomStates()
+        found = self._outputs(shape, tensors)
+        if found is not None:
+            found = [tensor.cpu() for tensor in found]  # the pass gets all the memory
+        random.restore()
         parts = run(shape.unit_B)
         if not self._book.is_recordable:
             return parts
-        after = _RandomStates()
-        before.restore()
-        try:
-            found = self._outputs(shape, tensors)
-        except torch.OutOfMemoryError:  # of both together
-            self._refuse(shape, "memory does not suffice for a pass and its replay, which are compared")
-            return parts
-        finally:
-            after.restore()
         shape.replayed += 1
         if found is None:
             self._stopped(shape)
@@ -391,6 +394,11 @@ def _described(inputs: Mapping[str, Any]) -> list[Any] | None:
     return described
 
 
+def _versions(tensors: list[Tensor]) -> list[int]:
+    """Return how often PyTorch changed each tensor, in any thread."""
+    return [tensor._version for tensor in tensors if not tensor.is_inference()]
+
+
 class _RandomStates:
     """The states of PyTorch's generators, so that a pass can draw the same numbers again."""
 
@@ -417,6 +425,7 @@ def _agree(found: list[Tensor], wanted: list[Tensor]) -> bool:
     if len(found) != len(wanted):
         return False
     for one, other in zip(found, wanted, strict=True):
+        one = one.to(other.device)
         if (one.shape, one.dtype) != (other.shape, other.dtype):
             return False
         if not one.is_floating_point() or one.device.type == "cpu":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 
 import numpy as np
 import pytest
@@ -10,8 +11,8 @@ import torch
 from torch import nn
 
 from dpllm import GhostClipper
+from dpllm.ghost.errors import GhostError
 from dpllm.ghost.norm_method import NormMethod
-from dpllm.ghost.replay import Replay
 from dpllm.ghost.sums import Sum
 
 _UNITS = torch.arange(4)
@@ -342,15 +343,45 @@ def test_inputs_without_strides(extra):
     _assert_exact(_squares, lambda number: {"x": _X[number], "extra": extra(_X[number])})
 
 
-def test_memory_that_runs_out_in_a_comparison(monkeypatch):
-    """Memory for a pass and its replay together is not required: the pass alone is used."""
+def test_state_that_another_thread_writes():
+    """A buffer that another thread fills during the pass has rows of this pass, never of a recorded one."""
 
-    def short(shape, tensors):
-        raise torch.OutOfMemoryError("none left")
+    def losses(model):
+        weights = torch.zeros(4, 4, dtype=torch.float64)
 
-    wanted = _sums(False, _squares, lambda number: {"x": _X[number]})
-    monkeypatch.setattr(Replay, "_outputs", staticmethod(short))
-    assert all(map(torch.equal, wanted, _sums(True, _squares, lambda number: {"x": _X[number]})))
+        def loss(batch):
+            thread = threading.Thread(target=lambda: weights.copy_(batch["w"]))
+            thread.start()
+            thread.join()
+            return (model(batch["x"]) * weights).square().sum(1)
+
+        return loss
+
+    same = torch.ones(4, 4, dtype=torch.float64)
+    _assert_exact(losses, lambda number: {"x": _X[number], "w": same if number < 8 else _X[number]})
+
+
+def test_state_that_a_pass_leaves_behind_is_found():
+    """A comparison runs the replay before the pass: memory that the pass fills unseen does not make them alike."""
+
+    def losses(model):
+        memory = np.zeros((4, 4))
+        weights = torch.from_numpy(memory)
+
+        def loss(batch):
+            memory[:] = rows[len(seen)]
+            return (model(batch["x"]) * weights).square().sum(1)
+
+        return loss
+
+    rows, seen = [np.ones((4, 4)) if n < 8 else _X[n].numpy() for n in range(20)], []
+
+    def inputs(number):
+        seen[:] = range(number)
+        return {"x": _X[number]}
+
+    with pytest.raises(GhostError, match="differs from the pass"):
+        _sums(True, losses, inputs)
 
 
 def test_a_pass_that_cannot_be_compared_leaves_it_to_the_next():
