@@ -119,7 +119,7 @@ class GhostClipper(UnitClipper):
                 self._check_units(unit_index, losses.shape)  # raises
             return losses.detach(), *self._book.backward(losses, unit_B, num_units, early, finish)
 
-        losses, sq_norm_GU, slack_GU = self._replay.norms(inputs, units_B, run)
+        losses, sq_norm_GU, slack_GU = self._replay.norms(loss_of, inputs, units_B, run)
         return losses, self._weighed(sq_norm_GU, slack_GU, clipping, early)
 
     @property

@@ -37,6 +37,9 @@ _SHAPES = 64
 """Shapes of microbatches for which a pass is recorded. Each holds a few megabytes of code, and no rows."""
 _SIGHTINGS = 4096  # shapes that are counted
 _TOLERANCE = 1e-2  # of a tensor's length: kernels of a GPU may add in another order each time, in 16 bits
+_TRIES = 16  # passes over a shape in which recording is tried
+_LOSSES = 4  # functions that compute losses
+_PLAIN = (bool, int, float, str, type(None))
 _REFUSALS = 3  # shapes that are refused before no other is tried
 
 LossOf = Callable[[Mapping[str, Any]], Tensor]
@@ -148,7 +151,8 @@ class _State:
     def _read(self) -> list[Any]:
         found: list[Any] = []
         for own in self._own:
-            found += (own["training"], len(own["_forward_hooks"]), len(own["_forward_pre_hooks"]), own.get("forward"))
+            found += (own["training"], own.get("forward"))
+            found += (sorted(own["_forward_hooks"]), sorted(own["_forward_pre_hooks"]))  # numbers, given out once
             found += own["_modules"].values()
             if own["_buffers"]:
                 found += map(id, own["_buffers"].values())
@@ -168,8 +172,8 @@ class _Shape:
         first: the tape of a pass.
         layout: how a pass is made of the program's outputs.
         program: the recording.
-        replayed: passes that were replayed.
-        failed: passes in which a comparison failed.
+        replayed: passes that were replayed; one of them is compared until that succeeded.
+        failed: passes that could not be recorded or, with a recording, in which it stopped.
         refused: whether no pass of it can be replayed.
     """
 
@@ -195,6 +199,7 @@ class Replay:
         """Begin without recordings."""
         self._model, self._book = model, book
         self._shapes: dict[tuple, _Shape] = {}
+        self._losses: list[LossOf] = []
         self._state: _State | None = None
         self._refusals = 0
         self.is_off = False
@@ -206,6 +211,7 @@ class Replay:
 
     def norms(
         self,
+        loss_of: LossOf,
         inputs: Mapping[str, Any],
         unit_B: Tensor,
         run: Callable[[Tensor], Parts],
@@ -213,6 +219,7 @@ class Replay:
         """Return losses and norms of a microbatch; its contributions are the book's last pass afterwards.
 
         Args:
+            loss_of: computes the losses; a recording is of one of them.
             inputs: of the model and the loss.
             unit_B: (B,) the units of the rows, on the CPU.
             run: runs the pass with modules and autograd, for units that it is given.
@@ -221,39 +228,35 @@ class Replay:
             GhostError: a replay differs from the pass.
         """
         tensors = [value for value in inputs.values() if isinstance(value, Tensor)]
-        shape = None if self.is_off else self._shape_of(inputs, unit_B)
+        shape = None if self.is_off else self._shape_of(loss_of, inputs, unit_B)
         if shape is None or shape.refused:
             return run(unit_B)
         if self._state is None or not self._state.is_present():
             self._state = _State(self._model)
             for one in self._shapes.values():
                 one.first = one.layout = one.program = None
+                one.replayed = one.failed = 0
         shape.seen += 1
         if shape.program is None:
             return run(shape.unit_B) if shape.seen == 1 else self._recorded(shape, tensors, run)
-        shape.replayed += 1
-        if shape.replayed & (shape.replayed - 1) == 0:
+        if shape.replayed & (shape.replayed + 1) == 0:
             return self._compared(shape, tensors, run)
         found = self._replayed(shape, tensors)
         return run(shape.unit_B) if found is None else found
 
-    def _shape_of(self, inputs: Mapping[str, Any], unit_B: Tensor) -> _Shape | None:
+    def _shape_of(self, loss_of: LossOf, inputs: Mapping[str, Any], unit_B: Tensor) -> _Shape | None:
         """Return the shape of a microbatch; None if it cannot be recorded."""
-        described: list[Any] = []
-        for name, value in inputs.items():
-            if isinstance(value, Tensor):
-                if type(value) is not Tensor or value.requires_grad:
-                    return None
-                described += (name, value.shape, value.stride(), value.dtype, value.device)
-            elif isinstance(value, (bool, int, float, str, type(None))):
-                described += (name, type(value), value)
-            else:
-                return None
-        if not torch.is_grad_enabled() or unit_B.device.type != "cpu":
+        described = _described(inputs)
+        if described is None or not torch.is_grad_enabled() or unit_B.device.type != "cpu":
             return None
-        key = (*described, unit_B.numpy().tobytes(), _settings())
+        if loss_of not in self._losses:
+            if len(self._losses) == _LOSSES:
+                self._switch_off("the loss is another function in each call; pass the same one each time")
+                return None
+            self._losses.append(loss_of)
+        key = (self._losses.index(loss_of), *described, unit_B.numpy().tobytes(), _settings())
         if key not in self._shapes and len(self._shapes) < _SIGHTINGS:
-            self._shapes[key] = _Shape(unit_B)
+            self._shapes[key] = _Shape(unit_B.clone())  # the caller may change its own
         return self._shapes.get(key)
 
     # ------------------------------------------------------------------ recording
@@ -263,11 +266,17 @@ class Replay:
         recorded = sum(one.first is not None or one.program is not None for one in self._shapes.values())
         if shape.first is None and recorded >= _SHAPES:
             return run(shape.unit_B)
-        random = _RandomStates()
+        known = shape.first.constants if shape.first is not None else []
+        random, versions = _RandomStates(), _versions(known)
         with Tape(tensors) as tape:
             parts = run(shape.unit_B)
         if not self._book.is_recordable:
+            shape.failed += 1
+            if shape.failed > _TRIES:
+                self._refuse(shape, "its contributions are not all kept until the sum, or its rows are packed")
             return parts
+        if versions != _versions(known):
+            tape.refuse("a tensor that was there before changes during the pass, in another thread")
         if self._book.recomputes and random.moved:
             tape.refuse("random operations are run again by activation checkpointing")
         try:
@@ -279,7 +288,7 @@ class Replay:
                 shape.first = tape
                 return parts
             shape.program, shape.layout = program_of(shape.first, tape), layout
-            shape.first = None
+            shape.first, shape.failed = None, 0
         except RefusedError as error:
             self._refuse(shape, str(error))
         return parts
@@ -289,37 +298,71 @@ class Replay:
         self._refusals += 1
         logger.debug("A pass is not replayed: %s", reason)
         if self._refusals == _REFUSALS and not any(one.program for one in self._shapes.values()):
-            self.is_off = True
-            logger.warning("Passes of this model are not replayed but run as without replay: %s.", reason)
+            self._switch_off(reason)
+
+    def _switch_off(self, reason: str) -> None:
+        self.is_off = True
+        self._shapes.clear()
+        self._losses.clear()
+        logger.warning("Passes of this model are not replayed but run as without replay: %s.", reason)
 
     # ------------------------------------------------------------------ replaying
 
     def _replayed(self, shape: _Shape, tensors: list[Tensor]) -> Parts | None:
         """Run a recording; None where it stopped."""
-        assert shape.program is not None and shape.layout is not None, "the shape was recorded"
-        with kernels.exact_matmul():
-            outputs = shape.program(tensors)
+        assert shape.layout is not None, "the shape was recorded"
+        outputs = self._outputs(shape, tensors)
+        shape.replayed += 1
         if outputs is None:
-            shape.failed += 1
-            if 2 * shape.failed > _REFUSALS + shape.replayed:
-                self._refuse(shape, "numbers that the model reads from the rows differ between passes")
+            self._stopped(shape)
             return None
         one, parts = shape.layout.made_of(outputs)
         self._book.take_pass(one)
         return parts
 
+    def _stopped(self, shape: _Shape) -> None:
+        """Note that a recording stopped; one that stops often is given up."""
+        shape.failed += 1
+        if 2 * shape.failed > _REFUSALS + shape.replayed:
+            self._refuse(shape, "numbers that the model reads from the rows differ between passes")
+
+    @staticmethod
+    def _outputs(shape: _Shape, tensors: list[Tensor]) -> list[Tensor] | None:
+        """Return what a recording computes; None where it stopped: the pass then shows whether the rows are at fault.
+
+        Raises:
+            OutOfMemoryError: memory ran out.
+        """
+        assert shape.program is not None, "the shape was recorded"
+        try:
+            with kernels.exact_matmul():
+                return shape.program(tensors)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of any operation, of which a shape may have followed from the rows
+            logger.debug("A replay stopped: %s", error)
+            return None
+
     def _compared(self, shape: _Shape, tensors: list[Tensor], run: Callable[[Tensor], Parts]) -> Parts:
-        """Run both ways; the pass that was not replayed stays the book's last one.
+        """Run both ways; the pass that was not replayed is the book's last one.
+
+        A pass that cannot be compared leaves the comparison to the next one.
 
         Raises:
             GhostError: they differ, and earlier replays were used.
         """
+        # First the replay: what the pass leaves behind where no tape sees it would make both alike.
         random = _RandomStates()
-        replayed = self._replayed(shape, tensors)
-        found = [] if replayed is None else _Layout.of(self._book.last_pass(), replayed)[1]
+        found = self._outputs(shape, tensors)
+        if found is not None:
+            found = [tensor.cpu() for tensor in found]  # the pass gets all the memory
         random.restore()
         parts = run(shape.unit_B)
-        if replayed is None or not self._book.is_recordable:
+        if not self._book.is_recordable:
+            return parts
+        shape.replayed += 1
+        if found is None:
+            self._stopped(shape)
             return parts
         if _agree(found, _Layout.of(self._book.last_pass(), parts)[1]):
             return parts
@@ -331,6 +374,35 @@ class Replay:
             "recording does not show, or keep state. The microbatch is not added to the sum. Switch replays off "
             "(replay: false in the recipe, NormMethod(replay=False) in Python)."
         )
+
+
+def _described(inputs: Mapping[str, Any]) -> list[Any] | None:
+    """Return all of the inputs but the values of tensors; None where more than that may decide what a pass does."""
+    described: list[Any] = []
+    if type(inputs) is not dict:  # attributes of other mappings may hold facts about the rows
+        own = {name: value for name, value in getattr(inputs, "__dict__", {"": ()}).items() if name != "data"}
+        if not all(type(value) in _PLAIN for value in own.values()):
+            return None
+        described += (type(inputs), *own.items())
+    storages: dict[int, int] = {}
+    for name, value in inputs.items():
+        if isinstance(value, Tensor):
+            if type(value) is not Tensor or value.requires_grad or value.is_nested or value.layout != torch.strided:
+                return None
+            shared = storages.setdefault(value.untyped_storage()._cdata, len(storages))  # one tensor may come twice
+            aligned = value.data_ptr() % 16  # on which a kernel's program depends
+            described += (name, value.shape, value.stride(), value.dtype, value.device, shared, aligned)
+            described.append(value.storage_offset() if shared != len(storages) - 1 else None)
+        elif type(value) in _PLAIN:
+            described += (name, type(value), value)
+        else:
+            return None
+    return described
+
+
+def _versions(tensors: list[Tensor]) -> list[int]:
+    """Return how often PyTorch changed each tensor, in any thread."""
+    return [tensor._version for tensor in tensors if not tensor.is_inference()]
 
 
 class _RandomStates:
@@ -365,13 +437,15 @@ def _agree(found: list[Tensor], wanted: list[Tensor]) -> bool:
     if len(found) != len(wanted):
         return False
     for one, other in zip(found, wanted, strict=True):
+        one = one.to(other.device)
         if (one.shape, one.dtype) != (other.shape, other.dtype):
             return False
         if not one.is_floating_point() or one.device.type == "cpu":
-            same = torch.equal(one.nan_to_num(), other.nan_to_num()) if one.is_floating_point() else one.equal(other)
+            same = torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
         else:
-            error = (one.double() - other.double()).norm()
-            same = bool(error <= _TOLERANCE * other.double().norm()) or not bool(torch.isfinite(error))
+            finite = torch.isfinite(one) & torch.isfinite(other)
+            one, other = one.double().where(finite, 0), other.double().where(finite, 0)
+            same = bool((one - other).norm() <= _TOLERANCE * other.norm())
         if not same:
             return False
     return True

@@ -10,6 +10,7 @@ two tapes of passes over *different* rows. It refuses whatever might carry a val
   same in both passes. A replay compares it again, and stops where it differs.
 * Memory that was allocated without values has to be written by a recorded operation before one reads it. Otherwise a
   kernel that PyTorch does not know wrote it.
+* Memory that was there before, as inputs and buffers are, is not written.
 * Both passes have to run the same operations with the same numbers.
 
 What `Tape.__torch_function__` refuses: methods that hand values to Python past PyTorch's operations.
@@ -33,6 +34,11 @@ _READERS = frozenset(
     ("tolist", "numpy", "__array__", "__dlpack__", "storage", "untyped_storage", "_typed_storage", "__reduce_ex__")
 )
 """Methods of a tensor whose values Python then has, without an operation that a tape sees."""
+_READERS_BELOW = frozenset(("data_ptr", "apply_", "map_", "map2_", "_pack_padded_sequence", "_pad_packed_sequence"))
+"""Functions that read them from memory, or have C++ read them."""
+_SPLITS = frozenset(("tensor_split", "ctc_loss"))
+"""The same, where an argument besides the first is a tensor."""
+_PROPERTIES = frozenset((("data", "__set__"), ("__cuda_array_interface__", "__get__")))
 _WITHOUT_VALUES = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_"}
 )
@@ -146,10 +152,11 @@ class Tape(TorchDispatchMode):
         self.num_inputs, self.outputs = len(inputs), list[Value]()
         self._places: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._constants: dict[int, int] = {}
-        self._memory = _Unwritten(self)
+        self._memory = _Memory(self)
         self._count = 0
         for tensor in inputs:
             self._new(tensor)
+            self._memory.know(tensor)
         self._watch = _Readers(self)
 
     def __enter__(self) -> Tape:
@@ -263,11 +270,13 @@ class Tape(TorchDispatchMode):
             self.constants.append(tensor)
             if lifted:
                 self.lifted.add(number)
+            elif tensor.layout == torch.strided and not tensor.is_nested:
+                self._memory.know(tensor)
         return Constant(number)
 
 
-class _Unwritten:
-    """Refuses a pass that reads memory which was allocated without values, and which no recorded operation wrote.
+class _Memory:
+    """Refuses a pass that reads memory which no recorded operation wrote, or writes to memory that was there before.
 
     Args:
         tape: of the pass.
@@ -275,11 +284,18 @@ class _Unwritten:
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
-        self._storages: dict[int, weakref.finalize] = {}
+        self._storages: dict[int, weakref.finalize] = {}  # those without values
+        self._known: set[int] = set()  # those that were there before
+
+    def know(self, tensor: Tensor) -> None:
+        """Note a tensor that was there before."""
+        self._known.add(tensor.untyped_storage()._cdata)
 
     def note(self, func: Any, name: str, args: tuple, kwargs: dict) -> None:
         """Note what an operation writes and reads."""
-        if not self._storages or func.is_view or name in _WITHOUT_VALUES or name in _ALIASES:
+        if func.is_view or name in _WITHOUT_VALUES or name in _ALIASES:
+            return
+        if not self._storages and not func._schema.is_mutable:
             return
         reads = []
         for position, argument in enumerate(func._schema.arguments):
@@ -309,6 +325,8 @@ class _Unwritten:
 
     def _written(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
+            if tensor.numel() and tensor.untyped_storage()._cdata in self._known:  # written twice if compared
+                self._tape.refuse("the pass writes to its inputs, to a buffer or to a parameter")
             if (end := self._storages.pop(tensor.untyped_storage()._cdata, None)) is not None:
                 end.detach()
 
@@ -321,9 +339,22 @@ class _Readers(TorchFunctionMode):
         self._tape, self.off = tape, False  # off: while a launch runs, which is recorded as a whole
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if getattr(func, "__name__", "") in _READERS:
-            self._tape.refuse(f"model or loss reads the values of a tensor in Python ({func.__name__})")
+        if not self.off and self._reads(func, args, kwargs or {}):
+            self._tape.refuse(f"model or loss reads the values of a tensor past PyTorch's operations ({func.__name__})")
         return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _reads(func: Any, args: tuple, kwargs: dict) -> bool:
+        name = getattr(func, "__name__", "")
+        if name in _SPLITS:
+            return any(True for _ in _tensors((args[1:], kwargs))) and (name != "ctc_loss" or args[0].is_cuda)
+        if name in ("__get__", "__set__"):
+            return (_property_name(func.__self__), name) in _PROPERTIES
+        return name in _READERS or name in _READERS_BELOW
+
+
+def _property_name(of: Any) -> str:
+    return getattr(of.fget if isinstance(of, property) else of, "__name__", "")
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -466,7 +497,8 @@ def _compiled(tape: Tape) -> Program:
     used = last.keys() | kept
     unused = {id(entry) for entry in entries if entry.is_view and used.isdisjoint(entry.results)}
     lines = ["def run(inputs):"]
-    lines.append("".join(f"v{n}, " if Value(n) in used else "_, " for n in range(tape.num_inputs)) + "= inputs")
+    if tape.num_inputs:
+        lines.append("".join(f"v{n}, " if Value(n) in used else "_, " for n in range(tape.num_inputs)) + "= inputs")
     for at, entry in enumerate(entries):
         if id(entry) in unused and at not in ends:
             continue

@@ -194,9 +194,11 @@ def _is_aligned(x: Tensor) -> bool:
     """
     units = 16 // x.element_size()
     strides = [stride if size > 1 else 0 for size, stride in zip(x.shape[:-1], x.stride(), strict=False)]
+    with torch._C.DisableTorchFunction():  # a tape refuses a model that reads addresses
+        begins_aligned = x.data_ptr() % 16 == 0
     return (
         x.stride(-1) == 1
-        and x.data_ptr() % 16 == 0
+        and begins_aligned
         and x.shape[-1] % units == 0
         and all(stride % units == 0 for stride in strides)
         and strides[-1] < 1 << 24

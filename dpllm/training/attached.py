@@ -47,6 +47,23 @@ from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.step import refuse_leftovers
 
 
+@dataclass(frozen=True)
+class _LossOn:
+    """The losses of a model; those of two steps are equal if their function is, since a recording is of one function.
+
+    Attributes:
+        model: that is called.
+        loss_of: of the model and a microbatch's inputs.
+    """
+
+    model: Any
+    loss_of: LossOf
+
+    def __call__(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Return one loss per row (B,)."""
+        return self.loss_of(self.model, inputs)
+
+
 @dataclass(kw_only=True)
 class Attached:
     """The parts that exist while a model is attached; see `attach`.
@@ -98,7 +115,7 @@ class Attached:
 
     def loss(self, loss_of: LossOf) -> Callable[[Mapping[str, Any]], Tensor]:
         """Return the function from a microbatch's inputs to one loss per row (B,)."""
-        return lambda inputs: loss_of(self.model, inputs)
+        return _LossOn(self.model, loss_of)
 
     def check_rows(self, loss_of: LossOf, max_tokens: int | None, ledger: SharedLedger, steps_planned: int) -> None:
         """Check, in the first step and then less and less often, that no row's contribution depends on other rows.

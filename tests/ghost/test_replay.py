@@ -1,6 +1,7 @@
 """Passes that run from a recording: the same norms and sums, and no value of other rows."""
 
 import copy
+import functools
 import os
 import sys
 
@@ -50,6 +51,7 @@ class Both:
     def __init__(self, model, loss, clipping=None, **options):
         self.models, self.loss, self.random = [model, copy.deepcopy(model)], loss, 0
         norm = None if clipping else 0.5
+        self.loss_of = {id(m): lambda inputs, m=m: self.loss(m, inputs) for m in self.models}  # a recording is of one
         self.clippers = [
             GhostClipper(model, norm, NormMethod(replay=replay, **options), clipping)
             for model, replay in zip(self.models, (True, False), strict=True)
@@ -61,7 +63,7 @@ class Both:
         found = []
         for model, clipper in zip(self.models, self.clippers, strict=True):
             torch.manual_seed(self.random)
-            losses, result = clipper.run(lambda inputs, model=model: self.loss(model, inputs), batch, units)
+            losses, result = clipper.run(self.loss_of[id(model)], batch, units)
             sums = []
             for parameter in clipper.parameters.values():
                 clipper.add_clipped_sum_(parameter, total := Sum.of(parameter))
@@ -122,9 +124,10 @@ def test_a_replay_is_the_loop_over_units():
     model = llama().double()
     units = torch.tensor([0, 1, 1, 2, -1, 0])
     clipper = GhostClipper(model, 0.5, NormMethod(replay=True))
+    loss_of = functools.partial(language_loss, model)
     for number in range(PASSES):
         batch = rows_of(number, rows=6)
-        _, result = clipper.run(lambda inputs: language_loss(model, inputs), batch, units)
+        _, result = clipper.run(loss_of, batch, units)
         sums = [Sum.of(p) for p in clipper.parameters.values()]
         for parameter, total in zip(clipper.parameters.values(), sums, strict=True):
             clipper.add_clipped_sum_(parameter, total)
@@ -259,8 +262,9 @@ def test_a_table_that_grows_with_the_passes_is_not_replayed():
             return y
 
     clipper = GhostClipper(model := Keeps(), 0.5, NormMethod(replay=True))
+    loss_of = functools.partial(squares, model)
     for number in range(PASSES):
-        clipper.run(lambda inputs: squares(model, inputs), features(number), torch.arange(3))
+        clipper.run(loss_of, features(number), torch.arange(3))
     assert clipper.replays == 0
 
 
