@@ -202,7 +202,8 @@ class Replay:
         self._losses: list[LossOf] = []
         self._state: _State | None = None
         self._refusals = 0
-        self.is_off = False
+        # A script may read values by itself, which no tape sees.
+        self.is_off = any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
 
     @property
     def num_recorded(self) -> int:

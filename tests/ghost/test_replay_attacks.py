@@ -381,3 +381,18 @@ def test_numbers_of_numpy_memory_are_read():
         memory[:] = _X[number].numpy()
 
     _assert_exact(lambda model: lambda batch: model(view).square().sum(1), lambda number: {}, before=before)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_model_with_a_scripted_module_is_not_recorded():
+    """It may read values by itself, which no tape sees."""
+    script = torch.jit.script(torch.nn.Tanh())
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), script, torch.nn.Linear(3, 1))
+    clipper = GhostClipper(model, 1.0, NormMethod(replay=True))
+
+    def loss_of(inputs):
+        return model(inputs["x"]).square().sum(1)
+
+    for number in range(10):
+        clipper.run(loss_of, {"x": torch.full((2, 4), float(number))}, torch.arange(2))
+    assert clipper.replays == 0
