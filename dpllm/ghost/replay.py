@@ -390,12 +390,14 @@ def _described(inputs: Mapping[str, Any]) -> list[Any] | None:
         if isinstance(value, Tensor):
             if type(value) is not Tensor or value.requires_grad or value.is_nested or value.layout != torch.strided:
                 return None
+            if not all(attribute.startswith("_dpllm_") for attribute in value.__dict__):
+                return None  # the attributes of others may hold facts about the rows
             shared = storages.setdefault(value.untyped_storage()._cdata, len(storages))  # one tensor may come twice
             aligned = value.data_ptr() % 16  # on which a kernel's program depends
             described += (name, value.shape, value.stride(), value.dtype, value.device, shared, aligned)
             described.append(value.storage_offset() if shared != len(storages) - 1 else None)
         elif type(value) in _PLAIN:
-            described += (name, type(value), value)
+            described += (name, type(value), repr(value))  # 0.0 and -0.0 differ
         else:
             return None
     return described

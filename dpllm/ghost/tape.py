@@ -7,7 +7,8 @@ two tapes of passes over *different* rows. It refuses whatever might carry a val
 * A tensor that no recorded operation returned has to be the same object in both passes, as a weight is. A tensor made
   of Python numbers has to hold the same numbers.
 * A number that the host read (``item``, ``equal``), and a shape that follows from values (``nonzero``), has to be the
-  same in both passes. A replay compares it again, and stops where it differs.
+  same in both passes. A replay compares it again, and stops where it differs. Operations of other libraries count
+  among those whose shapes follow from values.
 * Memory that was allocated without values has to be written by a recorded operation before one reads it. Otherwise a
   kernel that PyTorch does not know wrote it.
 * Memory that was there before, as inputs and buffers are, is not written.
@@ -18,6 +19,7 @@ What `Tape.__torch_function__` refuses: methods that hand values to Python past 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
@@ -237,9 +239,13 @@ class Tape(TorchDispatchMode):
         elif all(isinstance(v, (bool, int, float, complex)) for v in values):
             self.entries.append(Entry(func, args, kwargs, single=not isinstance(result, (tuple, list)), read=values))
         elif all(isinstance(v, Tensor) for v in values):
-            follows = torch.Tag.dynamic_output_shape in func.tags
+            follows = _shape_follows(func)
             shapes = tuple(tuple(v.shape) for v in values) if follows else None
             known = [v in self._places or id(v) in self._constants for v in values]
+            if follows and any(known):
+                self.refuse(f"the operation {func} gives a tensor another shape, which may follow from values")
+            if any(v.layout != torch.strided or v.is_nested for v in values):
+                self.refuse(f"the operation {func} returns a tensor without strides, whose parts may have any shape")
             if name in _WITHOUT_VALUES:
                 for value in values:
                     self._memory.begin(value)
@@ -261,6 +267,8 @@ class Tape(TorchDispatchMode):
             return type(value)(self._placed(v, lifted) for v in value)
         if isinstance(value, dict):
             return {key: self._placed(v, lifted) for key, v in value.items()}
+        if isinstance(value, torch.Generator):  # a comparison would draw its numbers twice
+            self.refuse("random numbers are drawn from a generator of the model's or the loss's own")
         return value
 
     def _constant(self, tensor: Tensor, lifted: bool) -> Constant:
@@ -351,6 +359,17 @@ class _Readers(TorchFunctionMode):
         if name in ("__get__", "__set__"):
             return (_property_name(func.__self__), name) in _PROPERTIES
         return name in _READERS or name in _READERS_BELOW
+
+
+@functools.cache
+def _shape_follows(func: OpOverload) -> bool:
+    """Whether the shapes of what an operation returns may follow from values, as far as PyTorch says.
+
+    It marks not all overloads with ``out``, and nobody has to mark an operation of another library.
+    """
+    packet = func._overloadpacket
+    of_packet = (getattr(packet, overload) for overload in packet.overloads())
+    return func.namespace != "aten" or any(torch.Tag.dynamic_output_shape in one.tags for one in of_packet)
 
 
 def _property_name(of: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 
 import numpy as np
@@ -396,3 +397,67 @@ def test_a_model_with_a_scripted_module_is_not_recorded():
     for number in range(10):
         clipper.run(loss_of, {"x": torch.full((2, 4), float(number))}, torch.arange(2))
     assert clipper.replays == 0
+
+
+def _zeros(number):
+    """Rows without zeros in the passes that are recorded and compared first, later with some."""
+    used = torch.ones(4, 4, dtype=torch.bool) if number < 9 else torch.arange(16).view(4, 4) >= number - 6
+    return {"x": _X[number].where(used, 0.0)}
+
+
+@torch.library.custom_op("dpllm_tests::entries_kept", mutates_args=())
+def entries_kept(x: torch.Tensor) -> torch.Tensor:
+    return x[x != 0].clone()
+
+
+def _of_sparse(x):
+    return x.to_sparse().coalesce().values().shape[0]
+
+
+def _of_nonzero(x):
+    found = torch.empty(0, dtype=torch.long)
+    torch.nonzero(x != 0, out=found)
+    return found.shape[0]
+
+
+def _of_bincount(x):
+    found = torch.empty(0, dtype=torch.long)
+    torch.ops.aten.bincount.out((x != 0).sum().view(1), out=found)
+    return found.shape[0]
+
+
+@pytest.mark.parametrize(
+    "count", [_of_sparse, _of_nonzero, _of_bincount, lambda x: torch.ops.dpllm_tests.entries_kept(x).shape[0]]
+)
+def test_shapes_that_follow_from_values(count):
+    """A number that Python takes from a shape is that of the rows, also where PyTorch does not mark the operation."""
+    _assert_exact(lambda model: lambda batch: count(batch["x"]) * model(batch["x"]).square().sum(1), _zeros)
+
+
+def test_attributes_of_a_tensor():
+    """Facts about the rows in an attribute of a tensor are not those of the recorded rows."""
+
+    def inputs(number):
+        rows = _X[number].clone()
+        rows.factor = 1.0 if number < 9 else 2.0
+        return {"x": rows}
+
+    _assert_exact(lambda model: lambda batch: batch["x"].factor * model(batch["x"]).square().sum(1), inputs)
+
+
+def test_a_zero_with_a_sign():
+    """The numbers 0.0 and -0.0 among the inputs are two."""
+    _assert_exact(
+        lambda model: lambda batch: (2 + math.copysign(1, batch["z"])) * model(batch["x"]).square().sum(1),
+        lambda number: {"x": _X[number], "z": 0.0 if number < 9 else -0.0},
+    )
+
+
+def test_a_generator_of_the_loss():
+    """A comparison does not draw twice from a generator whose state it does not put back."""
+
+    def losses(model):
+        generator = torch.Generator().manual_seed(1)
+        return lambda batch: (1 + torch.rand(4, generator=generator)) * model(batch["x"]).square().sum(1)
+
+    _assert_exact(losses, lambda number: {"x": _X[number]})
