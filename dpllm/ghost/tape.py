@@ -192,6 +192,8 @@ class Tape(TorchDispatchMode):
         if not isinstance(func, OpOverload) or func.namespace in _COLLECTIVE:
             self.refuse(f"the operation {func} cannot be recorded")
             return func(*args, **kwargs)
+        if torch.Tag.inplace_view in func.tags:  # a view that was taken before is another one than a later
+            self.refuse(f"the operation {func} changes the shape or the memory of a tensor in place")
         name = func._overloadpacket.__name__
         places = self._placed(args, name in _LIFTED), self._placed(kwargs, lifted=False)
         self._memory.note(func, name, args, kwargs)

@@ -461,3 +461,16 @@ def test_a_generator_of_the_loss():
         return lambda batch: (1 + torch.rand(4, generator=generator)) * model(batch["x"]).square().sum(1)
 
     _assert_exact(losses, lambda number: {"x": _X[number]})
+
+
+class _TurnedInPlace(_Net):
+    def forward(self, x):
+        kept = torch.tanh(self.a(x)).detach()[:, :4].clone()
+        before = kept.t()
+        after = kept.t_().t()
+        return super().forward(x) + 0.1 * (before + after).sum()  # as twice the first, up to rounding
+
+
+def test_a_tensor_that_is_turned_in_place():
+    """A view taken before a tensor is transposed in place is not taken for the same view after it."""
+    _assert_exact(_squares, lambda number: {"x": _X[number]}, module=_TurnedInPlace)
