@@ -465,12 +465,16 @@ def test_a_generator_of_the_loss():
 
 class _TurnedInPlace(_Net):
     def forward(self, x):
-        kept = torch.tanh(self.a(x)).detach()[:, :4].clone()
+        kept = x.clone()
         before = kept.t()
         after = kept.t_().t()
-        return super().forward(x) + 0.1 * (before + after).sum()  # as twice the first, up to rounding
+        return super().forward(x) + (before - after).square()
 
 
 def test_a_tensor_that_is_turned_in_place():
     """A view taken before a tensor is transposed in place is not taken for the same view after it."""
-    _assert_exact(_squares, lambda number: {"x": _X[number]}, module=_TurnedInPlace)
+    _assert_exact(
+        _squares,
+        lambda number: {"x": _X[number] + _X[number].T if number < 9 else _X[number]},  # alike in the first passes
+        module=_TurnedInPlace,
+    )
