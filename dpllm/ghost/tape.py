@@ -535,6 +535,8 @@ def _lines(writer: _Writer, entry: Entry, used: Set[Value | Constant]) -> list[s
     call = writer.call(entry)
     if entry.read is not None:
         read = entry.read[0] if entry.single else list(entry.read)
+        if not all(isinstance(number, int) for number in entry.read):  # 0.0 and -0.0 differ, and NaN is NaN
+            return [f"if repr({call}) != {writer.name(repr(read))}: return None"]
         return [f"if {call} != {writer.name(read)}: return None"]
     named = [r if r is not None and (r in used or entry.shapes is not None) else None for r in entry.results]
     if not any(named):

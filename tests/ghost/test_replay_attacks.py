@@ -445,11 +445,16 @@ def test_attributes_of_a_tensor():
     _assert_exact(lambda model: lambda batch: batch["x"].factor * model(batch["x"]).square().sum(1), inputs)
 
 
-def test_a_zero_with_a_sign():
-    """The numbers 0.0 and -0.0 among the inputs are two."""
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_zero_with_a_sign(as_tensor):
+    """The numbers 0.0 and -0.0 are two, among the inputs and where the loss reads them."""
+
+    def inputs(number):
+        zero = 0.0 if number < 9 else -0.0
+        return {"x": _X[number], "z": torch.tensor(zero) if as_tensor else zero}
+
     _assert_exact(
-        lambda model: lambda batch: (2 + math.copysign(1, batch["z"])) * model(batch["x"]).square().sum(1),
-        lambda number: {"x": _X[number], "z": 0.0 if number < 9 else -0.0},
+        lambda model: lambda batch: (2 + math.copysign(1, batch["z"])) * model(batch["x"]).square().sum(1), inputs
     )
 
 
