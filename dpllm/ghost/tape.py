@@ -40,6 +40,8 @@ _READERS_BELOW = frozenset(("data_ptr", "apply_", "map_", "map2_", "_pack_padded
 """Functions that read them from memory, or have C++ read them."""
 _SPLITS = frozenset(("tensor_split", "ctc_loss"))
 """The same, where an argument besides the first is a tensor."""
+_RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
+"""The same, where an argument has integers: how many of the packed sequences have a token at each place."""
 _PROPERTIES = frozenset((("data", "__set__"), ("__cuda_array_interface__", "__get__")))
 _WITHOUT_VALUES = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_"}
@@ -358,6 +360,8 @@ class _Readers(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _SPLITS:
             return any(True for _ in _tensors((args[1:], kwargs))) and (name != "ctc_loss" or args[0].is_cuda)
+        if name in _RECURRENT:
+            return any(not tensor.is_floating_point() for tensor in _tensors((args, kwargs)))
         if name in ("__get__", "__set__"):
             return (_property_name(func.__self__), name) in _PROPERTIES
         return name in _READERS or name in _READERS_BELOW

@@ -483,3 +483,22 @@ def test_a_tensor_that_is_turned_in_place():
         lambda number: {"x": _X[number] + _X[number].T if number < 9 else _X[number]},  # alike in the first passes
         module=_TurnedInPlace,
     )
+
+
+def test_numbers_of_tokens_of_sequences_that_come_packed():
+    """A recurrent layer reads in C++ how many sequences have a token at each place; they are those of the rows."""
+    weights = [torch.randn(16, *width, generator=torch.Generator().manual_seed(5)).double() for width in ((4,), (4,))]
+    start = torch.zeros(1, 3, 4, dtype=torch.float64)
+
+    def losses(model):
+        def loss(batch):
+            packed = torch.cat([batch["x"], batch["x"]])
+            out = torch.lstm(packed, batch["sizes"], (start, start), weights, False, 1, 0.0, True, False)[0]
+            return model(batch["x"] + out[4:]).square().sum(1)
+
+        return loss
+
+    def inputs(number):
+        return {"x": _X[number], "sizes": torch.tensor([3, 3, 1, 1] if number < 9 else [3, 2, 2, 1])}
+
+    _assert_exact(losses, inputs)
