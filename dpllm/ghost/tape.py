@@ -357,7 +357,7 @@ class _Readers(TorchFunctionMode):
 
     @staticmethod
     def _reads(func: Any, args: tuple, kwargs: dict) -> bool:
-        name = getattr(func, "__name__", "")
+        name = getattr(func, "__name__", "").partition(".")[0]  # an overload has its name after the operation's
         if name in _SPLITS:
             return any(True for _ in _tensors((args[1:], kwargs))) and (name != "ctc_loss" or args[0].is_cuda)
         if name in _RECURRENT:

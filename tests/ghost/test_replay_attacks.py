@@ -502,3 +502,13 @@ def test_numbers_of_tokens_of_sequences_that_come_packed():
         return {"x": _X[number], "sizes": torch.tensor([3, 3, 1, 1] if number < 9 else [3, 2, 2, 1])}
 
     _assert_exact(losses, inputs)
+
+
+def test_an_overload_that_reads_values_past_operations():
+    """An operation is known by its name also where the loss calls one of its overloads."""
+
+    def losses(model):
+        split = torch.ops.aten.tensor_split.tensor_indices_or_sections
+        return lambda batch: len(split(batch["x"].flatten(), batch["at"])[0]) * model(batch["x"]).square().sum(1)
+
+    _assert_exact(losses, lambda number: {"x": _X[number], "at": torch.tensor([3, 5] if number < 9 else [4, 6])})
