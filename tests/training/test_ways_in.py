@@ -1,5 +1,6 @@
 """The ways into DPTrainer that people know from Trainer and TRL: names, raw columns, adapters, metrics."""
 
+import copy
 import functools
 
 import numpy as np
@@ -65,6 +66,7 @@ PRIVACY = {"noise_multiplier": 0.0, "clip_norm": 0.01, "expected_batch_size": 6,
 
 
 def made(path, model, rows, **more):
+    more = {**more, "peft_config": copy.deepcopy(more.get("peft_config"))}  # PEFT writes the model's place into it
     return DPTrainer(model, **{"args": options(path), "privacy": PRIVACY, "train_dataset": rows, **more})
 
 
