@@ -101,7 +101,7 @@ def test_every_question_is_charged_before_a_record_reaches_the_model(recipe, ech
     monkeypatch.setattr(Asker, "texts", lambda self, groups, ask: charged.append(history(recipe())) or [""] * 20)
     plan, found = carry_out(recipe())
     assert len(charged) == 2 and all(sum(count for _, count in one) == 3 for one in charged)
-    stars = found["stars"]  # in one run of forty the noise alone looks like enough groups for a mean
+    stars = found["stars"]  # in one run of 700 the noise alone looks like enough groups for a mean
     assert (stars["mean"] is None or stars["groups with a number"] > 0) and found["thing"]["groups"] == {}
     assert [charge.name for charge in plan.charges] == [f"answer to {name!r}" for name in ("stars", "animal", "thing")]
     assert epsilon(charged[0], plan.delta) == plan.epsilon
