@@ -11,7 +11,8 @@ of other rows into a replay is refused when a pass is recorded, and the pass the
 8, … that are replayed run both ways, and have to agree.
 
 Recorded are passes of a model that runs on one device, without activation checkpointing of random operations, whose
-contributions are all kept until the sum, and whose rows are neither packed nor held.
+contributions are all kept until the sum, whose rows are neither packed nor held, and whose code, that of its loss
+included, is of packages that are known to take no number past PyTorch's operations (`dpllm.ghost.known_code`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from dpllm.ghost import kernels
 from dpllm.ghost.contributions import Contribution, Instance, Lookup, Outer
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.instances import Block, Slot
+from dpllm.ghost.known_code import foreign
 from dpllm.ghost.passes import Pass
 from dpllm.ghost.tape import Program, RefusedError, Tape, program_of
 
@@ -40,6 +42,9 @@ _TOLERANCE = 1e-2  # of a tensor's length: kernels of a GPU may add in another o
 _TRIES = 16  # passes over a shape in which recording is tried
 _LOSSES = 4  # functions that compute losses
 _PLAIN = (bool, int, float, str, type(None))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_STATE_OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
+_RESETS = 64  # changes of the model's state after which nothing is recorded
 _REFUSALS = 3  # shapes that are refused before no other is tried
 
 LossOf = Callable[[Mapping[str, Any]], Tensor]
@@ -141,7 +146,7 @@ class _State:
 
     def __init__(self, model: nn.Module) -> None:
         """Remember the present state."""
-        self._own = [module.__dict__ for module in model.modules()]
+        self._own = [(module.__dict__, _plain_names(module.__dict__)) for module in model.modules()]
         self._present = self._read()
 
     def is_present(self) -> bool:
@@ -150,9 +155,13 @@ class _State:
 
     def _read(self) -> list[Any]:
         found: list[Any] = []
-        for own in self._own:
-            found += (own["training"], own.get("forward"))
-            found += (sorted(own["_forward_hooks"]), sorted(own["_forward_pre_hooks"]))  # numbers, given out once
+        for own, plain in self._own:
+            found += (len(own), own.get("forward"))
+            for name in plain:  # as a dropout's share, or the scale of an adapter
+                value = own.get(name)
+                found.append(tuple(value.items()) if type(value) is dict else value)
+            for hooks in _HOOKS:
+                found += own[hooks]  # numbers, given out once
             found += own["_modules"].values()
             if own["_buffers"]:
                 found += map(id, own["_buffers"].values())
@@ -201,9 +210,8 @@ class Replay:
         self._shapes: dict[tuple, _Shape] = {}
         self._losses: list[LossOf] = []
         self._state: _State | None = None
-        self._refusals = 0
-        # A script may read values by itself, which no tape sees.
-        self.is_off = any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
+        self._refusals = self._resets = 0
+        self.is_off = False
 
     @property
     def num_recorded(self) -> int:
@@ -232,11 +240,8 @@ class Replay:
         shape = None if self.is_off else self._shape_of(loss_of, inputs, unit_B)
         if shape is None or shape.refused:
             return run(unit_B)
-        if self._state is None or not self._state.is_present():
-            self._state = _State(self._model)
-            for one in self._shapes.values():
-                one.first = one.layout = one.program = None
-                one.replayed = one.failed = 0
+        if (self._state is None or not self._state.is_present()) and not self._begin_anew():
+            return run(unit_B)
         shape.seen += 1
         if shape.program is None:
             return run(shape.unit_B) if shape.seen == 1 else self._recorded(shape, tensors, run)
@@ -244,6 +249,20 @@ class Replay:
             return self._compared(shape, tensors, run)
         found = self._replayed(shape, tensors)
         return run(shape.unit_B) if found is None else found
+
+    def _begin_anew(self) -> bool:
+        """Remember the model's state, and forget the recordings of another one; return whether passes are recorded."""
+        self._resets += 1
+        if (unknown := foreign(self._model)) is not None:
+            self._switch_off(f"the model runs code that a recording may not see: {unknown}")
+        elif self._resets > _RESETS:
+            self._switch_off("attributes of its modules change from pass to pass")
+        else:
+            self._state = _State(self._model)
+        for one in self._shapes.values():
+            one.first = one.layout = one.program = None
+            one.replayed = one.failed = 0
+        return not self.is_off
 
     def _shape_of(self, loss_of: LossOf, inputs: Mapping[str, Any], unit_B: Tensor) -> _Shape | None:
         """Return the shape of a microbatch; None if it cannot be recorded."""
@@ -253,6 +272,9 @@ class Replay:
         if loss_of not in self._losses:
             if len(self._losses) == _LOSSES:
                 self._switch_off("the loss is another function in each call; pass the same one each time")
+                return None
+            if (unknown := foreign(None, loss_of)) is not None:
+                self._switch_off(f"the loss runs code that a recording may not see: {unknown}")
                 return None
             self._losses.append(loss_of)
         key = (self._losses.index(loss_of), *described, unit_B.numpy().tobytes(), _settings())
@@ -375,6 +397,15 @@ class Replay:
             "recording does not show, or keep state. The microbatch is not added to the sum. Switch replays off "
             "(replay: false in the recipe, NormMethod(replay=False) in Python)."
         )
+
+
+def _plain_names(own: Mapping[str, Any]) -> list[str]:
+    """Return the names of a module's attributes that are numbers or words, or dictionaries of these."""
+
+    def is_plain(value: Any) -> bool:
+        return all(type(one) in _PLAIN for one in value.values()) if type(value) is dict else type(value) in _PLAIN
+
+    return [name for name, value in own.items() if name not in _STATE_OF_TORCH and is_plain(value)]
 
 
 def _described(inputs: Mapping[str, Any]) -> list[Any] | None:
