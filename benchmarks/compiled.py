@@ -23,7 +23,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from throughput import CLIP_NORM, CLOCKS, PLAIN, GhostStep, Settings, Step, batch_of, build_model, machine, timed, twin
+from methods import CLIP_NORM, PLAIN, GhostStep, Step
+from throughput import CLOCKS, Settings, batch_of, build_model, machine, timed, twin
 
 from dpllm.ghost import GhostClipper, GhostError
 

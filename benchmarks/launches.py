@@ -46,19 +46,8 @@ from torch.utils._pytree import tree_leaves
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from throughput import (
-    OURS,
-    PLAIN,
-    REPLAYED,
-    GhostStep,
-    ReplayStep,
-    Settings,
-    Step,
-    batch_of,
-    build_model,
-    machine,
-    twin,
-)
+from methods import OURS, PLAIN, REPLAYED, GhostStep, ReplayStep, Step
+from throughput import Settings, batch_of, build_model, machine, twin
 
 from dpllm.ghost import NormMethod, kernels, triton_kernels, triton_programs
 from dpllm.ghost.sums import Sum

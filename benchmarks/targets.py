@@ -40,19 +40,8 @@ from torch.utils.flop_counter import flop_registry
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from counting import FORMULAS
-from throughput import (
-    LAYERS,
-    OURS,
-    PEERS,
-    PLAIN,
-    TWICE,
-    Settings,
-    count_flops,
-    machine,
-    measure,
-    peak_memory,
-    prepare,
-)
+from methods import LAYERS, OURS, PEERS, PLAIN, TWICE
+from throughput import Settings, count_flops, machine, measure, peak_memory, prepare
 
 DEPTHS = (2, 3)  # of the shallow models; the peak of a single layer is at another place than that of many
 # Under checkpointing few layers have their peak at the loss, and many at the end of the backward pass.

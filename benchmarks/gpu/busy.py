@@ -11,7 +11,8 @@ from typing import Any
 
 import targets
 import torch
-from throughput import OURS, PLAIN, Settings, prepare, timed
+from methods import OURS, PLAIN
+from throughput import Settings, prepare, timed
 
 from gpu.record import Figures, Skipped, Step
 from gpu.setting import Setting, free_memory, synchronize

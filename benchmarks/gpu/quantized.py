@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from methods import GhostStep
 from targets import WIDTHS
-from throughput import GhostStep, timed
 from throughput import Step as TimedStep
+from throughput import timed
 
 from dpllm import GhostClipper, per_sequence_loss
 from dpllm.models.quantization import config_for, make_ready

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import targets
-from throughput import OURS, PEERS, PLAIN, REPLAYED, Settings
+from methods import OURS, PEERS, PLAIN, REPLAYED
+from throughput import Settings
 
 from gpu.record import Figures, Skipped, Step
 from gpu.setting import Setting, free_memory

@@ -24,6 +24,7 @@ from dpllm.data.records import check_column
 from dpllm.data.records import load_records as load_records
 from dpllm.data.records import load_train_and_eval as load_train_and_eval
 from dpllm.data.records import sources_of as sources_of
+from dpllm.data.steps import tokens_in_steps
 from dpllm.data.tokenization import RECORD
 from dpllm.data.tokenization import tokenization_info as tokenization_info
 from dpllm.data.tokenization import tokenize_records as tokenize_records
@@ -134,6 +135,9 @@ class RowCollator:
     """Token that fills the end of short rows; it is masked in the attention and in the loss."""
     task: str = "causal_lm"
     """One of `dpllm.config.TASKS`."""
+    steps_to: int | None = None
+    """The length of the longest of all rows: rows are padded to one of a few lengths up to it (`dpllm.data.steps`).
+    None: to the longest of these rows."""
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Collate B rows.
@@ -149,9 +153,9 @@ class RowCollator:
             _list(row, "attention_mask") if "attention_mask" in row else [1] * len(own)
             for row, own in zip(rows, ids, strict=True)
         ]
-        batch = {"input_ids": _pad(ids, self.pad_token_id), "attention_mask": _pad(masks, 0)}
+        batch = {"input_ids": self._pad(ids, self.pad_token_id), "attention_mask": self._pad(masks, 0)}
         if any("token_type_ids" in row for row in rows):  # a row without is refused: the others may not decide for it
-            batch["token_type_ids"] = _pad([_list(row, "token_type_ids") for row in rows], 0)
+            batch["token_type_ids"] = self._pad([_list(row, "token_type_ids") for row in rows], 0)
         kind = labels_of(self.task)
         if kind == "class":
             batch["labels"] = torch.tensor([_class(row, "label" if "label" in row else "labels") for row in rows])
@@ -159,8 +163,14 @@ class RowCollator:
             batch["labels"] = _values([_numbers(row, "label" if "label" in row else "labels") for row in rows])
         else:
             triples = zip(rows, ids, masks, strict=True)
-            batch["labels"] = _pad([self._labels(n, *triple) for n, triple in enumerate(triples)], IGNORE)
+            batch["labels"] = self._pad([self._labels(n, *triple) for n, triple in enumerate(triples)], IGNORE)
         return batch
+
+    def _pad(self, rows: list[list[int]], value: int) -> Tensor:
+        length = max(map(len, rows))
+        if self.steps_to is not None:
+            length = int(tokens_in_steps(length, self.steps_to))
+        return _pad(rows, value, length)
 
     def _labels(self, number: int, row: Mapping[str, Any], ids: list[int], mask: list[int]) -> list[int]:
         if "labels" not in row and self.task == "causal_lm":
@@ -267,8 +277,8 @@ def _values(rows: list[list[float]]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float32)
 
 
-def _pad(rows: list[list[int]], value: int) -> Tensor:
-    padded = torch.full((len(rows), max(map(len, rows))), value, dtype=torch.long)
+def _pad(rows: list[list[int]], value: int, length: int) -> Tensor:
+    padded = torch.full((len(rows), length), value, dtype=torch.long)
     for position, row in enumerate(rows):
         padded[position, : len(row)] = torch.tensor(row, dtype=torch.long)
     return padded

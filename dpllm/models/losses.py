@@ -3,7 +3,7 @@
 A loss divided by the number of tokens in the *batch* makes each row's gradient depend on the lengths of the others.
 Clipping then no longer bounds the change by one unit. Every loss here returns (B,).
 
-Shape suffixes: B rows, T tokens, V vocabulary, K classes, M places (rows x tokens), N places with a target.
+Shape suffixes: B rows, T tokens, V vocabulary, K classes, M places (rows x tokens), N tokens of packed rows.
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ def take_labels(inputs: dict[str, Any]) -> Tensor:
 
 def _token_losses(logits_BTV: Tensor, target_BT: Tensor) -> Tensor:
     """Return (B, T): the cross-entropy of each target, 0 in other places."""
-    (place_N,) = torch.nonzero((target_BT != IGNORE).flatten(), as_tuple=True)
-    loss_N = _CrossEntropy.apply(logits_BTV.flatten(0, 1), target_BT.flatten()[place_N], place_N)
-    return loss_N.new_zeros(target_BT.numel()).index_put((place_N,), loss_N).view(target_BT.shape)
+    return _CrossEntropy.apply(logits_BTV.flatten(0, 1), target_BT.flatten()).view(target_BT.shape)
 
 
 def _token_mean(logits_BTV: Tensor, target_BT: Tensor) -> Tensor:
@@ -52,38 +50,42 @@ def _token_mean(logits_BTV: Tensor, target_BT: Tensor) -> Tensor:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """-log softmax(logits[place])[target], (N,), a few places at a time.
+    """-log softmax(logits)[target] at each place, (M,), a few places at a time; 0 where there is no target.
 
     Logits in float32, their softmax and its gradient each take twice the memory of a bfloat16 model's logits, for the
-    whole vocabulary. Here they exist for `CHUNK_ENTRIES` entries at a time; masked places cost nothing.
+    whole vocabulary. Here they exist for `CHUNK_ENTRIES` entries at a time. Places without a target are computed too:
+    to leave them out the host would have to wait until the device has counted the others, and shapes would follow from
+    the rows.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits_MV: Tensor, target_N: Tensor, place_N: Tensor) -> Tensor:
-        parts = [_float(logits_MV.new_zeros(0))]
-        scales = [parts[0]]
-        for here in _chunks(place_N, logits_MV.shape[1]):
-            logits = _float(logits_MV[place_N[here]])
+    def forward(ctx: Any, logits_MV: Tensor, target_M: Tensor) -> Tensor:
+        counts_M = target_M != IGNORE
+        target_M1 = target_M.where(counts_M, 0)[:, None]
+        scales, chosen = [_float(logits_MV.new_zeros(0))], [_float(logits_MV.new_zeros(0))]
+        for here in _chunks(*logits_MV.shape):
+            logits = _float(logits_MV[here])
             scales.append(logits.logsumexp(1))
-            parts.append(scales[-1] - logits.gather(1, target_N[here, None]).squeeze(1))
-        ctx.save_for_backward(logits_MV, target_N, place_N, torch.cat(scales))
-        return torch.cat(parts)
+            chosen.append(logits.gather(1, target_M1[here]).squeeze(1))
+        scale_M = torch.cat(scales)
+        ctx.save_for_backward(logits_MV, target_M1, counts_M, scale_M)
+        return (scale_M - torch.cat(chosen)).where(counts_M, 0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None]:
-        logits_MV, target_N, place_N, scale_N = ctx.saved_tensors
-        grad_MV = torch.zeros_like(logits_MV)
-        for here in _chunks(place_N, logits_MV.shape[1]):
-            softmax = _float(logits_MV[place_N[here]]).sub_(scale_N[here, None]).exp_()
-            softmax.scatter_add_(1, target_N[here, None], softmax.new_full((softmax.shape[0], 1), -1.0))
-            grad_MV[place_N[here]] = softmax.mul_(grad_N[here, None]).to(grad_MV.dtype)
-        return grad_MV, None, None
+    def backward(ctx: Any, grad_M: Tensor) -> tuple[Tensor, None]:
+        logits_MV, target_M1, counts_M, scale_M = ctx.saved_tensors
+        grad_MV = torch.empty_like(logits_MV)
+        for here in _chunks(*logits_MV.shape):
+            softmax = (logits_MV[here] - scale_M[here, None]).exp_()  # in the dtype of the scale
+            softmax.scatter_add_(1, target_M1[here], softmax.new_full((softmax.shape[0], 1), -1.0))
+            grad_MV[here] = softmax.mul_(grad_M[here, None])
+        return grad_MV.masked_fill_(~counts_M[:, None], 0), None  # also where a logit is not finite
 
 
-def _chunks(place_N: Tensor, vocabulary: int) -> Iterator[slice]:
+def _chunks(places: int, vocabulary: int) -> Iterator[slice]:
     size = max(1, CHUNK_ENTRIES // vocabulary)
-    for start in range(0, place_N.numel(), size):
+    for start in range(0, places, size):
         yield slice(start, start + size)
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from dpllm.data.labels import BOUNDARIES, KEY_BOUNDARIES
+from dpllm.data.steps import rows_in_steps, tokens_in_steps
 from dpllm.data.units import UnitIndex
 
 _WORD = 2**64 - 1
@@ -98,9 +99,13 @@ class Microbatch:
         Returns:
             The two; None for a single row, or for rows that cannot be divided.
         """
-        if self.taken is None or len(self.unit_index) < 2:
-            return None
         unit_B = self.unit_index.numpy()
+        if self.taken is None or len(unit_B) < 2:
+            return None
+        if unit_B[-1] == PADDING_UNIT:  # rows that were added; one of a process without units is alone
+            kept = int((unit_B != PADDING_UNIT).sum())
+            whole = self.taken[:kept].microbatch(unit_B[:kept], self.num_units, self.continues, self.share)
+            return whole.halves()
         middle, begins = len(unit_B) / 2, 1 + np.flatnonzero(np.diff(unit_B))
         if not len(begins):
             cut = -(-len(unit_B) // 2)
@@ -127,6 +132,7 @@ def microbatches(
     packed: bool = False,
     key: int = 0,
     one_unit: bool = False,
+    steps_to: int | None = None,
 ) -> Iterator[Microbatch]:
     """Cut the units drawn for one step into the microbatches of one process.
 
@@ -144,6 +150,8 @@ def microbatches(
         packed: whether the collator concatenates rows without padding; ``max_tokens`` then counts the rows' own tokens.
         key: key of the order in which units are dealt to the processes; the same on all processes, and secret.
         one_unit: whether a microbatch gets rows of one unit only (`dpllm.ghost.PerUnitClipper`).
+        steps_to: the collator pads to the next of a few lengths, at most this one, and padding rows are added up to the
+            next of a few numbers of rows, so that shapes repeat (`dpllm.data.steps`). None: neither.
 
     Raises:
         ValueError: the collator returned another number of rows than it was given.
@@ -156,28 +164,33 @@ def microbatches(
     if not 0 <= rank < size:
         raise ValueError(f"rank is {rank} of {size} processes; 0 <= rank < size is needed.")
     rows, position = units.rows_of(unit_ids)
-    longest = np.zeros(len(unit_ids), dtype=np.int64)
-    np.maximum.at(longest, position, lengths[rows])
+    tokens = lengths[rows] if steps_to is None else tokens_in_steps(lengths[rows], steps_to)
+    tokens_U = np.zeros(len(unit_ids), dtype=np.int64)
+    np.maximum.at(tokens_U, position, tokens)
     rank_of = np.empty(len(unit_ids), dtype=np.int64)  # longest first: memory peaks at once or never
-    rank_of[np.argsort(-longest, kind="stable")] = np.arange(len(unit_ids))
-    order = np.lexsort((-lengths[rows], rank_of[position]))
-    rows, unit = rows[order], rank_of[position][order]
+    rank_of[np.argsort(-tokens_U, kind="stable")] = np.arange(len(unit_ids))
+    order = np.lexsort((-tokens, rank_of[position]))
+    rows, tokens, unit = rows[order], tokens[order], rank_of[position][order]
     rows_of_unit = np.bincount(unit, minlength=len(unit_ids))
     owner = deal(unit_ids, size, key)[np.argsort(rank_of)]
     pieces = []
     for process in range(size):
-        its = lengths[rows[owner[unit] == process]]
+        its = tokens[owner[unit] == process]
         room = _room(its, max_rows, max_tokens, packed)
         cut = each_unit if one_unit else full_cuts if packed else best_cuts
         pieces.append(list(_pieces(rows_of_unit[owner == process], its, room, cut)))
     mine = owner[unit] == rank
-    rows, unit = rows[mine], np.cumsum(owner == rank)[unit[mine]] - 1
-    shares = _shares(lengths[rows], pieces[rank], packed)
-    for (start, stop, continues), share in zip(pieces[rank], shares, strict=True):
+    rows, tokens, unit = rows[mine], tokens[mine], np.cumsum(owner == rank)[unit[mine]] - 1
+    room, is_whole = _room(tokens, max_rows, max_tokens, packed), True
+    for (start, stop, continues), share in zip(pieces[rank], _shares(tokens, pieces[rank], packed), strict=True):
         here = unit[start:stop]
         num_units = 0 if continues else int(here[-1] - here[0]) + 1
-        taken = RowsTaken(fetch(rows[start:stop]), lengths[rows[start:stop]], collate)
-        yield taken.microbatch(here - here[0], num_units, continues, share)
+        added, is_whole = is_whole and not continues and not one_unit and steps_to is not None, not continues
+        more = rows_in_steps(stop - start, int(room[start])) - (stop - start) if added else 0
+        numbers = np.pad(rows[start:stop], (0, more), "edge")  # the shortest row again
+        taken = RowsTaken(fetch(numbers), lengths[numbers], collate)
+        unit_index = np.pad(here - here[0], (0, more), constant_values=PADDING_UNIT)
+        yield taken.microbatch(unit_index, num_units, continues, share)
     for _ in range(max(1, *map(len, pieces)) - len(pieces[rank])):
         yield Microbatch(*_collated(fetch(np.asarray(units.rows[:1])), collate, np.array([PADDING_UNIT])), num_units=0)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from dpllm.config import ConfigError, PrivacyConfig
 from dpllm.data.lengths import Limits, row_lengths
 from dpllm.data.preferences import PairCollator
 from dpllm.data.records import contents_of
-from dpllm.data.rows import PackedCollator, unit_index_of
+from dpllm.data.rows import PackedCollator, RowCollator, unit_index_of
 from dpllm.data.units import UnitIndex
 from dpllm.engines.processes import Processes
 from dpllm.ghost import NormMethod
@@ -162,17 +162,20 @@ class Prepared:
         collate: Any = collator or default_collator(tokenizer, model, task_of(model))
         refuse_other_padding(model, tokenizer, collate)
         pairs, limits = isinstance(collate, PairCollator), Limits.of(model)
+        lengths = collate.row_lengths(dataset, limits) if pairs else row_lengths(dataset, task_of(model), limits)
+        longest = int(lengths.max()) // (PairCollator.SEQUENCES if pairs else 1)
+        require_positions(model, longest, "the longest row has")
+        in_steps = not pack_rows and _may_repeat(norm_method, collate, drawn)
         rows = TrainingRows(
             units=drawn,
-            lengths=collate.row_lengths(dataset, limits) if pairs else row_lengths(dataset, task_of(model), limits),
+            lengths=lengths,
             fetch=reader(dataset, model, collate, args),
-            collate=PackedCollator() if pack_rows else collate,
+            collate=PackedCollator() if pack_rows else replace(collate, steps_to=longest) if in_steps else collate,
             max_rows=args.per_device_train_batch_size if max_tokens is None else None,
             max_tokens=max_tokens,
             packed=pack_rows,
+            steps_to=longest if in_steps else None,
         )
-        longest = int(rows.lengths.max()) // (PairCollator.SEQUENCES if pairs else 1)
-        require_positions(model, longest, "the longest row has")
         return cls(
             privacy=privacy,
             processes=processes,
@@ -276,3 +279,13 @@ def _draw_of_rows(processes: Processes, privacy: PrivacyConfig) -> np.random.Gen
     """Return the generator that draws the rows a user keeps: secret, and the same on every process."""
     entropy = processes.from_main(lambda: int.from_bytes(secrets.token_bytes(32), "little"))
     return seeded_rng(entropy if privacy.seed is None else privacy.seed)
+
+
+def _may_repeat(norm_method: NormMethod | None, collate: Any, units: UnitIndex) -> bool:
+    """Whether shapes of microbatches are to repeat, for passes that run from recordings (`NormMethod.replay`).
+
+    With several rows of a unit in a microbatch the units of its rows differ, and it has another shape nearly each time.
+    """
+    wanted = norm_method is not None and norm_method.replay and units.max_rows == 1
+    # The labels of "seq2seq_lm" have lengths of their own.
+    return wanted and type(collate) is RowCollator and collate.task != "seq2seq_lm"

@@ -37,6 +37,8 @@ class TrainingRows:
             largest number that fits on the GPU, found before the first step (`dpllm.training.microbatch_size`).
         packed: whether ``collate`` concatenates rows without padding (`dpllm.data.rows.PackedCollator`). The loss is
             then `dpllm.packed_sequence_loss`, and the model runs within `dpllm.models.packing.attention_by_row`.
+        steps_to: microbatches have one of a few lengths, at most this one, and of a few numbers of rows, so that shapes
+            repeat. ``collate`` has the same `dpllm.data.rows.RowCollator.steps_to`. None: as long and as many as drawn.
 
     Raises:
         ConfigError: a field is of another kind, there are fewer lengths than rows, or ``max_tokens`` is another value.
@@ -49,6 +51,7 @@ class TrainingRows:
     max_rows: int | None
     max_tokens: int | str | None = None
     packed: bool = False
+    steps_to: int | None = None
 
     def __post_init__(self) -> None:
         """Check the kinds of the fields, and the value of `max_tokens`, which may be a word."""
@@ -127,6 +130,11 @@ class TrainingRows:
             self.lengths,
             self.fetch,
             self.collate,
-            {"max_rows": self.max_rows, "max_tokens": self.max_tokens, "packed": self.packed},
+            {
+                "max_rows": self.max_rows,
+                "max_tokens": self.max_tokens,
+                "packed": self.packed,
+                "steps_to": self.steps_to,
+            },
             self.contents,
         )

@@ -13,7 +13,7 @@ import torch
 from tests.benchmarks.material import program
 
 benchmark = program("targets")
-throughput = sys.modules["throughput"]
+methods, throughput = sys.modules["methods"], sys.modules["throughput"]
 
 PLAIN, OURS = benchmark.PLAIN, benchmark.OURS
 SMALL = {"hidden_size": 64, "intermediate_size": 160}
@@ -117,8 +117,8 @@ def test_without_a_gpu_peers_are_counted_in_the_same_way(monkeypatch):
         raise NotImplementedError("parameter tying\nand more")
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setitem(throughput.METHODS, throughput.OPACUS, throughput.METHODS[throughput.TWICE])
-    monkeypatch.setitem(throughput.METHODS, throughput.FASTDP, refusing)
+    monkeypatch.setitem(methods.METHODS, methods.OPACUS, methods.METHODS[methods.TWICE])
+    monkeypatch.setitem(methods.METHODS, methods.FASTDP, refusing)
     row = benchmark.measure_row(replace(benchmark.TARGETS[0], batch=2, tokens=16), "cpu", 1)
     flops, memory = map(float, row["opacus"].split(" / "))
     assert flops < 0.9 < row["flop_ratio"] and 0.5 < memory < 2
@@ -139,15 +139,15 @@ def test_per_layer_clipping_frees_a_layer_in_the_backward_pass():
 def test_on_a_gpu_times_and_peers_are_in_the_row(monkeypatch, installed):
     """Whole models are measured; a refusal of a model is in its column. Triton's work cannot be counted."""
 
-    def measured(settings, methods, counting):
+    def measured(settings, names, counting):
         assert json.loads(settings.config)["num_hidden_layers"] == 5 and not counting
         results = {
             PLAIN: throughput.Measurement([9.0], {}, 100),
             OURS: throughput.Measurement([10.0], {}, 110),
-            throughput.OPACUS: throughput.Measurement(refused="parameter tying"),
-            throughput.FASTDP: throughput.Measurement([12.0], {}, 130),
+            methods.OPACUS: throughput.Measurement(refused="parameter tying"),
+            methods.FASTDP: throughput.Measurement([12.0], {}, 130),
         }
-        return {name: results[name] for name in methods}
+        return {name: results[name] for name in names}
 
     monkeypatch.setattr(benchmark, "measure", measured)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)

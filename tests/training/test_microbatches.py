@@ -16,7 +16,7 @@ def collate(rows):
     return {"row": torch.tensor(rows)}
 
 
-def cut(units, lengths, unit_ids, max_rows, rank=0, size=1, max_tokens=None, packed=False, key=0):
+def cut(units, lengths, unit_ids, max_rows, rank=0, size=1, max_tokens=None, packed=False, key=0, steps_to=None):
     return list(
         microbatches(
             lambda rows: rows.tolist(),
@@ -30,6 +30,7 @@ def cut(units, lengths, unit_ids, max_rows, rank=0, size=1, max_tokens=None, pac
             max_tokens,
             packed,
             key,
+            steps_to=steps_to,
         )
     )
 
@@ -301,6 +302,48 @@ def test_a_microbatch_needs_a_bound(max_rows, max_tokens):
     """Without one, all rows of a step would go through the model at once."""
     with pytest.raises(ValueError, match=r"max_(rows|tokens)"):
         cut(UnitIndex.one_row_per_unit(2), [1, 1], [0], max_rows, max_tokens=max_tokens)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_in_steps_rows_are_added_and_no_unit_changes(data):
+    """Added rows are of no unit, at the end, and within the bounds; the rows of a unit are those without steps."""
+    owner = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=60))
+    units = UnitIndex.from_ids([str(o) for o in owner], None)
+    lengths = np.array([data.draw(st.integers(1, 90)) for _ in owner])
+    chosen = data.draw(st.lists(st.integers(0, units.num_units - 1), unique=True, min_size=1))
+    max_rows, max_tokens = data.draw(st.sampled_from([(12, None), (None, 600), (9, 400)]))
+    size = data.draw(st.integers(1, 3))
+    found = []
+    for rank in range(size):
+        batches = cut(units, lengths, chosen, max_rows, rank, size, max_tokens, steps_to=int(lengths.max()))
+        found += units_of(batches, units)
+        for batch in batches:
+            unit_B = batch.unit_index.numpy()
+            real = unit_B != PADDING_UNIT
+            assert not np.any(np.diff(real.astype(int)) > 0)
+            assert len(unit_B) <= (max_rows or len(unit_B)) and (
+                batch.num_tokens <= (max_tokens or np.inf) or real.sum() < 2
+            )
+            if batch.taken is not None and real.any() and (halves := batch.halves()) is not None:
+                rows = [row for half in halves for row in half.inputs["row"].tolist()]
+                assert rows == batch.inputs["row"][torch.from_numpy(real)].tolist()
+                assert sum(half.num_units for half in halves) == batch.num_units
+    assert sorted(found) == sorted(chosen)
+
+
+def test_in_steps_shapes_repeat():
+    """Rows of 90 lengths, drawn a hundred times: a few dozen shapes instead of hundreds."""
+    generator = np.random.default_rng(0)
+    lengths, units = generator.integers(10, 100, 2000), UnitIndex.one_row_per_unit(2000)
+    shapes = {None: set(), 100: set()}
+    for steps_to, seen in shapes.items():
+        for _ in range(100):
+            drawn = np.sort(generator.choice(2000, generator.poisson(128), replace=False))
+            for batch in cut(units, lengths, drawn, None, max_tokens=1024, steps_to=steps_to):
+                longest = int(batch.taken.lengths_B.max())
+                seen.add((len(batch.unit_index), longest if steps_to is None else -(-longest // 16) * 16))
+    assert len(shapes[100]) < 60 and len(shapes[None]) > 5 * len(shapes[100])
 
 
 def cost_of(cuts, rows, longest):

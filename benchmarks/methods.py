@@ -1,0 +1,199 @@
+"""The methods that throughput.py measures: training without privacy, this package, and libraries of others.
+
+Each is a `Step` on a model of its own. A step is forward, backward and, for the DP methods, norms and clipped sum; no
+noise, no optimizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from dpllm.data.labels import IGNORE
+from dpllm.engines.single import SingleProcess
+from dpllm.ghost import GhostClipper, NormMethod
+from dpllm.ghost.sums import AddSum
+from dpllm.mechanism.clipping import FlatClipping
+from dpllm.mechanism.parts import Clipping
+from dpllm.mechanism.per_layer import PerLayerClipping
+from dpllm.models.losses import per_sequence_loss
+from dpllm.models.tasks import default_row_loss
+from dpllm.training.row_losses import RowLosses
+
+CLIP_NORM = 1.0
+PLAIN, OURS, TWICE, LAYERS = "non-private", "dpllm", "dpllm-two-passes", "dpllm-per-layer"
+REPLAYED = "dpllm-replayed"
+OPACUS, FASTDP = "opacus", "fastdp"
+PEERS = {OPACUS: "opacus", FASTDP: "fastDP"}  # libraries of others, and the packages that they are in
+
+
+class Step:
+    """One method on a model of its own: forward, backward, gradients left in ``.grad``.
+
+    Attributes:
+        passes_before: passes that it needs before those that are measured, besides a warm-up.
+    """
+
+    passes_before = 0
+
+    def __init__(self, model: nn.Module) -> None:
+        """Take the model over."""
+        self.model = model
+        self.norms: Tensor | None = None
+
+    def run(self, ids_BT: Tensor) -> None:
+        """One step without privacy."""
+        per_sequence_loss(self.model(input_ids=ids_BT).logits, ids_BT).mean().backward()
+
+    def forget(self) -> None:
+        """Free the gradients."""
+        for p in self.model.parameters():
+            p.grad = None
+
+
+class GhostStep(Step):
+    """This package: norms and clipped sum from one backward pass, and gradients as the engine of one process leaves."""
+
+    def __init__(
+        self, model: nn.Module, norm_method: NormMethod | None = None, clipping: Clipping | None = None
+    ) -> None:
+        """Attach the hooks."""
+        super().__init__(model)
+        self.clipper = GhostClipper(model, None, norm_method, clipping or FlatClipping(CLIP_NORM))
+        self.engine = SingleProcess(torch.optim.SGD(self.clipper.parameters.values(), lr=0.0))
+        self.engine.guard.done = True  # its check of the first step is not measured
+
+    def run(self, ids_BT: Tensor) -> None:
+        """One DP step, noise left out."""
+        losses_B = per_sequence_loss(self.model(input_ids=ids_BT).logits, ids_BT)
+        scale = 1 / ids_BT.shape[0]
+
+        def finish(parameter: nn.Parameter, add: AddSum) -> None:
+            self.engine.early.finish(parameter, lambda _, total: add(total), scale)
+
+        self.norms = self.clipper.clip(losses_B, finish=finish).norms
+        self.engine.collect(self.clipper.parameters, self.clipper.add_clipped_sum_, last=True, scale=scale)
+
+
+class ReplayStep(GhostStep):
+    """The same, with passes that run from a recording (`dpllm.ghost.replay`)."""
+
+    passes_before = 8  # until its pass is recorded and was compared
+
+    def __init__(self, model: nn.Module, norm_method: NormMethod) -> None:
+        """Take the loss of `dpllm.DPTrainer`: passes of a script's own loss are not recorded."""
+        super().__init__(model, norm_method)
+        self._losses = functools.partial(RowLosses(default_row_loss(model), packed=False), model)
+
+    def run(self, ids_BT: Tensor) -> None:
+        """One DP step, noise left out."""
+        unit_B, scale = torch.arange(len(ids_BT)), 1 / len(ids_BT)
+
+        def finish(parameter: nn.Parameter, add: AddSum) -> None:
+            self.engine.early.finish(parameter, lambda _, total: add(total), scale)
+
+        self.norms = self.clipper.run(self._losses, {"input_ids": ids_BT, "labels": ids_BT}, unit_B, finish)[1].norms
+        self.engine.collect(self.clipper.parameters, self.clipper.add_clipped_sum_, last=True, scale=scale)
+
+
+class OpacusStep(Step):
+    """Opacus' ghost clipping, used as its documentation shows: a wrapped criterion whose backward runs two passes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Wrap the model, the optimizer (which never steps) and the criterion."""
+        from opacus.grad_sample import GradSampleModuleFastGradientClipping
+        from opacus.optimizers import DPOptimizerFastGradientClipping
+        from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+
+        wrapped = GradSampleModuleFastGradientClipping(
+            model, max_grad_norm=CLIP_NORM, use_ghost_clipping=True, loss_reduction="mean", strict=False
+        )
+        super().__init__(wrapped)
+        trainable = [p for p in wrapped.parameters() if p.requires_grad]
+        optimizer = DPOptimizerFastGradientClipping(
+            torch.optim.SGD(trainable, lr=0.0),
+            noise_multiplier=0.0,
+            max_grad_norm=CLIP_NORM,
+            expected_batch_size=1,
+            loss_reduction="mean",
+        )
+        criterion = nn.CrossEntropyLoss(ignore_index=IGNORE)
+        self.criterion = DPLossFastGradientClipping(wrapped, optimizer, criterion, "mean")
+
+    def run(self, ids_BT: Tensor) -> None:
+        """One step up to the clipped sum."""
+        logits_BTV = self.model(input_ids=ids_BT).logits[:, :-1].float()
+        targets = ids_BT[:, 1:].flatten()
+        self.criterion(logits_BTV.flatten(0, 1), targets, shape=logits_BTV.shape).backward()
+        self.norms = self.model.per_sample_gradient_norms
+
+
+class FastDPStep(Step):
+    """fastDP's book-keeping (MixOpt): hooks that leave the clipped sum in ``private_grad`` during one backward pass.
+
+    It does not support RMSNorm and leaves its weights untrained, without an error, so on such a model it does less.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Attach the hooks, with its way of leaving unclipped gradients out where all weights are trained."""
+        import fastDP
+
+        super().__init__(model)
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        first = [name for name in names if "embed_tokens" in name]
+        with contextlib.redirect_stdout(io.StringIO()):
+            fastDP.PrivacyEngine(
+                model,
+                batch_size=1,
+                sample_size=1000,
+                epochs=1,
+                noise_multiplier=0.0,
+                max_grad_norm=CLIP_NORM,
+                clipping_fn="Abadi",
+                clipping_mode="MixOpt",
+                origin_params=first or None,
+            )
+
+    def run(self, ids_BT: Tensor) -> None:
+        """One step up to the clipped sum."""
+        super().run(ids_BT)
+        if not any(hasattr(p, "private_grad") for p in self.model.parameters()):
+            raise RuntimeError("fastDP left no clipped sum.")
+
+    def forget(self) -> None:
+        """Free the gradients, its own among them."""
+        super().forget()
+        for p in self.model.parameters():
+            if hasattr(p, "private_grad"):
+                del p.private_grad
+
+
+def two_passes(model: nn.Module) -> Step:
+    """This package with a second backward pass for the sum, which holds one layer's factors at a time."""
+    return GhostStep(model, NormMethod(backward_passes=2))
+
+
+def per_layer(model: nn.Module) -> Step:
+    """This package with per-layer clipping: a layer's sum is formed in the backward pass, which frees what it takes."""
+    return GhostStep(model, clipping=PerLayerClipping(CLIP_NORM))
+
+
+def replayed(model: nn.Module) -> Step:
+    """This package with passes that run from a recording."""
+    return ReplayStep(model, NormMethod(replay=True))
+
+
+METHODS: dict[str, Callable[[nn.Module], Step]] = {
+    PLAIN: Step,
+    OURS: GhostStep,
+    TWICE: two_passes,
+    LAYERS: per_layer,
+    REPLAYED: replayed,
+    OPACUS: OpacusStep,
+    FASTDP: FastDPStep,
+}
