@@ -184,7 +184,8 @@ class Recipe:
     rows' own tokens. For causal language models. It has no influence on the guarantee."""
     replay: bool = False
     """Whether passes over rows of one shape run from a recording, without the time that Python takes for modules, hooks
-    and autograd (`dpllm.ghost.replay`). It changes no number."""
+    and autograd (`dpllm.ghost.replay`). Lengths and numbers of rows are then rounded up, so that shapes repeat. It has
+    no influence on the guarantee."""
     merge_adapter: bool = False
     """Whether the finished model is also written with its LoRA adapter added to its weights, in the folder "merged" of
     the run, not quantised. It has no influence on the guarantee."""

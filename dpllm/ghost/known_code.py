@@ -7,26 +7,31 @@ package does no such thing between the inputs and the losses; of other code nobo
 recorded, and code of one's own runs as without recordings.
 
 What is read is which package a function was written in: all functions of a module's classes and of the file that
-defines it, functions and hooks that were put on a module or a parameter, what a decorated function holds, and
-transformers' tables of attention functions. It is no defence against code that hides itself.
+defines it, functions and hooks that were put on a module or a parameter, what a decorated function holds,
+transformers' tables of attention functions, and modes that see each operation. It is no defence against code that
+hides itself.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+import sysconfig
 import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 PACKAGES = frozenset(("torch", "transformers", "peft", "accelerate", "dpllm"))
 """Packages whose passes are recorded."""
 _BESIDE = frozenset(("huggingface_hub", "packaging", "numpy", "safetensors", "typing_extensions"))
-_AROUND = PACKAGES | _BESIDE | sys.stdlib_module_names
+_AROUND = PACKAGES | _BESIDE
 """Packages whose functions may stand beside these in a file or wrap them."""
+_PYTHON = sysconfig.get_path("stdlib")
 _COMPILED = ("torch.jit", "torch._dynamo", "torch.fx")
 _TABLES = (
     ("transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS"),
@@ -34,6 +39,12 @@ _TABLES = (
 )
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def foreign_modes() -> bool:
+    """Whether a mode of unknown code sees each operation: those of a replay are others than those of a pass."""
+    modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
+    return not all(_is_known(type(mode).__module__) for mode in modes)
 
 
 def foreign(model: nn.Module | None, loss: Any = None) -> str | None:
@@ -56,8 +67,8 @@ def _foreign(things: Iterable[Any], seen: set[int]) -> Iterator[str]:
         elif isinstance(thing, nn.Module):
             yield from _of_module(thing, seen)
         elif isinstance(thing, types.FunctionType):
-            module = thing.__globals__.get("__name__")  # a decorated function claims another's __module__
-            if not _is_known(module):
+            module = str(thing.__globals__.get("__name__"))  # a decorated function claims another's __module__
+            if not _is_known(module, thing.__code__.co_filename):
                 yield f"{module}.{thing.__code__.co_qualname}"
             yield from _foreign(_callables(_held(thing)), seen)
         elif isinstance(thing, types.MethodType):
@@ -92,7 +103,7 @@ def _of_class(cls: type, seen: set[int]) -> Iterator[str]:
         if id(one) in seen or one is object:
             continue
         seen.add(id(one))
-        if one.__module__.startswith(_COMPILED) or not _is_known(one.__module__):
+        if not _is_known(one.__module__):
             yield f"{one.__module__}.{one.__qualname__}"
         yield from _foreign(_functions(vars(one)), seen)
         if one is cls:
@@ -130,5 +141,9 @@ def _callables(values: Iterable[Any]) -> Iterator[Any]:
             yield value
 
 
-def _is_known(module: Any) -> bool:
-    return str(module).partition(".")[0] in _AROUND
+def _is_known(module: str, file: str = "<none>") -> bool:
+    """Whether a module is of a known package, and not of a user's file that is named as one of Python's."""
+    package = module.partition(".")[0]
+    if package in sys.stdlib_module_names:
+        return file.startswith(("<", _PYTHON))
+    return package in _AROUND and not module.startswith(_COMPILED)

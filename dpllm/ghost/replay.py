@@ -29,7 +29,7 @@ from dpllm.ghost import kernels
 from dpllm.ghost.contributions import Contribution, Instance, Lookup, Outer
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.instances import Block, Slot
-from dpllm.ghost.known_code import foreign
+from dpllm.ghost.known_code import foreign, foreign_modes
 from dpllm.ghost.passes import Pass
 from dpllm.ghost.tape import Program, RefusedError, Tape, program_of
 
@@ -267,7 +267,7 @@ class Replay:
     def _shape_of(self, loss_of: LossOf, inputs: Mapping[str, Any], unit_B: Tensor) -> _Shape | None:
         """Return the shape of a microbatch; None if it cannot be recorded."""
         described = _described(inputs)
-        if described is None or not torch.is_grad_enabled() or unit_B.device.type != "cpu":
+        if described is None or not torch.is_grad_enabled() or unit_B.device.type != "cpu" or foreign_modes():
             return None
         if loss_of not in self._losses:
             if len(self._losses) == _LOSSES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import textwrap
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
 from transformers import LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
@@ -154,6 +156,7 @@ def test_losses_of_ones_own_are_found():
     script = torch.jit.script(torch.nn.functional.relu)
     assert "torch.jit" in foreign(None, functools.partial(dpllm.per_sequence_loss, script))
     assert "torch.jit" in foreign(nn.Sequential(torch.jit.script(nn.Tanh())))
+    assert "torch._dynamo" in foreign(None, torch.compile(dpllm.per_sequence_loss))
 
 
 def test_with_code_of_ones_own_no_pass_is_recorded(caplog):
@@ -183,6 +186,31 @@ def test_code_that_comes_later_ends_the_recordings():
     handle = model.lm_head.register_forward_hook(hook)
     assert run() == 0
     handle.remove()
+
+
+def test_under_a_mode_of_ones_own_no_pass_is_replayed():
+    """It would see the operations of a replay, which are others than those of a pass."""
+
+    class Seen(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    model = llama()
+    clipper = GhostClipper(model, 0.5, NormMethod(replay=True))
+    losses = functools.partial(RowLosses(default_row_loss(model), packed=False), model)
+    for mode, recorded in ((Seen(), 0), (torch.device("cpu"), 1)):
+        with mode:
+            for number in range(8):
+                clipper.run(losses, rows_of(number) | {"labels": rows_of(number)["input_ids"]}, torch.arange(2))
+        assert clipper.replays == recorded
+
+
+def test_a_file_with_the_name_of_one_of_pythons_is_not_known():
+    """A user's own profile.py, imported in place of Python's."""
+    names = {"__name__": "profile"}
+    exec(compile("def loss(inputs): return inputs", "/home/somebody/profile.py", "exec"), names)
+    assert foreign(None, names["loss"]) == "profile.loss"
+    assert foreign(None, textwrap.dedent) is None
 
 
 def test_a_number_of_a_module_that_changes_is_seen_at_once():

@@ -228,30 +228,21 @@ def test_a_loss_that_reads_values_in_python_is_not_replayed():
     assert both.recorded == 0
 
 
-def test_a_tensor_that_no_operation_made_is_not_replayed():
-    """Made outside of PyTorch's operations, it could hold values of the recorded rows."""
-
-    def between(x):
-        with _disable_current_modes():  # as a library would that PyTorch does not see
-            copied = torch.tensor(x.detach().abs().mean().item())
-        return x * copied
-
-    both = Both(Net(between), squares)
-    for number in range(PASSES):
-        both.run(features(number))
-    assert both.recorded == 0
+def unseen_tensor(x):
+    with _disable_current_modes():  # as a library would that PyTorch does not see
+        return torch.tensor(x.detach().abs().mean().item())
 
 
-def test_memory_that_no_operation_wrote_is_not_replayed():
-    """A kernel of another library writes to a new tensor: a replay would read what is left there of other rows."""
+def unseen_write(x):
+    new = torch.empty_like(x.detach())
+    with _disable_current_modes():
+        return new.copy_(x.detach())
 
-    def between(x):
-        new = torch.empty_like(x.detach())
-        with _disable_current_modes():
-            new.copy_(x.detach())
-        return x * new
 
-    both = Both(Net(between), squares)
+@pytest.mark.parametrize("made_of", [unseen_tensor, unseen_write])
+def test_what_no_operation_made_is_not_replayed(made_of):
+    """A tensor, or what a kernel of another library wrote to a new one: it could hold values of the recorded rows."""
+    both = Both(Net(lambda x: x * made_of(x)), squares)
     for number in range(PASSES):
         both.run(features(number))
     assert both.recorded == 0
