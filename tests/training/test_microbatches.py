@@ -322,6 +322,7 @@ def test_in_steps_rows_are_added_and_no_unit_changes(data):
             unit_B = batch.unit_index.numpy()
             real = unit_B != PADDING_UNIT
             assert not np.any(np.diff(real.astype(int)) > 0)
+            assert len(set(batch.inputs["row"][torch.from_numpy(real)].tolist())) == real.sum()
             assert len(unit_B) <= (max_rows or len(unit_B)) and (
                 batch.num_tokens <= (max_tokens or np.inf) or real.sum() < 2
             )
