@@ -333,6 +333,16 @@ def test_in_steps_rows_are_added_and_no_unit_changes(data):
     assert sorted(found) == sorted(chosen)
 
 
+def test_in_steps_the_shortest_row_is_added_without_a_unit():
+    """Eleven rows where twelve fit: the twelfth is the last one again, and belongs to no unit."""
+    lengths = np.arange(11, 0, -1) + 16
+    (batch,) = cut(UnitIndex.one_row_per_unit(11), lengths, range(11), 12, steps_to=40)
+    assert batch.inputs["row"].tolist() == [*range(11), 10]
+    assert batch.unit_index.tolist() == [*range(11), PADDING_UNIT] and batch.num_units == 11
+    (batch,) = cut(UnitIndex.one_row_per_unit(11), lengths, range(11), 11, steps_to=40)
+    assert batch.unit_index.tolist() == list(range(11))
+
+
 def test_in_steps_shapes_repeat():
     """Rows of 90 lengths, drawn a hundred times: a few dozen shapes instead of hundreds."""
     generator = np.random.default_rng(0)
