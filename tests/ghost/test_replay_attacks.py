@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import threading
 
@@ -519,3 +520,22 @@ def test_an_overload_that_reads_values_past_operations():
         return lambda batch: len(split(batch["x"].flatten(), batch["at"])[0]) * model(batch["x"]).square().sum(1)
 
     _assert_exact(losses, lambda number: {"x": _X[number], "at": torch.tensor([3, 5] if number < 9 else [4, 6])})
+
+
+class _Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.b, self.drop = nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 4), nn.Dropout(0.4)
+
+    def forward(self, x):
+        return self.b(self.drop(self.norm(self.a(x))))
+
+
+def test_a_layer_norm_and_new_dropout_in_each_pass():
+    """PyTorch returns None for gradients that nobody wants; each replay draws the masks that the pass would draw."""
+    replays: list[int] = []
+    rows = {"x": _X[0]}
+    _assert_exact(_squares, lambda number: rows, module=_Normed, replays=replays)
+    assert replays == [8]
+    sums = _sums(True, _squares, lambda number: rows, module=_Normed)
+    assert not any(torch.equal(one, other) for one, other in itertools.pairwise(sums))
