@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +32,7 @@ from dpllm.ghost.errors import GhostError
 from dpllm.ghost.instances import Block, Slot
 from dpllm.ghost.known_code import foreign, foreign_modes
 from dpllm.ghost.passes import Pass
-from dpllm.ghost.tape import Program, RefusedError, Tape, program_of
+from dpllm.ghost.tape import Program, ReadError, RefusedError, Tape, program_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ _TRIES = 16  # passes over a shape in which recording is tried
 _LOSSES = 4  # functions that compute losses
 _PLAIN = (bool, int, float, str, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 _STATE_OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
 _RESETS = 64  # changes of the model's state after which nothing is recorded
 _REFUSALS = 3  # shapes that are refused before no other is tried
@@ -147,6 +149,8 @@ class _State:
     def __init__(self, model: nn.Module) -> None:
         """Remember the present state."""
         self._own = [(module.__dict__, _plain_names(module.__dict__)) for module in model.modules()]
+        configs = {id(own["config"]): own["config"] for own, _ in self._own if hasattr(own.get("config"), "__dict__")}
+        self._configs = [(vars(config), _plain_names(vars(config))) for config in configs.values()]
         self._present = self._read()
 
     def is_present(self) -> bool:
@@ -154,12 +158,13 @@ class _State:
         return self._present == self._read()
 
     def _read(self) -> list[Any]:
-        found: list[Any] = []
+        found: list[Any] = [*chain.from_iterable(getattr(nn.modules.module, name) for name in _GLOBAL_HOOKS)]
+        for config, plain in self._configs:  # which a forward may read, as Gemma's does the soft cap of its logits
+            found += (len(config), *(_copied(config.get(name)) for name in plain))
         for own, plain in self._own:
             found += (len(own), own.get("forward"))
             for name in plain:  # as a dropout's share, or the scale of an adapter
-                value = own.get(name)
-                found.append(tuple(value.items()) if type(value) is dict else value)
+                found.append(_copied(own.get(name)))
             for hooks in _HOOKS:
                 found += own[hooks]  # numbers, given out once
             found += own["_modules"].values()
@@ -312,6 +317,10 @@ class Replay:
                 return parts
             shape.program, shape.layout = program_of(shape.first, tape), layout
             shape.first, shape.failed = None, 0
+        except ReadError as error:  # the later pass may be like the next, as one of two has rows of equal lengths
+            shape.first, shape.failed = tape, shape.failed + 1
+            if shape.failed > _REFUSALS:
+                self._refuse(shape, str(error))
         except RefusedError as error:
             self._refuse(shape, str(error))
         return parts
@@ -333,10 +342,13 @@ class Replay:
 
     def _replayed(self, shape: _Shape, tensors: list[Tensor]) -> Parts | None:
         """Run a recording; None where it stopped."""
-        assert shape.layout is not None, "the shape was recorded"
+        assert shape.layout is not None and shape.program is not None, "the shape was recorded"
+        random = _RandomStates() if shape.program.may_draw_and_stop else None
         outputs = self._outputs(shape, tensors)
         shape.replayed += 1
         if outputs is None:
+            if random is not None:  # the pass draws the numbers that it would have drawn
+                random.restore()
             self._stopped(shape)
             return None
         one, parts = shape.layout.made_of(outputs)
@@ -400,12 +412,19 @@ class Replay:
 
 
 def _plain_names(own: Mapping[str, Any]) -> list[str]:
-    """Return the names of a module's attributes that are numbers or words, or dictionaries of these."""
+    """Return the names of attributes that are numbers or words, or dictionaries or lists of these."""
 
     def is_plain(value: Any) -> bool:
-        return all(type(one) in _PLAIN for one in value.values()) if type(value) is dict else type(value) in _PLAIN
+        if type(value) in (dict, list, tuple):  # as the names of the adapters that are active, or merged
+            return all(type(one) in _PLAIN for one in (value.values() if type(value) is dict else value))
+        return type(value) in _PLAIN
 
     return [name for name, value in own.items() if name not in _STATE_OF_TORCH and is_plain(value)]
+
+
+def _copied(value: Any) -> Any:
+    """Return a value that a later change of a dictionary or list does not change."""
+    return tuple(value.items()) if type(value) is dict else tuple(value) if type(value) is list else value
 
 
 def _described(inputs: Mapping[str, Any]) -> list[Any] | None:

@@ -80,6 +80,10 @@ class RefusedError(Exception):
     """A pass that cannot be replayed; the message is the reason."""
 
 
+class ReadError(RefusedError):
+    """Two passes that differ from a number on that the host read of their rows; two others may be alike."""
+
+
 @dataclass(frozen=True)
 class Value:
     """The place of a tensor on a tape: an input, or what an operation returned."""
@@ -405,10 +409,12 @@ class Program:
     Args:
         source: of a Python function ``run(inputs)`` that returns the outputs, or None where a comparison failed.
         names: the objects that it uses.
+        may_draw_and_stop: whether it draws random numbers, and compares what follows from the rows.
     """
 
-    def __init__(self, source: str, names: dict[str, Any]) -> None:
+    def __init__(self, source: str, names: dict[str, Any], may_draw_and_stop: bool) -> None:
         """Compile the function."""
+        self.may_draw_and_stop = may_draw_and_stop
         namespace = dict(names)
         exec(compile(source, "<a recorded pass>", "exec"), namespace)
         self._run = namespace["run"]
@@ -428,19 +434,22 @@ def program_of(first: Tape, second: Tape) -> Program:
         second: of the later.
 
     Raises:
+        ReadError: the rows of one pass made the host take another way.
         RefusedError: it cannot be replayed; the message says why.
     """
     for tape in (first, second):
         if tape.refused is not None:
             raise RefusedError(tape.refused)
+    for one, other in zip(first.entries, second.entries, strict=False):
+        if (one.function, repr((one.args, one.kwargs))) != (other.function, repr((other.args, other.kwargs))):
+            raise RefusedError(f"two passes called {one.function} and {other.function}, or with other numbers")
+        if (repr(one.read), one.shapes) != (repr(other.read), other.shapes):
+            raise ReadError(f"what {one.function} returned to Python follows from the rows")
+        if one.results != other.results:
+            raise RefusedError(f"two passes called {one.function} with other tensors")
     alike = (first.lifted, first.outputs, len(first.entries), len(first.constants))
     if alike != (second.lifted, second.outputs, len(second.entries), len(second.constants)):
         raise RefusedError("two passes ran different operations")
-    for one, other in zip(first.entries, second.entries, strict=True):
-        if (one.function, repr((one.args, one.kwargs))) != (other.function, repr((other.args, other.kwargs))):
-            raise RefusedError(f"two passes called {one.function} and {other.function}, or with other numbers")
-        if (one.results, repr(one.read), one.shapes) != (other.results, repr(other.read), other.shapes):
-            raise RefusedError(f"what {one.function} returned to Python follows from the rows")
     for number, (tensor, later) in enumerate(zip(first.constants, second.constants, strict=True)):
         if tensor is not later and not (number in first.lifted and _same_bits(tensor, later)):
             raise RefusedError("a tensor that no recorded operation made is not the same in two passes")
@@ -535,7 +544,9 @@ def _compiled(tape: Tape) -> Program:
         if gone := ends.get(at):
             lines.append(f"del {', '.join(gone)}")
     lines.append(f"return [{', '.join(map(writer.text, outputs))}]")
-    return Program("\n    ".join(lines), writer.names)
+    draws = any(torch.Tag.nondeterministic_seeded in getattr(entry.function, "tags", ()) for entry in entries)
+    stops = any(entry.read is not None or entry.shapes is not None for entry in entries)
+    return Program("\n    ".join(lines), writer.names, draws and stops)
 
 
 def _lines(writer: _Writer, entry: Entry, used: Set[Value | Constant]) -> list[str]:

@@ -188,6 +188,14 @@ def test_a_number_that_the_model_reads_is_compared_in_each_replay():
     assert both.recorded == 1
 
 
+def test_two_passes_that_read_other_numbers_are_recorded_again():
+    """One of the first has rows as no later one: those after it are recorded, and replayed where they are alike."""
+    both = Both(Net(lambda x: x * 3 if bool(x.detach().sum() > 0) else -x), squares)
+    for number, shift in enumerate([9.0, -9.0, 9.0, -9.0] + [9.0] * PASSES + [-9.0, 9.0]):
+        both.run(features(number, shift))
+    assert both.recorded == 1
+
+
 def test_a_shape_that_follows_from_values_is_compared_in_each_replay():
     """The number of positive features differs in some passes."""
 

@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import math
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -31,10 +32,10 @@ class _Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 4)
-        self.shift = [0.0]  # that a recording does not know
+        self.shift = np.zeros(1)  # that a recording does not know
 
     def forward(self, x):
-        return self.b(torch.tanh(self.a(x)) + self.shift[0])
+        return self.b(torch.tanh(self.a(x)) + float(self.shift[0]))
 
 
 def _rows(count, *shape):
@@ -539,3 +540,49 @@ def test_a_layer_norm_and_new_dropout_in_each_pass():
     assert replays == [8]
     sums = _sums(True, _squares, lambda number: rows, module=_Normed)
     assert not any(torch.equal(one, other) for one, other in itertools.pairwise(sums))
+
+
+class _Elsewhere(_Net):
+    def __init__(self):
+        super().__init__()
+        self.config, self.names = types.SimpleNamespace(cap=1.0), ["one", "two"]  # as of transformers, and of PEFT
+
+    def forward(self, x):
+        return self.config.cap * len(self.names) * super().forward(x)
+
+
+@pytest.mark.parametrize("what", ["a number of the config", "a list of names", "a hook of all modules"])
+def test_settings_that_a_forward_pass_reads_elsewhere(what):
+    """A soft cap in the config, active or merged adapters, hooks of all modules: the pass is recorded anew."""
+    handles = []
+
+    def change(number, model):
+        if number == 10 and what == "a number of the config":
+            model.config.cap = 0.5
+        if number == 10 and what == "a list of names":
+            model.names.pop()
+        if number == 10 and what == "a hook of all modules":
+            halve = lambda module, inputs, output: output / 2  # noqa: E731
+            handles.append(nn.modules.module.register_module_forward_hook(halve))
+        if number == 13:
+            while handles:
+                handles.pop().remove()
+
+    try:
+        _assert_exact(_squares, lambda number: {"x": _X[number]}, module=_Elsewhere, before=change)
+    finally:
+        while handles:
+            handles.pop().remove()
+
+
+class _DrawsAndReads(_Normed):
+    def forward(self, x):
+        out = super().forward(x)
+        return out if bool((x > 0).all()) else 2 * out
+
+
+def test_a_replay_that_stops_has_drawn_nothing():
+    """Masks of dropout are those that are drawn without recordings, in all later passes too."""
+    _assert_exact(
+        _squares, lambda number: {"x": _X[number] if number == 10 else _X[number].abs()}, module=_DrawsAndReads
+    )
