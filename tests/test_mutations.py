@@ -904,8 +904,8 @@ MUTATIONS = [
     Mutation(
         "a replay does not look at the numbers of modules",
         "dpllm/ghost/replay.py",
-        "for name in plain:",
-        "for name in plain[:0]:",
+        "found += map(own.get, names)",
+        "found += map(own.get, names[:0])",
         ("tests/ghost/test_known_code.py",),
     ),
     Mutation(

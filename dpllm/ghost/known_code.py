@@ -38,6 +38,7 @@ _TABLES = (
     ("transformers.masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS"),
 )
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
+_OF_TORCH = frozenset(nn.Module().__dict__)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -54,14 +55,14 @@ def foreign(model: nn.Module | None, loss: Any = None) -> str | None:
         model: with its hooks.
         loss: a function or another callable object.
     """
-    return next(_foreign([model, loss], set()), None)
+    return next(_foreign([model, loss], {}), None)
 
 
-def _foreign(things: Iterable[Any], seen: set[int]) -> Iterator[str]:
+def _foreign(things: Iterable[Any], seen: dict[int, Any]) -> Iterator[str]:
     for thing in things:
         if id(thing) in seen:
             continue
-        seen.add(id(thing))
+        seen[id(thing)] = thing  # kept, so that no other object gets its number
         if isinstance(thing, torch.jit.ScriptFunction | torch.jit.ScriptModule):
             yield f"{getattr(thing, 'name', type(thing).__name__)} (compiled by torch.jit)"
         elif isinstance(thing, nn.Module):
@@ -81,12 +82,12 @@ def _foreign(things: Iterable[Any], seen: set[int]) -> Iterator[str]:
             yield from _foreign(_callables(getattr(thing, "__dict__", {}).values()), seen)
 
 
-def _of_module(model: nn.Module, seen: set[int]) -> Iterator[str]:
+def _of_module(model: nn.Module, seen: dict[int, Any]) -> Iterator[str]:
     for module in model.modules():
         own = module.__dict__
         yield from _of_class(type(module), seen)
         yield from _foreign(_callables(v for name in _HOOKS for v in own[name].values()), seen)
-        yield from _foreign(_callables(v for v in own.values() if not isinstance(v, type)), seen)
+        yield from _foreign(_callables(v for name, v in own.items() if name not in _OF_TORCH), seen)
         for tensor in (*own["_parameters"].values(), *own["_buffers"].values()):
             if tensor is not None:
                 if type(tensor) not in (nn.Parameter, torch.Tensor, nn.Buffer):
@@ -97,12 +98,12 @@ def _of_module(model: nn.Module, seen: set[int]) -> Iterator[str]:
     yield from _foreign((hook for name in _GLOBAL_HOOKS for hook in getattr(nn.modules.module, name).values()), seen)
 
 
-def _of_class(cls: type, seen: set[int]) -> Iterator[str]:
+def _of_class(cls: type, seen: dict[int, Any]) -> Iterator[str]:
     """Look at the functions of a class and its bases, and of the file that defines it."""
     for one in cls.__mro__:
         if id(one) in seen or one is object:
             continue
-        seen.add(id(one))
+        seen[id(one)] = one
         if not _is_known(one.__module__):
             yield f"{one.__module__}.{one.__qualname__}"
         yield from _foreign(_functions(vars(one)), seen)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -43,8 +42,8 @@ _TOLERANCE = 1e-2  # of a tensor's length: kernels of a GPU may add in another o
 _TRIES = 16  # passes over a shape in which recording is tried
 _LOSSES = 4  # functions that compute losses
 _PLAIN = (bool, int, float, str, type(None))
+_SEVERAL = (dict, list, tuple)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 _STATE_OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
 _RESETS = 64  # changes of the model's state after which nothing is recorded
 _REFUSALS = 3  # shapes that are refused before no other is tried
@@ -148,29 +147,40 @@ class _State:
 
     def __init__(self, model: nn.Module) -> None:
         """Remember the present state."""
-        self._own = [(module.__dict__, _plain_names(module.__dict__)) for module in model.modules()]
-        configs = {id(own["config"]): own["config"] for own, _ in self._own if hasattr(own.get("config"), "__dict__")}
-        self._configs = [(vars(config), _plain_names(vars(config))) for config in configs.values()]
+        own = [module.__dict__ for module in model.modules()]
+        configs = {id(one["config"]): one["config"] for one in own if hasattr(one.get("config"), "__dict__")}
+        # Of a configuration a forward may read numbers, as Gemma's does the soft cap of its logits.
+        self._names = [(one, _plain_names(one)) for one in (*own, *map(vars, configs.values()))]
+        self._several = [(one, name) for one, names in self._names for name in names if type(one[name]) in _SEVERAL]
+        self._hooks = [one[name] for one in own for name in _HOOKS]
+        self._hooks += [getattr(nn.modules.module, f"_global{name}") for name in _HOOKS]
+        self._modules = [one["_modules"] for one in own]
+        self._buffers, self._parameters = [one["_buffers"] for one in own], [one["_parameters"] for one in own]
         self._present = self._read()
 
     def is_present(self) -> bool:
         """Whether the model still has the state that was remembered."""
-        return self._present == self._read()
+        try:
+            return self._present == self._read()
+        except (RuntimeError, TypeError, ValueError):  # a number is now a tensor, which compares its entries
+            return False
 
     def _read(self) -> list[Any]:
-        found: list[Any] = [*chain.from_iterable(getattr(nn.modules.module, name) for name in _GLOBAL_HOOKS)]
-        for config, plain in self._configs:  # which a forward may read, as Gemma's does the soft cap of its logits
-            found += (len(config), *(_copied(config.get(name)) for name in plain))
-        for own, plain in self._own:
-            found += (len(own), own.get("forward"))
-            for name in plain:  # as a dropout's share, or the scale of an adapter
-                found.append(_copied(own.get(name)))
-            for hooks in _HOOKS:
-                found += own[hooks]  # numbers, given out once
-            found += own["_modules"].values()
-            if own["_buffers"]:
-                found += map(id, own["_buffers"].values())
-            for parameter in own["_parameters"].values():
+        found: list[Any] = []
+        for own, names in self._names:  # as a dropout's share
+            found.append(len(own))
+            found += map(own.get, names)
+        for own, name in self._several:  # as the scales of adapters, or the names of those that are merged
+            value = own.get(name)
+            found.append(tuple(value.items()) if isinstance(value, dict) else tuple(value or ()))
+        for hooks in filter(None, self._hooks):
+            found += hooks  # numbers, given out once
+        for modules in filter(None, self._modules):
+            found += modules.values()
+        for buffers in filter(None, self._buffers):
+            found += map(id, buffers.values())
+        for parameters in filter(None, self._parameters):
+            for parameter in parameters.values():
                 if parameter is not None:
                     found += (id(parameter), parameter.requires_grad, parameter.dtype)
         return found
@@ -415,16 +425,11 @@ def _plain_names(own: Mapping[str, Any]) -> list[str]:
     """Return the names of attributes that are numbers or words, or dictionaries or lists of these."""
 
     def is_plain(value: Any) -> bool:
-        if type(value) in (dict, list, tuple):  # as the names of the adapters that are active, or merged
+        if type(value) in _SEVERAL:
             return all(type(one) in _PLAIN for one in (value.values() if type(value) is dict else value))
-        return type(value) in _PLAIN
+        return type(value) in _PLAIN or value is own.get("forward")
 
     return [name for name, value in own.items() if name not in _STATE_OF_TORCH and is_plain(value)]
-
-
-def _copied(value: Any) -> Any:
-    """Return a value that a later change of a dictionary or list does not change."""
-    return tuple(value.items()) if type(value) is dict else tuple(value) if type(value) is list else value
 
 
 def _described(inputs: Mapping[str, Any]) -> list[Any] | None:
