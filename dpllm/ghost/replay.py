@@ -42,6 +42,7 @@ _TOLERANCE = 1e-2  # of a tensor's length: kernels of a GPU may add in another o
 _TRIES = 16  # passes over a shape in which recording is tried
 _LOSSES = 4  # functions that compute losses
 _PLAIN = (bool, int, float, str, type(None))
+_PARTS = 64  # of a list in an attribute that are compared
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _STATE_OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
 _RESETS = 64  # changes of the model's state after which nothing is recorded
@@ -147,19 +148,27 @@ class _State:
     def __init__(self, model: nn.Module) -> None:
         """Remember the present state."""
         self._own = [(module.__dict__, _plain_names(module.__dict__)) for module in model.modules()]
+        configs = {id(config): config for own, _ in self._own if hasattr(config := own.get("config"), "__dict__")}
+        self._configs = [(vars(config), _plain_names(vars(config))) for config in configs.values()]
         self._present = self._read()
 
     def is_present(self) -> bool:
         """Whether the model still has the state that was remembered."""
-        return self._present == self._read()
+        try:
+            return self._present == self._read()
+        except (RuntimeError, TypeError, ValueError):  # a number became an array, whose comparison has several values
+            return False
 
     def _read(self) -> list[Any]:
         found: list[Any] = []
-        for own, plain in self._own:
-            found += (len(own), own.get("forward"))
-            for name in plain:  # as a dropout's share, or the scale of an adapter
+        for own, plain in (*self._own, *self._configs):
+            found.append(len(own))
+            for name in plain:  # as a dropout's share, the scale of an adapter, or the names of those in use
                 value = own.get(name)
-                found.append(tuple(value.items()) if type(value) is dict else value)
+                kind = type(value)
+                found.append(tuple(value.items()) if kind is dict else tuple(value) if kind is list else value)
+        for own, _ in self._own:
+            found += (own.get("forward"), id(own.get("config")))
             for hooks in _HOOKS:
                 found += own[hooks]  # numbers, given out once
             found += own["_modules"].values()
@@ -244,7 +253,7 @@ class Replay:
             return run(unit_B)
         shape.seen += 1
         if shape.program is None:
-            return run(shape.unit_B) if shape.seen == 1 else self._recorded(shape, tensors, run)
+            return run(shape.unit_B) if shape.seen == 1 else self._recorded(loss_of, shape, tensors, run)
         if shape.replayed & (shape.replayed + 1) == 0:
             return self._compared(shape, tensors, run)
         found = self._replayed(shape, tensors)
@@ -284,10 +293,13 @@ class Replay:
 
     # ------------------------------------------------------------------ recording
 
-    def _recorded(self, shape: _Shape, tensors: list[Tensor], run: Callable[[Tensor], Parts]) -> Parts:
+    def _recorded(self, loss_of: LossOf, shape: _Shape, tensors: list[Tensor], run: Callable[[Tensor], Parts]) -> Parts:
         """Run a pass and record it; after the second one there is a program."""
         recorded = sum(one.first is not None or one.program is not None for one in self._shapes.values())
         if shape.first is None and recorded >= _SHAPES:
+            return run(shape.unit_B)
+        if (unknown := foreign(self._model, loss_of)) is not None:  # a class or a table may have been changed since
+            self._switch_off(f"the model or the loss runs code that a recording may not see: {unknown}")
             return run(shape.unit_B)
         known = shape.first.constants if shape.first is not None else []
         random, versions = _RandomStates(), _versions(known)
@@ -400,10 +412,11 @@ class Replay:
 
 
 def _plain_names(own: Mapping[str, Any]) -> list[str]:
-    """Return the names of a module's attributes that are numbers or words, or dictionaries of these."""
+    """Return the names of attributes that are numbers or words, or dictionaries, lists and tuples of these."""
 
     def is_plain(value: Any) -> bool:
-        return all(type(one) in _PLAIN for one in value.values()) if type(value) is dict else type(value) in _PLAIN
+        parts = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
+        return len(parts) <= _PARTS and all(type(one) in _PLAIN for one in parts)
 
     return [name for name, value in own.items() if name not in _STATE_OF_TORCH and is_plain(value)]
 
