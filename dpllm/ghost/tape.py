@@ -102,7 +102,7 @@ class Entry:
         function: that was called.
         args: its arguments, with places instead of tensors.
         kwargs: the same.
-        results: the places of the tensors that it returned, None for one that is an argument already.
+        results: the places of the tensors that it returned, None for one that is an argument already, or is None.
         single: whether it returned one tensor rather than several.
         read: the numbers that it returned to Python; None if it returned tensors.
         shapes: of what it returned, where they follow from values.
@@ -238,22 +238,24 @@ class Tape(TorchDispatchMode):
     def _record(self, func: Any, args: tuple, kwargs: dict, result: Any, name: str) -> None:
         single = isinstance(result, Tensor)
         values = (result,) if single or not isinstance(result, (tuple, list)) else tuple(result)
-        if not values or all(v is None for v in values):
+        tensors = [v for v in values if v is not None]
+        if not tensors:
             self.entries.append(Entry(func, args, kwargs))
         elif all(isinstance(v, (bool, int, float, complex)) for v in values):
             self.entries.append(Entry(func, args, kwargs, single=not isinstance(result, (tuple, list)), read=values))
-        elif all(isinstance(v, Tensor) for v in values):
+        elif all(isinstance(v, Tensor) for v in tensors):
             follows = _shape_follows(func)
-            shapes = tuple(tuple(v.shape) for v in values) if follows else None
-            known = [v in self._places or id(v) in self._constants for v in values]
-            if follows and any(known):
+            shapes = tuple(() if v is None else tuple(v.shape) for v in values) if follows else None
+            known = {id(v) for v in tensors if v in self._places or id(v) in self._constants}
+            if follows and known:
                 self.refuse(f"the operation {func} gives a tensor another shape, which may follow from values")
-            if any(v.layout != torch.strided or v.is_nested for v in values):
+            if any(v.layout != torch.strided or v.is_nested for v in tensors):
                 self.refuse(f"the operation {func} returns a tensor without strides, whose parts may have any shape")
             if name in _WITHOUT_VALUES:
-                for value in values:
+                for value in tensors:
                     self._memory.begin(value)
-            results = tuple(None if old else self._new(v) for v, old in zip(values, known, strict=True))
+            # A backward operation returns None for a parameter whose gradient nobody asks for.
+            results = tuple(None if v is None or id(v) in known else self._new(v) for v in values)
             self.entries.append(Entry(func, args, kwargs, results, single, None, shapes))
         else:
             self.refuse(f"the operation {func} returns {[type(v).__name__ for v in values]}")
