@@ -238,7 +238,7 @@ def _scrambled(words: np.ndarray) -> np.ndarray:
 
 def _room(lengths: np.ndarray, max_rows: int | None, max_tokens: int | None, packed: bool) -> np.ndarray:
     """Return (num_rows,): the rows that fit into a microbatch beginning with each of these, sorted longest first."""
-    room = np.full(len(lengths), len(lengths) if max_rows is None else max_rows)
+    room = np.full(len(lengths), max_tokens if max_rows is None else max_rows)  # a row has a token at least
     if max_tokens is None:
         return room
     if packed:
