@@ -8,8 +8,8 @@ recorded, and code of one's own runs as without recordings.
 
 What is read is which package a function was written in. Looked at are all functions of a module's classes and of the
 files that define them, functions and hooks that were put on a module or a parameter, objects in its attributes, what a
-decorated function holds, files and tables of transformers whose functions models share, and modes and hooks that see
-each operation or each saved tensor. It is no defence against code that hides itself.
+decorated function holds, files and tables of PyTorch and transformers whose functions models share, and modes and hooks
+that see each operation or each saved tensor. It is no defence against code that hides itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 PACKAGES = frozenset(("torch", "transformers", "peft", "accelerate", "dpllm"))
 """Packages whose passes are recorded."""
-_BESIDE = frozenset(("huggingface_hub", "packaging", "numpy", "safetensors", "tqdm", "typing_extensions"))
+_BESIDE = frozenset(
+    ("huggingface_hub", "packaging", "numpy", "pybind11_builtins", "safetensors", "tqdm", "typing_extensions")
+)
 _AROUND = PACKAGES | _BESIDE
 """Packages whose functions may stand beside these in a file or wrap them."""
 _PYTHON = sysconfig.get_path("stdlib")
@@ -40,6 +42,11 @@ _TABLES = (
     ("transformers.integrations.moe", "ALL_EXPERTS_FUNCTIONS"),
 )
 _FILES = (
+    "dpllm.models.losses",
+    "torch",
+    "torch.functional",
+    "torch.nn.functional",
+    "torch.utils.checkpoint",
     "transformers.cache_utils",
     "transformers.integrations.sdpa_attention",
     "transformers.integrations.moe",

@@ -26,6 +26,7 @@ import dpllm
 from dpllm import GhostClipper, NormMethod
 from dpllm.ghost import known_code
 from dpllm.ghost.known_code import foreign
+from dpllm.models import losses
 from dpllm.models.tasks import default_row_loss
 from dpllm.training.row_losses import RowLosses
 from tests.conftest import tiny_llama_config
@@ -227,6 +228,9 @@ REPLACEMENTS = {
     "class": (modeling_llama, "DynamicCache", OwnCache),
     "method of a cache": (cache_utils.DynamicCache, "update", own_forward),
     "helper of attention": (sdpa_attention, "repeat_kv", own_forward),
+    "function of PyTorch": (torch.nn.functional, "scaled_dot_product_attention", own_forward),
+    "operation of PyTorch": (torch, "matmul", own_forward),
+    "helper of losses": (losses, "_token_mean", own_forward),
     "helper of masks": (masking_utils, "prepare_padding_mask", own_forward),
 }
 
@@ -354,11 +358,11 @@ def test_code_that_comes_later_ends_the_recordings():
     """A hook that is registered between two steps is a change of the model, which is looked at anew."""
     model = llama()
     clipper = GhostClipper(model, 0.5, NormMethod(replay=True))
-    losses = functools.partial(RowLosses(default_row_loss(model), packed=False), model)
+    loss_of = functools.partial(RowLosses(default_row_loss(model), packed=False), model)
 
     def run():
         for number in range(8):
-            clipper.run(losses, rows_of(number) | {"labels": rows_of(number)["input_ids"]}, torch.arange(2))
+            clipper.run(loss_of, rows_of(number) | {"labels": rows_of(number)["input_ids"]}, torch.arange(2))
         return clipper.replays
 
     assert run() == 1
@@ -376,11 +380,11 @@ def test_under_a_mode_of_ones_own_no_pass_is_replayed():
 
     model = llama()
     clipper = GhostClipper(model, 0.5, NormMethod(replay=True))
-    losses = functools.partial(RowLosses(default_row_loss(model), packed=False), model)
+    loss_of = functools.partial(RowLosses(default_row_loss(model), packed=False), model)
     for mode, recorded in ((Seen(), 0), (torch.device("cpu"), 1)):
         with mode:
             for number in range(8):
-                clipper.run(losses, rows_of(number) | {"labels": rows_of(number)["input_ids"]}, torch.arange(2))
+                clipper.run(loss_of, rows_of(number) | {"labels": rows_of(number)["input_ids"]}, torch.arange(2))
         assert clipper.replays == recorded
 
 
@@ -396,10 +400,10 @@ def test_a_number_of_a_module_that_changes_is_seen_at_once():
     """A dropout's share and the scale of an adapter are compared before each replay."""
     model = adapted()
     clipper = GhostClipper(model, 0.5, NormMethod(replay=True))
-    losses = functools.partial(RowLosses(default_row_loss(model), packed=False), model)
+    loss_of = functools.partial(RowLosses(default_row_loss(model), packed=False), model)
 
     def norms(number):
-        _, result = clipper.run(losses, rows_of(number) | {"labels": rows_of(number)["input_ids"]}, torch.arange(2))
+        _, result = clipper.run(loss_of, rows_of(number) | {"labels": rows_of(number)["input_ids"]}, torch.arange(2))
         return result.norms
 
     for number in range(8):
@@ -422,12 +426,12 @@ def test_a_number_of_a_module_that_changes_is_seen_at_once():
 
 def attach(model):
     clipper = GhostClipper(model, 0.5, NormMethod(replay=True))
-    losses = functools.partial(RowLosses(default_row_loss(model), packed=False), model)
+    loss_of = functools.partial(RowLosses(default_row_loss(model), packed=False), model)
 
     def run(times=8, tokens=6):
         for number in range(times):
             batch = rows_of(number, tokens)
-            clipper.run(losses, batch | {"labels": batch["input_ids"]}, torch.arange(2))
+            clipper.run(loss_of, batch | {"labels": batch["input_ids"]}, torch.arange(2))
         return clipper.replays
 
     return run
@@ -466,10 +470,10 @@ def test_numbers_that_change_with_each_pass_end_the_recordings(caplog):
     """Otherwise each pass would be recorded anew, at twice the time."""
     model = llama()
     clipper = GhostClipper(model, 0.5, NormMethod(replay=True))
-    losses = functools.partial(RowLosses(default_row_loss(model), packed=False), model)
+    loss_of = functools.partial(RowLosses(default_row_loss(model), packed=False), model)
     with caplog.at_level("WARNING"):
         for number in range(80):
             model.lm_head.calls = number
-            clipper.run(losses, rows_of(0) | {"labels": rows_of(0)["input_ids"]}, torch.arange(2))
+            clipper.run(loss_of, rows_of(0) | {"labels": rows_of(0)["input_ids"]}, torch.arange(2))
     assert clipper.replays == 0
     assert len([one for one in caplog.records if "attributes of its modules change" in one.message]) == 1
