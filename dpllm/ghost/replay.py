@@ -164,7 +164,7 @@ class _State:
         for own, plain in (*self._own, *self._configs):
             found.append(len(own))
             for name in plain:  # as a dropout's share, the scale of an adapter, or the names of those in use
-                value = own.get(name)
+                value: Any = own.get(name)
                 kind = type(value)
                 found.append(tuple(value.items()) if kind is dict else tuple(value) if kind is list else value)
         for own, _ in self._own:
@@ -283,7 +283,7 @@ class Replay:
                 self._switch_off("the loss is another function in each call; pass the same one each time")
                 return None
             if (unknown := foreign(None, loss_of)) is not None:
-                self._switch_off(f"the loss runs code that a recording may not see: {unknown}")
+                self._switch_off(f"the loss, or what it holds, runs code that a recording may not see: {unknown}")
                 return None
             self._losses.append(loss_of)
         key = (self._losses.index(loss_of), *described, unit_B.numpy().tobytes(), _settings())
