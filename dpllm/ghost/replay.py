@@ -262,9 +262,7 @@ class Replay:
     def _begin_anew(self) -> bool:
         """Remember the model's state, and forget the recordings of another one; return whether passes are recorded."""
         self._resets += 1
-        if (unknown := foreign(self._model)) is not None:
-            self._switch_off(f"the model runs code that a recording may not see: {unknown}")
-        elif self._resets > _RESETS:
+        if self._resets > _RESETS:
             self._switch_off("attributes of its modules change from pass to pass")
         else:
             self._state = _State(self._model)
