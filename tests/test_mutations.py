@@ -897,8 +897,8 @@ MUTATIONS = [
     Mutation(
         "a pass through code of one's own is recorded",
         "dpllm/ghost/replay.py",
-        "(unknown := foreign(self._model)) is not None",
-        "(unknown := foreign(self._model)) == self",
+        "(unknown := foreign(self._model, loss_of)) is not None",
+        "(unknown := foreign(self._model, loss_of)) == self",
         ("tests/ghost/test_known_code.py",),
     ),
     Mutation(

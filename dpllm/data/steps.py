@@ -24,7 +24,7 @@ def up_in_steps(number: np.ndarray | int, parts: int, least: int = 1) -> np.ndar
     >>> up_in_steps(np.array([1, 7, 9, 17, 40]), 4).tolist()
     [1, 7, 10, 20, 40]
     """
-    number = np.maximum(1, number)
+    number = np.maximum(1, np.asarray(number, dtype=np.int64))  # unsigned ones have no negative
     step = np.maximum(least, 2 ** (np.log2(number).astype(np.int64)) // parts)
     return -(-number // step) * step
 

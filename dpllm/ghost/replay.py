@@ -43,6 +43,7 @@ _TRIES = 16  # passes over a shape in which recording is tried
 _LOSSES = 4  # functions that compute losses
 _PLAIN = (bool, int, float, str, type(None))
 _SEVERAL = (dict, list, tuple)
+_PARTS = 64  # of a list in an attribute that are compared
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _STATE_OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
 _RESETS = 64  # changes of the model's state after which nothing is recorded
@@ -152,6 +153,7 @@ class _State:
         # Of a configuration a forward may read numbers, as Gemma's does the soft cap of its logits.
         self._names = [(one, _plain_names(one)) for one in (*own, *map(vars, configs.values()))]
         self._several = [(one, name) for one, names in self._names for name in names if type(one[name]) in _SEVERAL]
+        self._configured = [one for one in own if "config" in one]
         self._hooks = [one[name] for one in own for name in _HOOKS]
         self._hooks += [getattr(nn.modules.module, f"_global{name}") for name in _HOOKS]
         self._modules = [one["_modules"] for one in own]
@@ -173,6 +175,7 @@ class _State:
         for own, name in self._several:  # as the scales of adapters, or the names of those that are merged
             value = own.get(name)
             found.append(tuple(value.items()) if isinstance(value, dict) else tuple(value or ()))
+        found += [id(own.get("config")) for own in self._configured]
         for hooks in filter(None, self._hooks):
             found += hooks  # numbers, given out once
         for modules in filter(None, self._modules):
@@ -259,7 +262,7 @@ class Replay:
             return run(unit_B)
         shape.seen += 1
         if shape.program is None:
-            return run(shape.unit_B) if shape.seen == 1 else self._recorded(shape, tensors, run)
+            return run(shape.unit_B) if shape.seen == 1 else self._recorded(loss_of, shape, tensors, run)
         if shape.replayed & (shape.replayed + 1) == 0:
             return self._compared(shape, tensors, run)
         found = self._replayed(shape, tensors)
@@ -268,9 +271,7 @@ class Replay:
     def _begin_anew(self) -> bool:
         """Remember the model's state, and forget the recordings of another one; return whether passes are recorded."""
         self._resets += 1
-        if (unknown := foreign(self._model)) is not None:
-            self._switch_off(f"the model runs code that a recording may not see: {unknown}")
-        elif self._resets > _RESETS:
+        if self._resets > _RESETS:
             self._switch_off("attributes of its modules change from pass to pass")
         else:
             self._state = _State(self._model)
@@ -289,7 +290,7 @@ class Replay:
                 self._switch_off("the loss is another function in each call; pass the same one each time")
                 return None
             if (unknown := foreign(None, loss_of)) is not None:
-                self._switch_off(f"the loss runs code that a recording may not see: {unknown}")
+                self._switch_off(f"the loss, or what it holds, runs code that a recording may not see: {unknown}")
                 return None
             self._losses.append(loss_of)
         key = (self._losses.index(loss_of), *described, unit_B.numpy().tobytes(), _settings())
@@ -299,10 +300,13 @@ class Replay:
 
     # ------------------------------------------------------------------ recording
 
-    def _recorded(self, shape: _Shape, tensors: list[Tensor], run: Callable[[Tensor], Parts]) -> Parts:
+    def _recorded(self, loss_of: LossOf, shape: _Shape, tensors: list[Tensor], run: Callable[[Tensor], Parts]) -> Parts:
         """Run a pass and record it; after the second one there is a program."""
         recorded = sum(one.first is not None or one.program is not None for one in self._shapes.values())
         if shape.first is None and recorded >= _SHAPES:
+            return run(shape.unit_B)
+        if (unknown := foreign(self._model, loss_of)) is not None:  # a class or a table may have been changed since
+            self._switch_off(f"the model or the loss runs code that a recording may not see: {unknown}")
             return run(shape.unit_B)
         known = shape.first.constants if shape.first is not None else []
         random, versions = _RandomStates(), _versions(known)
@@ -426,7 +430,8 @@ def _plain_names(own: Mapping[str, Any]) -> list[str]:
 
     def is_plain(value: Any) -> bool:
         if type(value) in _SEVERAL:
-            return all(type(one) in _PLAIN for one in (value.values() if type(value) is dict else value))
+            parts = value.values() if type(value) is dict else value
+            return len(parts) <= _PARTS and all(type(one) in _PLAIN for one in parts)
         return type(value) in _PLAIN or value is own.get("forward")
 
     return [name for name, value in own.items() if name not in _STATE_OF_TORCH and is_plain(value)]

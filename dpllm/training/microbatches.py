@@ -164,7 +164,8 @@ def microbatches(
     if not 0 <= rank < size:
         raise ValueError(f"rank is {rank} of {size} processes; 0 <= rank < size is needed.")
     rows, position = units.rows_of(unit_ids)
-    tokens = lengths[rows] if steps_to is None else tokens_in_steps(lengths[rows], steps_to)
+    tokens = lengths[rows].astype(np.int64)  # of 8 bits, products would not fit
+    tokens = tokens if steps_to is None else tokens_in_steps(tokens, steps_to)
     tokens_U = np.zeros(len(unit_ids), dtype=np.int64)
     np.maximum.at(tokens_U, position, tokens)
     rank_of = np.empty(len(unit_ids), dtype=np.int64)  # longest first: memory peaks at once or never
@@ -237,7 +238,7 @@ def _scrambled(words: np.ndarray) -> np.ndarray:
 
 def _room(lengths: np.ndarray, max_rows: int | None, max_tokens: int | None, packed: bool) -> np.ndarray:
     """Return (num_rows,): the rows that fit into a microbatch beginning with each of these, sorted longest first."""
-    room = np.full(len(lengths), len(lengths) if max_rows is None else max_rows)
+    room = np.full(len(lengths), max_tokens if max_rows is None else max_rows)  # a row has a token at least
     if max_tokens is None:
         return room
     if packed:

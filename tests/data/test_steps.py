@@ -18,6 +18,13 @@ def test_lengths_are_rounded_up_by_little(lengths, more):
     assert np.array_equal(tokens_in_steps(rounded, longest), rounded)
 
 
+def test_unsigned_lengths_are_rounded_alike():
+    """They have no negative, and those of 8 bits no sum."""
+    lengths = [5, 33, 120, 100]
+    for dtype in (np.int8, np.uint8, np.uint16, np.uint32, np.uint64):
+        assert tokens_in_steps(np.array(lengths, dtype=dtype), 120).tolist() == [16, 48, 120, 112]
+
+
 def test_lengths_are_few():
     """Of 1024 lengths and numbers of rows a few dozen are left."""
     assert len(set(tokens_in_steps(np.arange(1, 1025), 1024).tolist())) == 32

@@ -16,7 +16,7 @@ if "triton" not in sys.modules:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is first imported
 
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from dpllm import GhostClipper, GhostError, NormMethod, per_sequence_loss
 from dpllm.ghost import known_code, triton_kernels
@@ -91,6 +91,11 @@ def llama(**changes):
     return LlamaForCausalLM(tiny_llama_config(**changes)).train()
 
 
+def gpt2():
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=16, n_layer=2, n_head=2, n_positions=16)).train()
+
+
 def adapted():
     config = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, lora_dropout=0.1)
     return get_peft_model(llama(), config).train()
@@ -108,6 +113,7 @@ MODELS = {
     "LoRA with dropout": adapted,
     "checkpointed": checkpointed,
     "bfloat16": lambda: llama().bfloat16(),
+    "layer norms": gpt2,
 }
 
 

@@ -1,5 +1,7 @@
 """One loss per row, only from that row."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -153,6 +155,65 @@ def test_a_target_outside_the_vocabulary_is_an_error():
     """As in PyTorch: it is not treated as another token."""
     with pytest.raises((IndexError, RuntimeError), match="index 7 is out of bounds"):
         per_sequence_loss(torch.zeros(1, 3, 7), torch.tensor([[1, 7, 2]]))
+
+
+@pytest.mark.parametrize("label", [-1, -99, -101, 7, 1 << 40])
+def test_labels_that_are_no_tokens_are_an_error(label):
+    """Only -100 marks a place without a target."""
+    with pytest.raises((IndexError, RuntimeError), match=f"index {label} is out of bounds"):
+        seq2seq_loss(torch.zeros(1, 3, 7), torch.tensor([[1, label, 2]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_logits_without_a_target_may_be_anything(dtype, value):
+    """Their loss and gradient are 0, and those of the other places are as without them."""
+    logits, labels = torch.randn(2, 3, 5).to(dtype), torch.randint(0, 5, (2, 3))
+    labels[0, 1] = labels[1, 2] = -100
+    found = []
+    for place in (0.0, value):
+        logits[0, 1], logits[1, 2, 3] = place, place
+        own = logits.clone().requires_grad_()
+        losses = seq2seq_loss(own, labels)
+        found.append((losses.detach(), *torch.autograd.grad(losses.sum(), own)))
+    assert all(map(torch.equal, *found))
+    assert not found[1][1][labels == -100].any()
+
+
+def test_logits_in_other_strides_have_the_same_losses_and_gradients():
+    """Transposed, every second entry, or one row for all."""
+    labels = torch.randint(0, 7, (2, 4))
+    for logits in (
+        torch.randn(7, 4, 2, dtype=torch.float64).permute(2, 1, 0),
+        torch.randn(2, 4, 14, dtype=torch.float64)[..., ::2],
+        torch.randn(1, 1, 7, dtype=torch.float64).expand(2, 4, 7),
+    ):
+        found = []
+        for own in (logits.detach(), logits.detach().clone(memory_format=torch.contiguous_format)):
+            losses = seq2seq_loss(own.requires_grad_(), labels)
+            found.append((losses.detach(), *torch.autograd.grad(losses.sum(), own)))
+        assert all(map(torch.equal, *found))
+
+
+def test_no_rows_have_no_losses():
+    """Forward and backward."""
+    logits = torch.zeros(0, 4, 7, requires_grad=True)
+    losses = per_sequence_loss(logits, torch.zeros(0, 4, dtype=torch.int64))
+    losses.sum().backward()
+    assert losses.shape == (0,) and logits.grad.shape == logits.shape
+
+
+def test_logits_that_change_before_the_backward_pass_are_an_error():
+    """And a derivative of the gradient is one."""
+    logits, labels = torch.randn(2, 4, 7, requires_grad=True), torch.randint(0, 7, (2, 4))
+    changed = logits * 1
+    losses = seq2seq_loss(changed, labels)
+    changed.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses.sum().backward()
+    (grad,) = torch.autograd.grad(seq2seq_loss(logits, labels).sum(), logits, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"does not require grad|differentiate twice"):
+        grad.square().sum().backward()
 
 
 def test_the_loss_of_an_answer_ignores_padding():

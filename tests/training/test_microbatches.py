@@ -343,6 +343,28 @@ def test_in_steps_the_shortest_row_is_added_without_a_unit():
     assert batch.unit_index.tolist() == list(range(11))
 
 
+def test_in_steps_rows_are_added_where_a_draw_fits_into_one_microbatch():
+    """The number of drawn units is no bound: otherwise each step had a shape of its own."""
+    units = UnitIndex.one_row_per_unit(64)
+    for drawn in (37, 38, 40):
+        (batch,) = cut(units, [16] * 64, range(drawn), None, max_tokens=64 * 16, steps_to=16)
+        assert len(batch.unit_index) == 40 and batch.num_units == drawn
+    (batch,) = cut(units, [16] * 64, range(37), None, max_tokens=38 * 16, steps_to=16)
+    assert len(batch.unit_index) == 38
+
+
+@pytest.mark.parametrize("steps_to", [None, 100])
+def test_lengths_of_other_integers_keep_the_budget(steps_to):
+    """Unsigned, or of 8 bits: the same microbatches."""
+    units, lengths = UnitIndex.one_row_per_unit(60), np.random.default_rng(0).integers(1, 100, 60)
+    found = []
+    for dtype in (np.int64, np.int8, np.uint8, np.uint16, np.uint64):
+        batches = cut(units, lengths.astype(dtype), range(60), None, max_tokens=400, steps_to=steps_to)
+        assert max(len(batch.unit_index) * int(batch.taken.lengths_B.max()) for batch in batches) <= 400
+        found.append([batch.inputs["row"].tolist() for batch in batches])
+    assert all(one == found[0] for one in found)
+
+
 def test_in_steps_shapes_repeat():
     """Rows of 90 lengths, drawn a hundred times: a few dozen shapes instead of hundreds."""
     generator = np.random.default_rng(0)
