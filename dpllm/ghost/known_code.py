@@ -35,7 +35,8 @@ _BESIDE = frozenset(
 _AROUND = PACKAGES | _BESIDE
 """Packages whose functions may stand beside these in a file or wrap them."""
 _PYTHON = sysconfig.get_path("stdlib")
-_COMPILED = ("torch.jit", "torch._dynamo", "torch.fx")
+# Another file of `torch._dynamo` wraps methods of all modules once a process has compiled anything.
+_COMPILED = ("torch.jit", "torch._dynamo.eval_frame", "torch.fx")
 _TABLES = (
     ("transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS"),
     ("transformers.masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS"),

@@ -204,8 +204,10 @@ def test_code_that_replaces_a_packages_own_is_found(monkeypatch):
         patch.setitem(modeling_llama.ALL_ATTENTION_FUNCTIONS._global_mapping, "own", hook)
         assert "hook" in foreign(llama())
     handle = register_module_forward_hook(hook)
-    assert "hook" in foreign(llama())
-    handle.remove()
+    try:
+        assert "hook" in foreign(llama())
+    finally:
+        handle.remove()  # it is of the process
     assert foreign(llama()) is None
 
 
@@ -250,11 +252,19 @@ def test_a_compiled_function_in_a_package_is_found(monkeypatch):
     assert "torch.jit" in foreign(llama())
 
 
+def test_torch_compile_elsewhere_in_the_process_is_no_code_of_the_model():
+    """It wraps two methods of all modules for good."""
+    assert float(torch.compile(lambda x: x + 1, backend="eager")(torch.ones(()))) == 2
+    assert foreign(llama()) is None
+
+
 def test_a_hook_on_all_gradients_is_found():
     """Of modules, before their backward pass."""
     handle = register_module_full_backward_pre_hook(hook)
-    assert "hook" in foreign(llama())
-    handle.remove()
+    try:
+        assert "hook" in foreign(llama())
+    finally:
+        handle.remove()  # it is of the process
     assert foreign(llama()) is None
 
 
