@@ -170,7 +170,10 @@ class RowCollator:
         length = max(map(len, rows))
         if self.steps_to is not None:
             length = int(tokens_in_steps(length, self.steps_to))
-        return _pad(rows, value, length)
+        padded = torch.full((len(rows), length), value, dtype=torch.long)
+        for position, row in enumerate(rows):
+            padded[position, : len(row)] = torch.tensor(row, dtype=torch.long)
+        return padded
 
     def _labels(self, number: int, row: Mapping[str, Any], ids: list[int], mask: list[int]) -> list[int]:
         if "labels" not in row and self.task == "causal_lm":
@@ -275,10 +278,3 @@ def _values(rows: list[list[float]]) -> Tensor:
             "number, model.config.num_labels"
         )
     return torch.tensor(rows, dtype=torch.float32)
-
-
-def _pad(rows: list[list[int]], value: int, length: int) -> Tensor:
-    padded = torch.full((len(rows), length), value, dtype=torch.long)
-    for position, row in enumerate(rows):
-        padded[position, : len(row)] = torch.tensor(row, dtype=torch.long)
-    return padded

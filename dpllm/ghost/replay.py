@@ -289,9 +289,6 @@ class Replay:
             if len(self._losses) == _LOSSES:
                 self._switch_off("the loss is another function in each call; pass the same one each time")
                 return None
-            if (unknown := foreign(None, loss_of)) is not None:
-                self._switch_off(f"the loss, or what it holds, runs code that a recording may not see: {unknown}")
-                return None
             self._losses.append(loss_of)
         key = (self._losses.index(loss_of), *described, unit_B.numpy().tobytes(), _settings())
         if key not in self._shapes and len(self._shapes) < _SIGHTINGS:
@@ -305,8 +302,10 @@ class Replay:
         recorded = sum(one.first is not None or one.program is not None for one in self._shapes.values())
         if shape.first is None and recorded >= _SHAPES:
             return run(shape.unit_B)
-        if (unknown := foreign(self._model, loss_of)) is not None:  # a class or a table may have been changed since
-            self._switch_off(f"the model or the loss runs code that a recording may not see: {unknown}")
+        if (unknown := foreign(self._model, loss_of)) is not None:  # each time: a class may be changed
+            self._switch_off(
+                f"the model or the loss, or what it holds, runs code that a recording may not see: {unknown}"
+            )
             return run(shape.unit_B)
         known = shape.first.constants if shape.first is not None else []
         random, versions = _RandomStates(), _versions(known)

@@ -165,16 +165,14 @@ class Prepared:
         lengths = collate.row_lengths(dataset, limits) if pairs else row_lengths(dataset, task_of(model), limits)
         longest = int(lengths.max()) // (PairCollator.SEQUENCES if pairs else 1)
         require_positions(model, longest, "the longest row has")
-        in_steps = not pack_rows and _may_repeat(norm_method, collate, drawn)
         rows = TrainingRows(
             units=drawn,
             lengths=lengths,
             fetch=reader(dataset, model, collate, args),
-            collate=PackedCollator() if pack_rows else replace(collate, steps_to=longest) if in_steps else collate,
+            collate=PackedCollator() if pack_rows else _in_steps(collate, norm_method, drawn, longest),
             max_rows=args.per_device_train_batch_size if max_tokens is None else None,
             max_tokens=max_tokens,
             packed=pack_rows,
-            steps_to=longest if in_steps else None,
         )
         return cls(
             privacy=privacy,
@@ -281,11 +279,12 @@ def _draw_of_rows(processes: Processes, privacy: PrivacyConfig) -> np.random.Gen
     return seeded_rng(entropy if privacy.seed is None else privacy.seed)
 
 
-def _may_repeat(norm_method: NormMethod | None, collate: Any, units: UnitIndex) -> bool:
-    """Whether shapes of microbatches are to repeat, for passes that run from recordings (`NormMethod.replay`).
+def _in_steps(collate: Any, norm_method: NormMethod | None, units: UnitIndex, longest: int) -> Any:
+    """Return a collator whose shapes repeat, for passes that run from recordings (`NormMethod.replay`), or this one.
 
     With several rows of a unit in a microbatch the units of its rows differ, and it has another shape nearly each time.
     """
     wanted = norm_method is not None and norm_method.replay and units.max_rows == 1
     # The labels of "seq2seq_lm" have lengths of their own.
-    return wanted and type(collate) is RowCollator and collate.task != "seq2seq_lm"
+    fits = type(collate) is RowCollator and collate.task != "seq2seq_lm"
+    return replace(collate, steps_to=longest) if wanted and fits else collate

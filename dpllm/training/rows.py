@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from dpllm.config import ConfigError
+from dpllm.data.rows import RowCollator
 from dpllm.data.units import UnitIndex
 from dpllm.training.checks import agreement
 from dpllm.training.microbatch_size import AUTO
@@ -37,8 +38,6 @@ class TrainingRows:
             largest number that fits on the GPU, found before the first step (`dpllm.training.microbatch_size`).
         packed: whether ``collate`` concatenates rows without padding (`dpllm.data.rows.PackedCollator`). The loss is
             then `dpllm.packed_sequence_loss`, and the model runs within `dpllm.models.packing.attention_by_row`.
-        steps_to: microbatches have one of a few lengths, at most this one, and of a few numbers of rows, so that shapes
-            repeat. ``collate`` has the same `dpllm.data.rows.RowCollator.steps_to`. None: as long and as many as drawn.
 
     Raises:
         ConfigError: a field is of another kind, there are fewer lengths than rows, or ``max_tokens`` is another value.
@@ -51,7 +50,6 @@ class TrainingRows:
     max_rows: int | None
     max_tokens: int | str | None = None
     packed: bool = False
-    steps_to: int | None = None
 
     def __post_init__(self) -> None:
         """Check the kinds of the fields, and the value of `max_tokens`, which may be a word."""
@@ -105,6 +103,11 @@ class TrainingRows:
         taken = RowsTaken(list(self.fetch(np.array([number]))) * count, self.lengths[[number] * count], self.collate)
         return taken.microbatch(unit_index, int(unit_index[-1]) + 1)
 
+    @property
+    def steps_to(self) -> int | None:
+        """Return the length up to which ``collate`` pads in steps; numbers of rows are then rounded up as well."""
+        return self.collate.steps_to if isinstance(self.collate, RowCollator) else None
+
     @functools.cached_property
     def contents(self) -> str:
         """Return the hash of the rows (`dpllm.training.checks.agreement.contents`); it is computed once."""
@@ -130,11 +133,6 @@ class TrainingRows:
             self.lengths,
             self.fetch,
             self.collate,
-            {
-                "max_rows": self.max_rows,
-                "max_tokens": self.max_tokens,
-                "packed": self.packed,
-                "steps_to": self.steps_to,
-            },
+            {"max_rows": self.max_rows, "max_tokens": self.max_tokens, "packed": self.packed},
             self.contents,
         )

@@ -192,7 +192,7 @@ def test_code_of_ones_own_is_found(change):
 
 
 def test_code_that_replaces_a_packages_own_is_found(monkeypatch):
-    """A method of a class, a function of its file, an attention function that was registered, a hook on all modules."""
+    """A method of a class, a function of its file, an attention function that was registered."""
     assert foreign(llama()) is None
     with monkeypatch.context() as patch:
         patch.setattr(modeling_llama.LlamaRMSNorm, "forward", own_forward)
@@ -203,11 +203,6 @@ def test_code_that_replaces_a_packages_own_is_found(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(modeling_llama.ALL_ATTENTION_FUNCTIONS._global_mapping, "own", hook)
         assert "hook" in foreign(llama())
-    handle = register_module_forward_hook(hook)
-    try:
-        assert "hook" in foreign(llama())
-    finally:
-        handle.remove()  # it is of the process
     assert foreign(llama()) is None
 
 
@@ -267,9 +262,10 @@ def test_torch_compile_elsewhere_in_the_process_is_no_code_of_the_model():
     assert foreign(llama()) is None
 
 
-def test_a_hook_on_all_gradients_is_found():
-    """Of modules, before their backward pass."""
-    handle = register_module_full_backward_pre_hook(hook)
+@pytest.mark.parametrize("register", [register_module_forward_hook, register_module_full_backward_pre_hook])
+def test_a_hook_on_all_modules_is_found(register):
+    """After their forward pass, or before their backward pass."""
+    handle = register(hook)
     try:
         assert "hook" in foreign(llama())
     finally:
