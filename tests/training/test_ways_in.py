@@ -297,7 +297,7 @@ def renamed(changes):
 
 def test_a_second_adapter_is_refused(tmp_path, folder):
     """PEFT would stack them."""
-    model = get_peft_model(LlamaForCausalLM.from_pretrained(folder), LORA)
+    model = get_peft_model(LlamaForCausalLM.from_pretrained(folder), copy.deepcopy(LORA))
     with pytest.raises(ConfigError, match="peft_config describes an adapter, and the model has one already"):
         made(tmp_path, model, texts(), peft_config=LORA)
     with pytest.raises(ConfigError, match="model is a description and peft_config is given as well"):
