@@ -37,15 +37,15 @@ class Gate(nn.Module):
         passed: direction and tokens of everything that was let through, in order.
     """
 
-    def __init__(self, refuse: Refuse) -> None:
+    def __init__(self, refuse: Refuse, error: Callable[[], Exception] = _shortage) -> None:
         super().__init__()
-        self.refuse = refuse
+        self.refuse, self.error = refuse, error
         self.passed: list[tuple[str, int]] = []
 
     def let_through(self, direction: str, x: Tensor) -> None:
         tokens = x.shape[:-1].numel()
         if self.refuse(direction, tokens):
-            raise _shortage()
+            raise self.error()
         self.passed.append((direction, tokens))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -48,6 +48,8 @@ def words_of(error: BaseException) -> str | None:
         )
     if type(error).__name__ in _WITH_REMEDY:
         return _one_line(error)
+    if isinstance(error, RuntimeError) and "out of memory" in str(error):  # of CUDA, Triton or an accelerator
+        return f"{_OTHER_MISTAKES['OutOfMemoryError']} ({_one_line(error)[:200]})"
     for kind in type(error).__mro__:
         if kind.__name__ in _OTHER_MISTAKES:
             return f"{_OTHER_MISTAKES[kind.__name__]} ({_one_line(error)[:200]})"

@@ -31,6 +31,7 @@ from dpllm.ghost.sums import Sum
 
 # Rounding of sums in float32, over microbatches and processes; gradients in bfloat16 have a wider tolerance.
 _TOLERANCE = 1e-4
+_BLOCK = 1 << 24  # entries that are converted to float64 at a time
 _TAIL = 8.0  # P(| ||z|| - sqrt(P) | > 8) < 1e-13 for standard normal z
 _SAME = 1e-6  # two ways of adding up the squares of the same numbers in float64
 
@@ -97,7 +98,7 @@ class UpdateGuard:
     def leave(self, grad: Tensor) -> None:
         """Note this process's part of a finished gradient that the engine leaves for the optimizer."""
         if not self.done:
-            self._left = (self._left or 0.0) + float(grad.detach().double().square().sum())
+            self._left = (self._left or 0.0) + _amounts(grad)[1]
 
     def expect(self, num_units: float, num_entries: int, clip_norm: float, noise_stddev: float, scale: float) -> None:
         """Set the expected properties of a private update.
@@ -131,10 +132,9 @@ class UpdateGuard:
 
     def _see(self, grad: Any) -> None:
         local = grad.to_local() if hasattr(grad, "to_local") else grad
-        wide = local.detach().double()
         total, square, eps = self._seen
-        rounding = float(torch.finfo(local.dtype).eps)
-        self._seen = [total + float(wide.sum()), square + float(wide.square().sum()), max(eps, rounding)]
+        own_sum, own_square = _amounts(local)
+        self._seen = [total + own_sum, square + own_square, max(eps, float(torch.finfo(local.dtype).eps))]
 
     def verify(self) -> None:
         """Compare the optimizer's gradients with the sums handed in; if they match, the guard disables itself.
@@ -172,6 +172,18 @@ def _amount(total: Sum) -> float:
     return 0.0 if total.is_empty else float(total.total.sum(dtype=torch.float64))
 
 
+def _amounts(tensor: Tensor) -> tuple[float, float]:
+    """Return the sum of all entries and the sum of their squares, added in float64.
+
+    A block of entries is converted at a time: a head of 128 256 × 4096 would take 8 GB in the first step.
+    """
+    total, square = 0.0, 0.0
+    for block in tensor.detach().flatten().split(_BLOCK):
+        wide = block.double()
+        total, square = total + float(wide.sum()), square + float(wide.square().sum())
+    return total, square
+
+
 class Projections:
     """Compares gradients that an engine added up internally with the sums handed in, parameter by parameter.
 
@@ -206,7 +218,7 @@ class Projections:
         square, found = 0.0, {}
         for number, whole in wholes:
             found[number] = _project(number, whole)
-            square += float(whole.detach().double().square().sum())
+            square += _amounts(whole)[1]
         for number, value in expected.items():
             seen = found.get(number, 0.0)
             if not abs(seen - value) <= _TOLERANCE * max(math.sqrt(square), abs(value)):
@@ -215,6 +227,8 @@ class Projections:
 
 
 def _project(number: int, tensor: Tensor) -> float:
-    generator = torch.Generator(tensor.device).manual_seed(number)
-    signs = torch.randint(0, 2, tensor.shape, generator=generator, device=tensor.device, dtype=torch.int8)
-    return float(((2 * signs - 1) * tensor.detach()).sum(dtype=torch.float64))
+    generator, total = torch.Generator(tensor.device).manual_seed(number), 0.0
+    for block in tensor.detach().flatten().split(_BLOCK):
+        signs = torch.randint(0, 2, block.shape, generator=generator, device=block.device, dtype=torch.int8)
+        total += float(((2 * signs - 1) * block).sum(dtype=torch.float64))
+    return total

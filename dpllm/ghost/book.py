@@ -28,7 +28,7 @@ from dpllm.ghost.checks import (
     unmeasured_function,
     unmeasured_spread,
 )
-from dpllm.ghost.contributions import Layouts, Use
+from dpllm.ghost.contributions import Layouts, Rows, Use
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.factors import GroupFactors
 from dpllm.ghost.groups import Groups, one_group
@@ -114,6 +114,7 @@ class Book:
         self._pass: Pass | None = None
         self._receiver: Receiver | None = None
         self._again: Again | None = None
+        self._longer: Tensor | None = None  # whether a second pass since `settle` gave a unit a longer gradient
         self.checked = Checked()
         self._memory = memory.Passes(model)
         self._hooks = Hooks(model, self, self._trained.by_name, self._forget_pass)
@@ -340,9 +341,11 @@ class Book:
 
     def _begin(self, loss_B: Tensor, unit_B: Tensor, num_units: int, pooled: bool = False) -> Pass:
         """Begin a pass; ``pooled``: gradients of units are kept side by side."""
-        calls = self._hooks.calls
+        return self._begin_over(self._layouts.of(unit_B, num_units, loss_B.device), loss_B, pooled)
+
+    def _begin_over(self, rows: Rows, loss_B: Tensor, pooled: bool = False) -> Pass:
+        calls, num_units, pool = self._hooks.calls, rows.num_units, None
         calls.differentiated(len(loss_B))
-        rows, pool = self._layouts.of(unit_B, num_units, loss_B.device), None
         if pooled and self.shards is None:
             tokens = (calls.rows or len(loss_B)) * calls.tokens
             pool = Pool(self._widths, tokens, num_units, self.norm_method)
@@ -356,7 +359,7 @@ class Book:
         weight_B = (one.rows.unit_B >= 0).to(loss_B.dtype)
         try:
             with self._hooks.backward():
-                several = int(weight_B.sum()) > 1
+                several = len(one.rows.real) > 1
                 if several and not self._rows_checked:
                     self._check_rows(loss_B, weight_B)
                 with self._receiving(receiver):
@@ -482,13 +485,23 @@ class Book:
     def _second_pass(self, again: Again, factor_GU: Tensor) -> None:
         """Differentiate again, add up each layer's weighted gradient as it arrives, and check its norm."""
         first = self._of_now()
-        one = self._begin(again.loss_B, first.rows.unit_B, first.rows.num_units)
+        one = self._begin_over(first.rows, again.loss_B)
         one.weights, one.finish = first.weights, first.finish
         add_up = AddUp(one, self._hooks.calls.counts, self._tally(one, max_waiting=1))
         self._differentiate(one, again.loss_B, add_up)
         with kernels.exact_matmul(), torch.no_grad():
             sq_norm_GU, _ = one.add_norms(add_up.tally)
-        if bool(((sq_norm_GU > again.sq_norm_GU + again.slack_GU) & (factor_GU > 0)).any()):
+        longer = ((sq_norm_GU > again.sq_norm_GU + again.slack_GU) & (factor_GU > 0)).any()
+        self._longer = longer if self._longer is None else self._longer | longer
+
+    def settle(self) -> None:
+        """Read what the second passes since the last call have measured; the host waits for them.
+
+        Raises:
+            GhostError: one gave a unit a longer gradient than the first pass, from which its clip factor comes.
+        """
+        longer, self._longer = self._longer, None
+        if longer is not None and bool(longer):
             raise not_repeatable()
 
     # ------------------------------------------------------------------ clipped sums

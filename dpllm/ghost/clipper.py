@@ -93,6 +93,11 @@ class GhostClipper(UnitClipper):
 
     def clip(self, losses: Tensor, unit_index: Tensor | None = None, finish: Finish | None = None) -> ClipResult:
         """See `UnitClipper.clip`."""
+        result = self._clip(losses, unit_index, finish)
+        self.settle()
+        return result
+
+    def _clip(self, losses: Tensor, unit_index: Tensor | None, finish: Finish | None) -> ClipResult:
         unit_B, num_units = self._check(losses, unit_index)
         clipping = self._held.for_model(self.clipping)
         early = GroupFactors.of(clipping, self._book.num_groups) if self._group_P is None else None
@@ -107,7 +112,8 @@ class GhostClipper(UnitClipper):
     ) -> tuple[Tensor, ClipResult]:
         """See `UnitClipper.run`."""
         if self._replay is None or unit_index is None or self._book.holds_rows or not self._book.checked.rows:
-            return super().run(loss_of, inputs, unit_index, finish)
+            losses = loss_of(inputs)
+            return losses.detach(), self._clip(losses, unit_index, finish)
         clipping = self._held.for_model(self.clipping)
         early = GroupFactors.of(clipping, self._book.num_groups) if self._group_P is None else None
         units_B, num_units = self._check_units(unit_index, unit_index.shape)
@@ -121,6 +127,10 @@ class GhostClipper(UnitClipper):
 
         losses, sq_norm_GU, slack_GU = self._replay.norms(loss_of, inputs, units_B, run)
         return losses, self._weighed(sq_norm_GU, slack_GU, clipping, early)
+
+    def settle(self) -> None:
+        """See `UnitClipper.settle`."""
+        self._book.settle()
 
     @property
     def replays(self) -> int:

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpllm.data.transfer import send_array
 from dpllm.ghost import kernels
 from dpllm.ghost.instances import Slot
 from dpllm.ghost.norm_method import NormMethod
@@ -67,12 +68,18 @@ class Rows:
         num_units: U.
         groups: the units that have rows, by their number of rows.
         in_order: whether row b is unit b, for all rows.
+        real: the numbers of the rows that belong to a unit, ascending; known to the host.
+        real_R: the same on the device.
+        unit_R: their units.
     """
 
     unit_B: Tensor
     num_units: int
     groups: tuple[Group, ...]
     in_order: bool
+    real: np.ndarray
+    real_R: Tensor
+    unit_R: Tensor
 
     @classmethod
     def of(cls, unit_B: Tensor, num_units: int, device: torch.device | None = None) -> Rows:
@@ -84,18 +91,24 @@ class Rows:
             device: the device on which the rows are used; None: that of ``unit_B``.
         """
         device = unit_B.device if device is None else device
-        unit = unit_B.cpu().numpy()
-        order = np.argsort(unit, kind="stable")[int((unit < 0).sum()) :]  # rows, those of a unit side by side
+        unit = unit_B.cpu().numpy().astype(np.int64)
+        (real,) = np.nonzero(unit >= 0)
+        order = np.argsort(unit, kind="stable")[len(unit) - len(real) :]  # rows, those of a unit side by side
         counts = np.bincount(unit[order], minlength=num_units)
         starts = np.cumsum(counts) - counts
-        groups = []
+        parts, every = [unit, real, unit[real]], []
         for count in np.unique(counts[counts > 0]):
             (units,) = np.nonzero(counts == count)
             rows_GN = order[starts[units][:, None] + np.arange(count)]
-            every = np.array_equal(rows_GN.ravel(), np.arange(len(unit)))
-            groups.append(Group(torch.from_numpy(units).to(device), torch.from_numpy(rows_GN).to(device), every))
+            every.append(np.array_equal(rows_GN.ravel(), np.arange(len(unit))))
+            parts += [units, rows_GN]
+        sent = send_array(np.concatenate([part.ravel() for part in parts]), device)  # one copy for all
+        own_B, real_R, unit_R, *of_groups = (
+            part_.view(part.shape) for part, part_ in zip(parts, sent.split([part.size for part in parts]), strict=True)
+        )
+        groups = map(Group, of_groups[::2], of_groups[1::2], every)
         in_order = np.array_equal(unit, np.arange(num_units))
-        return cls(unit_B.to(device), num_units, tuple(groups), in_order)
+        return cls(own_B, num_units, tuple(groups), in_order, real, real_R, unit_R)
 
     @classmethod
     def one_unit(cls, device: torch.device) -> Rows:
@@ -106,9 +119,16 @@ class Rows:
         """Sum the values of each unit's rows, (B, ...) to (U, ...); padding rows are left out."""
         if self.in_order:
             return value_B
-        keep_B = self.unit_B >= 0
         total = value_B.new_zeros(self.num_units, *value_B.shape[1:])
-        return total.index_add_(0, self.unit_B[keep_B], value_B[keep_B])
+        return self._add_rows_(total, value_B, 0)
+
+    def _add_rows_(self, total_U: Tensor, value_N: Tensor, start: int) -> Tensor:
+        """Add the values of N rows that follow each other, from row ``start`` on, to those of their units."""
+        first, last = np.searchsorted(self.real, (start, start + len(value_N))).tolist()
+        unit_R = self.unit_R[first:last]
+        if last - first < len(value_N):  # some rows are padding, whose values may not be finite
+            value_N = value_N.index_select(0, self.real_R[first:last] - start)
+        return total_U.index_add_(0, unit_R, value_N)
 
     def sum_formed(self, form: Callable[[slice], Tensor], entries: int) -> Tensor:
         """Apply `sum_rows` to values that ``form`` computes for a few rows at a time, to limit memory.
@@ -123,11 +143,10 @@ class Rows:
             return self.sum_rows(form(slice(None)))
         total: Tensor | None = None
         for start in range(0, num_rows, chunk):
-            here = slice(start, start + chunk)
-            value, unit = form(here), self.unit_B[here]
+            value = form(slice(start, start + chunk))
             if total is None:
                 total = value.new_zeros(self.num_units, *value.shape[1:])
-            total.index_add_(0, unit[unit >= 0], value[unit >= 0])
+            self._add_rows_(total, value, start)
         assert total is not None, "there are rows"
         return total
 
@@ -146,7 +165,7 @@ class Layouts:
             if key not in self._known:
                 if len(self._known) == _LAYOUTS:
                     self._known.clear()
-                self._known[key] = Rows.of(unit_B.clone(), num_units, device)  # the caller may change its own
+                self._known[key] = Rows.of(unit_B, num_units, device)
             return self._known[key]
 
 
@@ -192,6 +211,10 @@ class Instance:
         del norm_method
         if self.slot is not None:
             total.take_(self.slot.weighted(weights.factor))
+            return
+        if len(self.value_U) == 1:  # one unit, whose gradient may be as large as the parameter: no copy for its zeros
+            factor = weights.factor.to(total.dtype)[0]
+            total.take_((self.value_U[0].to(total.dtype) * factor).masked_fill_(factor == 0, 0))
             return
         value_U, factor_U = weights.kept(self.value_U)
         total.take_(torch.tensordot(factor_U.to(total.dtype), value_U.to(total.dtype), dims=1))

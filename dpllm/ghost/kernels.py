@@ -302,16 +302,16 @@ def lookup_norms(index_BT: Tensor, right_BTR: Tensor, unit_B: Tensor, num_units:
         num_entries: V, rows of the table.
     """
     dtype = accumulation_dtype(right_BTR.dtype)
-    keep_B = unit_B >= 0
-    keys, order = torch.sort((unit_B[keep_B][:, None] * num_entries + index_BT[keep_B]).flatten(), stable=True)
+    unit_B1 = torch.where(unit_B >= 0, unit_B, num_units)[:, None]  # padding rows are one more unit: no selection waits
+    keys, order = torch.sort((unit_B1 * num_entries + index_BT).flatten(), stable=True)
     slot_sorted = torch.zeros_like(keys)
     slot_sorted[1:] = (keys[1:] != keys[:-1]).cumsum(0)
     slot = torch.empty_like(keys).scatter_(0, order, slot_sorted)
     unit_of_slot = torch.zeros_like(keys).scatter_(0, slot_sorted, keys // max(1, num_entries))
     slots = torch.zeros(keys.numel(), right_BTR.shape[2], dtype=dtype, device=right_BTR.device)
-    slots.index_add_(0, slot, right_BTR[keep_B].to(dtype).flatten(0, 1))
-    total_U = torch.zeros(num_units, dtype=dtype, device=slots.device)
-    return total_U.index_add_(0, unit_of_slot, slots.square().sum(1))  # a slot without tokens adds 0
+    slots.index_add_(0, slot, right_BTR.to(dtype).flatten(0, 1))
+    total_U = torch.zeros(num_units + 1, dtype=dtype, device=slots.device)
+    return total_U.index_add_(0, unit_of_slot, slots.square().sum(1))[:num_units]  # a slot without tokens adds 0
 
 
 def sum_tokens(grad: Tensor, keep: int = 1) -> Tensor:

@@ -15,7 +15,24 @@ from torch import Tensor, nn
 from dpllm.ghost import kernels
 from dpllm.ghost.call import flatten_tensors
 
+SHORTAGES = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "can't allocate memory")
+"""What errors say where memory ran out beside PyTorch's own allocator: CUDA's and Triton's launches, cuBLAS, cuDNN, and
+the CPU's allocator. They are plain RuntimeErrors."""
+
 _SHARE = 0.8  # of the free memory that may be filled: the backward pass needs some of it too
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Return whether an error says that the device, or the host, has no memory left.
+
+    >>> is_shortage(torch.OutOfMemoryError("Tried to allocate 2.00 GiB."))
+    True
+    >>> is_shortage(RuntimeError("Triton Error [CUDA]: out of memory")), is_shortage(RuntimeError("shape mismatch"))
+    (True, False)
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in SHORTAGES)
 
 
 class Passes:

@@ -11,12 +11,14 @@ Shape suffixes: B rows, T tokens of the longest row, N tokens of all rows togeth
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dpllm.data.labels import BOUNDARIES
+from dpllm.data.transfer import host_values
 from dpllm.ghost.errors import GhostError, NoRuleError
 
 _KEPT = 2  # one output gradient, and the input that several layers share
@@ -47,19 +49,18 @@ class PackedRows:
         boundaries = kwargs.get(BOUNDARIES)
         if boundaries is None:
             return
-        lengths_B = boundaries.diff() if boundaries.ndim == 1 else boundaries.new_empty(0)
-        self.lengths = lengths_B.tolist()
-        if not self.lengths or int(boundaries[0]) != 0 or min(self.lengths) < 1:
+        known = host_values(boundaries).tolist() if boundaries.ndim == 1 else []
+        self.lengths = [end - begin for begin, end in itertools.pairwise(known)]
+        if not self.lengths or known[0] != 0 or min(self.lengths) < 1:
             raise GhostError(
                 f"{BOUNDARIES} is {boundaries.tolist()}; the places where packed rows begin are needed, rising from 0, "
                 "and finally the number of all their tokens."
             )
-        lengths_B = lengths_B.long()
-        num_rows, longest = len(self.lengths), max(self.lengths)
-        rows = torch.arange(num_rows, device=boundaries.device)
-        self._row_N = torch.repeat_interleave(rows, lengths_B)
-        begin_N = torch.repeat_interleave(boundaries[:-1].long(), lengths_B)
-        self._slot_N = self._row_N * longest + torch.arange(len(self._row_N), device=boundaries.device) - begin_N
+        device, tokens, longest = boundaries.device, known[-1], max(self.lengths)
+        lengths_B, rows = boundaries.diff().long(), torch.arange(len(self.lengths), device=device)
+        self._row_N = torch.repeat_interleave(rows, lengths_B, output_size=tokens)
+        begin_N = torch.repeat_interleave(boundaries[:-1].long(), lengths_B, output_size=tokens)
+        self._slot_N = self._row_N * longest + torch.arange(tokens, device=device) - begin_N
 
     def stop(self) -> None:
         """Release the tensors that were cut."""

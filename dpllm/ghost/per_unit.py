@@ -232,6 +232,9 @@ class PerUnitClipper(UnitClipper):
             # Widened first: a product in bfloat16 would be rounded away from the gradient whose norm was bounded.
             total.add_(gradient.to(total.dtype), alpha=factor)
 
+    def settle(self) -> None:
+        """Do nothing: `clip` has read what it measured."""
+
     # -------------------------------------------------------------------- checks
 
     def row_norms(self, losses: Tensor, unit_index: Tensor) -> Tensor:

@@ -165,13 +165,19 @@ class Weights:
     factor: Tensor
 
     @functools.cached_property
-    def keep(self) -> Tensor | None:
-        """The rows or units that contribute; None: all. On a GPU, finding them waits for the device."""
+    def _keep(self) -> Tensor | None:
+        """The rows or units that contribute; None: all."""
         (keep,) = torch.nonzero(self.factor, as_tuple=True)
         return None if keep.numel() == self.factor.numel() else keep
 
     def kept(self, *values: Tensor) -> tuple[Tensor, ...]:
-        """Return the values of the rows or units that contribute, and their factors: 0 * inf would be NaN."""
-        if self.keep is None:
+        """Return values of rows or units, and their factors, so that factor 0 contributes 0: 0 * inf would be NaN.
+
+        On the CPU they are selected. On a device, where a selection would make the host wait, they are zeroed.
+        """
+        if self.factor.device.type != "cpu":
+            zero = self.factor == 0
+            return *(value.masked_fill(zero.view(-1, *[1] * (value.ndim - 1)), 0) for value in values), self.factor
+        if self._keep is None:
             return *values, self.factor
-        return *(value[self.keep] for value in values), self.factor[self.keep]
+        return *(value[self._keep] for value in values), self.factor[self._keep]

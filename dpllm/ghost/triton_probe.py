@@ -12,6 +12,7 @@ import warnings
 import torch
 
 from dpllm.ghost import triton_programs as programs
+from dpllm.ghost.memory import is_shortage
 
 OLDEST = (8, 0)
 """The least compute capability, of Ampere. On older GPUs programs spill kilobytes of registers."""
@@ -41,9 +42,9 @@ def _problem(device: torch.device) -> str | None:
         return f"its compute capability is {'.'.join(map(str, capability))}, and they need at least 8.0 (Ampere)"
     try:
         found = _run(device)
-    except torch.OutOfMemoryError:
-        raise  # says nothing about Triton
     except Exception as error:  # of a compiler, an assembler, a linker, a driver or a folder for the cache
+        if is_shortage(error):
+            raise  # says nothing about Triton
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         return (
             f"Triton could not compile a program ({type(error).__name__}: {first_line}). It needs a C compiler, the "

@@ -179,7 +179,9 @@ class UnitClipper(abc.ABC):
         unit_index: Tensor | None = None,
         finish: Finish | None = None,
     ) -> tuple[Tensor, ClipResult]:
-        """Compute the losses of a microbatch, and do the same as `clip`.
+        """Compute the losses of a microbatch, and do the same as `clip`, without waiting for the device.
+
+        What `clip` reads from the device to refuse it is read by `settle`, once for all microbatches of a step.
 
         Args:
             loss_of: the inputs to one loss per row (B,), with a graph.
@@ -192,6 +194,15 @@ class UnitClipper(abc.ABC):
         """
         losses = loss_of(inputs)
         return losses.detach(), self.clip(losses, unit_index, finish)
+
+    @abc.abstractmethod
+    def settle(self) -> None:
+        """Read what the calls of `run` have measured on the device. Call it before their sums are used.
+
+        Raises:
+            GhostError: with two backward passes, the second gave a unit a longer gradient than the first, from which
+                its clip factor comes: no sum since the last call of this method may be released.
+        """
 
     @abc.abstractmethod
     def row_norms(self, losses: Tensor, unit_index: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from dpllm.config import ConfigError
 from dpllm.data.labels import END, IGNORE, START
+from dpllm.data.transfer import host_values
 
 CHUNK_ENTRIES = 1 << 24
 """Float32 logits that exist at a time: 64 MiB."""
@@ -156,7 +157,7 @@ def packed_sequence_loss(logits: Tensor, labels: Tensor, cu_seq_lens: Tensor) ->
     tensor([2.3026, 2.3026])
     """
     _check(logits, labels)
-    if len(labels) != 1 or cu_seq_lens.ndim != 1 or int(cu_seq_lens[-1]) != labels.shape[1]:
+    if len(labels) != 1 or cu_seq_lens.ndim != 1 or int(host_values(cu_seq_lens)[-1]) != labels.shape[1]:
         raise ValueError(
             f"One row of all tokens and the places where rows begin are needed; labels are {tuple(labels.shape)}, and "
             f"the last of the boundaries, {tuple(cu_seq_lens.shape)}, is {cu_seq_lens.flatten()[-1:].tolist()}."

@@ -13,7 +13,6 @@ tokens is kept. Like the division of a logical batch, it has no influence on the
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from dpllm.engines.optimizers import innermost
 from dpllm.ghost import UnitClipper
 from dpllm.ghost.kernels import accumulation_dtype
+from dpllm.ghost.memory import is_shortage
 from dpllm.ghost.sums import Sum
 from dpllm.training.microbatches import Microbatch
 from dpllm.training.out_of_memory import OutOfMemory, attempt, free_memory
@@ -188,10 +188,13 @@ def _trial(clipper: UnitClipper, microbatch: Microbatch, loss_of: Callable[[Mapp
     if isinstance(attempt(clipper, microbatch, loss_of, check_rows), OutOfMemory):
         return False
     fits = False
-    with contextlib.suppress(torch.OutOfMemoryError):
+    try:
         for p in clipper.parameters.values():
             clipper.add_clipped_sum_(p, Sum.of(p))
         fits = True
+    except RuntimeError as error:
+        if not is_shortage(error):
+            raise
     clipper.forget()
     free_memory()
     return fits

@@ -119,6 +119,27 @@ class Microbatch:
         return first, rest
 
 
+class StepBatch:
+    """The microbatches of one process in a step, whose number is known before their rows are fetched.
+
+    Args:
+        count: of the microbatches, at least one.
+        made: returns an iterator that fetches and collates one after another.
+    """
+
+    def __init__(self, count: int, made: Callable[[], Iterator[Microbatch]]) -> None:
+        """Fetch nothing yet."""
+        self._count, self._made = count, made
+
+    def __len__(self) -> int:
+        """The number of microbatches."""
+        return self._count
+
+    def __iter__(self) -> Iterator[Microbatch]:
+        """Fetch and collate one microbatch after another."""
+        return self._made()
+
+
 def microbatches(
     fetch: Callable[[np.ndarray], Sequence[Any]],
     collate: Callable[[list[Any]], Mapping[str, Any]],
@@ -133,8 +154,8 @@ def microbatches(
     key: int = 0,
     one_unit: bool = False,
     steps_to: int | None = None,
-) -> Iterator[Microbatch]:
-    """Cut the units drawn for one step into the microbatches of one process.
+) -> StepBatch:
+    """Cut the units drawn for one step into the microbatches of one process; rows are fetched when it is iterated over.
 
     Args:
         fetch: row numbers to rows.
@@ -154,7 +175,8 @@ def microbatches(
             next of a few numbers of rows, so that shapes repeat (`dpllm.data.steps`). None: neither.
 
     Raises:
-        ValueError: the collator returned another number of rows than it was given.
+        ValueError: a bound is missing or below 1; or, during the iteration, the collator returned another number of
+            rows than it was given.
     """
     for name, bound in (("max_rows", max_rows), ("max_tokens", max_tokens)):
         if bound is not None and bound < 1:
@@ -182,18 +204,25 @@ def microbatches(
         pieces.append(list(_pieces(rows_of_unit[owner == process], its, room, cut)))
     mine = owner[unit] == rank
     rows, tokens, unit = rows[mine], tokens[mine], np.cumsum(owner == rank)[unit[mine]] - 1
-    room, is_whole = _room(tokens, max_rows, max_tokens, packed), True
-    for (start, stop, continues), share in zip(pieces[rank], _shares(tokens, pieces[rank], packed), strict=True):
-        here = unit[start:stop]
-        num_units = 0 if continues else int(here[-1] - here[0]) + 1
-        added, is_whole = is_whole and not continues and not one_unit and steps_to is not None, not continues
-        more = rows_in_steps(stop - start, int(room[start])) - (stop - start) if added else 0
-        numbers = np.pad(rows[start:stop], (0, more), "edge")  # the shortest row again
-        taken = RowsTaken(fetch(numbers), lengths[numbers], collate)
-        unit_index = np.pad(here - here[0], (0, more), constant_values=PADDING_UNIT)
-        yield taken.microbatch(unit_index, num_units, continues, share)
-    for _ in range(max(1, *map(len, pieces)) - len(pieces[rank])):
-        yield Microbatch(*_collated(fetch(np.asarray(units.rows[:1])), collate, np.array([PADDING_UNIT])), num_units=0)
+    room, shares = _room(tokens, max_rows, max_tokens, packed), _shares(tokens, pieces[rank], packed)
+    count = max(1, *map(len, pieces))
+
+    def made() -> Iterator[Microbatch]:
+        is_whole = True
+        for (start, stop, continues), share in zip(pieces[rank], shares, strict=True):
+            here = unit[start:stop]
+            num_units = 0 if continues else int(here[-1] - here[0]) + 1
+            added, is_whole = is_whole and not continues and not one_unit and steps_to is not None, not continues
+            more = rows_in_steps(stop - start, int(room[start])) - (stop - start) if added else 0
+            numbers = np.pad(rows[start:stop], (0, more), "edge")  # the shortest row again
+            taken = RowsTaken(fetch(numbers), lengths[numbers], collate)
+            unit_index = np.pad(here - here[0], (0, more), constant_values=PADDING_UNIT)
+            yield taken.microbatch(unit_index, num_units, continues, share)
+        for _ in range(count - len(pieces[rank])):
+            row = fetch(np.asarray(units.rows[:1]))
+            yield Microbatch(*_collated(row, collate, np.array([PADDING_UNIT])), num_units=0)
+
+    return StepBatch(count, made)
 
 
 def deal(unit_ids: np.ndarray, size: int, key: int) -> np.ndarray:

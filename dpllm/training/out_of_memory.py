@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dpllm.data.transfer import pin, send
 from dpllm.ghost import UnitClipper
+from dpllm.ghost.memory import is_shortage
 from dpllm.ghost.sums import Finish
 from dpllm.training.microbatches import Microbatch
-
-_Item = TypeVar("_Item")
+from dpllm.training.prefetch import FetchThread
 
 
 class MicrobatchTooLargeError(RuntimeError):
@@ -67,7 +69,7 @@ def attempt(
     Args:
         clipper: attached to the model.
         microbatch: the microbatch to run.
-        loss_of: a microbatch's inputs to one loss per row (B,).
+        loss_of: a microbatch's inputs, on the device of the trained parameters, to one loss per row (B,).
         check_rows: measure first that rows are independent.
         finish: see `UnitClipper.clip`; the caller drops what it made after `OutOfMemory`.
 
@@ -76,7 +78,9 @@ def attempt(
     """
     try:
         return _pass(clipper, microbatch, loss_of, check_rows, finish)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_shortage(error):
+            raise
         message = str(error)
     # The exception was deleted, and with it the frames that held the tensors of the pass.
     clipper.forget()
@@ -91,14 +95,20 @@ def _pass(
     check_rows: bool,
     finish: Finish | None,
 ) -> Passed:
+    inputs = send(microbatch.inputs, device_of(clipper))
     if check_rows:
-        clipper.check_rows(lambda: loss_of(microbatch.inputs), microbatch.unit_index)
+        clipper.check_rows(lambda: loss_of(inputs), microbatch.unit_index)
     if microbatch.continues:
-        loss_B = loss_of(microbatch.inputs)
+        loss_B = loss_of(inputs)
         clipper.hold(loss_B)
         return Passed(loss_B.detach(), None)
-    loss_B, result = clipper.run(loss_of, microbatch.inputs, microbatch.unit_index, finish)
+    loss_B, result = clipper.run(loss_of, inputs, microbatch.unit_index, finish)
     return Passed(loss_B, result.norms)
+
+
+def device_of(clipper: UnitClipper) -> torch.device:
+    """Return the device of the first trained parameter, to which the inputs of the model are sent."""
+    return next(iter(clipper.parameters.values())).device
 
 
 def free_memory() -> None:
@@ -111,8 +121,12 @@ def free_memory() -> None:
 class Portions:
     """The microbatches of a step in the order in which they are run; one that is too large is run in parts.
 
+    A context: while it lasts, one thread fetches and collates all of them. An error in it is raised where the step
+    would have met it without the thread, and no thread is left behind.
+
     Args:
-        batch: the microbatches of this process, at least one.
+        batch: the microbatches of this process, at least one. One whose length is unknown is read as a whole first.
+        device: to which the microbatches are sent.
         divisible: whether this process may run more microbatches than the others. False where the processes run in
             lockstep, since each waits for all at every layer.
 
@@ -121,24 +135,49 @@ class Portions:
         num_divided: how often memory ran out.
     """
 
-    def __init__(self, batch: Iterable[Microbatch], divisible: bool) -> None:
+    def __init__(self, batch: Iterable[Microbatch], device: torch.device, divisible: bool) -> None:
         """Begin before the first microbatch."""
-        self._batch, self._divisible = batch, divisible
+        sized: Any = batch if isinstance(batch, Sized) else list(batch)
+        self._fetches, self._to_come = iter(sized), len(sized)
+        self._next: Future[Microbatch] | None = None
+        self._thread, self._divisible = FetchThread(device), divisible
         self._waiting: deque[Microbatch] = deque()
         self.max_tokens: int | None = None
         self.num_divided = 0
 
+    def __enter__(self) -> Portions:
+        """Begin to fetch when the first portion is taken."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Wait for a fetch that is under way, drop its result, and end the thread."""
+        self._thread.close()
+
+    def fetch_ahead(self) -> None:
+        """Let the thread fetch the microbatch after the present one, if there is one that it has not begun with."""
+        if self._next is None and self._to_come:
+            self._to_come -= 1
+            self._next = self._thread.submit(lambda: _pinned(next(self._fetches)))
+
     def __iter__(self) -> Iterator[tuple[Microbatch, bool]]:
         """Yield each portion, and whether it is the last of the step (unless it is divided)."""
-        for microbatch, last in _with_last(self._batch):
+        while self._to_come or self._next:
+            self.fetch_ahead()
+            assert self._next is not None, "there is one to come"
+            microbatch, self._next = self._next.result(), None
             self._waiting.append(microbatch)
             while self._waiting:
                 portion = self._waiting.popleft()
                 too_large = self.max_tokens is not None and portion.num_tokens > self.max_tokens
-                if too_large and (halves := portion.halves()):
+                if too_large and (halves := self._halves(portion)):
                     self._put_back(halves)
                 else:
-                    yield portion, last and not self._waiting
+                    yield portion, not (self._waiting or self._next or self._to_come)
+
+    def _halves(self, portion: Microbatch) -> tuple[Microbatch, Microbatch] | None:
+        """Divide a portion in the thread, since the collator is called again."""
+        halves = self._thread.submit(portion.halves).result()
+        return None if halves is None else (_pinned(halves[0]), _pinned(halves[1]))
 
     def divide(self, portion: Microbatch, shortage: OutOfMemory) -> None:
         """Repeat the last portion in halves, and yield no later portion that is larger than these.
@@ -151,7 +190,7 @@ class Portions:
             MicrobatchTooLargeError: it cannot be divided; the message has the remedy.
         """
         rows = len(portion.unit_index)
-        halves = portion.halves() if self._divisible else None
+        halves = self._halves(portion) if self._divisible else None
         if halves is None:
             raise MicrobatchTooLargeError(self._advice(portion, rows, shortage))
         self.num_divided += 1
@@ -181,11 +220,5 @@ class Portions:
         )
 
 
-def _with_last(items: Iterable[_Item]) -> Iterator[tuple[_Item, bool]]:
-    """Yield each item, and whether it is the last."""
-    iterator = iter(items)
-    held = next(iterator)
-    for following in iterator:
-        yield held, False
-        held = following
-    yield held, True
+def _pinned(microbatch: Microbatch) -> Microbatch:
+    return replace(microbatch, inputs=pin(microbatch.inputs))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from dpllm.config import ConfigError
@@ -19,6 +20,7 @@ from dpllm.data.units import UnitIndex
 from dpllm.training.checks import agreement
 from dpllm.training.microbatch_size import AUTO
 from dpllm.training.microbatches import Microbatch, RowsTaken
+from dpllm.training.prefetch import FetchThread
 
 LossOf = Callable[[Any, Mapping[str, Any]], Tensor]
 """Function from a module and a microbatch's inputs to one loss per row (B,), each computed only from its own row."""
@@ -76,10 +78,11 @@ class TrainingRows:
             raise ConfigError(f'max_tokens is {self.max_tokens!r}; give a whole number, "auto" or None')
 
     def try_fetch(self) -> None:
-        """Fetch one row, so that a function of another kind is found before anything is charged.
+        """Fetch one row, here and in a thread as steps do, so that a mistake is found before anything is charged.
 
         Raises:
-            ConfigError: it fails, or does not return a sequence with the row.
+            ConfigError: it fails, only the thread that opened the data can read them, or ``fetch`` does not return a
+                sequence with the row.
         """
         remedy = (
             "fetch gets an array of row numbers and returns a list of rows: "
@@ -94,6 +97,18 @@ class TrainingRows:
             raise ConfigError(
                 f"For one row number, fetch returned a {type(found).__name__}{shown}, not one row. {remedy}"
             )
+        thread = FetchThread(torch.device("cpu"))
+        try:
+            thread.submit(lambda: self.fetch(np.asarray(self.units.rows[:1]))).result()
+        except Exception as error:
+            raise ConfigError(
+                f"fetch returned row {self.units.rows[0]} in this thread and failed in another "
+                f"({type(error).__name__}: {error}). Steps fetch rows in a thread of their own, one call at a time. "
+                "Open files and connections within fetch, or so that another thread may use them (sqlite3.connect(..., "
+                "check_same_thread=False))"
+            ) from error
+        finally:
+            thread.close()
 
     def longest(self, count: int) -> Microbatch:
         """Return a microbatch of `count` copies of the longest row, each unit with the most rows that a unit has."""

@@ -46,7 +46,7 @@ from dpllm.training.checks.steering import Steering
 from dpllm.training.checks.turns import mode_now
 from dpllm.training.draws import Draws
 from dpllm.training.entropy import RunEntropy
-from dpllm.training.microbatches import Microbatch, microbatches
+from dpllm.training.microbatches import StepBatch, microbatches
 from dpllm.training.noted import note_units, note_users
 from dpllm.training.rows import LossOf, TrainingRows
 from dpllm.training.shared_folder import require_shared_folder
@@ -176,6 +176,7 @@ class PrivateRun:
             LedgerError: the folder holds no run, or a run with another plan, other rows or another budget file.
         """
         require_shared_folder(folder, Processes())
+        rows.try_fetch()
         ledger = SharedLedger.open(Path(folder) / LEDGER_FILE, plan, Processes(), budget_file, rows.contents)
         with ledger.ended_on_failure():
             run = cls(plan, rows, ledger, noise_memory=noise_memory)
@@ -404,7 +405,7 @@ class PrivateRun:
         self._note(done)
         return done
 
-    def _microbatches(self, unit_ids: np.ndarray, max_tokens: int | None, share: Division) -> Iterator[Microbatch]:
+    def _microbatches(self, unit_ids: np.ndarray, max_tokens: int | None, share: Division) -> StepBatch:
         """This process's share of the drawn units."""
         return microbatches(
             fetch=self.rows.fetch,

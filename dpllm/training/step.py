@@ -11,9 +11,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from dpllm.data.transfer import send_array
 from dpllm.engines.processes import OtherProcessError, Processes, found_by
 from dpllm.engines.protocol import Engine
 from dpllm.engines.replicas import Replicas
@@ -23,7 +25,7 @@ from dpllm.privacy.plan import PrivacyPlan
 from dpllm.training.adapting import StepStatistic
 from dpllm.training.checks.outstanding import Charges
 from dpllm.training.microbatches import Microbatch
-from dpllm.training.out_of_memory import OutOfMemory, Passed, Portions, attempt
+from dpllm.training.out_of_memory import OutOfMemory, Passed, Portions, attempt, device_of
 from dpllm.training.release import Release
 
 Progress = Callable[[float], None]
@@ -81,7 +83,7 @@ def private_step(
         clipper: attached to the model, with the plan's clipping. If it adapts, it has the next step's threshold
             afterwards.
         batch: the microbatches of this process; the same number on every process.
-        loss_of: a microbatch's inputs to one loss per row (B,).
+        loss_of: a microbatch's inputs, on the device of the trained parameters, to one loss per row (B,).
         plan: the constants.
         engine: `dpllm.engines.engine_for` the prepared model. It leaves the private gradient in ``.grad`` for
             ``optimizer.step()``, or, DeepSpeed, has updated the parameters.
@@ -108,21 +110,24 @@ def private_step(
     release = Release(clipper, plan, engine, noise, number - first)
     replicas = Replicas(clipper.parameters, engine.processes)  # the present weights; compared before any use
     tally, statistic = _Tally(clipper.threshold, progress), StepStatistic(clipper, plan, noise)
-    portions = Portions(batch, divisible=not engine.lockstep)
+    portions = Portions(batch, device_of(clipper), divisible=not engine.lockstep)
 
     def up_to_the_last_sum() -> Microbatch:  # which is collected by the caller
-        for microbatch, last in portions:
-            to_check, finish = _has_to_check_rows(clipper, microbatch, engine), release.finisher(microbatch, last)
-            passed = attempt(clipper, microbatch, loss_of, to_check, finish)
-            if isinstance(passed, OutOfMemory):
-                release.drop()
-                portions.divide(microbatch, passed)
-                continue
-            tally.add(passed, microbatch)
-            statistic.add(passed.norm_U)
-            if last:
-                return microbatch
-            release.collect(microbatch, last=False)
+        with portions:
+            for microbatch, last in portions:
+                to_check, finish = _has_to_check_rows(clipper, microbatch, engine), release.finisher(microbatch, last)
+                if not to_check:  # the collator is not called while rows are compared
+                    portions.fetch_ahead()
+                passed = attempt(clipper, microbatch, loss_of, to_check, finish)
+                if isinstance(passed, OutOfMemory):
+                    release.drop()
+                    portions.divide(microbatch, passed)
+                    continue
+                tally.add(passed, microbatch)
+                statistic.add(passed.norm_U)
+                if last:
+                    return microbatch
+                release.collect(microbatch, last=False)
         raise AssertionError("every step has a microbatch")
 
     if engine.lockstep:  # the passes themselves communicate
@@ -132,7 +137,12 @@ def private_step(
         microbatch = engine.processes.all_or_none(up_to_the_last_sum, f"step {number + 1}")
     with _waited_for(engine.processes):
         release.collect(microbatch, last=True)
-    error = found_by(before_update)
+
+    def ready() -> None:
+        clipper.settle()
+        before_update()
+
+    error = found_by(ready)
     done, checksums, failed = tally.over(engine, portions, replicas, error)
     try:
         Replicas.check(checksums, number + 1)
@@ -222,22 +232,24 @@ class _Tally:
 
     def __init__(self, clip_norm: float, progress: Progress) -> None:
         self._clip_norm, self._progress, self._done = clip_norm, progress, 0.0
-        self._units = 0
-        self._counts: Tensor | None = None  # sum of losses, rows, non-finite units, clipped units
+        self._units = self._rows = 0
+        self._counts: Tensor | None = None  # sum of losses, non-finite units, clipped units
 
     def add(self, passed: Passed, microbatch: Microbatch) -> None:
         loss_B = passed.loss_B
         norm_U = loss_B.new_zeros(0) if passed.norm_U is None else passed.norm_U
-        real_B = microbatch.unit_index.to(loss_B.device) >= 0
+        real = np.flatnonzero(microbatch.unit_index.numpy() >= 0)
+        if len(real) < len(loss_B):
+            loss_B = loss_B.index_select(0, send_array(real, loss_B.device))
         counts = torch.stack(
             [
-                torch.where(real_B, loss_B, 0).double().sum(),
-                real_B.sum().double(),
+                loss_B.double().sum(),
                 (~torch.isfinite(norm_U)).sum().double(),
                 (norm_U > self._clip_norm).sum().double(),
             ]
         )
         self._counts = counts if self._counts is None else self._counts + counts
+        self._rows += len(real)
         self._units += microbatch.num_units
         self._done += microbatch.share
         self._progress(min(1.0, self._done))
@@ -248,12 +260,12 @@ class _Tally:
         """Return the counts over all processes, and each process's numbers for `Replicas.check` and error flag."""
         assert self._counts is not None, "every step has a microbatch"
         processes = engine.processes
-        here = [*self._counts.tolist(), self._units, portions.num_divided]
+        here = [*self._counts.tolist(), self._rows, self._units, portions.num_divided]
         if not engine.division.counts:  # another process has the same rows
             here = [0.0] * len(here)
         everywhere = processes.gather_numbers([*here, *replicas.numbers(), float(error is not None)])
         counts = torch.tensor([one[: len(here)] for one in everywhere], dtype=torch.float64).sum(dim=0)
-        loss, rows, nonfinite, clipped, units, divided = counts.tolist()
+        loss, nonfinite, clipped, rows, units, divided = counts.tolist()
         budgets = processes.gather(portions.max_tokens) if divided else []
         done = StepDiagnostics(
             loss / rows if rows else math.nan,

@@ -157,23 +157,49 @@ def test_the_sum_is_that_of_an_undisturbed_step(owners, limit, direction, tmp_pa
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_memory_that_runs_out_on_the_last_microbatch(direction, owners, tmp_path):
     """The second half of it is the last of the step, and the first is not."""
-    exhausted, refused = [], []
-
-    def until_the_last():
-        yield from cut(owners)
-        exhausted.append(True)  # the step looks one ahead, so the last one is run after this
+    batch, refused = cut(owners), []
 
     def refuse(where, tokens):
-        if exhausted and where == direction and not refused:
+        if len(parts.engine.lasts) == len(batch) - 1 and where == direction and not refused:
             refused.append(tokens)
             return True
         return False
 
     whole = undisturbed(owners)
-    parts = Stepped(tmp_path / "parts", until_the_last(), refuse).done()
+    parts = Stepped(tmp_path / "parts", batch, refuse)
+    parts.done()
     assert refused and parts.diagnostics.num_divided == 1
     torch.testing.assert_close(parts.gradient, whole.gradient, rtol=1e-10, atol=1e-12)
     assert parts.engine.lasts == [False] * len(whole.engine.lasts) + [True]
+
+
+SHORTAGES = {
+    "the driver": "CUDA error: out of memory",
+    "Triton": "Triton Error [CUDA]: out of memory",
+    "cuBLAS": "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "cuDNN": "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "the CPU's allocator": "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory",
+}
+
+
+@pytest.mark.parametrize("text", SHORTAGES.values(), ids=SHORTAGES.keys())
+def test_memory_that_others_than_pytorch_lack_runs_out_too(text, tmp_path):
+    """These are plain RuntimeErrors; a charged step would be lost."""
+    whole = undisturbed(OWNERS["single rows"])
+    model, gate = model_with(more_than(30))
+    gate.error = lambda: RuntimeError(text)
+    parts = Stepped(tmp_path / "parts", cut(OWNERS["single rows"]), model=model).done()
+    torch.testing.assert_close(parts.gradient, whole.gradient, rtol=1e-10, atol=1e-12)
+    assert parts.diagnostics.num_divided >= 1
+
+
+def test_another_error_of_the_device_is_no_shortage(tmp_path):
+    """It is raised as it is, and no row is run again."""
+    model, gate = model_with(more_than(30))
+    gate.error = lambda: RuntimeError("CUDA error: an illegal memory access was encountered")
+    parts = Stepped(tmp_path / "parts", cut(OWNERS["single rows"]), model=model)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        parts.done()
 
 
 @pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])

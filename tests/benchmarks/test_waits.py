@@ -1,0 +1,78 @@
+"""benchmarks/waits.py: no microbatch makes the host wait, and the stand-in device computes what the CPU does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dpllm import GhostClipper
+from tests.benchmarks.material import program
+
+benchmark = program("waits")
+
+
+@pytest.mark.parametrize("name", benchmark.CASES)
+def test_no_microbatch_makes_the_host_wait(name):
+    """In the steady state: each microbatch beyond the first few reads nothing from the device."""
+    ours, _ = benchmark.per_microbatch(benchmark.CASES[name])
+    assert not ours
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda x: x.sum().item(),
+        lambda x: bool((x > 0).any()),
+        lambda x: x.tolist(),
+        lambda x: x.cpu(),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: x[torch.tensor([0, 1])],
+        lambda x: torch.repeat_interleave(x, (x > 0).long()),
+        lambda x: torch.ones(3).to(x.device),
+    ],
+)
+def test_a_wait_is_counted(wait):
+    """Each of these waits on a GPU."""
+    x = benchmark.OnDevice(torch.tensor([1.0, -2.0, 3.0]))
+    with benchmark.Waits() as waits:
+        wait(x)
+    assert (waits.of_dpllm + waits.of_others).total() >= 1
+
+
+def test_what_does_not_wait_is_not_counted():
+    """Arithmetic, indices on the device, and copies that are not waited for."""
+    x = benchmark.OnDevice(torch.tensor([1.0, -2.0, 3.0]))
+    with benchmark.Waits() as waits:
+        order = x.argsort()
+        y = (x[order] * 2).masked_fill(x > 0, 0) + torch.ones(3).to(x.device, non_blocking=True)
+        torch.repeat_interleave(y, torch.ones_like(order), output_size=3)
+    assert not waits.of_dpllm + waits.of_others
+    with benchmark.Waits(), pytest.raises(RuntimeError, match="of the CPU"):
+        x + torch.ones(3)
+
+
+@pytest.mark.parametrize("name", ["full", "LoRA", "several rows a unit", "packed rows", "two passes"])
+def test_a_unit_that_is_not_finite_contributes_nothing_on_the_device(name):
+    """The device zeroes rows that the CPU leaves out; the other units' norms and sum are the same."""
+    case, found = benchmark.CASES[name], []
+    (microbatch,) = benchmark.batch_of(case, 1)
+    infinite_B = torch.ones(benchmark.ROWS).index_fill(0, torch.tensor([benchmark.ROWS - 1]), float("inf"))
+    for device in (torch.device("cpu"), benchmark.DEVICE):
+        model = benchmark.build(case)
+        model = model if device.type == "cpu" else benchmark.moved(model)
+        clipper = GhostClipper(model, 0.3, case.norm_method)
+        with benchmark.Waits(), benchmark.stand_in(), benchmark.attention(model, case):
+            weights_B = infinite_B.to(device)
+            loss_of = benchmark.loss_of(model, case.packed, device)
+            clipper.check_rows(lambda: loss_of(microbatch.inputs), microbatch.unit_index)  # noqa: B023
+            losses = loss_of(microbatch.inputs) * weights_B
+            result = clipper.backward(losses, microbatch.unit_index)
+            norms, gradients = result.norms.cpu(), [p.grad.cpu() for p in clipper.parameters.values()]
+        assert result.num_nonfinite == 1
+        found.append((norms[:-1], torch.cat([one.flatten() for one in gradients])))
+        clipper.remove()
+    (norms, total), (norms_on_device, total_on_device) = found
+    assert bool(total.isfinite().all()) and float(total.norm()) > 0.1
+    torch.testing.assert_close(norms_on_device, norms, rtol=1e-5, atol=0)
+    torch.testing.assert_close(total_on_device, total, rtol=1e-4, atol=1e-6)

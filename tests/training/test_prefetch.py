@@ -1,0 +1,230 @@
+"""One thread, which ends with its step, fetches and collates the next microbatch while the present one runs."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from dpllm import GhostClipper, PrivacyConfig, PrivateRun, TrainingRows, make_plan
+from dpllm.config import ConfigError
+from dpllm.data.units import UnitIndex
+from dpllm.engines import SingleProcess
+from dpllm.mechanism.generators import NoiseSource
+from dpllm.training.microbatches import microbatches
+from dpllm.training.step import private_step
+from tests.distributed.matrix import NoLedger
+from tests.scarce import Gate, more_than
+
+UNITS, ROWS, LIMIT = 12, 3, 20  # seconds after which a thread that should have been called was not
+
+
+def loss(model, inputs):
+    return (model(inputs["x"]) - inputs["y"]).square().mean(1)
+
+
+class Data:
+    """Rows of numbers; notes which threads read them, and refuses two at a time."""
+
+    def __init__(self, before=lambda number: None):
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(UNITS, 4, generator=generator)
+        self.before, self.collated, self.threads, self.busy = before, 0, set(), threading.Lock()
+
+    def fetch(self, numbers):
+        return [self.x[int(number)] for number in numbers]
+
+    def collate(self, rows):
+        assert self.busy.acquire(blocking=False), "two threads collate at once"
+        try:
+            self.before(self.collated)
+            self.collated += 1
+            self.threads.add(threading.current_thread().name)
+            x = torch.stack(rows)
+            return {"x": x, "y": x.sum(1, keepdim=True)}
+        finally:
+            self.busy.release()
+
+    def rows(self, fetch=None):
+        units, lengths = UnitIndex.one_row_per_unit(UNITS), np.ones(UNITS, dtype=np.int64)
+        return TrainingRows(units, lengths, fetch or self.fetch, self.collate, max_rows=ROWS)
+
+
+class Stepped:
+    """Private steps without noise on one network."""
+
+    def __init__(self, data, loss_of=loss, refuse=None):
+        torch.manual_seed(1)
+        self.data, self.loss_of = data, loss_of
+        gate = [] if refuse is None else [Gate(refuse)]
+        self.model = torch.nn.Sequential(torch.nn.Linear(4, 5), *gate, torch.nn.Tanh(), torch.nn.Linear(5, 1))
+        privacy = PrivacyConfig(noise_multiplier=0.0, clip_norm=0.5, expected_batch_size=4)
+        self.plan = make_plan(privacy, UNITS, 9)
+        self.engine = SingleProcess(torch.optim.SGD(self.model.parameters(), lr=0.0))
+        self.clipper = GhostClipper(self.model, 0.5)
+
+    def take(self):
+        rows = self.data.rows()
+        batch = microbatches(rows.fetch, rows.collate, rows.units, rows.lengths, np.arange(UNITS), ROWS)
+        noise = self.plan.mechanism.noise.stream(NoiseSource(), self.plan.num_steps)
+        return private_step(
+            self.clipper, batch, lambda x: self.loss_of(self.model, x), self.plan, self.engine, NoLedger(), noise
+        )
+
+    def gradient(self):
+        done = self.take()
+        assert done.num_units == UNITS
+        gradient = torch.cat([p.grad.flatten() for p in self.model.parameters()])
+        self.model.zero_grad(set_to_none=True)
+        return gradient
+
+
+def fetching():
+    """The threads of fetches that are alive."""
+    return [thread for thread in threading.enumerate() if "fetch" in thread.name]
+
+
+def until(holds):
+    """Wait until a condition holds; return whether it does."""
+    pause = threading.Event()
+    for _ in range(LIMIT * 100):
+        if holds():
+            return True
+        pause.wait(0.01)
+    return False
+
+
+def test_the_next_microbatch_is_collated_while_one_runs():
+    """Each call of the loss but the last returns only after the collator was called once more."""
+    data, calls = Data(), []
+
+    def waits(model, inputs):
+        calls.append(data.collated)
+        if data.waited_for:
+            assert until(lambda: data.collated >= min(len(calls) + 1, UNITS // ROWS)), "nothing was collated meanwhile"
+        return loss(model, inputs)
+
+    data.waited_for = False
+    stepped = Stepped(data, waits)
+    first = stepped.gradient()  # compares rows
+    data.collated, data.waited_for = 0, True
+    calls.clear()
+    assert torch.equal(stepped.gradient(), first)
+    assert len(calls) == data.collated == UNITS // ROWS
+    assert len(data.threads) == 1 and threading.current_thread().name not in data.threads
+
+
+def test_nothing_is_fetched_while_rows_are_compared():
+    """The collator may change what it shares with the loss; a comparison would then see that instead of the rows."""
+    data = Data()
+
+    def compared(model, inputs):
+        if not stepped.clipper.rows_checked:
+            assert data.collated == 1 and not data.busy.locked()
+            assert not until_short(lambda: data.collated > 1)
+        return loss(model, inputs)
+
+    stepped = Stepped(data, compared)
+    stepped.gradient()
+    assert stepped.clipper.rows_checked and data.collated == UNITS // ROWS
+
+
+def until_short(holds):
+    threading.Event().wait(0.02)
+    return holds()
+
+
+@pytest.mark.parametrize("number", range(UNITS // ROWS))
+def test_an_error_of_the_collator_is_raised_where_the_step_meets_it(number):
+    """The microbatches before it have run, none after it is collated, and no thread is left."""
+    ran = []
+
+    def fails(at):
+        if at == number:
+            raise KeyError("no such row")
+
+    data = Data(fails)
+    stepped = Stepped(data, lambda model, inputs: (ran.append(len(inputs["x"])), loss(model, inputs))[1])
+    with pytest.raises(KeyError, match="no such row"):
+        stepped.take()
+    assert data.collated == number and (sum(ran[-number:]) == number * ROWS or number == 0)
+    assert bool(ran) == (number > 0) and not fetching()
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("at", [1, 3])
+def test_no_thread_outlives_a_step_that_is_broken_off(error, at):
+    """An error of the model, Ctrl-C and a stop: the fetch that is under way ends first, and nothing follows it."""
+    data, calls = Data(lambda number: threading.Event().wait(0.05)), []
+
+    def breaks(model, inputs):
+        calls.append(1)
+        if stepped.clipper.rows_checked and len(calls) > at:
+            raise error
+        return loss(model, inputs)
+
+    stepped = Stepped(data, breaks)
+    with pytest.raises(error):
+        stepped.take()
+    assert not fetching()
+    collated = data.collated
+    assert not until_short(lambda: data.collated > collated)
+
+
+def test_a_microbatch_that_is_divided_is_collated_by_the_same_thread():
+    """Memory runs out while the thread fetches the next microbatch; a collator is never called by two threads."""
+    data = Data(lambda number: threading.Event().wait(0.01))
+    whole = Stepped(Data()).gradient()
+    stepped = Stepped(data, refuse=more_than(ROWS - 1))
+    torch.testing.assert_close(stepped.gradient(), whole, rtol=1e-5, atol=1e-7)
+    assert len(data.threads) == 1 and data.collated > UNITS // ROWS and not fetching()
+
+
+def test_a_run_fetches_nothing_between_its_steps(tmp_path):
+    """In a loop of one's own: when a step has returned, no thread is left and the collator is not called."""
+    data = Data()
+    privacy = PrivacyConfig(noise_multiplier=0.0, clip_norm=0.5, expected_batch_size=4)
+    run = PrivateRun.start(tmp_path / "run", make_plan(privacy, UNITS, 4), data.rows())
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.attach(model, optimizer)
+    for _ in range(3):
+        run.step(run.choose(np.arange(UNITS)), loss)
+        collated = data.collated
+        assert not fetching() and not until_short(lambda: data.collated > collated)  # noqa: B023
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(data.threads) == 2  # of the steps, and of the checks before them
+
+
+def test_a_data_set_that_only_its_own_thread_can_read_is_refused_before_the_start(tmp_path):
+    """A connection to SQLite belongs to the thread that opened it; nothing is charged, and the remedy works."""
+    path = tmp_path / "rows.db"
+    with sqlite3.connect(path) as made:
+        made.execute("CREATE TABLE rows (number INTEGER, value REAL)")
+        made.executemany("INSERT INTO rows VALUES (?, ?)", enumerate(np.linspace(0, 1, UNITS).tolist()))
+    made.close()
+    privacy = PrivacyConfig(noise_multiplier=0.0, clip_norm=0.5, expected_batch_size=4)
+    plan, data = make_plan(privacy, UNITS, 4), Data()
+
+    def reading(connection):
+        def fetch(numbers):
+            select = "SELECT value FROM rows WHERE number = ?"
+            return [torch.full((4,), connection.execute(select, (int(n),)).fetchone()[0]) for n in numbers]
+
+        return fetch
+
+    bound = sqlite3.connect(path)
+    with pytest.raises(ConfigError, match="thread"):
+        PrivateRun.start(tmp_path / "refused", plan, data.rows(reading(bound)))
+    assert not (tmp_path / "refused" / "ledger.jsonl").exists()
+    free = sqlite3.connect(path, check_same_thread=False)
+    run = PrivateRun.start(tmp_path / "run", plan, data.rows(reading(free)))
+    model = torch.nn.Linear(4, 1)
+    run.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert run.step(run.choose(np.arange(UNITS)), loss).num_units == UNITS
+    bound.close()
+    free.close()
