@@ -10,7 +10,6 @@ throughput.py. No GPU is needed: the library takes the paths that it takes on a 
 launches    ATen operations that are neither views nor allocations; a launch of a Triton kernel is one. Figures of a
             layer are the difference of two depths. One operation may be several kernels on a GPU (index_put), so that
             this is a count for comparisons, not a profile
-waits       operations of these for which the host waits on a GPU (nonzero, item)
 host time   processor time of a layer on one thread, over plain, of the fastest of interleaved steps: a private step as
             it is by default, and one whose pass runs from a recording (``replay: true``). Attention is
             replaced in both by a function that copies: on a CPU its backward pass alone takes longer than all else,
@@ -77,7 +76,6 @@ CONFIG = {
 _IN_A_ROW = 3
 _ALLOCATES = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
 _NOTHING = ("_unsafe_view",)  # a view whose schema does not say so
-_WAITS = ("nonzero", "_local_scalar_dense", "equal", "is_nonzero", "_unique2", "masked_select")
 
 
 # ------------------------------------------------------- the paths of a GPU
@@ -99,11 +97,6 @@ class Launches:
     def total(self) -> int:
         """All launches."""
         return self.operations.total()
-
-    @property
-    def waits(self) -> int:
-        """Launches for which the host waits."""
-        return sum(self.operations[name] for name in _WAITS)
 
 
 class Counting(TorchDispatchMode):
@@ -251,14 +244,12 @@ class Row:
         mode: its name.
         layer: of a layer, by `PLAIN` and `OURS`.
         whole: of a model of `WHOLE` layers.
-        waits: of these, the ones of `OURS` for which the host waits.
         operations: of a layer, those that `OURS` adds to `PLAIN`, by name.
     """
 
     mode: str
     layer: dict[str, int]
     whole: dict[str, int]
-    waits: int
     operations: dict[str, int]
 
     @property
@@ -280,8 +271,7 @@ def launches(mode: str) -> Row:
     for name, sign in ((OURS, 1), (PLAIN, -1)):
         for operation, number in deeper[name].operations.items():
             added[operation] += sign * (number - shallow[name].operations[operation])
-    waits = shallow[OURS].waits + (WHOLE - DEPTHS[0]) * (deeper[OURS].waits - shallow[OURS].waits)
-    return Row(mode, layer, whole, waits, {name: number for name, number in added.most_common() if number})
+    return Row(mode, layer, whole, {name: number for name, number in added.most_common() if number})
 
 
 # -------------------------------------------------------------------- bytes
@@ -413,9 +403,9 @@ def report(modes: list[str], rounds: int) -> dict[str, Any]:
 def printed(figures: dict[str, Any], operations: bool) -> str:
     """Return the figures as a table in Markdown, and two lines below it."""
     lines = [
-        f"| mode | per layer: plain | private | ratio | {WHOLE} layers: plain | private | waits | host time "
+        f"| mode | per layer: plain | private | ratio | {WHOLE} layers: plain | private | host time "
         "| replayed | µs: plain | private | replayed |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for mode, row in figures["launches"].items():
         layer, whole = row["layer"], row["whole"]
@@ -426,7 +416,7 @@ def printed(figures: dict[str, Any], operations: bool) -> str:
             times = " | ".join(ratios + [f"{host[name]:.0f}" for name in (PLAIN, OURS, REPLAYED)])
         lines.append(
             f"| {mode} | {layer[PLAIN]} | {layer[OURS]} | {layer[OURS] / layer[PLAIN]:.2f} | {whole[PLAIN]} | "
-            f"{whole[OURS]} | {row['waits']} | {times} |"
+            f"{whole[OURS]} | {times} |"
         )
     found = figures["bytes_per_entry"]
     lines.append("")

@@ -233,6 +233,7 @@ class Case:
         packed: whether rows are laid end to end.
         norm_method: how norms are computed.
         dtype: of the model.
+        clipping: its kind.
     """
 
     lora: bool = False
@@ -241,6 +242,7 @@ class Case:
     packed: bool = False
     norm_method: NormMethod = field(default_factory=NormMethod)
     dtype: torch.dtype = torch.float32
+    clipping: str = "flat"
 
 
 CASES = {
@@ -252,6 +254,8 @@ CASES = {
     "a padding row": Case(padding=True),
     "packed rows": Case(packed=True),
     "a unit in two microbatches": Case(rows_per_unit=7),
+    "per-layer clipping": Case(clipping="per-layer"),
+    "quantile clipping": Case(clipping="quantile"),
     "two passes": Case(norm_method=NormMethod(backward_passes=2)),
 }
 
@@ -318,11 +322,11 @@ def attention(model: nn.Module, case: Case) -> AbstractContextManager[None]:
 def step_waits(case: Case, *counts: int) -> list[Waits]:
     """Return the waits of steps of these numbers of microbatches, after a step that takes the first checks."""
     model = moved(build(case))
-    privacy = PrivacyConfig(noise_multiplier=0.0, clip_norm=0.3, expected_batch_size=8)
+    privacy = PrivacyConfig(noise_multiplier=0.0, clip_norm=0.3, expected_batch_size=8, clipping=case.clipping)
     plan = make_plan(privacy, 32, 1 + len(counts))
     with Waits():
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
-        engine, clipper = SingleProcess(optimizer), GhostClipper(model, plan.clip_norm, case.norm_method)
+        engine, clipper = SingleProcess(optimizer), GhostClipper(model, None, case.norm_method, plan.mechanism.clipping)
         noise = plan.mechanism.noise.stream(NoiseSource(), plan.num_steps)
     found = []
     with stand_in(), attention(model, case):

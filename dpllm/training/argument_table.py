@@ -50,7 +50,7 @@ def refused(reason: str, *allowed: Any) -> Argument:
     return Argument(REFUSED, reason, allowed)
 
 
-_EVALUATION = "for evaluation; private steps read their rows without a DataLoader"
+_EVALUATION = "for evaluation; one thread reads the rows of private steps, a microbatch ahead"
 _REDUCER = "the reducer of DistributedDataParallel takes no part: the clipped sums are reduced once per step"
 _FOLLOWS = "only if eval_is_public is declared: a choice must not follow results on private rows"
 _COMPILED = (

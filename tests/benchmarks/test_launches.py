@@ -46,7 +46,7 @@ def test_the_sums_move_no_more_bytes_than_before(microbatches):
 
 
 def test_views_and_allocations_are_no_launches():
-    """A known piece of work: a product, two elementwise operations in place, and one for which the host waits."""
+    """A known piece of work: a product, two elementwise operations in place, a sum, and reading it."""
     x = torch.ones(4, 4)
     with benchmark.Counting(frozenset({16})) as counting:
         y = torch.empty(4, 4).T
@@ -54,7 +54,7 @@ def test_views_and_allocations_are_no_launches():
         (x @ x).mul_(2).sum().item()
     found = counting.found
     assert dict(found.operations) == {"zero_": 1, "mm": 1, "mul_": 1, "sum": 1, "_local_scalar_dense": 1}
-    assert found.total == 5 and found.waits == 1
+    assert found.total == 5
     # mm reads two matrices and writes one, mul_ reads and writes one, sum reads one; half of a matrix is not counted.
     assert found.bytes == 6 * x.nbytes
 
