@@ -1,7 +1,7 @@
 """Copies of a microbatch to the device for which the host does not wait, and host copies that travel with them.
 
-Place in the flow: below `dpllm.training.prefetch`, which pins the next microbatch in its thread, and
-`dpllm.training.out_of_memory`, which sends it; `dpllm.ghost` sends the numbers of rows and units in the same way.
+Place in the flow: `dpllm.training.microbatches` copies what a collator returns, `dpllm.training.out_of_memory` pins it
+in the thread that fetches and sends it to the device; `dpllm.ghost` sends the numbers of rows and units likewise.
 
 Reading one number from a GPU makes the host wait until all queued work is done, and the GPU is then idle until the next
 launch arrives. What the host knows already is therefore never read back: `host_values` returns the tensor from which a
@@ -11,7 +11,7 @@ device tensor was copied.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -23,17 +23,30 @@ from torch.utils.weak import WeakTensorKeyDictionary
 _SOURCES = WeakTensorKeyDictionary()  # device tensor -> the host tensor that it was copied from, and its version then
 
 
-def pin(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the inputs of a model with their CPU tensors in pinned memory, where a CUDA device is present.
+def own_copy(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the inputs of a model in memory of their own.
 
-    Copies from pinned memory run beside the host and the device. The collator's mapping is not changed.
+    A collator may fill the same tensors again for the next rows. These would replace the rows of a microbatch that
+    waits or runs, and a unit would be counted twice.
 
     Args:
-        inputs: names to tensors, nested containers of tensors, or other values.
+        inputs: names to tensors, NumPy arrays, nested containers of these, or other values. It is not changed.
     """
-    if not torch.cuda.is_available():
+    return _replaced(inputs, lambda one: one.copy() if isinstance(one, np.ndarray) else one.clone())
+
+
+def pin(inputs: Mapping[str, Any], device: torch.device) -> Mapping[str, Any]:
+    """Return the inputs of a model with their CPU tensors in pinned memory, for a CUDA device.
+
+    Copies from pinned memory run while the host and the device work.
+
+    Args:
+        inputs: as for `own_copy`.
+        device: the device to which `send` will copy them; for any other the inputs are returned as they are.
+    """
+    if device.type != "cuda":
         return inputs
-    return _replaced(inputs, lambda one: one.pin_memory() if one.device.type == "cpu" else one)
+    return _replaced(inputs, lambda one: one.pin_memory() if isinstance(one, Tensor) and not one.is_cuda else one)
 
 
 def send(inputs: Mapping[str, Any], device: torch.device) -> Mapping[str, Any]:
@@ -41,11 +54,11 @@ def send(inputs: Mapping[str, Any], device: torch.device) -> Mapping[str, Any]:
 
     Args:
         inputs: names to tensors, nested containers of tensors, or other values; best from `pin`.
-        device: the device. For the CPU the inputs are returned as they are.
+        device: the device. For the CPU, and for weights that are elsewhere, the inputs are returned as they are.
     """
-    if device.type == "cpu":
+    if device.type in ("cpu", "meta"):
         return inputs
-    sent = _replaced(inputs, lambda one: one.to(device, non_blocking=True))
+    sent = _replaced(inputs, lambda one: one.to(device, non_blocking=True) if isinstance(one, Tensor) else one)
     for name, value in inputs.items():
         if isinstance(value, Tensor) and value.device.type == "cpu":
             _SOURCES[sent[name]] = value, sent[name]._version
@@ -75,11 +88,8 @@ def host_values(x: Tensor) -> Tensor:
 
 
 def _replaced(inputs: Mapping[str, Any], function: Any) -> Mapping[str, Any]:
-    """Return a copy of a mapping, of its own class where possible, with a function applied to the tensors in it."""
+    """Return a copy of a mapping, of its own class where possible, with a function applied to tensors and arrays."""
     made = copy.copy(inputs) if isinstance(inputs, MutableMapping) else dict(inputs)
     for name, value in inputs.items():
-        if isinstance(value, Tensor):
-            made[name] = function(value)
-        elif isinstance(value, Mapping | Sequence) and not isinstance(value, str):
-            made[name] = tree_map_only(Tensor, function, value)
+        made[name] = tree_map_only((Tensor, np.ndarray), function, value)
     return made

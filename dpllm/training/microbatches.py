@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dpllm.data.labels import BOUNDARIES, KEY_BOUNDARIES
 from dpllm.data.steps import rows_in_steps, tokens_in_steps
+from dpllm.data.transfer import own_copy
 from dpllm.data.units import UnitIndex
 
 _WORD = 2**64 - 1
@@ -369,7 +370,7 @@ def _pieces(
 
 
 def _collated(rows: Sequence[Any], collate: Callable, unit_index: np.ndarray) -> tuple[Mapping[str, Any], Tensor]:
-    inputs = collate(list(rows))
+    inputs = own_copy(collate(list(rows)))
     _check_media(inputs, rows, collate)
     boundaries = inputs.get(BOUNDARIES)
     if boundaries is not None:

@@ -140,7 +140,7 @@ class Portions:
         sized: Any = batch if isinstance(batch, Sized) else list(batch)
         self._fetches, self._to_come = iter(sized), len(sized)
         self._next: Future[Microbatch] | None = None
-        self._thread, self._divisible = FetchThread(device), divisible
+        self._thread, self._device, self._divisible = FetchThread(device), device, divisible
         self._waiting: deque[Microbatch] = deque()
         self.max_tokens: int | None = None
         self.num_divided = 0
@@ -157,7 +157,7 @@ class Portions:
         """Let the thread fetch the microbatch after the present one, if there is one that it has not begun with."""
         if self._next is None and self._to_come:
             self._to_come -= 1
-            self._next = self._thread.submit(lambda: _pinned(next(self._fetches)))
+            self._next = self._thread.submit(lambda: self._pinned(next(self._fetches)))
 
     def __iter__(self) -> Iterator[tuple[Microbatch, bool]]:
         """Yield each portion, and whether it is the last of the step (unless it is divided)."""
@@ -177,7 +177,10 @@ class Portions:
     def _halves(self, portion: Microbatch) -> tuple[Microbatch, Microbatch] | None:
         """Divide a portion in the thread, since the collator is called again."""
         halves = self._thread.submit(portion.halves).result()
-        return None if halves is None else (_pinned(halves[0]), _pinned(halves[1]))
+        return None if halves is None else (self._pinned(halves[0]), self._pinned(halves[1]))
+
+    def _pinned(self, microbatch: Microbatch) -> Microbatch:
+        return replace(microbatch, inputs=pin(microbatch.inputs, self._device))
 
     def divide(self, portion: Microbatch, shortage: OutOfMemory) -> None:
         """Repeat the last portion in halves, and yield no later portion that is larger than these.
@@ -218,7 +221,3 @@ class Portions:
             "(LoRA), or shard the model (dpllm train --config fsdp2). The step is charged; resume from a "
             f"checkpoint. Error of the device: {shortage.message}"
         )
-
-
-def _pinned(microbatch: Microbatch) -> Microbatch:
-    return replace(microbatch, inputs=pin(microbatch.inputs))

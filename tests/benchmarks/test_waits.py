@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import BatchEncoding
 
 from dpllm import GhostClipper
+from dpllm.data import transfer
 from tests.benchmarks.material import program
 
 benchmark = program("waits")
@@ -76,3 +78,28 @@ def test_a_unit_that_is_not_finite_contributes_nothing_on_the_device(name):
     assert bool(total.isfinite().all()) and float(total.norm()) > 0.1
     torch.testing.assert_close(norms_on_device, norms, rtol=1e-5, atol=0)
     torch.testing.assert_close(total_on_device, total, rtol=1e-4, atol=1e-6)
+
+
+def test_inputs_are_sent_in_their_own_class_and_nothing_of_the_collator_changes():
+    """A BatchEncoding stays one, nested tensors are sent too, and other values are passed on."""
+    ids, nested = torch.arange(6).view(2, 3), torch.ones(2)
+    given = BatchEncoding({"input_ids": ids, "images": [nested], "max_length_q": 3, "names": ["a", "b"]})
+    with benchmark.Waits() as waits:
+        sent = transfer.send(given, benchmark.DEVICE)
+    assert not waits.of_dpllm and type(sent) is BatchEncoding
+    assert sent["input_ids"].device == sent["images"][0].device == benchmark.DEVICE
+    assert given["input_ids"] is ids and given["images"][0] is nested
+    assert sent["max_length_q"] == 3 and sent["names"] == ["a", "b"]
+    assert transfer.send(given, torch.device("cpu")) is given
+
+
+def test_what_the_host_knows_is_not_read_back_unless_it_was_changed():
+    """The loss may move the inputs again; a tensor that was written to has other values."""
+    with benchmark.Waits() as waits:
+        sent = transfer.send({"cu_seq_lens_q": torch.tensor([0, 2, 5])}, benchmark.DEVICE)["cu_seq_lens_q"]
+        assert transfer.host_values(sent.to(benchmark.DEVICE)).tolist() == [0, 2, 5]
+    assert not waits.of_dpllm
+    with benchmark.Waits() as waits:
+        sent.add_(1)
+        assert transfer.host_values(sent).tolist() == [1, 3, 6]
+    assert waits.of_dpllm

@@ -228,3 +228,22 @@ def test_a_data_set_that_only_its_own_thread_can_read_is_refused_before_the_star
     assert run.step(run.choose(np.arange(UNITS)), loss).num_units == UNITS
     bound.close()
     free.close()
+
+
+def test_a_collator_that_fills_the_same_tensors_again_does_not_move_rows():
+    """The next rows would replace those of a microbatch that waits or runs, and their units would count twice."""
+    usual, filled = Data(), Data()
+    buffers = {"x": torch.empty(ROWS, 4), "y": torch.empty(ROWS, 1)}
+
+    def collate(rows):
+        made = Data.collate(filled, rows)
+        return {name: buffers[name][: len(rows)].copy_(value) for name, value in made.items()}
+
+    whole, filled.rows = Stepped(usual).gradient(), lambda: rows_of(filled, collate)
+    assert torch.equal(Stepped(filled).gradient(), whole)
+    torch.testing.assert_close(Stepped(filled, refuse=more_than(ROWS - 1)).gradient(), whole, rtol=1e-5, atol=1e-7)
+
+
+def rows_of(data, collate):
+    units, lengths = UnitIndex.one_row_per_unit(UNITS), np.ones(UNITS, dtype=np.int64)
+    return TrainingRows(units, lengths, data.fetch, collate, max_rows=ROWS)
