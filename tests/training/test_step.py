@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dpllm import GhostClipper, PrivacyConfig, make_plan, per_sequence_loss
+from dpllm import GhostClipper, GhostError, NormMethod, PrivacyConfig, make_plan, per_sequence_loss
 from dpllm.data.units import UnitIndex
 from dpllm.engines import SingleProcess
 from dpllm.mechanism.generators import NoiseSource
@@ -219,3 +219,45 @@ def test_after_a_step_that_failed_half_way_the_engine_takes_no_other(tiny_llama,
             clipper, Rows().batches([1]), loss_of(tiny_llama), plan, engine, ledger, IndependentStream(NoiseSource())
         )
     assert ledger.num_steps == 1
+
+
+class Growing(torch.autograd.Function):
+    """The gradient of each further backward pass is longer."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.scale = scale
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.scale[0] *= 1.01
+        return grad * ctx.scale[0], None
+
+
+@pytest.mark.parametrize("grows", [1, 2, 3])
+def test_a_second_pass_that_is_not_repeatable_reaches_no_update(grows, tiny_llama, tmp_path):
+    """The host reads the comparison once a step, before the update, whichever microbatch it is of."""
+    plan, ledger = make(tmp_path)
+    norm_method = NormMethod(backward_passes=2)
+    clipper, engine = GhostClipper(tiny_llama, plan.clip_norm, norm_method), engine_of(tiny_llama)
+    calls = []
+
+    def losses(inputs):
+        calls.append(1)
+        loss_B = loss_of(tiny_llama)(inputs)
+        return Growing.apply(loss_B, [1.0]) if len(calls) == grows + checks else loss_B
+
+    def take():
+        batch = Rows().batches([1, 2, 3, 4, 5, 6], max_rows=2)
+        private_step(clipper, batch, losses, plan, engine, ledger, IndependentStream(NoiseSource()))
+
+    checks = 1000
+    take()  # rows are compared
+    tiny_llama.zero_grad()
+    checks, before = 0, {name: p.detach().clone() for name, p in tiny_llama.named_parameters()}
+    calls.clear()
+    with pytest.raises(GhostError, match="second backward pass"):
+        take()
+    assert len(calls) == 3 and all(p.grad is None for p in tiny_llama.parameters())
+    assert all(torch.equal(p, before[name]) for name, p in tiny_llama.named_parameters())

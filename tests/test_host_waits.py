@@ -1,4 +1,4 @@
-"""benchmarks/waits.py: no microbatch makes the host wait, and the stand-in device computes what the CPU does."""
+"""No microbatch makes the host wait, and the stand-in device computes what the CPU does."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from transformers import BatchEncoding
 
 from dpllm import GhostClipper
 from dpllm.data import transfer
-from tests.benchmarks.material import program
-
-benchmark = program("waits")
+from tests import host_waits
 
 
-@pytest.mark.parametrize("name", benchmark.CASES)
+@pytest.mark.parametrize("name", host_waits.CASES)
 def test_no_microbatch_makes_the_host_wait(name):
     """In the steady state: each microbatch beyond the first few reads nothing from the device."""
-    ours, _ = benchmark.per_microbatch(benchmark.CASES[name])
+    ours, _ = host_waits.per_microbatch(host_waits.CASES[name])
     assert not ours
 
 
@@ -36,37 +34,37 @@ def test_no_microbatch_makes_the_host_wait(name):
 )
 def test_a_wait_is_counted(wait):
     """Each of these waits on a GPU."""
-    x = benchmark.OnDevice(torch.tensor([1.0, -2.0, 3.0]))
-    with benchmark.Waits() as waits:
+    x = host_waits.OnDevice(torch.tensor([1.0, -2.0, 3.0]))
+    with host_waits.Waits() as waits:
         wait(x)
     assert (waits.of_dpllm + waits.of_others).total() >= 1
 
 
 def test_what_does_not_wait_is_not_counted():
     """Arithmetic, indices on the device, and copies that are not waited for."""
-    x = benchmark.OnDevice(torch.tensor([1.0, -2.0, 3.0]))
-    with benchmark.Waits() as waits:
+    x = host_waits.OnDevice(torch.tensor([1.0, -2.0, 3.0]))
+    with host_waits.Waits() as waits:
         order = x.argsort()
         y = (x[order] * 2).masked_fill(x > 0, 0) + torch.ones(3).to(x.device, non_blocking=True)
         torch.repeat_interleave(y, torch.ones_like(order), output_size=3)
     assert not waits.of_dpllm + waits.of_others
-    with benchmark.Waits(), pytest.raises(RuntimeError, match="of the CPU"):
+    with host_waits.Waits(), pytest.raises(RuntimeError, match="of the CPU"):
         x + torch.ones(3)
 
 
 @pytest.mark.parametrize("name", ["full", "LoRA", "several rows a unit", "packed rows", "two passes"])
 def test_a_unit_that_is_not_finite_contributes_nothing_on_the_device(name):
     """The device zeroes rows that the CPU leaves out; the other units' norms and sum are the same."""
-    case, found = benchmark.CASES[name], []
-    (microbatch,) = benchmark.batch_of(case, 1)
-    infinite_B = torch.ones(benchmark.ROWS).index_fill(0, torch.tensor([benchmark.ROWS - 1]), float("inf"))
-    for device in (torch.device("cpu"), benchmark.DEVICE):
-        model = benchmark.build(case)
-        model = model if device.type == "cpu" else benchmark.moved(model)
+    case, found = host_waits.CASES[name], []
+    (microbatch,) = host_waits.batch_of(case, 1)
+    infinite_B = torch.ones(host_waits.ROWS).index_fill(0, torch.tensor([host_waits.ROWS - 1]), float("inf"))
+    for device in (torch.device("cpu"), host_waits.DEVICE):
+        model = host_waits.build(case)
+        model = model if device.type == "cpu" else host_waits.moved(model)
         clipper = GhostClipper(model, 0.3, case.norm_method)
-        with benchmark.Waits(), benchmark.stand_in(), benchmark.attention(model, case):
+        with host_waits.Waits(), host_waits.stand_in(), host_waits.attention(model, case):
             weights_B = infinite_B.to(device)
-            loss_of = benchmark.loss_of(model, case.packed, device)
+            loss_of = host_waits.loss_of(model, case.packed, device)
             clipper.check_rows(lambda: loss_of(microbatch.inputs), microbatch.unit_index)  # noqa: B023
             losses = loss_of(microbatch.inputs) * weights_B
             result = clipper.backward(losses, microbatch.unit_index)
@@ -84,10 +82,10 @@ def test_inputs_are_sent_in_their_own_class_and_nothing_of_the_collator_changes(
     """A BatchEncoding stays one, nested tensors are sent too, and other values are passed on."""
     ids, nested = torch.arange(6).view(2, 3), torch.ones(2)
     given = BatchEncoding({"input_ids": ids, "images": [nested], "max_length_q": 3, "names": ["a", "b"]})
-    with benchmark.Waits() as waits:
-        sent = transfer.send(given, benchmark.DEVICE)
+    with host_waits.Waits() as waits:
+        sent = transfer.send(given, host_waits.DEVICE)
     assert not waits.of_dpllm and type(sent) is BatchEncoding
-    assert sent["input_ids"].device == sent["images"][0].device == benchmark.DEVICE
+    assert sent["input_ids"].device == sent["images"][0].device == host_waits.DEVICE
     assert given["input_ids"] is ids and given["images"][0] is nested
     assert sent["max_length_q"] == 3 and sent["names"] == ["a", "b"]
     assert transfer.send(given, torch.device("cpu")) is given
@@ -95,11 +93,11 @@ def test_inputs_are_sent_in_their_own_class_and_nothing_of_the_collator_changes(
 
 def test_what_the_host_knows_is_not_read_back_unless_it_was_changed():
     """The loss may move the inputs again; a tensor that was written to has other values."""
-    with benchmark.Waits() as waits:
-        sent = transfer.send({"cu_seq_lens_q": torch.tensor([0, 2, 5])}, benchmark.DEVICE)["cu_seq_lens_q"]
-        assert transfer.host_values(sent.to(benchmark.DEVICE)).tolist() == [0, 2, 5]
+    with host_waits.Waits() as waits:
+        sent = transfer.send({"cu_seq_lens_q": torch.tensor([0, 2, 5])}, host_waits.DEVICE)["cu_seq_lens_q"]
+        assert transfer.host_values(sent.to(host_waits.DEVICE)).tolist() == [0, 2, 5]
     assert not waits.of_dpllm
-    with benchmark.Waits() as waits:
+    with host_waits.Waits() as waits:
         sent.add_(1)
         assert transfer.host_values(sent).tolist() == [1, 3, 6]
     assert waits.of_dpllm

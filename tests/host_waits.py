@@ -1,10 +1,10 @@
 """Count how often the host waits for the device in each microbatch of a private step, without a device.
 
-    python benchmarks/waits.py                       # the table
-    python benchmarks/waits.py --where               # and the lines that wait
-    python benchmarks/waits.py --cases full LoRA
+    python -m tests.host_waits                       # the table
+    python -m tests.host_waits --where               # and the lines that wait
+    python -m tests.host_waits --cases full LoRA
 
-Whole steps of `dpllm.PrivateRun` run on a stand-in for a GPU: tensors that hold their values on the CPU and report
+Private steps run on a stand-in for a GPU: tensors that hold their values on the CPU and report
 another device, in a dispatch mode that sees each operation. Steps of two and of five microbatches are compared, so that
 work done once per step does not count. A wait is
 
@@ -34,8 +34,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import dpllm
 from dpllm import GhostClipper, NormMethod, PrivacyConfig, make_plan, packed_sequence_loss, per_sequence_loss
