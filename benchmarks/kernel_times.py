@@ -1,8 +1,8 @@
 """Compare each fused kernel with its PyTorch form and with the best possible time of the device.
 
-    python benchmarks/kernel_times.py                                        # on CUDA: times; elsewhere: counts and errors
+    python benchmarks/kernel_times.py                                    # on CUDA: times; elsewhere: counts and errors
     python benchmarks/kernel_times.py --json kernels.json --rounds 50
-    python benchmarks/kernel_times.py --peak-tflops 989 --bandwidth 4.8      # of a GPU that is not in the table
+    python benchmarks/kernel_times.py --peak-tflops 989 --bandwidth 4.8  # of a GPU that is not in the table
     python benchmarks/kernel_times.py --dtype float32 --only gram
 
 roofline    max(operations / peak rate, bytes / bandwidth): the operations are those that the kernel cannot do without

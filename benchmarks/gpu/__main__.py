@@ -54,7 +54,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     for one in named:
         if one not in steps:
             parser.error(f"{one} is no step of {options.command}; its steps are {', '.join(steps)}")
-    options.only = named
+    options.only = [step for step in steps if step in named]
     if options.material is not None and not options.material.is_dir():
         parser.error(f"--material is {options.material}, which is no folder")
     return options
@@ -75,7 +75,9 @@ def run_here(options: argparse.Namespace) -> None:
 
     from gpu.device import describe
     from gpu.setting import LOST, Setting, is_lost
+    from tests import interpreted
 
+    interpreted.mend()
     logging.disable_progress_bar()
     scratch = Path(tempfile.mkdtemp(prefix="dpllm-gpu-"))
     record = Record(options.out / FIGURES)

@@ -110,7 +110,7 @@ def profile(figures: Figures, setting: Setting, number: int) -> None:
     """Profile training without privacy and this library on row ``number`` of the target table, each by itself."""
     target, settings = setting.row(number)
     free_memory()
-    model = build_model(settings)
+    model: Any = build_model(settings)
     ids_BT = batch_of(settings, model.config.vocab_size)
     for name in (PLAIN, target.method):
         try:

@@ -28,6 +28,7 @@ def rates(figures: Figures, setting: Setting) -> None:
     facts = describe(setting)
     figures.say(f"{facts['device']}, Python {facts['python']}, commit {facts['commit']}, source {facts['source']}")
     figures.say(", ".join(f"{name} {facts[name]}" for name in PACKAGES))
+    free_memory()
     size, entries = (64, 1 << 16) if setting.toy else (8192, 1 << 30)
     x, y = (torch.randn(size, size, device=setting.device, dtype=torch.bfloat16) for _ in range(2))
     seconds = _seconds(lambda: x @ y, setting)
@@ -37,8 +38,6 @@ def rates(figures: Figures, setting: Setting) -> None:
     seconds = _seconds(lambda: target.copy_(source), setting)
     figures["copy_tb_per_s"] = 2 * source.nbytes / seconds / 1e12
     figures.say(f"bf16 {size}³: {figures['matmul_tflops']:.4g} TFLOP/s; copy: {figures['copy_tb_per_s']:.3g} TB/s")
-    del x, y, source, target
-    free_memory()
 
 
 def _seconds(function: Callable[[], object], setting: Setting, times: int = 10) -> float:

@@ -73,7 +73,7 @@ def _row(step: str, name: str, seconds: float, number: int, *methods: str) -> Pa
 
 
 PLAIN, OURS, TWICE, LAYERS = "non-private", "dpllm", "dpllm-two-passes", "dpllm-per-layer"
-PEERS = ("opacus", "fastdp")
+OWN, PEERS = (OURS, TWICE, LAYERS), ("opacus", "fastdp")
 COMPILED = ("non-private-compiled", "dpllm-compiled")
 FULL_1B, LORA_8B = "Llama 1B, full, 8×512", "Llama 8B, LoRA r=16, 8×512"
 

@@ -1,4 +1,4 @@
-"""Step of the second visit: LoRA on weights of four bits (QLoRA, Dettmers et al. 2023, arXiv:2305.14314), given bitsandbytes."""
+"""Step of the second visit: LoRA on weights of four bits (QLoRA, arXiv:2305.14314), given bitsandbytes."""
 
 from __future__ import annotations
 

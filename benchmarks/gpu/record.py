@@ -1,4 +1,4 @@
-"""The figures of a run: one JSON file, rewritten after every part and every method, so that an interrupted run keeps them.
+"""The figures of a visit: one JSON file, rewritten after every part and method, for interrupted visits.
 
 A part of a step fills in its `Figures`. It fails by raising, or by a figure outside its bounds (`Figures.check`). Its
 earlier figures are kept, and the next part runs.

@@ -3,7 +3,7 @@
 The methods share their weights. Each is built, warmed up, measured and dropped before the next one exists, so that no
 other library's memory counts for it. Its times are taken in turn with those of its base: training without privacy on
 the same model, compiled where the method is compiled. An error, a lack of memory or the end of the part's time in one
-method leaves the figures of the others as they are. After a process ended in one method, a second one continues with the next.
+method leaves the figures of the others as they are. If a process ends in a method, another one continues with the next.
 """
 
 from __future__ import annotations
@@ -35,17 +35,13 @@ def measure(figures: Figures, setting: Setting, number: int, methods: Sequence[s
     target, settings = setting.row(number)
     figures["row"], figures["targets"] = target.name, {"speed": target.speed, "memory": target.memory}
     found: dict[str, Any] = figures.setdefault("methods", {})
-    ended_in = [name for name, one in found.items() if one.get("error") == RUNNING]
-    for name in ended_in:
-        found[name] = {"error": "its process ended in this method"}
     free_memory()
     begin = time.monotonic()
-    model = build_model(settings)
+    model: Any = build_model(settings)
     ids_BT = batch_of(settings, model.config.vocab_size)
     figures["build_s"] = time.monotonic() - begin
     bases: dict[str, Step] = {}
-    trusted = setting.fused and not set(ended_in) & set(OWN)
-    for name, make in forms(methods, trusted, setting.toy):
+    for name, make in forms(methods, setting.fused, setting.toy):
         if not is_wanted(name, found):
             continue
         if setting.is_over():
@@ -64,10 +60,12 @@ def measure(figures: Figures, setting: Setting, number: int, methods: Sequence[s
             if name in (PLAIN, COMPILED):
                 bases[name] = step
         except Exception as error:
-            found[name] = earlier or {"error": brief(error), "traceback": traceback.format_exc()[-1500:]}
-            figures.save()
+            failed = {"error": brief(error), "traceback": traceback.format_exc()[-1500:]}
             if is_lost(setting.device):
+                found[name] = failed | {"error": RUNNING, "reason": failed["error"]}
+                figures.save()
                 os._exit(LOST)  # a second process continues with the next method
+            found[name] = earlier or failed
         step = None
         free_memory()
         figures.say(f"{name}: {in_words(found[name])}")
@@ -79,15 +77,14 @@ def measure(figures: Figures, setting: Setting, number: int, methods: Sequence[s
 
 
 def is_wanted(name: str, found: dict[str, Any]) -> bool:
-    """Return whether a method is measured: a base always, others once, and PyTorch forms if the kernels have no figures.
+    """Return whether a method is measured: once, a base again, and PyTorch forms if the kernels have no figures.
 
     >>> is_wanted("dpllm, PyTorch forms", {"dpllm": {"median_ms": 3.0}}), is_wanted("dpllm", {})
     (False, True)
     """
-    fused = found.get(name.removesuffix(UNFUSED), {})
-    if name.endswith(UNFUSED) and "error" not in fused and fused:
+    if name.endswith(UNFUSED) and "median_ms" in found.get(name.removesuffix(UNFUSED), {}):
         return False
-    return name in (PLAIN, COMPILED) or name not in found
+    return name not in found or (name in (PLAIN, COMPILED) and "error" not in found[name])
 
 
 def forms(methods: Sequence[str], fused: bool, toy: bool) -> list[tuple[str, Make]]:
@@ -100,7 +97,10 @@ def forms(methods: Sequence[str], fused: bool, toy: bool) -> list[tuple[str, Mak
     made: list[tuple[str, Make]] = []
     for name in methods:
         if name in OWN:
-            both = [(name, METHODS[name]), (name + UNFUSED, functools.partial(own, name=name, fused=False))]
+            both: list[tuple[str, Make]] = [
+                (name, METHODS[name]),
+                (name + UNFUSED, functools.partial(own, name=name, fused=False)),
+            ]
             made += both if fused else both[::-1]
         elif name in (COMPILED, OURS_COMPILED):
             kind = METHODS[OURS if name == OURS_COMPILED else PLAIN]

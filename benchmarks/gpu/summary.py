@@ -44,8 +44,8 @@ def _fitting(lines: list[str], most: int, more: str) -> list[str]:
 
     >>> _fitting(["abc", "def", "ghi"], 20, "more")
     ['abc', 'def', 'ghi']
-    >>> _fitting(["abc" * 4, "def", "ghi"], 20, "more")
-    ['abcabcabcabc', '2 more']
+    >>> _fitting(["abc", "def", "ghi" * 4], 20, "more")
+    ['abc', 'def', '1 more']
     """
     cut = [_cut(line) for line in lines]
     if sum(len(line) + 1 for line in cut) <= most:

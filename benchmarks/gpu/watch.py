@@ -17,44 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from gpu.plan import Part
+from gpu.plan import OWN, Part
 from gpu.record import NOT_REACHED, RUNNING, WRONG, Record
 
 PROGRAM = Path(__file__).parent
 START_LIMIT = 90  # seconds until a process begins its first part
 POLL = 0.1
-
-
-def run(parts: Sequence[Part], arguments: Sequence[str], record: Path, log: TextIO, limits: Limits) -> None:
-    """Run parts in one process, and in further ones as long as one ends early and parts remain.
-
-    Args:
-        parts: the parts, in order.
-        arguments: the program's arguments, to which the parts' numbers are added.
-        record: the file of the figures.
-        log: file for all output.
-        limits: the time limits.
-    """
-    left, resumed = list(parts), set()
-    while left and not limits.is_over():
-        why = _process([*arguments, *(f"--part={part.step}/{part.name}" for part in left)], left, record, log, limits)
-        book = Record(record)
-        ended_in = book.running()
-        if ended_in is not None:
-            entry = book.part(*ended_in)
-            assert entry is not None
-            entry |= {"state": WRONG, "error": why, "wrong": [why]}
-            book.save()
-            _say(f"   {WRONG}: {why}", log)
-        begun = [part for part in left if book.part(part.step, part.name)]
-        if not begun:  # not even the first one: another process would not begin it either
-            for part in left:
-                book.enter(part.step, part.name, state=NOT_REACHED, error=why)
-            _say(f"== {why}", log)
-            return
-        again = [part for part in begun if (part.step, part.name) == ended_in and part.resumes and part not in resumed]
-        resumed.update(again)
-        left = again + [part for part in left if part not in begun]
 
 
 class Limits:
@@ -78,6 +46,47 @@ class Limits:
         return time.time() > self.end
 
 
+def run(parts: Sequence[Part], arguments: Sequence[str], record: Path, log: TextIO, limits: Limits) -> None:
+    """Run parts in one process, and in further ones as long as one ends early and parts remain.
+
+    Args:
+        parts: the parts, in order.
+        arguments: the program's arguments, to which the parts' numbers are added.
+        record: the file of the figures.
+        log: file for all output.
+        limits: the time limits.
+    """
+    left, resumed = list(parts), set()
+    while left and not limits.is_over():
+        why = _process([*arguments, *(f"--part={part.step}/{part.name}" for part in left)], left, record, log, limits)
+        book = Record(record)
+        ended_in = book.running()
+        if ended_in is not None:
+            _close(book, ended_in, why)
+            _say(f"   {WRONG}: {why}", log)
+        begun = [part for part in left if book.part(part.step, part.name)]
+        if not begun:  # not even the first one: another process would not begin it either
+            for part in left:
+                book.enter(part.step, part.name, state=NOT_REACHED, error=why)
+            _say(f"== {why}", log)
+            return
+        again = [part for part in begun if (part.step, part.name) == ended_in and part.resumes and part not in resumed]
+        resumed.update(again)
+        left = again + [part for part in left if part not in begun]
+
+
+def _close(book: Record, ended_in: tuple[str, str], why: str) -> None:
+    """Note where a process ended: in a part, and in one of its methods if it measures several."""
+    entry: Any = book.part(*ended_in)
+    entry |= {"state": WRONG, "error": why, "wrong": [why]}
+    for name, method in entry["figures"].get("methods", {}).items():
+        if method.get("error") == RUNNING:
+            method["error"] = f"{why}: {method.pop('reason')}" if "reason" in method else why
+            if name in OWN:
+                book.values["fused"] = f"{why} in {name}"
+    book.save()
+
+
 def _process(arguments: list[str], parts: Sequence[Part], record: Path, log: TextIO, limits: Limits) -> str:
     """Run one process to its end or to a limit, print its output, and return in words how it ended."""
     process = subprocess.Popen(
@@ -86,7 +95,7 @@ def _process(arguments: list[str], parts: Sequence[Part], record: Path, log: Tex
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        start_new_session=True,
+        process_group=0,
     )
     printer = threading.Thread(target=_print, args=(process, log), daemon=True)
     printer.start()
@@ -129,6 +138,6 @@ def _say(line: str, log: TextIO) -> None:
 
 
 def end(process: subprocess.Popen) -> None:
-    """Kill a process and everything in its session; nothing happens if they have ended."""
+    """Kill a process and everything in its group; nothing happens if they have ended."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

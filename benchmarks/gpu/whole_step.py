@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from dpllm import PrivacyConfig, PrivateRun, TrainingRows, make_plan, per_sequence_loss
 from dpllm.data.units import UnitIndex
+from dpllm.ghost import NormMethod
 from dpllm.training.checks.differences import Precision
 from dpllm.training.checks.independence import IndependenceError
 from gpu.record import Figures, brief
@@ -51,10 +52,10 @@ class Loop:
     def __post_init__(self) -> None:
         """Draw the rows, from a fixed seed."""
         tokens = self.settings.tokens
-        self.rng = np.random.default_rng(0)
+        rng = np.random.default_rng(0)
         self.num_rows = 4 * self.settings.batch * self.microbatches
         vocabulary = 97 if self.setting.toy else 32_000
-        self.ids = self.rng.integers(3, vocabulary, (self.num_rows, tokens))
+        self.ids = rng.integers(3, vocabulary, (self.num_rows, tokens))
         self.lengths = np.array([tokens - n % 5 for n in range(self.num_rows)])
 
     @property
@@ -90,11 +91,11 @@ class Loop:
     def plain(self, steps: int) -> list[float]:
         """Train without privacy; return each step's seconds for a row."""
         model, optimizer = self.fresh()
-        seconds = []
+        seconds, rng = [], np.random.default_rng(1)
         for _ in range(steps):
             begin = self._now()
             for _ in range(self.microbatches):
-                numbers = self.rng.choice(self.num_rows, self.settings.batch, replace=False)
+                numbers = rng.choice(self.num_rows, self.settings.batch, replace=False)
                 losses_B = self.loss(model, self.collate(self.fetch(numbers)))
                 (losses_B.sum() / self.rows_per_step).backward()
             optimizer.step()
@@ -102,17 +103,16 @@ class Loop:
             seconds.append((self._now() - begin) / self.rows_per_step)
         return seconds
 
-    def private(self, steps: int, after_first: Callable[[PrivateRun], None]) -> list[float]:
+    def private(self, steps: int, after_first: Callable[[PrivateRun], None], fused: bool | None = None) -> list[float]:
         """Train privately; return each step's seconds for a row.
 
         Args:
             steps: their number.
             after_first: called with the run after its first step.
+            fused: False: the PyTorch forms instead of the Triton kernels.
         """
         model, optimizer = self.fresh()
-        privacy = PrivacyConfig(
-            noise_multiplier=1.0, clip_norm=1.0, expected_batch_size=self.rows_per_step, delta=1e-5
-        )
+        privacy = PrivacyConfig(noise_multiplier=1.0, clip_norm=1.0, expected_batch_size=self.rows_per_step, delta=1e-5)
         rows = TrainingRows(
             units=UnitIndex.one_row_per_unit(self.num_rows),
             lengths=self.lengths,
@@ -123,7 +123,13 @@ class Loop:
         seconds = []
         with tempfile.TemporaryDirectory(dir=self.setting.folder) as folder:
             run = PrivateRun.start(f"{folder}/run", make_plan(privacy, self.num_rows, steps + 1), rows)
-            run.attach(model, optimizer, start_is_independent=True, schedule_is_independent=True)
+            run.attach(
+                model,
+                optimizer,
+                norm_method=NormMethod(fused=fused),
+                start_is_independent=True,
+                schedule_is_independent=True,
+            )
             try:
                 for units in run.draws(steps):
                     begin = self._now()
@@ -164,8 +170,10 @@ def measure(figures: Figures, setting: Setting, number: int) -> None:
     figures.say(f"dpllm: {own:.2f} ms a row, first step {figures['first_step_s']:.1f} s")
     if figures.get("plain_ms"):
         figures["speed_ratio"] = statistics.median(figures["plain_ms"]) / own
-        figures["memory_ratio"] = figures["private_peak_bytes"] / max(figures["plain_peak_bytes"], 1)
-        ratios = f"speed {figures['speed_ratio']:.3f} (goal {GOALS[number]}), memory {figures['memory_ratio']:.3f}"
+        ratios = f"speed {figures['speed_ratio']:.3f} (goal {GOALS[number]})"
+        if figures["plain_peak_bytes"]:
+            figures["memory_ratio"] = figures["private_peak_bytes"] / figures["plain_peak_bytes"]
+            ratios += f", memory {figures['memory_ratio']:.3f}"
         figures["summary"] = f"whole step {ratios}; rows {figures.get('rows', 'not compared')}"
         figures.say(figures["summary"])
 
@@ -187,22 +195,32 @@ def row_differences(figures: Figures, setting: Setting, precision: str) -> None:
 def compared(figures: Figures, loop: Loop, steps: int) -> list[float]:
     """Run the private loop, keep the differences of its first comparison of rows, and return each step's seconds.
 
-    If the comparison refuses the step, the loop runs again without a bound, so that its figures exist.
+    If the comparison refuses the step, the loop runs again without a bound. If the Triton kernels fail, it runs again
+    with the PyTorch forms. Either is WRONG, and the figures exist.
     """
 
     def keep(run: PrivateRun) -> None:
         seen = differences_of(run)
         allowed = figures.get("rows_allowed", seen.tolerance)
-        figures |= {"rows_loss": seen.loss, "rows_norm": seen.norm, "rows_allowed": allowed}
+        figures.update(rows_loss=seen.loss, rows_norm=seen.norm, rows_allowed=allowed)
         figures["rows"] = f"loss {seen.loss:.1e}, norm {seen.norm:.1e}, allowed {allowed:.0e}"
         figures.say(f"rows alone and together: {figures['rows']}")
 
-    try:
-        return loop.private(steps, keep)
-    except IndependenceError as error:
-        figures.require(False, f"the comparison of rows refuses this model: {brief(error)}")
-    with without_bound(figures):
-        return loop.private(steps, keep)
+    forms: list[bool | None] = [None, False] if loop.setting.fused else [False]
+    for fused in forms:
+        if fused is False:
+            figures.say("dpllm: PyTorch forms")
+        try:
+            return loop.private(steps, keep, fused)
+        except IndependenceError as error:
+            figures.require(False, f"the comparison of rows refuses this model: {brief(error)}")
+            with without_bound(figures):
+                return loop.private(steps, keep, fused)
+        except Exception as error:
+            if fused is False:
+                raise
+            figures.require(False, f"dpllm: {brief(error)}")
+    raise AssertionError("the last form returns or raises")
 
 
 def differences_of(run: PrivateRun) -> Any:
