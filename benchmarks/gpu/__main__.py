@@ -29,7 +29,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1]
 sys.path[0] = str(BENCHMARKS)  # for this package, and for the benchmarks that it runs
 
 from gpu import plan, summary, watch  # noqa: E402
-from gpu.record import NOT_REACHED, OK, SKIPPED, WRONG, Record, run_part  # noqa: E402
+from gpu.record import AVOIDED, DOUBTFUL, NOT_REACHED, OK, SKIPPED, TRUSTED, WRONG, Record, run_part  # noqa: E402
 
 FIGURES, LOG = "gpu.json", "gpu.log"
 TOY_SECONDS = 3600  # only catches a deadlock
@@ -88,15 +88,14 @@ def run_here(options: argparse.Namespace) -> None:
         part = parts[key]
         seconds = options.limit or (TOY_SECONDS if options.toy else part.limit)
         deadline = time.monotonic() + 0.8 * seconds
-        fused = record.values["fused"] is True
-        setting = Setting(options.toy, scratch, material_of(options), fused, deadline)
+        setting = Setting(options.toy, scratch, material_of(options), record.values["kernels"]["state"], deadline)
         module, function = part.function.split(":")
         started = getattr(importlib.import_module(f"gpu.{module}"), function)
         state = run_part(record, part.step, part.name, lambda figures: started(figures, setting, *part.arguments))  # noqa: B023
-        if part.function == "correctness:programs" and state == WRONG:
-            record.values["fused"] = "a Triton program is WRONG"
-            record.save()
-        if state == WRONG and is_lost(setting.device):
+        lost = state == WRONG and is_lost(setting.device)
+        if part.function == plan.PROGRAMS and state == WRONG:
+            record.doubt_kernels(AVOIDED if lost else DOUBTFUL, "a Triton program is WRONG")
+        if lost:
             status = LOST
             break
     shutil.rmtree(scratch, ignore_errors=True)
@@ -123,7 +122,7 @@ def visit(options: argparse.Namespace, arguments: list[str]) -> int:
     book = Record(record)
     for part in parts:  # measured again
         book.values["steps"].get(part.step, {}).pop(part.name, None)
-    book.values["fused"] = True
+    book.values["kernels"] = {"state": TRUSTED, "why": ""}
     book.save()
     environment(options.toy)
     seconds = options.seconds or (TOY_SECONDS if options.toy else command.seconds)

@@ -74,6 +74,7 @@ def _row(step: str, name: str, seconds: float, number: int, *methods: str) -> Pa
 
 PLAIN, OURS, TWICE, LAYERS = "non-private", "dpllm", "dpllm-two-passes", "dpllm-per-layer"
 OWN, PEERS = (OURS, TWICE, LAYERS), ("opacus", "fastdp")
+PROGRAMS = "correctness:programs"  # whether the Triton kernels are trusted
 COMPILED = ("non-private-compiled", "dpllm-compiled")
 FULL_1B, LORA_8B = "Llama 1B, full, 8×512", "Llama 8B, LoRA r=16, 8×512"
 
@@ -82,7 +83,7 @@ FIRST = Command(
     (
         (
             Part("device", "versions and rates", 10, "device:rates"),
-            Part("correctness", "programs", 15, "correctness:programs"),
+            Part("correctness", "programs", 15, PROGRAMS),
             Part("correctness", "models", 15, "correctness:models"),
             Part("correctness", "noise words", 3, "correctness:noise_words"),
             _row("headline", FULL_1B, 22, 1, PLAIN, OURS, *PEERS),

@@ -62,9 +62,10 @@ def main(arguments: list[str]) -> int:
         for name, path in made.items():
             shutil.rmtree(options.into / name, ignore_errors=True)
             path.rename(options.into / name)
-    print("The two visits, and what travels in addition to the tracked files:")
-    print(f"  benchmarks/gpu.sh first      .whl              ({tree + sizes['.whl']:.1f} MiB in all)")
-    print(f"  benchmarks/gpu.sh second     .whl .material    ({total:.1f} MiB in all)")
+    commit = git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*").strip()
+    print("The two visits; next to the tracked files, the first needs .whl and the second .whl and .material:")
+    print(f"  DPLLM_COMMIT={commit} benchmarks/gpu.sh first     # {tree + sizes['.whl']:.1f} MiB travel")
+    print(f"  DPLLM_COMMIT={commit} benchmarks/gpu.sh second    # {total:.1f} MiB travel")
     return 0
 
 
@@ -90,6 +91,10 @@ def mib(path: Path) -> float:
 
 def tracked_mib() -> float:
     """Return the size of the files that git tracks or does not ignore."""
-    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")
+    names = git("ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
     return sum(mib(ROOT / name) for name in names if name and (ROOT / name).is_file())
+
+
+def git(*arguments: str) -> str:
+    """Return the output of a command of git in this repository."""
+    return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True).stdout

@@ -17,6 +17,9 @@ from typing import Any
 
 OK, WRONG, SKIPPED, NOT_REACHED, RUNNING = "ok", "WRONG", "skipped", "not reached", "running"
 
+TRUSTED, DOUBTFUL, AVOIDED = "trusted", "doubtful", "avoided"
+"""The Triton kernels: measured; measured after the PyTorch forms, since a check was WRONG; not run again."""
+
 
 class Skipped(Exception):
     """Error: a part cannot run here; the message gives the reason."""
@@ -78,14 +81,14 @@ class Record:
     """The JSON file of all figures.
 
     Attributes:
-        values: its contents: ``machine``, ``fused`` (True, or why the Triton kernels are not trusted here) and
+        values: its contents: ``machine``, ``kernels`` (whether the Triton kernels are `TRUSTED` here, and why not), and
             ``steps``: for each step its parts, for each part its state, seconds, figures, lines and problems.
     """
 
     def __init__(self, path: Path) -> None:
         """Continue with the contents of the file."""
         self.path = path
-        empty: dict[str, Any] = {"machine": {}, "fused": True, "steps": {}}
+        empty: dict[str, Any] = {"machine": {}, "kernels": {"state": TRUSTED, "why": ""}, "steps": {}}
         self.values: dict[str, Any] = json.loads(path.read_text()) if path.exists() else empty
 
     def save(self) -> None:
@@ -104,6 +107,12 @@ class Record:
         self.values["steps"].setdefault(step, {})[name] = entry
         self.save()
         return entry
+
+    def doubt_kernels(self, state: str, why: str) -> None:
+        """Note why the Triton kernels are no longer `TRUSTED`, and write the file."""
+        if self.values["kernels"]["state"] != AVOIDED:
+            self.values["kernels"] = {"state": state, "why": why}
+        self.save()
 
     def running(self) -> tuple[str, str] | None:
         """Return the step and the name of the part that runs."""

@@ -22,10 +22,11 @@ from methods import COMPILED, METHODS, OURS, OURS_COMPILED, OWN, PEERS, PLAIN, S
 from throughput import batch_of, build_model, peak_memory, timed, twin
 from torch import Tensor, nn
 
-from gpu.record import RUNNING, Figures, brief
+from gpu.record import DOUBTFUL, RUNNING, TRUSTED, Figures, brief
 from gpu.setting import LOST, Setting, free_memory, is_lost
 
 UNFUSED = ", PyTorch forms"
+MOST_ROUNDS, SHORT_MS = 20, 4000.0  # rounds of at most this many milliseconds together are more than the least number
 NO_TIME = "no time left"
 Make = Callable[[nn.Module], Step]
 
@@ -41,7 +42,7 @@ def measure(figures: Figures, setting: Setting, number: int, methods: Sequence[s
     ids_BT = batch_of(settings, model.config.vocab_size)
     figures["build_s"] = time.monotonic() - begin
     bases: dict[str, Step] = {}
-    for name, make in forms(methods, setting.fused, setting.toy):
+    for name, make in forms(methods, setting.kernels, setting.toy):
         if not is_wanted(name, found):
             continue
         if setting.is_over():
@@ -87,21 +88,19 @@ def is_wanted(name: str, found: dict[str, Any]) -> bool:
     return name not in found or (name in (PLAIN, COMPILED) and "error" not in found[name])
 
 
-def forms(methods: Sequence[str], fused: bool, toy: bool) -> list[tuple[str, Make]]:
+def forms(methods: Sequence[str], kernels: str, toy: bool) -> list[tuple[str, Make]]:
     """Return each method with its maker.
 
-    One of ours is followed by its PyTorch forms, which are only measured if it failed. They come first if a check found
-    the Triton kernels wrong. A peer that is not installed is left out.
+    One of ours is followed by its PyTorch forms, which are only measured if it failed. They come first if the Triton
+    kernels are doubtful, and instead of them if they are avoided. A peer that is not installed is left out.
     """
     backend = "eager" if toy else "inductor"
     made: list[tuple[str, Make]] = []
     for name in methods:
         if name in OWN:
-            both: list[tuple[str, Make]] = [
-                (name, METHODS[name]),
-                (name + UNFUSED, functools.partial(own, name=name, fused=False)),
-            ]
-            made += both if fused else both[::-1]
+            fused: tuple[str, Make] = name, METHODS[name]
+            unfused: tuple[str, Make] = name + UNFUSED, functools.partial(own, name=name, fused=False)
+            made += {TRUSTED: [fused, unfused], DOUBTFUL: [unfused, fused]}.get(kernels, [unfused])
         elif name in (COMPILED, OURS_COMPILED):
             kind = METHODS[OURS if name == OURS_COMPILED else PLAIN]
             made.append((name, functools.partial(_compiled, kind, backend)))
@@ -123,6 +122,8 @@ def times_and_memory(
         timed(step, ids_BT)
     figures: dict[str, Any] = {"first_s": first, "peak_bytes": peak_memory(step, ids_BT), "ms": [], "base_ms": []}
     step.forget()
+    if rounds > 1:  # more where a step is short
+        rounds = max(rounds, min(MOST_ROUNDS, int(SHORT_MS / (2 * timed(step, ids_BT)))))
     for _ in range(rounds):
         if figures["ms"] and setting.is_over():
             break

@@ -12,7 +12,7 @@ import targets
 import torch
 from throughput import Settings
 
-from gpu.record import Skipped
+from gpu.record import TRUSTED, Skipped
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUNDS = 6
@@ -32,14 +32,14 @@ class Setting:
         toy: tiny sizes, on the CPU.
         folder: scratch folder; the figures are elsewhere.
         material: folder with ``stories15M`` and ``e2e``; None where there is none.
-        fused: whether the Triton kernels are trusted.
+        kernels: whether the Triton kernels are `TRUSTED`.
         deadline: time by `time.monotonic` after which the part begins nothing new.
     """
 
     toy: bool
     folder: Path
     material: Path | None = None
-    fused: bool = True
+    kernels: str = TRUSTED
     deadline: float = float("inf")
 
     @property
@@ -56,6 +56,11 @@ class Setting:
         target = targets.TARGETS[number - 1]
         whole = target.settings(target.layers, self.device.type, ROUNDS)
         return target, replace(whole, **TOY) if self.toy else whole
+
+    @property
+    def fused(self) -> bool:
+        """Whether the Triton kernels are run first."""
+        return self.kernels == TRUSTED
 
     def needs_cuda(self) -> None:
         """End a part that shows nothing elsewhere."""

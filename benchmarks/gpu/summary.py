@@ -22,8 +22,8 @@ def of(values: dict[str, Any], steps: list[str], tail: str) -> str:
     states = [part["state"] for _, _, part in parts]
     counts = ", ".join(f"{states.count(state)} {state}" for state in (OK, WRONG, SKIPPED, NOT_REACHED))
     head = [f"== {values['machine'].get('device', 'no device')}: {counts}; {tail}"]
-    if values["fused"] is not True:
-        head.append(f"Triton kernels not trusted: {values['fused']}")
+    if values["kernels"]["why"]:
+        head.append(f"Triton kernels {values['kernels']['state']}: {values['kernels']['why']}")
     missing = [f"{step}: {name}" for step, name, part in parts if part["state"] == NOT_REACHED]
     head += [f"not reached: {'; '.join(missing)}"] if missing else []
     wrong = [f"{WRONG} {step}, {name}: {sentence}" for step, name, part in parts for sentence in part["wrong"]]

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from gpu.plan import OWN, Part
-from gpu.record import NOT_REACHED, RUNNING, WRONG, Record
+from gpu.plan import OWN, PROGRAMS, Part
+from gpu.record import AVOIDED, NOT_REACHED, RUNNING, WRONG, Record
 
 PROGRAM = Path(__file__).parent
 START_LIMIT = 90  # seconds until a process begins its first part
@@ -60,7 +60,7 @@ def run(parts: Sequence[Part], arguments: Sequence[str], record: Path, log: Text
     while left and not limits.is_over():
         why = _process([*arguments, *(f"--part={part.step}/{part.name}" for part in left)], left, record, log, limits)
         book = Record(record)
-        ended_in = book.running()
+        ended_in = next((part for part in left if (part.step, part.name) == book.running()), None)
         if ended_in is not None:
             _close(book, ended_in, why)
             _say(f"   {WRONG}: {why}", log)
@@ -70,20 +70,22 @@ def run(parts: Sequence[Part], arguments: Sequence[str], record: Path, log: Text
                 book.enter(part.step, part.name, state=NOT_REACHED, error=why)
             _say(f"== {why}", log)
             return
-        again = [part for part in begun if (part.step, part.name) == ended_in and part.resumes and part not in resumed]
+        again = [part for part in begun if part == ended_in and part.resumes and part not in resumed]
         resumed.update(again)
         left = again + [part for part in left if part not in begun]
 
 
-def _close(book: Record, ended_in: tuple[str, str], why: str) -> None:
+def _close(book: Record, part: Part, why: str) -> None:
     """Note where a process ended: in a part, and in one of its methods if it measures several."""
-    entry: Any = book.part(*ended_in)
+    entry: Any = book.part(part.step, part.name)
     entry |= {"state": WRONG, "error": why, "wrong": [why]}
     for name, method in entry["figures"].get("methods", {}).items():
         if method.get("error") == RUNNING:
             method["error"] = f"{why}: {method.pop('reason')}" if "reason" in method else why
             if name in OWN:
-                book.values["fused"] = f"{why} in {name}"
+                book.doubt_kernels(AVOIDED, f"{why} in {name}")
+    if part.function == PROGRAMS:
+        book.doubt_kernels(AVOIDED, f"{why} in a Triton program")
     book.save()
 
 

@@ -200,6 +200,8 @@ def compared(figures: Figures, loop: Loop, steps: int) -> list[float]:
     """
 
     def keep(run: PrivateRun) -> None:
+        figures["first_step_peak_bytes"] = _peak(loop.setting)  # with the comparison of rows
+        free_memory()
         seen = differences_of(run)
         allowed = figures.get("rows_allowed", seen.tolerance)
         figures.update(rows_loss=seen.loss, rows_norm=seen.norm, rows_allowed=allowed)

@@ -260,7 +260,8 @@ def test_the_end_is_short_and_names_what_is_wrong(count):
         ROW: {**empty(), "state": record.OK, "figures": row},
         **{f"{n}": {**empty(), "state": record.NOT_REACHED} for n in range(count)},
     }
-    values = {"machine": {"device": "NVIDIA H100"}, "fused": True, "steps": {"headline": parts}}
+    doubtful = {"state": record.DOUBTFUL, "why": "a Triton program is WRONG"}
+    values = {"machine": {"device": "NVIDIA H100"}, "kernels": doubtful, "steps": {"headline": parts}}
     text = summary.of(values, ["headline"], "9 s")
     assert len(text) <= 4000 and "0.950/1.000" in text
     there = [n for n in range(count) if f"check {n}:" in text]
