@@ -16,6 +16,7 @@ if a figure is WRONG or a part was not reached.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import os
 import shutil
@@ -78,10 +79,14 @@ def run_here(options: argparse.Namespace) -> None:
     from tests import interpreted
 
     interpreted.mend()
+    gc.freeze()  # the libraries' objects, so that freeing memory between methods is quick
     logging.disable_progress_bar()
     scratch = Path(tempfile.mkdtemp(prefix="dpllm-gpu-"))
     record = Record(options.out / FIGURES)
-    record.values["machine"] = describe(Setting(options.toy, scratch))
+    earlier, facts = record.values["machine"], describe(Setting(options.toy, scratch))
+    if earlier and any(earlier.get(name) != facts[name] for name in ("device", "source", "toy")):
+        record.values["steps"] = {}  # of another machine or other code
+    record.values["machine"] = facts
     parts = {f"{part.step}/{part.name}": part for part in plan.COMMANDS[options.command].parts}
     status = 0
     for key in options.part:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-WHEELS, START = 10, 12
+WHEELS, START = 8, 12
 """Seconds to install the wheels, and to start a process: Python, torch, transformers and the CUDA context."""
 MARGIN = 5
 """Seconds that remain for the summary when a command's time is over."""
@@ -82,12 +82,12 @@ FIRST = Command(
     590,
     (
         (
-            Part("device", "versions and rates", 10, "device:rates"),
-            Part("correctness", "programs", 15, PROGRAMS),
-            Part("correctness", "models", 15, "correctness:models"),
-            Part("correctness", "noise words", 3, "correctness:noise_words"),
-            _row("headline", FULL_1B, 22, 1, PLAIN, OURS, *PEERS),
-            _row("headline", LORA_8B, 30, 4, PLAIN, OURS, *PEERS),
+            Part("device", "versions and rates", 8, "device:rates"),
+            Part("correctness", "programs", 10, PROGRAMS),
+            Part("correctness", "models", 12, "correctness:models"),
+            Part("correctness", "noise words", 2, "correctness:noise_words"),
+            _row("headline", FULL_1B, 27, 1, PLAIN, OURS, *PEERS),
+            _row("headline", LORA_8B, 36, 4, PLAIN, OURS, *PEERS),
             _row("headline", f"{FULL_1B}, compiled", 25, 1, PLAIN, *COMPILED),
             _row("headline", f"{LORA_8B}, compiled", 30, 4, PLAIN, *COMPILED),
             _row("rows", "Llama 1B, full, 8×1024", 15, 2, PLAIN, OURS),

@@ -134,7 +134,7 @@ def _rows(steps: dict[str, Any]) -> list[str]:
         for name, part in parts.items():
             targets = part["figures"].get("targets", {})
             for method, found in part["figures"].get("methods", {}).items():
-                own = targets if method == OURS else {}
+                own = targets.get(method, {})
                 cells = [
                     _cell(name),
                     method,

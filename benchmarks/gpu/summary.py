@@ -63,17 +63,20 @@ def line_of(name: str, figures: dict[str, Any]) -> str:
     """Return a part's line; none if it has nothing to compare."""
     if "methods" not in figures:
         return f"{name}: {figures['summary']}" if "summary" in figures else ""
-    return f"{name}: {'; '.join(_method(one, of) for one, of in figures['methods'].items())}"
+    targets = figures.get("targets", {})
+    return f"{name}: {'; '.join(_method(one, of, targets.get(one, {})) for one, of in figures['methods'].items())}"
 
 
-def _method(name: str, figures: dict[str, Any]) -> str:
-    """One method: its speed and memory over its base, or its time, or its error.
+def _method(name: str, figures: dict[str, Any], target: dict[str, Any]) -> str:
+    """One method: its speed and memory over its base with their targets, or its time, or its error.
 
-    >>> _method("dpllm", {"speed_ratio": 0.95, "memory_ratio": 1.0, "median_ms": 70.0, "base": "non-private"})
-    'dpllm 0.950/1.000'
+    >>> _method("dpllm", {"speed_ratio": 0.95, "memory_ratio": 1.0}, {"speed": 0.95, "memory": 1.1})
+    'dpllm 0.950/1.000 (≥ 0.95/≤ 1.1)'
     """
     if "speed_ratio" in figures:
-        return f"{name} {figures['speed_ratio']:.3f}/{figures['memory_ratio']:.3f}"
+        wanted = "/".join(f"{sign} {target[one]}" for one, sign in (("speed", "≥"), ("memory", "≤")) if target.get(one))
+        ratios = f"{name} {figures['speed_ratio']:.3f}/{figures['memory_ratio']:.3f}"
+        return f"{ratios} ({wanted})" if wanted else ratios
     if "median_ms" in figures:
         return f"{name} {figures['median_ms']:.1f} ms {figures['peak_bytes'] / 2**30:.1f} GiB"
     return f"{name} {figures.get('error', '')[:50]}"
