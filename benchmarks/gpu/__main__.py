@@ -16,6 +16,7 @@ if a figure is WRONG or a part was not reached.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import importlib
 import os
@@ -33,6 +34,7 @@ from gpu import plan, summary, watch  # noqa: E402
 from gpu.record import AVOIDED, DOUBTFUL, NOT_REACHED, OK, SKIPPED, TRUSTED, WRONG, Record, run_part  # noqa: E402
 
 FIGURES, LOG = "gpu.json", "gpu.log"
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TOY_SECONDS = 3600  # only catches a deadlock
 
 
@@ -80,6 +82,8 @@ def run_here(options: argparse.Namespace) -> None:
 
     interpreted.mend()
     gc.freeze()  # the libraries' objects, so that freeing memory between methods is quick
+    if sys.platform == "linux":  # end with the process that watches, however that one ends
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     logging.disable_progress_bar()
     scratch = Path(tempfile.mkdtemp(prefix="dpllm-gpu-"))
     record = Record(options.out / FIGURES)

@@ -6,6 +6,7 @@ import os
 
 import torch
 import torch.distributed as dist
+from real_records import quiet
 
 from gpu.real_run import place_of
 from gpu.record import Figures
@@ -30,6 +31,7 @@ def engine(figures: Figures, setting: Setting, name: str) -> None:
     """Compare the clipped sum that an engine releases, on pretrained weights and real text, with a plain process's."""
     if name.startswith("zero"):
         setting.needs("deepspeed")
+    quiet()
     place = place_of(setting)
     join(setting)
     figures["backend"] = dist.get_backend()

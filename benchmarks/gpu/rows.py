@@ -19,12 +19,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from methods import COMPILED, METHODS, OURS, OURS_COMPILED, OWN, PEERS, PLAIN, Step, compile_blocks, own
+from methods import COMPILED, METHODS, OURS_COMPILED, OWN, PEERS, PLAIN, Step, compile_blocks, own
 from targets import TARGETS
 from throughput import batch_of, build_model, peak_memory, timed, twin
 from torch import Tensor, nn
 
-from gpu.record import DOUBTFUL, RUNNING, TRUSTED, Figures, brief
+from gpu.record import AVOIDED, DOUBTFUL, RUNNING, TRUSTED, Figures, brief
 from gpu.setting import LOST, Setting, free_memory, is_lost
 
 UNFUSED = ", PyTorch forms"
@@ -108,7 +108,8 @@ def forms(methods: Sequence[str], kernels: str, toy: bool) -> list[tuple[str, Ma
             unfused: tuple[str, Make] = name + UNFUSED, functools.partial(own, name=name, fused=False)
             made += {TRUSTED: [fused, unfused], DOUBTFUL: [unfused, fused]}.get(kernels, [unfused])
         elif name in (COMPILED, OURS_COMPILED):
-            kind = METHODS[OURS if name == OURS_COMPILED else PLAIN]
+            private: Make = functools.partial(own, fused=False if kernels == AVOIDED else None)
+            kind = private if name == OURS_COMPILED else METHODS[PLAIN]
             made.append((name, functools.partial(_compiled, kind, backend)))
         elif name not in PEERS or importlib.util.find_spec(PEERS[name]) is not None:
             made.append((name, METHODS[name]))
