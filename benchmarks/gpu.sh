@@ -17,14 +17,18 @@ python=${PYTHON:-$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/pyth
 wheels=${WHEELS:-$root/.whl}
 
 added="$root"
-is_312() { "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))'; }  # the wheels are for this version
-if [[ " first second " == *" ${1:-} "* ]] && compgen -G "$wheels/*.whl" >/dev/null && is_312; then
+if [[ " first second " == *" ${1:-} "* ]] && compgen -G "$wheels/*.whl" >/dev/null; then
   site=${TMPDIR:-/tmp}/dpllm-site-$(cksum <<<"$(ls -l "$wheels")" | cut -d' ' -f1)
-  if [ ! -e "$site/.complete" ]; then
-    "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" "$wheels"/*.whl
+  install() {
+    "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" "$@"
+  }
+  if ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))'; then
+    echo "The wheels are for Python 3.12 and are not installed for $("$python" --version)." >&2
+  elif [ ! -e "$site/.complete" ]; then
+    install "$wheels"/*.whl || for wheel in "$wheels"/*.whl; do install "$wheel" || echo "not installed: $wheel" >&2; done
     touch "$site/.complete"
   fi
-  added="$root:$site"
+  if [ -e "$site/.complete" ]; then added="$root:$site"; fi
 fi
 
 export PYTHONPATH="$added${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false

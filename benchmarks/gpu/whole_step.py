@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from dpllm import PrivacyConfig, PrivateRun, TrainingRows, make_plan, per_sequence_loss
 from dpllm.data.units import UnitIndex
 from dpllm.ghost import NormMethod
-from dpllm.training.checks.differences import Precision
 from dpllm.training.checks.independence import IndependenceError
 from gpu.record import Figures, brief
 from gpu.setting import Setting, free_memory, synchronize
@@ -237,6 +236,8 @@ def differences_of(run: PrivateRun) -> Any:
 @contextlib.contextmanager
 def without_bound(figures: Figures) -> Iterator[None]:
     """Let the comparison of rows accept any difference, and keep the usual bound in the figures."""
+    from dpllm.training.checks.differences import Precision
+
     usual = Precision.tolerance
 
     def any_difference(self: Precision) -> float:
