@@ -24,11 +24,13 @@ if [[ " first second " == *" ${1:-} "* ]] && compgen -G "$wheels/*.whl" >/dev/nu
   }
   if ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))'; then
     echo "The wheels are for Python 3.12 and are not installed for $("$python" --version)." >&2
-  elif [ ! -e "$site/.complete" ]; then
-    install "$wheels"/*.whl || for wheel in "$wheels"/*.whl; do install "$wheel" || echo "not installed: $wheel" >&2; done
-    touch "$site/.complete"
+  else
+    if [ ! -e "$site/.complete" ]; then
+      install "$wheels"/*.whl || for wheel in "$wheels"/*.whl; do install "$wheel" || echo "not installed: $wheel" >&2; done
+      touch "$site/.complete"
+    fi
+    added="$root:$site"
   fi
-  if [ -e "$site/.complete" ]; then added="$root:$site"; fi
 fi
 
 export PYTHONPATH="$added${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
