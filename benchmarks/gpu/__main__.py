@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import gc
 import importlib
 import os
@@ -26,12 +27,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 sys.path[0] = str(BENCHMARKS)  # for this package, and for the benchmarks that it runs
 
 from gpu import plan, summary, watch  # noqa: E402
-from gpu.record import AVOIDED, DOUBTFUL, NOT_REACHED, OK, SKIPPED, TRUSTED, WRONG, Record, run_part  # noqa: E402
+from gpu.record import AVOIDED, DOUBTFUL, NOT_REACHED, OK, SKIPPED, TRUSTED, WRONG, Figures, Record, run_part  # noqa: E402
 
 FIGURES, LOG = "gpu.json", "gpu.log"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -98,9 +100,7 @@ def run_here(options: argparse.Namespace) -> None:
         seconds = options.limit or (TOY_SECONDS if options.toy else part.limit)
         deadline = time.monotonic() + 0.8 * seconds
         setting = Setting(options.toy, scratch, material_of(options), record.values["kernels"]["state"], deadline)
-        module, function = part.function.split(":")
-        started = getattr(importlib.import_module(f"gpu.{module}"), function)
-        state = run_part(record, part.step, part.name, lambda figures: started(figures, setting, *part.arguments))  # noqa: B023
+        state = run_part(record, part.step, part.name, functools.partial(call, part, setting))
         lost = state == WRONG and is_lost(setting.device)
         if part.function == plan.PROGRAMS and state == WRONG:
             record.doubt_kernels(AVOIDED if lost else DOUBTFUL, "a Triton program is WRONG")
@@ -111,6 +111,12 @@ def run_here(options: argparse.Namespace) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def call(part: plan.Part, setting: Any, figures: Figures) -> None:
+    """Import a part's module and run its function; an import that fails is an error of this part."""
+    module, function = part.function.split(":")
+    getattr(importlib.import_module(f"gpu.{module}"), function)(figures, setting, *part.arguments)
 
 
 def environment(toy: bool) -> None:
