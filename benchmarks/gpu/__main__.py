@@ -135,6 +135,8 @@ def visit(options: argparse.Namespace, arguments: list[str]) -> int:
     record = options.out / FIGURES
     parts = [part for part in command.parts if part.step in options.only]
     book = Record(record)
+    if running := book.running():  # the end of an earlier visit
+        book.values["steps"][running[0]][running[1]] |= {"state": NOT_REACHED, "error": "its visit was stopped"}
     for part in parts:  # measured again
         book.values["steps"].get(part.step, {}).pop(part.name, None)
     book.values["kernels"] = {"state": TRUSTED, "why": ""}
@@ -151,7 +153,7 @@ def visit(options: argparse.Namespace, arguments: list[str]) -> int:
                 book.enter(part.step, part.name, state=NOT_REACHED, error="the command's time was over")
         book.values.setdefault("seconds", {})[options.command] = round(time.time() - began, 1)
         book.save()
-        text = summary.of(book.values, options.only, f"{time.time() - began:.0f} s; figures in {record}")
+        text = summary.text_of(book.values, options.only, f"{time.time() - began:.0f} s; figures in {record}")
         print("\n" + text, flush=True)
         log.write("\n" + text + "\n")
     states = {(book.part(part.step, part.name) or {}).get("state") for part in parts}

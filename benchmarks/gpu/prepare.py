@@ -33,25 +33,25 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="benchmarks/gpu.sh prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("sources", nargs="*", help="source folders of which wheels are made as well")
+    parser.add_argument("sources", nargs="*", help="source folders of which wheels are built as well")
     parser.add_argument("--material", type=Path, default=ROOT.parent / "shared" / "data", help="default %(default)s")
     parser.add_argument("--into", type=Path, default=ROOT, help="where .whl and .material go")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(dir=options.into, prefix=".prepare-") as scratch:
-        made = {name: Path(scratch) / name for name in (".whl", ".material")}
+        folders = {name: Path(scratch) / name for name in (".whl", ".material")}
         try:
-            collect_material(options.material, made[".material"])
-            made[".whl"].mkdir()
-            wheels.build(made[".whl"], options.sources)
+            collect_material(options.material, folders[".material"])
+            folders[".whl"].mkdir()
+            wheels.build(folders[".whl"], options.sources)
         except (OSError, ValueError, subprocess.CalledProcessError) as error:
             print(f"nothing was changed: {error}", file=sys.stderr)
             return 1
         tree = tracked_mib()
-        optional = list(made[".whl"].glob(OPTIONAL))
-        if optional and tree + sum(map(mib, made.values())) > LIMIT:
+        optional = list(folders[".whl"].glob(OPTIONAL))
+        if optional and tree + sum(map(mib, folders.values())) > LIMIT:
             print(f"bitsandbytes ({mib(optional[0]):.1f} MiB) is left out: the step with 4 bits will be skipped")
             optional[0].unlink()
-        sizes = {"tracked files": tree, **{name: mib(path) for name, path in made.items()}}
+        sizes = {"tracked files": tree, **{name: mib(path) for name, path in folders.items()}}
         for name, size in sizes.items():
             print(f"{size:6.1f} MiB  {name}")
         total = sum(sizes.values())
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
         if total > LIMIT:
             print(f"nothing was changed: {total:.1f} MiB are more than the {LIMIT:g} that may travel", file=sys.stderr)
             return 1
-        for name, path in made.items():
+        for name, path in folders.items():
             shutil.rmtree(options.into / name, ignore_errors=True)
             path.rename(options.into / name)
     commit = git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*").strip()

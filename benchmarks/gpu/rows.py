@@ -1,9 +1,9 @@
 """Steps 2, 3 and 6: rows of the target table, all methods of a row on one model, each measured by itself.
 
 The methods share their weights. Each is built, warmed up, measured and dropped before the next one exists, so that no
-other library's memory counts for it. Its times are taken in turn with those of its base: training without privacy on
-the same model, compiled where the method is compiled. An error, a lack of memory or the end of the part's time in one
-method leaves the figures of the others as they are. If a process ends in a method, another one continues with the next.
+other library's memory counts for it. Its times alternate with those of its base: training without privacy on the same
+model, compiled where the method is compiled. An error, a lack of memory or the end of the part's time in one method
+leaves the figures of the others as they are. If a process ends in a method, another one continues with the next.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def measure(figures: Figures, setting: Setting, number: int, methods: Sequence[s
         for one in TARGETS
         if replace(one, method=target.method, speed=target.speed, memory=target.memory) == target
     }
-    found: dict[str, Any] = figures.setdefault("methods", {})
+    results: dict[str, Any] = figures.setdefault("methods", {})
     free_memory()
     begin = time.monotonic()
     model: Any = build_model(settings)
@@ -49,49 +49,50 @@ def measure(figures: Figures, setting: Setting, number: int, methods: Sequence[s
     figures["build_s"] = time.monotonic() - begin
     bases: dict[str, Step] = {}
     for name, make in forms(methods, setting.kernels, setting.toy):
-        if not is_wanted(name, found):
+        if not is_wanted(name, results):
             continue
         if setting.is_over():
-            found.setdefault(name, {"error": NO_TIME})
+            results.setdefault(name, {"error": NO_TIME})
             continue
-        earlier, found[name] = found.get(name), {"error": RUNNING}
+        earlier = results.get(name)  # of a base that an earlier process measured
+        results.setdefault(name, {"error": RUNNING})
         figures.save()
         try:
             step: Step | None = make(twin(model))
             assert step is not None
             base = COMPILED if name == OURS_COMPILED and COMPILED in bases else PLAIN
-            taken = times_and_memory(step, bases.get(base), ids_BT, settings.warmup, settings.rounds, setting)
-            found[name] = earlier or taken
+            fresh = times_and_memory(step, bases.get(base), ids_BT, settings.warmup, settings.rounds, setting)
+            results[name] = earlier or fresh
             if name != base and base in bases and not earlier:
-                compare(taken, base, found[base])
+                compare(fresh, base, results[base])
             if name in (PLAIN, COMPILED):
                 bases[name] = step
         except Exception as error:
             failed = {"error": brief(error), "traceback": traceback.format_exc()[-1500:]}
             if is_lost(setting.device):
-                found[name] = failed | {"error": RUNNING, "reason": failed["error"]}
+                results[name] = failed | {"error": RUNNING, "reason": failed["error"]}
                 figures.save()
                 os._exit(LOST)  # a second process continues with the next method
-            found[name] = earlier or failed
+            results[name] = earlier or failed
         step = None
         free_memory()
-        figures.say(f"{name}: {in_words(found[name])}")
-    figures.wrong += [f"{name}: {found[name]['error']}" for name in (PLAIN, *OWN) if "error" in found.get(name, {})]
+        figures.say(f"{name}: {in_words(results[name])}")
+    figures.wrong += [f"{name}: {results[name]['error']}" for name in (PLAIN, *OWN) if "error" in results.get(name, {})]
     del bases, model
     if COMPILED in methods:
         torch._dynamo.reset()
     free_memory()
 
 
-def is_wanted(name: str, found: dict[str, Any]) -> bool:
+def is_wanted(name: str, results: dict[str, Any]) -> bool:
     """Return whether a method is measured: once, a base again, and PyTorch forms if the kernels have no figures.
 
     >>> is_wanted("dpllm, PyTorch forms", {"dpllm": {"median_ms": 3.0}}), is_wanted("dpllm", {})
     (False, True)
     """
-    if name.endswith(UNFUSED) and "median_ms" in found.get(name.removesuffix(UNFUSED), {}):
+    if name.endswith(UNFUSED) and "median_ms" in results.get(name.removesuffix(UNFUSED), {}):
         return False
-    return name not in found or (name in (PLAIN, COMPILED) and "error" not in found[name])
+    return name not in results or (name in (PLAIN, COMPILED) and "error" not in results[name])
 
 
 def forms(methods: Sequence[str], kernels: str, toy: bool) -> list[tuple[str, Make]]:
@@ -101,19 +102,19 @@ def forms(methods: Sequence[str], kernels: str, toy: bool) -> list[tuple[str, Ma
     kernels are doubtful, and instead of them if they are avoided. A peer that is not installed is left out.
     """
     backend = "eager" if toy else "inductor"
-    made: list[tuple[str, Make]] = []
+    makers: list[tuple[str, Make]] = []
     for name in methods:
         if name in OWN:
             fused: tuple[str, Make] = name, METHODS[name]
             unfused: tuple[str, Make] = name + UNFUSED, functools.partial(own, name=name, fused=False)
-            made += {TRUSTED: [fused, unfused], DOUBTFUL: [unfused, fused]}.get(kernels, [unfused])
+            makers += {TRUSTED: [fused, unfused], DOUBTFUL: [unfused, fused]}.get(kernels, [unfused])
         elif name in (COMPILED, OURS_COMPILED):
             private: Make = functools.partial(own, fused=False if kernels == AVOIDED else None)
             kind = private if name == OURS_COMPILED else METHODS[PLAIN]
-            made.append((name, functools.partial(_compiled, kind, backend)))
+            makers.append((name, functools.partial(_compiled, kind, backend)))
         elif name not in PEERS or importlib.util.find_spec(PEERS[name]) is not None:
-            made.append((name, METHODS[name]))
-    return made
+            makers.append((name, METHODS[name]))
+    return makers
 
 
 def _compiled(kind: Make, backend: str, model: nn.Module) -> Step:

@@ -10,7 +10,7 @@ MOST = 4000  # characters; only the end of a long output may come back
 _WRONG, _LINE = 1800, 260  # characters for the WRONG lines together, and for any line
 
 
-def of(values: dict[str, Any], steps: list[str], tail: str) -> str:
+def text_of(values: dict[str, Any], steps: list[str], tail: str) -> str:
     """Return the summary of some steps, in at most `MOST` characters.
 
     Args:
@@ -30,8 +30,8 @@ def of(values: dict[str, Any], steps: list[str], tail: str) -> str:
     lines = _fitting(wrong, _WRONG, f"more {WRONG} lines in gpu.json")
     lines = [*(_cut(line) for line in head), *lines]
     left = MOST - sum(len(line) + 1 for line in lines)
-    told = [line for _, name, part in parts if (line := line_of(name, part["figures"]))]
-    return "\n".join(lines + _fitting(told, left, "more lines in gpu.json"))
+    tables = [line for _, name, part in parts if (line := line_of(name, part["figures"]))]
+    return "\n".join(lines + _fitting(tables, left, "more lines in gpu.json"))
 
 
 def _cut(line: str) -> str:
@@ -50,13 +50,13 @@ def _fitting(lines: list[str], most: int, more: str) -> list[str]:
     cut = [_cut(line) for line in lines]
     if sum(len(line) + 1 for line in cut) <= most:
         return cut
-    room, kept = most - len(more) - 5, []
+    room, lines_kept = most - len(more) - 5, []
     for line in cut:
         room -= len(line) + 1
         if room < 0:
             break
-        kept.append(line)
-    return [*kept, f"{len(cut) - len(kept)} {more}"]
+        lines_kept.append(line)
+    return [*lines_kept, f"{len(cut) - len(lines_kept)} {more}"]
 
 
 def line_of(name: str, figures: dict[str, Any]) -> str:

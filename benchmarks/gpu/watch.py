@@ -56,23 +56,25 @@ def run(parts: Sequence[Part], arguments: Sequence[str], record: Path, log: Text
         log: file for all output.
         limits: the time limits.
     """
-    left, resumed = list(parts), set()
-    while left and not limits.is_over():
-        why = _process([*arguments, *(f"--part={part.step}/{part.name}" for part in left)], left, record, log, limits)
+    pending, second_tries = list(parts), set()
+    while pending and not limits.is_over():
+        why = _process(
+            [*arguments, *(f"--part={part.step}/{part.name}" for part in pending)], pending, record, log, limits
+        )
         book = Record(record)
-        ended_in = next((part for part in left if (part.step, part.name) == book.running()), None)
-        if ended_in is not None:
-            _close(book, ended_in, why)
+        last = next((part for part in pending if (part.step, part.name) == book.running()), None)
+        if last is not None:
+            _close(book, last, why)
             _say(f"   {WRONG}: {why}", log)
-        begun = [part for part in left if book.part(part.step, part.name)]
-        if not begun:  # not even the first one: another process would not begin it either
-            for part in left:
+        started = [part for part in pending if book.part(part.step, part.name)]
+        if not started:  # not even the first one: another process would not begin it either
+            for part in pending:
                 book.enter(part.step, part.name, state=NOT_REACHED, error=why)
             _say(f"== {why}", log)
             return
-        again = [part for part in begun if part == ended_in and part.resumes and part not in resumed]
-        resumed.update(again)
-        left = again + [part for part in left if part not in begun]
+        retried = [part for part in started if part == last and part.resumes and part not in second_tries]
+        second_tries.update(retried)
+        pending = retried + [part for part in pending if part not in started]
 
 
 def _close(book: Record, part: Part, why: str) -> None:
@@ -120,11 +122,12 @@ def _exceeded(began: float, parts: Sequence[Part], record: Path, limits: Limits)
     book = Record(record)
     now = book.running()
     if now is None:
-        if not any(book.part(part.step, part.name) for part in parts) and time.time() - began > START_LIMIT:
+        starts = [(book.part(part.step, part.name) or {}).get("began", 0.0) for part in parts]
+        if max(starts) < began < time.time() - START_LIMIT:
             return f"no part began within {START_LIMIT} s"
         return ""
     entry: Any = book.part(*now)
-    limit = limits.of(next(part for part in parts if (part.step, part.name) == now))
+    limit = max((limits.of(part) for part in parts if (part.step, part.name) == now), default=0.0)
     return f"stopped after {limit:.0f} s" if time.time() - entry["began"] > limit else ""
 
 

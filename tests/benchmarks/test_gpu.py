@@ -262,7 +262,7 @@ def test_the_end_is_short_and_names_what_is_wrong(count):
     }
     doubtful = {"state": record.DOUBTFUL, "why": "a Triton program is WRONG"}
     values = {"machine": {"device": "NVIDIA H100"}, "kernels": doubtful, "steps": {"headline": parts}}
-    text = summary.of(values, ["headline"], "9 s")
+    text = summary.text_of(values, ["headline"], "9 s")
     assert len(text) <= 4000 and "0.950/1.000" in text
     there = [n for n in range(count) if f"check {n}:" in text]
     assert there == list(range(len(there))) and there
