@@ -135,7 +135,7 @@ class Loop:
                     done = run.step(units, self.loss)
                     optimizer.step()
                     optimizer.zero_grad()
-                    seconds.append((self._now() - begin) / done.num_units)
+                    seconds.append((self._now() - begin) / max(1, done.num_units))  # a small draw may be empty
                     if len(seconds) == 1:
                         after_first(run)
                     if len(seconds) > WARMUP and self.setting.is_over():
