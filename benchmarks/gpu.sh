@@ -1,28 +1,36 @@
 #!/usr/bin/env bash
-# Everything that one GPU can show of this library, in one command of at most 20 minutes:
+# Everything that one GPU can show of this library, in two visits:
 #
-#   benchmarks/gpu.sh wheels .whl           # before, where there is a network: what the machine with the GPU lacks
-#   benchmarks/gpu.sh                       # there: all stages; figures into $OUT, or gpu-figures
-#   benchmarks/gpu.sh 1 2 --out first       # in pieces of under ten minutes: 1 2, and then 3 4 5 6
-#   benchmarks/gpu.sh report first/gpu.json second/gpu.json    # a section for benchmarks/results.md
-#   benchmarks/gpu.sh --toy                 # the same program on tiny sizes, without a GPU
+#   benchmarks/gpu.sh prepare      # before, with a network: builds .whl and .material, and prints what travels
+#   benchmarks/gpu.sh first        # on the machine, with .whl: correctness, speed, memory, kernels; at most 590 s
+#   benchmarks/gpu.sh second       # on the machine, with .whl and .material: real text, engines, 4 bits; 150 s
+#   benchmarks/gpu.sh report gpu.json [MORE...]    # a section for benchmarks/results.md
 #   benchmarks/gpu.sh --help
 #
-# PYTHON is the interpreter (python3), WHEELS the folder of the wheels (.whl in the repository, where there is one).
+# Figures go to $OUT, else to gpu-figures. PYTHON is the interpreter (.venv/bin/python, else python3), WHEELS the folder
+# of the wheels (.whl).
 set -euo pipefail
 
+export DPLLM_GPU_BEGAN=${DPLLM_GPU_BEGAN:-$(date +%s.%N)}
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-python=${PYTHON:-python3}
+python=${PYTHON:-$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/python" || echo python3)}
 wheels=${WHEELS:-$root/.whl}
 
 added="$root"
-if [[ " $* " != *" --toy "* && ${1:-} != wheels && ${1:-} != report ]] && compgen -G "$wheels/*.whl" >/dev/null; then
-  site=${TMPDIR:-/tmp}/dpllm-site-$(cksum <<<"$(ls "$wheels")" | cut -d' ' -f1)
-  if [ ! -e "$site/.complete" ]; then
-    "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" "$wheels"/*.whl
-    touch "$site/.complete"
+if [[ " first second " == *" ${1:-} "* ]] && compgen -G "$wheels/*.whl" >/dev/null; then
+  site=${TMPDIR:-/tmp}/dpllm-site-$(cksum <<<"$(ls -l "$wheels")" | cut -d' ' -f1)
+  install() {
+    "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" "$@"
+  }
+  if ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))'; then
+    echo "The wheels are for Python 3.12 and are not installed for $("$python" --version)." >&2
+  else
+    if [ ! -e "$site/.complete" ]; then
+      install "$wheels"/*.whl || for wheel in "$wheels"/*.whl; do install "$wheel" || echo "not installed: $wheel" >&2; done
+      touch "$site/.complete"
+    fi
+    added="$root:$site"
   fi
-  added="$root:$site"
 fi
 
 export PYTHONPATH="$added${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false

@@ -28,6 +28,7 @@ from dpllm.training.row_losses import RowLosses
 CLIP_NORM = 1.0
 PLAIN, OURS, TWICE, LAYERS = "non-private", "dpllm", "dpllm-two-passes", "dpllm-per-layer"
 REPLAYED = "dpllm-replayed"
+COMPILED, OURS_COMPILED = "non-private-compiled", "dpllm-compiled"
 OPACUS, FASTDP = "opacus", "fastdp"
 PEERS = {OPACUS: "opacus", FASTDP: "fastDP"}  # libraries of others, and the packages that they are in
 
@@ -173,14 +174,25 @@ class FastDPStep(Step):
                 del p.private_grad
 
 
-def two_passes(model: nn.Module) -> Step:
-    """This package with a second backward pass for the sum, which holds one layer's factors at a time."""
-    return GhostStep(model, NormMethod(backward_passes=2))
+def own(model: nn.Module, name: str = OURS, fused: bool | None = None) -> Step:
+    """Return a step of this package.
+
+    Args:
+        model: the model.
+        name: one of `OWN`. `TWICE` has a second backward pass for the sum and keeps one layer's factors at a time;
+            `LAYERS` clips per layer and forms a layer's sum in the backward pass.
+        fused: False: the PyTorch forms instead of the Triton kernels.
+    """
+    clipping = PerLayerClipping(CLIP_NORM) if name == LAYERS else FlatClipping(CLIP_NORM)
+    return GhostStep(model, NormMethod(fused=fused, backward_passes=2 if name == TWICE else "auto"), clipping)
 
 
-def per_layer(model: nn.Module) -> Step:
-    """This package with per-layer clipping: a layer's sum is formed in the backward pass, which frees what it takes."""
-    return GhostStep(model, clipping=PerLayerClipping(CLIP_NORM))
+def compile_blocks(model: nn.Module, backend: str = "inductor") -> nn.Module:
+    """Compile a transformer's blocks in place and return it: one graph serves all blocks, so it is ready in seconds."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    for block in max(lists, key=len):
+        block.compile(backend=backend, dynamic=False)
+    return model
 
 
 def replayed(model: nn.Module) -> Step:
@@ -188,11 +200,10 @@ def replayed(model: nn.Module) -> Step:
     return ReplayStep(model, NormMethod(replay=True))
 
 
+OWN = (OURS, TWICE, LAYERS)
 METHODS: dict[str, Callable[[nn.Module], Step]] = {
     PLAIN: Step,
-    OURS: GhostStep,
-    TWICE: two_passes,
-    LAYERS: per_layer,
+    **{name: functools.partial(own, name=name) for name in OWN},
     REPLAYED: replayed,
     OPACUS: OpacusStep,
     FASTDP: FastDPStep,

@@ -155,13 +155,13 @@ def counted(settings: Settings, method: str = OURS, peers: Sequence[str] = ()) -
         peers: libraries of others, counted in the same way.
 
     Returns:
-        The figures under `PLAIN`, `OURS` and the peers' names; of a peer that refuses the model, the reason.
+        The figures under `PLAIN`, `OURS` and the peers' names; of a method that fails on the model, the reason.
     """
     short = replace(settings, batch=2, tokens=4, warmup=1)  # the one-off checks of a first batch, with all values
     steps, refused, _ = prepare(short, [PLAIN, method, *peers])
     generator = torch.Generator().manual_seed(1)
     ids_BT = torch.randint(0, 1000, (settings.batch, settings.tokens), generator=generator)
-    figures: dict[str, tuple[int, int] | str] = {**refused}
+    figures: dict[str, tuple[int, int] | str] = {OURS if name == method else name: why for name, why in refused.items()}
     for name, step in steps.items():
         step.forget()
         with WithoutProducts():
@@ -178,9 +178,15 @@ def extended(shallow: int, deeper: int, depths: tuple[int, int], layers: int) ->
 
 
 def measured(settings: Settings, method: str = OURS) -> dict[str, Any]:
-    """Times and memory of a step without and with privacy. FLOPs are not counted, because Triton's are not seen."""
+    """Times and memory of a step without and with privacy. FLOPs are not counted, because Triton's are not seen.
+
+    If the private step fails, the figures are those of the step without privacy, and ``error`` gives the reason.
+    """
     results = measure(settings, [PLAIN, method], counting=False)
     base, own = results[PLAIN], results[method]
+    if own.refused:
+        only = {"peak_bytes": {PLAIN: base.peak_bytes}, "ms": {PLAIN: base.times_ms}}
+        return {"speed_ratio": None, "flops": None, "error": own.refused, **only}
     return {
         "speed_ratio": base.median_ms / own.median_ms,
         "flops": None,
@@ -233,8 +239,9 @@ def measure_row(target: Target, device: str, rounds: int) -> dict[str, Any]:
             row[name] = peer_cell(peer(settings, name, row["peak_bytes"][PLAIN]))
     else:
         row |= counted_row(target, device, rounds)
-    row["flop_ratio"] = row["flops"][PLAIN] / row["flops"][OURS] if row["flops"] else None
-    row["memory_ratio"] = row["peak_bytes"][OURS] / row["peak_bytes"][PLAIN]
+    flops, peak = row["flops"], row["peak_bytes"]
+    row["flop_ratio"] = flops[PLAIN] / flops[OURS] if flops and OURS in flops else None
+    row["memory_ratio"] = peak[OURS] / peak[PLAIN] if OURS in peak else None
     free_memory()
     return row
 
@@ -249,7 +256,7 @@ def counted_row(target: Target, device: str, rounds: int) -> dict[str, Any]:
     flops, peak = {}, {}
     for name in (PLAIN, OURS, *installed):
         if isinstance(shallow[name], str):
-            row[name] = shallow[name]
+            row["error" if name == OURS else name] = shallow[name]
             continue
         flops[name], peak[name] = (
             extended(one, more, target.depths, target.layers)
@@ -288,8 +295,8 @@ def line_of(row: dict[str, Any]) -> str:
         f"{row['speed_ratio']:.3f}" if row["speed_ratio"] is not None else "-",
         f"{row['flop_ratio']:.3f}" if row["flop_ratio"] is not None else "-",
         f"≤ {memory:g}" if memory else "-",
-        f"{row['memory_ratio']:.3f}",
-        *(f"{row['peak_bytes'][name] / 2**30:.1f}" for name in (PLAIN, OURS)),
+        f"{row['memory_ratio']:.3f}" if row["memory_ratio"] is not None else row["error"],
+        *(f"{row['peak_bytes'][name] / 2**30:.1f}" if name in row["peak_bytes"] else "-" for name in (PLAIN, OURS)),
         *(row[name] for name in PEERS),
     ]
     return f"| {' | '.join(cells)} |"
@@ -336,6 +343,8 @@ def main(arguments: list[str] | None = None) -> None:
         options.markdown.write_text(as_markdown(report) + "\n")
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
+    if any("error" in row for row in report["rows"]):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

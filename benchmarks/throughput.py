@@ -214,7 +214,10 @@ def prepare(settings: Settings, methods: list[str]) -> tuple[dict[str, Step], di
     """Build one step per method on shared weights and warm them up.
 
     Returns:
-        The steps; why a method of others refused this model; the batch.
+        The steps; why a method failed on this model; the batch. A method that fails leaves the others as they are.
+
+    Raises:
+        Exception: the step without privacy failed.
     """
     model = build_model(settings)
     ids_BT = batch_of(settings, model.config.vocab_size)
@@ -227,11 +230,16 @@ def prepare(settings: Settings, methods: list[str]) -> tuple[dict[str, Step], di
                 step.run(ids_BT)
                 step.forget()
             steps[name] = step
-        except (NotImplementedError, ValueError, RuntimeError, AttributeError, TypeError) as error:
-            if name not in PEERS:
+        except Exception as error:
+            if name == PLAIN:
                 raise
-            refused[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            refused[name] = reason(error)
     return steps, refused, ids_BT
+
+
+def reason(error: Exception) -> str:
+    """Return the kind and the first line of an error."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 def measure(
@@ -248,18 +256,32 @@ def measure(
     """
     steps, refused, ids_BT = prepare(settings, methods)
     results = {name: Measurement(refused=refused.get(name)) for name in methods}
-    names = list(steps)
     clock = CLOCKS[settings.clock]
+
+    def attempt(name: str, function: Callable[[Step, Measurement], None]) -> None:
+        try:
+            function(steps[name], results[name])
+        except Exception as error:
+            if name == PLAIN:
+                raise
+            results[name].refused = reason(error)
+            del steps[name]
+
     for turn in range(settings.rounds if timing else 0):
+        names = list(steps)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            results[name].times_ms.append(timed(steps[name], ids_BT, clock))
-    for name, step in steps.items():
+            attempt(name, lambda step, result: result.times_ms.append(timed(step, ids_BT, clock)))
+
+    def count(step: Step, result: Measurement) -> None:
         step.forget()
         if counting:
-            results[name].flops_by_op = count_flops(lambda step=step: step.run(ids_BT))
+            result.flops_by_op = count_flops(lambda: step.run(ids_BT))
         step.forget()
-        results[name].peak_bytes = peak_memory(step, ids_BT)
+        result.peak_bytes = peak_memory(step, ids_BT)
         step.forget()
+
+    for name in list(steps):
+        attempt(name, count)
     if OURS in steps and OPACUS in steps:
         _same_norms(steps[OURS].norms, steps[OPACUS].norms)
     return results
@@ -350,7 +372,7 @@ def print_table(report: dict[str, Any], console: Console) -> None:
     console.print(table)
     for name, row in report["methods"].items():
         if row.get("refused"):
-            console.print(f"{name} refuses this model: {row['refused']}")
+            console.print(f"{name} has no figures for this model: {row['refused']}")
 
 
 def profile(settings: Settings, method: str, rows: int = 20) -> str:
@@ -439,6 +461,8 @@ def main(arguments: list[str] | None = None) -> None:
     print_table(report, console)
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
+    if report["methods"][OURS].get("refused"):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,9 @@ if not torch.cuda.is_available():  # before anything imports Triton, which decid
 import datasets
 import pytest
 
-from tests import children, tiers
+from tests import children, interpreted, tiers
+
+interpreted.mend()
 
 # A suite that runs in the background, or under nohup, ignores these, and so would every program that it starts.
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

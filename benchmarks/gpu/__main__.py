@@ -1,66 +1,65 @@
-"""Checks and measurements on one GPU: first contact, targets, profile, a whole run, engines, quantized weights.
+"""Checks and measurements on one GPU, in two visits of at most 590 and 150 seconds.
 
-    benchmarks/gpu.sh                             # all stages, at most 20 minutes
-    benchmarks/gpu.sh 1 2                         # only these; 1 2 and 3 4 5 6 end within ten minutes each
-    benchmarks/gpu.sh --toy                       # tiny sizes, on the CPU: shows that the script runs, and no speed
-    benchmarks/gpu.sh wheels FOLDER [MORE...]     # wheels for a machine without a network; MORE: source folders
+    benchmarks/gpu.sh prepare [SOURCE...]         # before, with a network: what has to travel, and its size
+    benchmarks/gpu.sh first                       # on the machine: correctness, speed, memory, whole steps, kernels
+    benchmarks/gpu.sh second                      # on the machine, with the material: real text, engines, 4 bits
+    benchmarks/gpu.sh first --only headline       # some steps of a command
+    benchmarks/gpu.sh first --toy                 # tiny sizes on the CPU: shows that the command runs, and no speed
     benchmarks/gpu.sh report FILE...              # a section for results.md from one or several gpu.json
 
-stages
-  1  first contact: kernels against float64, rounding, noise, autocast, TF32, packed rows, memory that runs out
-  2  the target table, beside training without privacy and, where they are installed, Opacus and fastDP
-  3  a profile: share of the time in which the GPU is busy, launches, the kernels that take most
-  4  a whole run: pretrained weights of 15 million parameters on E2E, and tokens per second against the stock Trainer
-  5  NCCL with one process through FSDP2 and ZeRO-3
-  6  LoRA on weights of four bits, where bitsandbytes is installed
-
-Each stage is a process with a time limit. Every step is printed and saved as it ends, in gpu.json of the output
-folder; a step that fails says why, and the next goes on. The exit status is 1 if any failed.
+The output folder is --out, else the variable OUT, else gpu-figures. gpu.json there is rewritten after every method, and
+gpu.log has all output. Each part of a step has a time limit, and so has the whole command. An error, a crash or a limit
+in one part loses no figure of another one. The tables and all WRONG lines come again at the end. The exit status is 1
+if a figure is WRONG or a part was not reached.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import ctypes
+import functools
+import gc
 import importlib
-import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
+import time
 from pathlib import Path
+from typing import Any
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 sys.path[0] = str(BENCHMARKS)  # for this package, and for the benchmarks that it runs
 
-from gpu.record import Record, run_stage  # noqa: E402
+from gpu import plan, summary, watch  # noqa: E402
+from gpu.record import AVOIDED, DOUBTFUL, NOT_REACHED, OK, SKIPPED, TRUSTED, WRONG, Figures, Record, run_part  # noqa: E402
 
-STAGES = {1: "first_contact", 2: "targets_table", 3: "busy", 4: "whole_run", 5: "nccl", 6: "quantized"}
-# Seconds of each: 1 and 2 in 555, 3 to 6 in 555, which leaves time for the wheels in pieces of ten minutes.
-LIMITS = {1: 245, 2: 310, 3: 75, 4: 295, 5: 110, 6: 75}
-TOY_LIMIT = 3600  # only catches a deadlock
 FIGURES, LOG = "gpu.json", "gpu.log"
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+TOY_SECONDS = 3600  # only catches a deadlock
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    """Command line of a run."""
+    """Command line of a visit."""
     parser = argparse.ArgumentParser(
         prog="benchmarks/gpu.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("stages", nargs="*", type=int, metavar="N", help="stages to run; none: all")
+    parser.add_argument("command", choices=tuple(plan.COMMANDS))
+    parser.add_argument("--only", nargs="+", metavar="STEP", help="only these steps, by name or number")
     parser.add_argument("--toy", action="store_true", help="tiny sizes, on the CPU")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "gpu-figures")), help="output folder")
-    parser.add_argument("--material", type=Path, help="folder with stories15M and e2e, for stage 4")
-    parser.add_argument("--only", default="", metavar="TEXT", help="of the stages' steps those with this in their name")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--material", type=Path, help="folder with stories15M and e2e")
+    parser.add_argument("--seconds", type=float, help="most seconds of the whole command; the plan's if not given")
+    parser.add_argument("--limit", type=float, help="most seconds of each part; the plan's if not given")
+    parser.add_argument("--part", action="append", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    options.stages = options.stages or list(STAGES)
-    for number in options.stages:
-        if number not in STAGES:
-            parser.error(f"stage {number} is none of {', '.join(map(str, STAGES))}")
+    steps = plan.COMMANDS[options.command].steps
+    named = [steps[int(one)] if one.isdecimal() and int(one) < len(steps) else one for one in options.only or steps]
+    for one in named:
+        if one not in steps:
+            parser.error(f"{one} is no step of {options.command}; its steps are {', '.join(steps)}")
+    options.only = [step for step in steps if step in named]
     if options.material is not None and not options.material.is_dir():
         parser.error(f"--material is {options.material}, which is no folder")
     return options
@@ -75,113 +74,107 @@ def material_of(options: argparse.Namespace) -> Path | None:
     return None
 
 
-def environment(toy: bool) -> dict[str, str]:
-    """Of a stage's process; a toy sees no GPU and takes one thread."""
-    quiet = {**os.environ, "PYTHONWARNINGS": "ignore::FutureWarning"}
-    if not toy:
-        return quiet
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    return {**quiet, **hidden}
-
-
-def start(options: argparse.Namespace, numbers: list[int]) -> None:
-    """Run some stages in a separate process, print and keep its output, and end it when its time is over."""
-    command = [sys.executable, str(BENCHMARKS / "gpu"), *map(str, numbers), "--child", f"--out={options.out}"]
-    command += [f"--only={options.only}", *["--toy"] * options.toy]
-    command += [f"--material={options.material}"] if options.material else []
-    limit = TOY_LIMIT if options.toy else sum(LIMITS[number] for number in numbers)
-    process = subprocess.Popen(
-        command,
-        env=environment(options.toy),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    timer = threading.Timer(limit, end, [process])
-    timer.start()
-    try:
-        with open(options.out / LOG, "a", encoding="utf-8") as log:
-            for line in process.stdout or ():
-                print(line, end="", flush=True)
-                log.write(line)
-                log.flush()
-        code = process.wait()
-    finally:
-        timer.cancel()
-        end(process)
-    if code != 0:
-        why = f"stopped after {limit} s" if code == -signal.SIGKILL else f"its process ended with status {code}"
-        Record(options.out / FIGURES).close(numbers, why)
-        print(f"== {why}", flush=True)
-
-
-def end(process: subprocess.Popen) -> None:
-    """Kill a process and everything in its session; nothing happens if they have ended."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
 def run_here(options: argparse.Namespace) -> None:
-    """Run stages in this process, which ends without the interpreter's own end: NCCL's threads may hang in it."""
-    import datasets
+    """Run parts in this process, which ends without the interpreter's own end: NCCL's threads may hang in it."""
     from transformers.utils import logging
 
-    from gpu.setting import Setting, describe, is_lost
+    from gpu.device import describe
+    from gpu.setting import LOST, Setting, is_lost
+    from tests import interpreted
 
-    datasets.disable_progress_bars()
+    interpreted.mend()
+    gc.freeze()  # the libraries' objects, so that freeing memory between methods is quick
+    if sys.platform == "linux":  # end with the process that watches, however that one ends
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     logging.disable_progress_bar()
     scratch = Path(tempfile.mkdtemp(prefix="dpllm-gpu-"))
-    setting = Setting(options.toy, scratch, material_of(options))
     record = Record(options.out / FIGURES)
-    record.values["machine"] = describe(setting)
-    for number in options.stages:
-        stage = importlib.import_module(f"gpu.{STAGES[number]}")
-        steps = [step for step in stage.STEPS if options.only in step[0]]
-        limit = TOY_LIMIT if options.toy else LIMITS[number]
-        run_stage(record, number, stage.TITLE, steps, setting, limit, lambda: is_lost(setting.device))
+    earlier, facts = record.values["machine"], describe(Setting(options.toy, scratch))
+    if earlier and any(earlier.get(name) != facts[name] for name in ("device", "source", "toy")):
+        record.values["steps"] = {}  # of another machine or other code
+    record.values["machine"] = facts
+    parts = {f"{part.step}/{part.name}": part for part in plan.COMMANDS[options.command].parts}
+    status = 0
+    for key in options.part:
+        part = parts[key]
+        seconds = options.limit or (TOY_SECONDS if options.toy else part.limit)
+        deadline = time.monotonic() + 0.8 * seconds
+        setting = Setting(options.toy, scratch, material_of(options), record.values["kernels"]["state"], deadline)
+        state = run_part(record, part.step, part.name, functools.partial(call, part, setting))
+        lost = state == WRONG and is_lost(setting.device)
+        if part.function == plan.PROGRAMS and state == WRONG:
+            record.doubt_kernels(AVOIDED if lost else DOUBTFUL, "a Triton program is WRONG")
+        if lost:
+            status = LOST
+            break
     shutil.rmtree(scratch, ignore_errors=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(status)
 
 
-def summary(options: argparse.Namespace) -> int:
-    """Return the failures in a few lines, and their number."""
-    record = Record(options.out / FIGURES)
-    failed = 0
-    print(f"\n== {record.values['machine'].get('device')}; figures in {options.out / FIGURES}")
-    for number in options.stages:
-        states = [step["state"] for step in record.values["stages"][str(number)]["steps"].values()]
-        failed += record.failed(number)
-        counts = ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states)))
-        print(f"   stage {number}: {counts}")
-    return failed
+def call(part: plan.Part, setting: Any, figures: Figures) -> None:
+    """Import a part's module and run its function; an import that fails is an error of this part."""
+    module, function = part.function.split(":")
+    getattr(importlib.import_module(f"gpu.{module}"), function)(figures, setting, *part.arguments)
+
+
+def environment(toy: bool) -> None:
+    """Set the variables of the processes; a toy sees no GPU and takes one thread."""
+    os.environ["PYTHONWARNINGS"] = "ignore::FutureWarning"
+    if toy:
+        hidden = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        os.environ.update(hidden)
+
+
+def visit(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Run a command, and print its summary; return the exit status."""
+    began = float(os.environ.get("DPLLM_GPU_BEGAN", time.time()))
+    command = plan.COMMANDS[options.command]
+    options.out.mkdir(parents=True, exist_ok=True)
+    record = options.out / FIGURES
+    parts = [part for part in command.parts if part.step in options.only]
+    book = Record(record)
+    if running := book.running():  # the end of an earlier visit
+        book.values["steps"][running[0]][running[1]] |= {"state": NOT_REACHED, "error": "its visit was stopped"}
+    for part in parts:  # measured again
+        book.values["steps"].get(part.step, {}).pop(part.name, None)
+    book.values["kernels"] = {"state": TRUSTED, "why": ""}
+    book.save()
+    environment(options.toy)
+    seconds = options.seconds or (TOY_SECONDS if options.toy else command.seconds)
+    limits = watch.Limits(began + seconds - plan.MARGIN, options.limit or (TOY_SECONDS if options.toy else None))
+    with open(options.out / LOG, "a", encoding="utf-8") as log:
+        for process in command.processes:
+            watch.run([part for part in process if part in parts], arguments, record, log, limits)
+        book = Record(record)
+        for part in parts:
+            if book.part(part.step, part.name) is None:
+                book.enter(part.step, part.name, state=NOT_REACHED, error="the command's time was over")
+        book.values.setdefault("seconds", {})[options.command] = round(time.time() - began, 1)
+        book.save()
+        text = summary.text_of(book.values, options.only, f"{time.time() - began:.0f} s; figures in {record}")
+        print("\n" + text, flush=True)
+        log.write("\n" + text + "\n")
+    states = {(book.part(part.step, part.name) or {}).get("state") for part in parts}
+    return 0 if states <= {OK, SKIPPED} else 1
 
 
 def main(arguments: list[str]) -> int:
-    """Wheels, a report, or stages."""
-    if arguments[:1] == ["wheels"]:
-        from gpu.wheels import main as wheels
+    """What has to travel, a report, or a visit."""
+    if arguments[:1] == ["prepare"]:
+        from gpu.prepare import main as prepare
 
-        return wheels(arguments[1:])
+        return prepare(arguments[1:])
     if arguments[:1] == ["report"]:
-        from gpu.report import as_markdown
+        from gpu.report import main as report
 
-        try:
-            print(as_markdown([json.loads(Path(path).read_text()) for path in arguments[1:]]))
-        except (OSError, ValueError) as error:
-            print(error, file=sys.stderr)
-            return 2
-        return 0
+        return report(arguments[1:])
     options = parse_arguments(arguments)
-    options.out.mkdir(parents=True, exist_ok=True)
-    if options.child:
+    if options.part:
         run_here(options)
-    for group in [options.stages] if options.toy else [[number] for number in options.stages]:
-        start(options, group)
-    return 1 if summary(options) else 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the process of the parts is ended as well
+    return visit(options, arguments)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Stage 3: where the time of a step goes: whether the GPU is busy or waits for launches, and the slowest kernels."""
+"""Step 4: where the time of a step goes: whether the GPU is busy or waits for launches, and the slowest kernels."""
 
 from __future__ import annotations
 
@@ -9,19 +9,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import targets
 import torch
-from methods import OURS, PLAIN
-from throughput import Settings, prepare, timed
+from methods import METHODS, PLAIN, own
+from throughput import batch_of, build_model, timed, twin
 
-from gpu.record import Figures, Skipped, Step
+from gpu.record import Figures, brief
 from gpu.setting import Setting, free_memory, synchronize
-from gpu.targets_table import settings_of
 
-TITLE = "a profile"
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 STEPS_PROFILED = 3
-TOP = 12
+TOP = 10
 BUSY = 0.95  # below this share the GPU waits for the CPU for more than a twentieth of the time
 
 Event = tuple[str, float, float]  # name, begin, end
@@ -109,27 +106,41 @@ def profiled(step: Any, ids_BT: torch.Tensor, device: torch.device) -> dict[str,
         return summarize(json.loads(path.read_text()), STEPS_PROFILED, device.type == "cuda")
 
 
-def profile_of(target: targets.Target) -> Step:
-    """Profile training without privacy and this library, with times without the profiler, which slows the CPU."""
-
-    def step(figures: Figures, setting: Setting) -> None:
-        if setting.toy and target is not targets.TARGETS[0]:
-            raise Skipped("in the toy the same as the row above")
+def profile(figures: Figures, setting: Setting, number: int) -> None:
+    """Profile training without privacy and this library on row ``number`` of the target table, each by itself."""
+    target, settings = setting.row(number)
+    free_memory()
+    model: Any = build_model(settings)
+    ids_BT = batch_of(settings, model.config.vocab_size)
+    for name in (PLAIN, target.method):
+        try:
+            if name == PLAIN or setting.fused:
+                step: Any = METHODS[name](twin(model))
+            else:
+                step = own(twin(model), name, fused=False)
+                figures.say(f"{name}: PyTorch forms")
+            for _ in range(settings.warmup + step.passes_before):
+                timed(step, ids_BT)
+            without = sorted(timed(step, ids_BT) for _ in range(3))[1]
+            figures[name] = with_time(profiled(step, ids_BT, setting.device), without)
+            for line in lines_of(name, figures[name]):
+                figures.say(line)
+        except Exception as error:  # the other method
+            figures.require(False, f"{name}: {brief(error)}")
+        step = None
         free_memory()
-        chosen: Settings = settings_of(target, setting)
-        steps, _, ids_BT = prepare(chosen, [PLAIN, OURS])
-        for name, one in steps.items():
-            without = sorted(timed(one, ids_BT) for _ in range(3))[1]
-            figures[name] = with_time(profiled(one, ids_BT, setting.device), without)
-            one.forget()
-        plain, ours = figures[PLAIN], figures[OURS]
-        figures["launches over plain"] = ours["launches"] / plain["launches"]
-        del steps
-        free_memory()
-
-    return step
+    found = {name: figures[name] for name in (PLAIN, target.method) if name in figures}
+    figures["summary"] = "profile " + "; ".join(
+        f"{name} busy {one['share_of_step_busy']:.3f}, {one['launches']:.0f} launches" for name, one in found.items()
+    )
+    del model
+    free_memory()
 
 
-STEPS: list[tuple[str, Step]] = [
-    (target.name, profile_of(target)) for target in (targets.TARGETS[0], targets.TARGETS[3], targets.TARGETS[8])
-]
+def lines_of(name: str, profile: dict[str, Any]) -> list[str]:
+    """Return a profile as lines: the shares, then the slowest kernels."""
+    head = (
+        f"{name}: {profile['step_ms']:.1f} ms a step, busy {profile['busy_ms']:.1f} ms "
+        f"({profile['share_of_step_busy']:.3f}), {profile['launches']:.0f} launches"
+    )
+    return [head, *(f"  {one['ms']:8.3f} ms {one['calls']:6.0f}× {one['name'][:80]}" for one in profile["top"])]

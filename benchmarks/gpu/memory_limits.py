@@ -1,4 +1,4 @@
-"""Steps of stage 1 at the end of a GPU's memory: recovery from a real shortage, and the budget found by trial."""
+"""Checks of step 7 at the limit of a GPU's memory: recovery from a real shortage, and the budget found by trial."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage 6: LoRA on weights of four bits (QLoRA, Dettmers et al. 2023, arXiv:2305.14314), given bitsandbytes."""
+"""Step of the second visit: LoRA on weights of four bits (QLoRA, arXiv:2305.14314), given bitsandbytes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from throughput import timed
 from dpllm import GhostClipper, per_sequence_loss
 from dpllm.models.quantization import config_for, make_ready
 from gpu.memory_limits import llama
-from gpu.record import Figures, Step
+from gpu.record import Figures
 from gpu.setting import Setting, free_memory
 from tests.ghost.loop import flat, row_gradients
 from tests.reference.oracle import relative_error
-
-TITLE = "LoRA on four bits"
 
 
 def quantized(setting: Setting) -> Any:
@@ -75,6 +73,8 @@ def nf4(figures: Figures, setting: Setting) -> None:
     del rows
     free_memory()
     figures |= in_turn(model, ids_BT, setting)
+    figures["summary"] = f"speed {figures['speed_ratio']:.3f} of non-private"
+    figures.say(figures["summary"])
     del model
     free_memory()
 
@@ -93,6 +93,3 @@ def in_turn(model: Any, ids_BT: torch.Tensor, setting: Setting) -> dict[str, Any
     middle = {name: found[f"{name} ms"][len(found[f"{name} ms"]) // 2] for name in ("non-private", "dpllm")}
     found["speed_ratio"] = middle["non-private"] / middle["dpllm"]
     return found
-
-
-STEPS: list[tuple[str, Step]] = [("nf4", nf4)]

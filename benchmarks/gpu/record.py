@@ -1,7 +1,7 @@
-"""Run the steps of a stage one after another, and save the figures after each.
+"""The figures of a visit: one JSON file, rewritten after every part and method, for interrupted visits.
 
-A step fills in figures. It fails by raising, or by a figure outside its bounds (`Figures.check`); the figures that it
-had found until then is kept, and the next step goes on. Nothing is retried, and nothing that failed is left out.
+A part of a step fills in its `Figures`. It fails by raising, or by a figure outside its bounds (`Figures.check`). Its
+earlier figures are kept, and the next part runs.
 """
 
 from __future__ import annotations
@@ -15,148 +15,148 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PASSED, FAILED, SKIPPED, NOT_REACHED, RUNNING = "passed", "failed", "skipped", "not reached", "running"
+OK, WRONG, SKIPPED, NOT_REACHED, RUNNING = "ok", "WRONG", "skipped", "not reached", "running"
+
+TRUSTED, DOUBTFUL, AVOIDED = "trusted", "doubtful", "avoided"
+"""The Triton kernels: measured; measured after the PyTorch forms, since a check was WRONG; not run again."""
 
 
 class Skipped(Exception):
-    """Error: a step cannot run here; the message gives the reason."""
+    """Error: a part cannot run here; the message gives the reason."""
 
 
 class Figures(dict[str, Any]):
-    """The figures of a step.
+    """The figures of a part.
 
     Attributes:
-        wrong: a sentence for each figure that is not as it should be.
+        wrong: a sentence for each figure outside its bounds.
+        lines: the printed lines.
     """
 
-    def __init__(self) -> None:
-        """Begin with none."""
-        super().__init__()
+    def __init__(self, save: Callable[[], None] = lambda: None, earlier: dict[str, Any] | None = None) -> None:
+        """Start with the figures of an earlier attempt, if there was one.
+
+        Args:
+            save: writes the file.
+            earlier: figures of a process that ended in this part.
+        """
+        super().__init__(earlier or {})
+        self.save = save
         self.wrong: list[str] = []
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        """Print a line at once, and keep it."""
+        print(f"   {line}", flush=True)
+        self.lines.append(line)
+        self.save()
 
     def check(self, name: str, value: float, at_least: float = -math.inf, at_most: float = math.inf) -> None:
-        """Keep a figure, and note if it is outside its bounds; NaN is outside of any.
+        """Keep a figure, and print whether it is within its bounds; NaN is outside of any.
 
         >>> figures = Figures()
         >>> figures.check("error", 1e-7, at_most=1e-5)
+           error: 1e-07 ok
         >>> figures.check("clipped", math.nan, at_most=9)
+           clipped: nan WRONG, outside -inf to 9
         >>> figures.wrong
-        ['clipped is nan, outside -inf to 9']
+        ['clipped: nan, outside -inf to 9']
         """
         self[name] = value
-        if not at_least <= value <= at_most:
-            self.wrong.append(f"{name} is {value:.4g}, outside {at_least:g} to {at_most:g}")
+        if at_least <= value <= at_most:
+            self.say(f"{name}: {value:.4g} {OK}")
+        else:
+            outside = f"outside {at_least:g} to {at_most:g}"
+            self.wrong.append(f"{name}: {value:.4g}, {outside}")
+            self.say(f"{name}: {value:.4g} {WRONG}, {outside}")
 
     def require(self, holds: bool, otherwise: str) -> None:
         """Note a problem unless a condition holds."""
         if not holds:
             self.wrong.append(otherwise)
+            self.say(f"{WRONG}: {otherwise}")
 
 
 class Record:
-    """The JSON file of all figures, rewritten after every change, so that an interrupted run keeps its figures."""
+    """The JSON file of all figures.
+
+    Attributes:
+        values: its contents: ``machine``, ``kernels`` (whether the Triton kernels are `TRUSTED` here, and why not), and
+            ``steps``: for each step its parts, for each part its state, seconds, figures, lines and problems.
+    """
 
     def __init__(self, path: Path) -> None:
         """Continue with the contents of the file."""
-        self._path = path
-        self.values: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"machine": {}, "stages": {}}
+        self.path = path
+        empty: dict[str, Any] = {"machine": {}, "kernels": {"state": TRUSTED, "why": ""}, "steps": {}}
+        self.values: dict[str, Any] = json.loads(path.read_text()) if path.exists() else empty
 
     def save(self) -> None:
-        """Write the file; a reader sees the old one or the new one."""
-        scratch = self._path.with_suffix(".part")
+        """Write the file; a reader sees either the old contents or the new."""
+        scratch = self.path.with_suffix(".part")
         scratch.write_text(json.dumps(self.values, indent=1) + "\n")
-        os.replace(scratch, self._path)
+        os.replace(scratch, self.path)
 
-    def stage(self, number: int, title: str) -> dict[str, Any]:
-        """Return an empty entry of a stage: a stage that is run again replaces its old entry."""
-        entry = self.values["stages"][str(number)] = {"title": title, "steps": {}}
+    def part(self, step: str, name: str) -> dict[str, Any] | None:
+        """Return a part's entry, if it has begun."""
+        return self.values["steps"].get(step, {}).get(name)
+
+    def enter(self, step: str, name: str, **values: Any) -> dict[str, Any]:
+        """Replace a part's entry, and write the file."""
+        entry: dict[str, Any] = {"seconds": 0.0, "figures": {}, "lines": [], "wrong": [], **values}
+        self.values["steps"].setdefault(step, {})[name] = entry
         self.save()
         return entry
 
-    def close(self, numbers: list[int], why: str) -> None:
-        """Note where the process of some stages ended: in the steps that ran, or before the first of a stage."""
-        stages = self.values["stages"]
-        steps = [step for stage in stages.values() for step in stage["steps"].values() if step["state"] == RUNNING]
-        missing = [number for number in numbers if str(number) not in stages]
-        if not steps:
-            at = stages.setdefault(str((missing or numbers[-1:])[0]), {"title": "", "steps": {}})
-            steps = [at["steps"].setdefault("the stage's process", {"figures": {}})]
-        for step in steps:
-            step |= {"state": FAILED, "error": why}
-        for number in missing:
-            stages.setdefault(str(number), {"title": "", "steps": {}})
+    def doubt_kernels(self, state: str, why: str) -> None:
+        """Note why the Triton kernels are no longer `TRUSTED`, and write the file."""
+        if self.values["kernels"]["state"] != AVOIDED:
+            self.values["kernels"] = {"state": state, "why": why}
         self.save()
 
-    def failed(self, number: int) -> int:
-        """How many steps of a stage failed."""
-        return sum(step["state"] == FAILED for step in self.values["stages"][str(number)]["steps"].values())
+    def running(self) -> tuple[str, str] | None:
+        """Return the step and the name of the part that runs."""
+        for step, parts in self.values["steps"].items():
+            for name, entry in parts.items():
+                if entry["state"] == RUNNING:
+                    return step, name
+        return None
 
 
-Step = Callable[[Figures, Any], None]
-
-
-def run_stage(
-    record: Record,
-    number: int,
-    title: str,
-    steps: list[tuple[str, Step]],
-    setting: Any,
-    seconds: float,
-    device_is_lost: Callable[[], bool] = lambda: False,
-) -> None:
-    """Run all steps; after `seconds` the remaining ones are noted as not reached.
-
-    Args:
-        record: where the figures go.
-        number: of the stage.
-        title: in words.
-        steps: names and functions.
-        setting: argument of the functions.
-        seconds: for the whole stage.
-        device_is_lost: asked after a failure; nothing can be run any more then.
-    """
-    entry = record.stage(number, title)
-    begin, lost = time.monotonic(), False
-    print(f"\n== stage {number}: {title}", flush=True)
-    for name, function in steps:
-        if lost or time.monotonic() - begin > seconds:
-            why = "the device is lost" if lost else f"the {seconds:.0f} s of this stage were over"
-            entry["steps"][name] = {"state": NOT_REACHED, "error": why, "figures": {}}
-        else:
-            _run(record, entry, name, function, setting)
-            lost = entry["steps"][name]["state"] == FAILED and device_is_lost()
-        record.save()
-        _print(name, entry["steps"][name])
-
-
-def _run(record: Record, entry: dict[str, Any], name: str, function: Step, setting: Any) -> None:
-    figures, begin = Figures(), time.monotonic()
-    step: dict[str, Any] = {"state": RUNNING, "figures": figures}
-    entry["steps"][name] = step
+def run_part(record: Record, step: str, name: str, function: Callable[[Figures], None]) -> str:
+    """Run a part, keep its figures, and return its state. No exception of the part escapes."""
+    earlier = record.part(step, name)
+    entry = record.enter(step, name, state=RUNNING, began=time.time())
+    figures = Figures(record.save, earlier and earlier["figures"])
+    entry |= {"figures": figures, "lines": figures.lines, "wrong": figures.wrong}
     record.save()
+    print(f"-- {step}: {name}", flush=True)
+    begin, state = time.monotonic(), OK
     try:
-        function(figures, setting)
+        function(figures)
     except Skipped as why:
-        step |= {"state": SKIPPED, "error": str(why)}
+        state, entry["error"] = SKIPPED, str(why)
     except Exception as error:
-        lines = str(error).splitlines()
-        step |= {"state": FAILED, "error": f"{type(error).__name__}: {lines[0] if lines else ''}"}
-        step["traceback"] = traceback.format_exc()
-    else:
-        step["state"] = PASSED
-    if figures.wrong:  # also beside an error
-        wrong = "; ".join(figures.wrong)
-        step |= {"state": FAILED, "error": f"{wrong}; {step['error']}" if "error" in step else wrong}
-    step["seconds"] = round(time.monotonic() - begin, 3)
+        state, entry["error"] = WRONG, brief(error)
+        figures.wrong.append(brief(error))
+        entry["traceback"] = traceback.format_exc()[-3000:]
+        print(entry["traceback"], flush=True)
+    entry["seconds"] = round(time.monotonic() - begin, 2)
+    entry["state"] = WRONG if figures.wrong else state
+    record.save()
+    tail = f": {entry['error']}" if "error" in entry else ""
+    print(f"   {entry['state']} ({entry['seconds']:.1f} s){tail}", flush=True)
+    return entry["state"]
 
 
-def _print(name: str, step: dict[str, Any]) -> None:
-    tail = f": {step['error']}" if step.get("error") else ""
-    print(f"-- {name}: {step['state']} ({step.get('seconds', 0):.1f} s){tail}", flush=True)
-    for key, value in step["figures"].items():
-        print(f"     {key}: {shown(value)}", flush=True)
-    if "traceback" in step:
-        print(step["traceback"], flush=True)
+def brief(error: BaseException) -> str:
+    r"""The kind and the first line of an error.
+
+    >>> brief(ValueError("first\nsecond"))
+    'ValueError: first'
+    """
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
 
 
 def shown(value: Any) -> str:

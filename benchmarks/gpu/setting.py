@@ -1,66 +1,86 @@
-"""Shared parts of the stages: sizes, folders, the device and its description."""
+"""Shared parts of the steps: the device, the sizes, the folders and the time left."""
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
 import importlib.util
-import os
-import subprocess
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import targets
 import torch
-from throughput import machine
+from throughput import Settings
 
-from gpu.record import Skipped
+from gpu.record import TRUSTED, Skipped
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = (
-    *("torch", "triton", "transformers", "accelerate", "peft", "datasets", "numpy", "dp-accounting"),
-    *("deepspeed", "bitsandbytes", "opacus", "fastDP"),
-)
+ROUNDS = 6
+LOST = 3
+"""Exit status of a process whose CUDA context refuses to continue."""
+TOY: dict[str, Any] = {
+    **{"config": None, "hidden": 32, "layers": 2, "vocab": 97, "heads": 2, "batch": 2, "tokens": 8},
+    **{"rank": 2, "rounds": 1, "warmup": 1},
+}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One run of the script.
+    """One part of a run.
 
     Attributes:
         toy: tiny sizes, on the CPU.
-        folder: scratch folder; the results of a run are elsewhere.
-        material: the folder that has ``stories15M`` and ``e2e``; None where there is none.
+        folder: scratch folder; the figures are elsewhere.
+        material: folder with ``stories15M`` and ``e2e``; None where there is none.
+        kernels: whether the Triton kernels are `TRUSTED`.
+        deadline: time by `time.monotonic` after which the part begins nothing new.
     """
 
     toy: bool
     folder: Path
-    material: Path | None
+    material: Path | None = None
+    kernels: str = TRUSTED
+    deadline: float = float("inf")
 
     @property
     def device(self) -> torch.device:
         """Where everything runs."""
         return torch.device("cpu" if self.toy else "cuda")
 
+    def is_over(self) -> bool:
+        """Whether the part's time is over."""
+        return time.monotonic() > self.deadline
+
+    def row(self, number: int) -> tuple[targets.Target, Settings]:
+        """Return a row of the target table (from 1) and its settings; in the toy the same modes on a tiny model."""
+        target = targets.TARGETS[number - 1]
+        whole = target.settings(target.layers, self.device.type, ROUNDS)
+        return target, replace(whole, **TOY) if self.toy else whole
+
+    @property
+    def fused(self) -> bool:
+        """Whether the Triton kernels are run first."""
+        return self.kernels == TRUSTED
+
     def needs_cuda(self) -> None:
-        """End a step that has no sense elsewhere."""
+        """End a part that shows nothing elsewhere."""
         if self.toy:
             raise Skipped("no CUDA")
 
     def needs(self, package: str) -> None:
-        """End a step that lacks its subject."""
+        """End a part whose package is missing."""
         if importlib.util.find_spec(package) is None:
             raise Skipped(f"{package} is not installed")
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device, so that its errors are those of the step that made them."""
+    """Wait for the device, so that its errors belong to the part that caused them."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def free_memory() -> None:
-    """Free all memory, and reset the peak."""
+    """Free all memory without references, and reset the peak."""
     from dpllm.training.out_of_memory import free_memory as give_back
 
     give_back()
@@ -69,49 +89,9 @@ def free_memory() -> None:
 
 
 def is_lost(device: torch.device) -> bool:
-    """Whether CUDA refuses to go on, as it does after an error within a kernel."""
+    """Return whether CUDA refuses to continue, as it does after an error within a kernel."""
     try:
         synchronize(device)
     except RuntimeError:
         return True
     return False
-
-
-def describe(setting: Setting) -> dict[str, Any]:
-    """The machine, the versions, and which code ran."""
-    versions = {name: _version(name) for name in PACKAGES}
-    facts = {**machine(setting.device), "toy": setting.toy, "commit": _commit(), "source": _source(), **versions}
-    if setting.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(setting.device)
-        facts |= {
-            "capability": ".".join(map(str, torch.cuda.get_device_capability(setting.device))),
-            "memory_bytes": properties.total_memory,
-            "multiprocessors": properties.multi_processor_count,
-            "cuda": torch.version.cuda,
-        }
-    return facts
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _commit() -> str:
-    """Return the commit as given or from git; `_source` identifies a copy without history."""
-    given = os.environ.get("DPLLM_COMMIT")
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        return given or subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def _source() -> str:
-    """A hash of the package's files."""
-    total = hashlib.sha256()
-    for path in sorted((ROOT / "dpllm").rglob("*.py")):
-        total.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return total.hexdigest()[:16]

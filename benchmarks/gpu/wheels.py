@@ -1,15 +1,11 @@
-"""Make the folder of wheels that a machine without a network still needs.
-
-    benchmarks/gpu.sh wheels .whl                              # wheels.txt, for Python 3.12 on x86-64
-    benchmarks/gpu.sh wheels .whl fast-differential-privacy    # and a wheel of a source folder, for stage 2
+"""Build the wheels that a machine without a network still needs, for Python 3.12 on x86-64.
 
 Packages published only as source are built here, without compiling anything; of bitsandbytes the libraries for other
-devices are left out. Nothing that is needed in turn is fetched: neither torch nor CUDA can come along.
+devices are left out. No dependency of a listed package is fetched: neither torch nor CUDA may travel.
 """
 
 from __future__ import annotations
 
-import argparse
 import base64
 import csv
 import hashlib
@@ -21,7 +17,6 @@ import zipfile
 from pathlib import Path
 
 LIST = Path(__file__).with_name("wheels.txt")
-LIMIT = 64 << 20  # bytes that may travel in all
 PYTHON = "3.12"
 PLATFORMS = tuple(f"manylinux{n}_x86_64" for n in ("_2_28", "_2_27", "_2_24", "_2_17", "2014", "1"))
 FROM_SOURCE = ("deepspeed",)
@@ -29,7 +24,7 @@ KEPT_LIBRARIES = ("_cpu.so", "_cuda130.so", "_cuda132.so")  # of bitsandbytes
 
 
 def wanted(text: str) -> list[str]:
-    r"""The requirements of a list.
+    r"""Return the requirements of a list.
 
     >>> wanted("# a comment\nhjson==3.1.0\n\ndill==0.4.1\n")
     ['hjson==3.1.0', 'dill==0.4.1']
@@ -39,7 +34,7 @@ def wanted(text: str) -> list[str]:
 
 
 def commands(folder: Path, requirements: list[str], sources: list[str]) -> list[list[str]]:
-    """The requirements for pip."""
+    """Return pip's commands. A source folder becomes an absolute path: pip takes a bare name for a package's."""
     pip = [sys.executable, "-m", "pip"]
     binary = [line for line in requirements if line.split("==")[0] not in FROM_SOURCE]
     built = [line for line in requirements if line not in binary]
@@ -47,11 +42,12 @@ def commands(folder: Path, requirements: list[str], sources: list[str]) -> list[
     target += [f"--platform={platform}" for platform in PLATFORMS]
     download = [*pip, "download", "-q", "--no-deps", *target, "-d", str(folder), *binary]
     build = [*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder)]
-    return [download, *([*build, source] for source in [*built, *sources])]
+    folders = [str(Path(source).resolve()) if Path(source).is_dir() else source for source in sources]
+    return [download, *([*build, source] for source in [*built, *folders])]
 
 
 def slim(wheel: Path) -> None:
-    """Leave libraries for other devices out of bitsandbytes' wheel, and out of its list of files."""
+    """Remove the libraries for other devices from bitsandbytes' wheel, and from its list of files."""
     scratch = wheel.with_suffix(".part")
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(scratch, "w", zipfile.ZIP_DEFLATED) as new:
         record = next(name for name in old.namelist() if name.endswith(".dist-info/RECORD"))
@@ -71,39 +67,28 @@ def slim(wheel: Path) -> None:
     os.replace(scratch, wheel)
 
 
-def main(arguments: list[str]) -> int:
-    """Fetch, build, slim, and say how large it is."""
-    parser = argparse.ArgumentParser(
-        prog="benchmarks/gpu.sh wheels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path, help="where the wheels go; it must be empty, or not exist")
-    parser.add_argument("sources", nargs="*", help="source folders or addresses of which wheels are made as well")
-    options = parser.parse_args(arguments)
-    if options.folder.exists() and any(options.folder.iterdir()):
-        parser.error(f"{options.folder} is not empty; two versions of one package stop an installation")
-    options.folder.mkdir(parents=True, exist_ok=True)
-    for command in commands(options.folder, wanted(LIST.read_text()), options.sources):
+def build(folder: Path, sources: list[str]) -> None:
+    """Fetch, build and slim the wheels.
+
+    Args:
+        folder: an empty folder for them.
+        sources: source folders or addresses of which wheels are made as well.
+
+    Raises:
+        subprocess.CalledProcessError: pip failed.
+        ValueError: a wheel does not run on the machine, or must not travel.
+    """
+    for command in commands(folder, wanted(LIST.read_text()), sources):
         subprocess.run(command, check=True, env={**os.environ, "DS_BUILD_OPS": "0"})
-    for wheel in options.folder.glob("bitsandbytes-*.whl"):
+    for wheel in folder.glob("bitsandbytes-*.whl"):
         slim(wheel)
-    return check(options.folder)
-
-
-def check(folder: Path) -> int:
-    """Check that the folder is small enough and runs there: no torch, no wheel of another Python or machine."""
-    wheels = sorted(folder.glob("*.whl"))
-    total = sum(wheel.stat().st_size for wheel in wheels)
-    wrong = [wheel.name for wheel in wheels if not runs_there(wheel.name)]
-    print(f"{len(wheels)} wheels, {total / 2**20:.1f} MiB in {folder}")
-    if total > LIMIT:
-        print(f"more than the {LIMIT >> 20} MiB that may travel", file=sys.stderr)
-    for name in wrong:
-        print(f"{name} does not run on Python {PYTHON} of an x86-64 machine, or must not come along", file=sys.stderr)
-    return 1 if wrong or total > LIMIT else 0
+    for wheel in folder.glob("*.whl"):
+        if not runs_there(wheel.name):
+            raise ValueError(f"{wheel.name} does not run on Python {PYTHON} of an x86-64 machine, or must not travel")
 
 
 def runs_there(name: str) -> bool:
-    """By the file's name.
+    """Return whether a wheel runs on the machine, by its file name.
 
     >>> runs_there("hjson-3.1.0-py3-none-any.whl"), runs_there("rpds_py-1-cp311-cp311-manylinux_2_17_x86_64.whl")
     (True, False)

@@ -1,248 +1,357 @@
-"""benchmarks/gpu.sh: every stage runs as far as a CPU can, and no figure that is wrong, missing or slow goes unseen."""
+"""benchmarks/gpu.sh: both visits run as far as a CPU can, and no failure loses the figures of anything else."""
 
 from __future__ import annotations
 
+import copy
 import doctest
 import json
-import math
 import os
+import signal
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests import children
+from tests.benchmarks.material import program
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu.sh"
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from gpu import busy, record, report, wheels  # noqa: E402
+from gpu import busy, plan, prepare, record, report, summary, wheels  # noqa: E402
 
-GPU_ONLY = {
-    "PyTorch forms": "no CUDA",
-    "accelerate launch: fsdp2": "no CUDA",
-    "accelerate launch: zero3": "no CUDA",
+ROW = plan.FULL_1B
+OPACUS = {  # a step in which memory runs out
+    "grad_sample.py": "import torch\n"
+    "class GradSampleModuleFastGradientClipping(torch.nn.Module):\n"
+    "    def __init__(self, model, **_):\n        super().__init__()\n        self.model = model\n"
+    "    def forward(self, **_):\n        raise torch.OutOfMemoryError('CUDA out of memory')\n",
+    "optimizers.py": "def DPOptimizerFastGradientClipping(*_, **__):\n    pass\n",
+    "utils/fast_gradient_clipping_utils.py": "def DPLossFastGradientClipping(*_, **__):\n    pass\n",
 }
-NOT_INSTALLED = ("opacus", "fastdp", "nf4")
+FASTDP = "class PrivacyEngine:\n    def __init__(self, *_, **__):\n        import os, time\n        "
 
 
-def call(*arguments: str, check: bool = True) -> subprocess.CompletedProcess:
+def environment(**values: str) -> dict[str, str]:
+    left = {name: value for name, value in os.environ.items() if name not in ("OUT", "PYTHONPATH")}
+    return {**left, "PYTHON": sys.executable, "WHEELS": "none", **values}
+
+
+def call(*arguments: str, path: Path | None = None, check: bool = True) -> subprocess.CompletedProcess:
     """The script, as it is started."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("OUT", "WHEELS", "PYTHONPATH")}
-    return children.run(["bash", str(SCRIPT), *arguments], env={**environment, "PYTHON": sys.executable}, check=check)
+    values = {"PYTHONPATH": str(path)} if path else {}
+    return children.run(["bash", str(SCRIPT), *arguments], env=environment(**values), check=check)
+
+
+def package(folder: Path, name: str, **files: str) -> None:
+    """Write a package that takes the place of another library."""
+    for file, text in {"__init__.py": "", **files}.items():
+        path = folder / name / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def figures_in(out: Path) -> dict:
+    return json.loads((out / "gpu.json").read_text())
+
+
+def methods_of(values: dict, name: str = ROW) -> dict:
+    return values["steps"]["headline"][name]["figures"]["methods"]
+
+
+def measured(values: dict, name: str = ROW) -> set[str]:
+    """The methods of a row that have all their figures."""
+    return {name for name, one in methods_of(values, name).items() if {"ms", "peak_bytes", "median_ms"} <= one.keys()}
 
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
-    """The figures of all stages in the toy, and the printed output."""
-    out = tmp_path_factory.mktemp("gpu")
-    done = call("--toy", "--out", str(out), check=False)
+    """One step of each kind of the first visit, with a library that runs out of memory, and the printed output."""
+    folder = tmp_path_factory.mktemp("gpu")
+    package(folder, "opacus", **OPACUS)
+    kinds = ["device", "headline", "profile", "whole step"]
+    done = call("first", "--toy", "--out", str(folder / "out"), "--only", *kinds, path=folder, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    return out, json.loads((out / "gpu.json").read_text()), done.stdout
+    return folder / "out", figures_in(folder / "out"), done.stdout
 
 
-@pytest.mark.deep
-def test_all_stages_run_on_a_cpu(toy):
-    """Every step of every stage ran, or says that it needs a GPU or a package; none failed or was left out."""
-    out, figures, printed = toy
-    assert list(figures["stages"]) == list("123456")
-    for number, stage in figures["stages"].items():
-        assert stage["title"] in printed and stage["steps"]
-        for name, step in stage["steps"].items():
-            assert step["state"] in (record.PASSED, record.SKIPPED), (number, name, step)
-            assert f"-- {name}: {step['state']}" in printed
-            if step["state"] == record.PASSED:
-                assert step["figures"] and step["seconds"] >= 0
-            elif "in the toy the same" not in step["error"]:
-                expected = GPU_ONLY.get(name, "is not installed" if name.startswith(NOT_INSTALLED) else None)
-                assert expected is not None and expected in step["error"], (name, step)
+def test_each_kind_of_step_has_its_figures(toy):
+    """Every part ran, is printed and has figures; nothing is WRONG."""
+    out, values, printed = toy
+    assert list(values["steps"]) == ["device", "headline", "profile", "whole step"]
+    for step, parts in values["steps"].items():
+        for name, part in parts.items():
+            assert part["state"] == record.OK and part["figures"] and part["seconds"] > 0, (step, name, part)
+            assert f"-- {step}: {name}" in printed
     assert (out / "gpu.log").read_text() in printed
+    assert values["machine"]["toy"] is True and len(values["machine"]["source"]) == 16
+
+
+def test_memory_that_runs_out_in_one_library_loses_no_other_figure(toy):
+    """The peer has the reason, and the methods before and after it have their times and memory."""
+    for name in (ROW, plan.LORA_8B):
+        assert "CUDA out of memory" in methods_of(toy[1], name)["opacus"]["error"]
+        assert {plan.PLAIN, plan.OURS} <= measured(toy[1], name)
+
+
+def test_compiled_methods_are_in_the_table(toy):
+    """Training without privacy has its figures; the private step has them or the reason why not."""
+    compiled = f"{ROW}, compiled"
+    assert set(plan.COMPILED) <= methods_of(toy[1], compiled).keys()
+    assert {plan.PLAIN, plan.COMPILED[0]} <= measured(toy[1], compiled)
+
+
+def test_figures_become_a_section(toy, tmp_path):
+    """Goals, rows and every part are there; a toy claims no speed; so it is with the figures of a visit cut short."""
+    out, values, _ = toy
+    half = copy.deepcopy(values)
+    del half["steps"]["whole step"], half["steps"]["profile"], half["steps"]["headline"][plan.LORA_8B]
+    del methods_of(half)[plan.OURS]
+    half["steps"]["headline"][f"{ROW}, compiled"] = {"state": "running", "began": 1.0, **empty()}
+    (tmp_path / "half.json").write_text(json.dumps(half))
+    for path, there in ((out / "gpu.json", values), (tmp_path / "half.json", half)):
+        section = call("report", str(path)).stdout
+        assert "no figure says anything about speed" in section
+        for step, parts in there["steps"].items():
+            assert f"### {step.capitalize()}" in section and all(f"| {name} |" in section for name in parts)
+        blocks = [block.splitlines() for block in section.split("\n\n") if block[:1] == "|"]
+        assert all(len({line.count("|") for line in block}) == 1 for block in blocks)
+        assert all(f"≥ {goal}" in section for goal in ("0.95", "0.92", "0.985", "0.93", "0.97"))
+
+
+def test_an_error_or_a_crash_in_one_method_loses_no_other_figure(tmp_path):
+    """The Triton kernels raise and a library ends the process; the PyTorch forms are measured, and all else is."""
+    once = f"os.path.exists({str(tmp_path / 'ended')!r}) or (open({str(tmp_path / 'ended')!r}, 'w'), os.abort())\n"
+    package(tmp_path, "fastDP", **{"__init__.py": FASTDP + once})
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if any(one.startswith('--part') for one in sys.orig_argv):\n"
+        "    from dpllm.ghost import NormMethod\n"
+        "    def fuses(self, *_):\n"
+        "        if self.fused is None:\n"
+        "            raise RuntimeError('Triton Error [CUDA]')\n"
+        "        return self.fused\n"
+        "    NormMethod.fuses = fuses\n"
+    )
+    arguments = ["first", "--toy", "--only", "headline", "--out", str(tmp_path / "out")]
+    done = call(*arguments, path=tmp_path, check=False)
+    values = figures_in(tmp_path / "out")
+    assert done.returncode == 1
+    assert measured(values) == {plan.PLAIN, f"{plan.OURS}, PyTorch forms"}
+    assert "Triton Error" in methods_of(values)[plan.OURS]["error"]
+    assert f"WRONG headline, {ROW}: {plan.OURS}" in summary_in(done.stdout)
+    assert "its process ended" in methods_of(values)["fastdp"]["error"]
+    assert measured(values, plan.LORA_8B) == {plan.PLAIN, plan.OURS}  # a model this small runs no kernel
+    assert measured(values, f"{ROW}, compiled") == {plan.PLAIN, plan.COMPILED[0]}
+
+
+def summary_in(printed: str) -> str:
+    return printed[printed.rindex("\n== ") :]
+
+
+def test_a_visit_that_is_stopped_keeps_its_figures(tmp_path):
+    """What was measured is in the file, and no process remains; a library that hangs is in the way of the rest."""
+    package(tmp_path, "fastDP", **{"__init__.py": FASTDP + "time.sleep(1e6)\n"})
+    out = tmp_path / "out"
+    command = ["bash", str(SCRIPT), "first", "--toy", "--only", "headline", "--out", str(out)]
+    child = children.Child(command, env=environment(PYTHONPATH=str(tmp_path)), stdout=subprocess.DEVNULL)
+
+    def hangs() -> bool:
+        assert child.poll() is None, "the visit ended by itself"
+        try:
+            return "fastdp" in methods_of(figures_in(out))
+        except (OSError, KeyError):
+            return False
+
+    try:
+        children.wait_for(hangs)
+        child.send_signal(signal.SIGTERM)
+        child.wait()
+        children.wait_for(lambda: not list(child.family()))
+    finally:
+        child.kill()
+    assert {plan.PLAIN, plan.OURS} <= measured(figures_in(out))
 
 
 @pytest.mark.deep
-def test_the_figures_say_where_they_are_from(toy):
-    """Versions, and which code ran, whether or not its history is there."""
-    _, figures, _ = toy
-    machine = figures["machine"]
-    assert machine["torch"] == torch.__version__ and machine["toy"] is True
-    assert len(machine["source"]) == 16 and machine["commit"]
+def test_a_method_that_hangs_is_ended_at_its_limit(tmp_path):
+    """The next row is measured, and the row's own methods keep their figures."""
+    package(tmp_path, "fastDP", **{"__init__.py": FASTDP + "time.sleep(1e6)\n"})
+    arguments = ["first", "--toy", "--only", "headline", "--limit", "40", "--out", str(tmp_path / "out")]
+    done = call(*arguments, path=tmp_path, check=False)
+    values = figures_in(tmp_path / "out")
+    assert "stopped after 40 s" in done.stdout
+    for name in (ROW, plan.LORA_8B):
+        assert measured(values, name) == {plan.PLAIN, plan.OURS}
+        assert "stopped after 40 s" in methods_of(values, name)["fastdp"]["error"]
 
 
 @pytest.mark.deep
-def test_figures_become_a_section(toy, capsys):
-    """Every step has its line, tables are whole, and a toy claims no speed."""
-    out, figures, _ = toy
-    section = call("report", str(out / "gpu.json")).stdout
-    assert "no figure says anything about speed" in section
-    for stage in figures["stages"].values():
-        assert f"### {stage['title'].capitalize()}" in section
-        assert all(f"| {name} |" in section for name in stage["steps"])
-    bars = [[line.count("|") for line in block.splitlines()] for block in section.split("\n\n") if block[:1] == "|"]
-    assert len(bars) == 2 + len(figures["stages"]) and all(len(set(counts)) == 1 for counts in bars)
+@pytest.mark.parametrize("command", ["first", "second"])
+def test_a_whole_visit_runs_on_a_cpu(tmp_path, command):
+    """Every part ran, or says that it needs a GPU or a package."""
+    done = call(command, "--toy", "--out", str(tmp_path), check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    values = figures_in(tmp_path)
+    for part in plan.COMMANDS[command].parts:
+        entry = values["steps"][part.step][part.name]
+        assert entry["state"] in (record.OK, record.SKIPPED), (part.name, entry)
 
 
-# ------------------------------------------------------------------- the steps' runner
-
-
-def run(folder: Path, *steps, seconds: float = 100.0, lost=lambda: False) -> dict:
-    """The steps of a stage, and the file that is left."""
-    book = record.Record(folder / "gpu.json")
-    record.run_stage(book, 1, "a stage", list(steps), None, seconds, lost)
-    return json.loads((folder / "gpu.json").read_text())["stages"]["1"]["steps"]
-
-
-def good(figures, setting):
-    figures.check("error", 1e-7, at_most=1e-5)
-
-
-@pytest.mark.parametrize("value", [2e-5, math.nan, math.inf])
-def test_a_wrong_figure_fails_its_step_alone(tmp_path, value):
-    """It is kept with the later figures; the steps that follow run."""
-
-    def wrong(figures, setting):
-        figures.check("error", value, at_most=1e-5)
-        figures["later"] = 3
-
-    steps = run(tmp_path, ("wrong", wrong), ("good", good))
-    assert steps["wrong"]["state"] == record.FAILED and "error is" in steps["wrong"]["error"]
-    assert steps["wrong"]["figures"]["later"] == 3 and steps["good"]["state"] == record.PASSED
-
-
-def test_an_error_keeps_what_was_found_before(tmp_path):
-    """With its traceback, and a wrong figure beside it."""
-
-    def breaks(figures, setting):
-        figures.check("small", 1, at_least=2)
-        raise RuntimeError("first line\nsecond line")
-
-    step = run(tmp_path, ("breaks", breaks))["breaks"]
-    assert step["state"] == record.FAILED and step["figures"] == {"small": 1}
-    assert "small is 1" in step["error"] and "RuntimeError: first line" in step["error"]
-    assert "second line" in step["traceback"]
-
-
-def test_a_step_that_can_not_run_says_why(tmp_path):
-    """It is neither passed nor failed; a wrong figure found before fails it all the same."""
-
-    def elsewhere(figures, setting):
-        raise record.Skipped("no CUDA")
-
-    def wrong(figures, setting):
-        figures.require(False, "this is wrong")
-        raise record.Skipped("no CUDA")
-
-    steps = run(tmp_path, ("elsewhere", elsewhere), ("wrong", wrong))
-    assert (steps["elsewhere"]["state"], steps["elsewhere"]["error"]) == (record.SKIPPED, "no CUDA")
-    assert steps["wrong"]["state"] == record.FAILED and "this is wrong" in steps["wrong"]["error"]
-
-
-@pytest.mark.parametrize(("seconds", "lost"), [(-1.0, False), (100.0, True)])
-def test_steps_that_are_not_reached_are_listed(tmp_path, seconds, lost):
-    """When the time is over, or the device refuses to go on after an error."""
-
-    def breaks(figures, setting):
-        raise RuntimeError("an illegal memory access was encountered")
-
-    steps = run(tmp_path, ("breaks", breaks), ("good", good), seconds=seconds, lost=lambda: lost)
-    assert steps["good"]["state"] == record.NOT_REACHED and steps["good"]["error"]
-
-
-def test_what_a_killed_process_had_found_is_kept(tmp_path):
-    """The file is written before and after each step, so it says in which one the process ended."""
-    found: dict = {}
-
-    def killed(figures, setting):
-        after = record.Record(tmp_path / "gpu.json")
-        after.close([1, 2], "stopped after 9 s")
-        found["states"] = {name: step["state"] for name, step in after.values["stages"]["1"]["steps"].items()}
-        found["failed"] = [after.failed(number) for number in (1, 2)]
-
-    run(tmp_path, ("good", good), ("killed", killed))
-    assert found == {"states": {"good": record.PASSED, "killed": record.FAILED}, "failed": [1, 0]}
-    empty = record.Record(tmp_path / "none.json")
-    empty.close([3], "its process ended with status 1")
-    assert empty.failed(3) == 1
-
-
-def test_a_stage_that_can_not_begin_is_a_failure(tmp_path):
-    """Also when its process ends before the first step, as without PyTorch."""
+def test_a_visit_that_can_not_begin_ends(tmp_path):
+    """As without PyTorch: all parts are listed as not reached, with the reason."""
     (tmp_path / "torch.py").write_text("raise ImportError('no torch')")
-    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(tmp_path), "OUT": str(tmp_path / "out")}
-    command = ["bash", str(SCRIPT), "--toy", "6"]
-    done = children.run(command, env=environment, check=False)
-    assert done.returncode == 1 and "its process ended with status 1" in done.stdout
-    stage = json.loads((tmp_path / "out" / "gpu.json").read_text())["stages"]["6"]
-    assert [step["state"] for step in stage["steps"].values()] == [record.FAILED]
+    done = call("second", "--toy", "--out", str(tmp_path / "out"), path=tmp_path, check=False)
+    states = {part["state"] for parts in figures_in(tmp_path / "out")["steps"].values() for part in parts.values()}
+    assert done.returncode == 1 and states == {record.NOT_REACHED} and "not reached" in summary_in(done.stdout)
 
 
-@pytest.mark.parametrize(
-    ("status", "printed", "wrong"),
-    [
-        (0, "....\n40 passed in 3.0s", None),
-        (1, "FAILED tests/a.py::b - assert 1 == 2\n1 failed, 3 passed in 3.0s", "pytest ended with status 1"),
-        (5, "40 deselected in 0.1s", "no test ran"),
-    ],
-)
-def test_the_kernels_tests_run_on_the_device(monkeypatch, tmp_path, status, printed, wrong):
-    """Failing tests are named; it is also a failure if none ran."""
-    from gpu import first_contact
-    from gpu.setting import Setting
-
-    ended = subprocess.CompletedProcess([], status, printed, "")
-    monkeypatch.setattr(first_contact.subprocess, "run", lambda *args, **options: ended)
-    figures = record.Figures()
-    first_contact.kernel_tests(figures, Setting(toy=False, folder=tmp_path, material=None))
-    assert figures["pytest"] == printed.splitlines()[-1]
-    assert figures["failures"] == [line for line in printed.splitlines() if line.startswith("FAILED")]
-    assert figures.wrong == [] if wrong is None else wrong in "; ".join(figures.wrong)
+def test_a_visit_whose_time_is_over_lists_what_it_did_not_reach(tmp_path):
+    """No part begins after the end."""
+    done = call("first", "--toy", "--seconds", "1", "--out", str(tmp_path), check=False)
+    parts = [part for parts in figures_in(tmp_path)["steps"].values() for part in parts.values()]
+    assert done.returncode == 1 and len(parts) == len(plan.FIRST.parts)
+    assert {part["state"] for part in parts} == {record.NOT_REACHED}
 
 
-def test_what_takes_too_long_or_is_not_there_ends_a_step_alone(monkeypatch, tmp_path):
-    """A program that hangs, weights that were not given."""
-    from gpu import first_contact, whole_run
-    from gpu.setting import Setting
-
-    def hangs(command, timeout, **options):
-        raise subprocess.TimeoutExpired(command, timeout, output=b"...")
-
-    setting = Setting(toy=False, folder=tmp_path, material=None)
-    monkeypatch.setattr(first_contact.subprocess, "run", hangs)
-    with pytest.raises(RuntimeError, match="pytest took more than"):
-        first_contact.kernel_tests(record.Figures(), setting)
-    with pytest.raises(record.Skipped, match="give --material"):
-        whole_run.place_of(setting)
+# ---------------------------------------------------------------------------------- the plan
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["7"], "stage 7 is none of 1, 2, 3, 4, 5, 6"), (["--material", "nowhere"], "nowhere, which is no folder")],
-)
-def test_wrong_options_are_one_line(arguments, message):
-    """A wrong option ends before anything runs."""
-    done = call(*arguments, check=False)
-    assert done.returncode == 2 and message in done.stderr.splitlines()[-1]
+def test_both_visits_fit_into_their_time():
+    """With the wheels and the start of each process; the headline is there two minutes after the start."""
+    assert plan.FIRST.planned <= plan.FIRST.seconds <= 590
+    assert plan.SECOND.planned <= plan.SECOND.seconds <= 150
+    first = list(plan.FIRST.processes[0])
+    headline = [part for part in first if part.step == "headline" and "compiled" not in part.name]
+    assert plan.WHEELS + plan.START + sum(part.seconds for part in first[: first.index(headline[-1]) + 1]) <= 120
+    end = max(n for n, part in enumerate(plan.FIRST.parts) if part.step == "memory")
+    starts = plan.START * len(plan.FIRST.processes)
+    assert plan.WHEELS + starts + sum(part.seconds for part in plan.FIRST.parts[: end + 1]) <= 450
 
 
-@pytest.mark.parametrize("module", [record, report, busy, wheels], ids=lambda module: module.__name__)
-def test_examples_are_true(module):
-    """Those in the docstrings."""
-    assert doctest.testmod(module).attempted > 0 == doctest.testmod(module).failed
+def test_parts_are_those_that_exist():
+    """Names are unique, and those of rows are the target table's."""
+    targets = program("targets").TARGETS
+    for command in plan.COMMANDS.values():
+        assert len({(part.step, part.name) for part in command.parts}) == len(command.parts)
+        for part in command.parts:
+            assert (ROOT / "benchmarks" / "gpu" / f"{part.function.split(':')[0]}.py").exists()
+            if part.function == "rows:measure":
+                assert part.name.removesuffix(", compiled") == targets[part.arguments[0] - 1].name
 
 
-def test_stages_end_within_their_pieces():
-    """Two pieces of less than ten minutes, with the installation of wheels; twenty in all."""
-    source = (ROOT / "benchmarks" / "gpu" / "__main__.py").read_text()
-    line = next(line for line in source.splitlines() if line.startswith("LIMITS = "))
-    limits = eval(line.removeprefix("LIMITS = "))
-    assert limits.keys() == set(range(1, 7))
-    assert limits[1] + limits[2] <= 560 and sum(limits[n] for n in (3, 4, 5, 6)) <= 560
+# ---------------------------------------------------------------------------------- the end
 
 
-# ------------------------------------------------------------------------- the profile
+def empty() -> dict:
+    return {"seconds": 0.0, "figures": {}, "lines": [], "wrong": []}
+
+
+@pytest.mark.parametrize("count", [3, 500])
+def test_the_end_is_short_and_names_what_is_wrong(count):
+    """All WRONG lines that fit are there, and the number of the others; the tables follow."""
+    wrong = [f"check {n}: {'long ' * 9}" for n in range(count)]
+    row = {"methods": {plan.OURS: {"speed_ratio": 0.95, "memory_ratio": 1.0}}}
+    parts = {
+        "programs": {**empty(), "state": record.WRONG, "wrong": wrong},
+        ROW: {**empty(), "state": record.OK, "figures": row},
+        **{f"{n}": {**empty(), "state": record.NOT_REACHED} for n in range(count)},
+    }
+    doubtful = {"state": record.DOUBTFUL, "why": "a Triton program is WRONG"}
+    values = {"machine": {"device": "NVIDIA H100"}, "kernels": doubtful, "steps": {"headline": parts}}
+    text = summary.text_of(values, ["headline"], "9 s")
+    assert len(text) <= 4000 and "0.950/1.000" in text
+    there = [n for n in range(count) if f"check {n}:" in text]
+    assert there == list(range(len(there))) and there
+    assert len(there) == count or f"{count - len(there)} more WRONG" in text
+
+
+# ---------------------------------------------------------------------------------- what travels
+
+
+PIP = """
+import os, sys, zipfile
+for flag in ("-d", "-w"):
+    if flag in sys.argv:
+        folder = sys.argv[sys.argv.index(flag) + 1]
+open(os.path.join(folder, "hjson-3.1.0-py3-none-any.whl"), "wb").close()
+with zipfile.ZipFile(os.path.join(folder, "bitsandbytes-1-py3-none-manylinux_2_24_x86_64.whl"), "w") as wheel:
+    wheel.writestr("bitsandbytes/data", os.urandom(1 << 20))
+    wheel.writestr("bitsandbytes-1.dist-info/RECORD", "")
+"""
+
+
+@pytest.mark.parametrize(("room", "built", "quantized"), [(9, True, True), (0.5, True, False), (-1, False, False)])
+def test_what_is_prepared_fits(tmp_path, room, built, quantized):
+    """Up to 60 MiB, tracked files included; bitsandbytes stays behind first; what is refused changes nothing."""
+    package(tmp_path, "pip", **{"__main__.py": PIP})
+    source = tmp_path / "source"
+    for folder in ("stories15M", "e2e"):
+        (source / folder).mkdir(parents=True)
+    for name in prepare.WEIGHTS:
+        (source / "stories15M" / name).write_text("{}")
+    with open(source / "stories15M" / "model.safetensors", "wb") as file:
+        file.truncate(int((prepare.LIMIT - prepare.tracked_mib() - room) * 2**20))
+    for name in ("trainset.csv", "devset.csv"):
+        (source / "e2e" / name).write_text("mr,ref\n" + "".join(f"{n},text {n}\n" for n in range(9000)))
+    (tmp_path / ".whl").mkdir()
+    (tmp_path / ".whl" / "old.whl").touch()
+    done = call("prepare", "--material", str(source), "--into", str(tmp_path), path=tmp_path, check=False)
+    there = {path.name for path in (tmp_path / ".whl").iterdir()}
+    assert (done.returncode == 0) == built == (tmp_path / ".material").exists() == ("old.whl" not in there)
+    assert any(name.startswith("bitsandbytes") for name in there) == quantized
+    if built:
+        lines = (tmp_path / ".material" / "e2e" / "trainset.csv").read_text().splitlines()
+        assert len(lines) == 1 + prepare.RECORDS and lines[-1] == "8998,text 8998"
+        assert "benchmarks/gpu.sh first" in done.stdout and "benchmarks/gpu.sh second" in done.stdout
+    assert not list(tmp_path.glob(".prepare-*"))
+
+
+def test_the_list_of_wheels_is_exact_and_without_torch():
+    """One version of each, none that the machine has, and everything else that this package needs."""
+    names = [line.split("==") for line in wheels.wanted(wheels.LIST.read_text())]
+    assert all(len(pair) == 2 for pair in names)
+    packages = [name for name, _ in names]
+    assert len(packages) == len(set(packages))
+    assert not {"torch", "triton", "transformers", "accelerate", "peft"} & set(packages)
+    assert {"dp-accounting", "prv-accountant", "datasets", "jsonschema", "deepspeed"} <= set(packages)
+
+
+def test_pip_fetches_no_dependency_and_takes_a_folder_for_a_folder(tmp_path, monkeypatch):
+    """Binaries for the machine; source distributions and source folders are built."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    download, *built = wheels.commands(tmp_path, ["hjson==3.1.0", "deepspeed==0.19.8"], ["folder"])
+    assert all("--no-deps" in command for command in (download, *built))
+    assert "--python-version=3.12" in download and "hjson==3.1.0" in download and "deepspeed==0.19.8" not in download
+    assert [command[-1] for command in built] == ["deepspeed==0.19.8", str(tmp_path / "folder")]
+
+
+def test_libraries_for_other_devices_stay_behind(tmp_path):
+    """The wheel of bitsandbytes keeps its Python files and CUDA 13, and lists its contents."""
+    wheel = tmp_path / "bitsandbytes-1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as made:
+        for name in ("__init__.py", *(f"libbitsandbytes_{device}.so" for device in ("cuda130", "cuda118", "rocm70"))):
+            made.writestr(f"bitsandbytes/{name}", name)
+        made.writestr("bitsandbytes-1.dist-info/RECORD", "old")
+    wheels.slim(wheel)
+    with zipfile.ZipFile(wheel) as slimmed:
+        names = slimmed.namelist()
+        listed = [line.split(",")[0] for line in slimmed.read("bitsandbytes-1.dist-info/RECORD").decode().splitlines()]
+    assert sorted(listed) == sorted(names)
+    assert [name for name in names if name.endswith(".so")] == ["bitsandbytes/libbitsandbytes_cuda130.so"]
+
+
+# ---------------------------------------------------------------------------------- modules
+
+
+@pytest.mark.parametrize("module", [busy, record, report, summary, wheels])
+def test_examples_of_the_modules(module):
+    """Examples in docstrings hold."""
+    assert doctest.testmod(module).failed == 0
 
 
 def event(name, category, begin, duration):
@@ -269,102 +378,34 @@ def test_a_profile_counts_what_the_gpu_does():
         busy.summarize({"traceEvents": events[3:]}, steps=1, on_gpu=True)
 
 
-# -------------------------------------------------------------------------- the section
-
-
-def figures_of(device="NVIDIA H100", **stages) -> dict:
-    return {"machine": {"device": device, "torch": "2.11.0"}, "stages": stages}
-
-
-def row(speed, target) -> dict:
-    found = {"speed_ratio": speed, "memory_ratio": 1.2, "target_speed": target, "target_memory": 1.1}
-    return {"state": "passed", "seconds": 2.0, "figures": {**found, "ms": {"non-private": [3.0], "dpllm": [4.0]}}}
-
-
-def test_targets_that_are_missed_are_called_missed():
-    """Met from the target on; memory the other way round; another library beside it."""
-    steps = {"a": row(0.95, 0.95), "b": row(0.949, 0.95), "c": row(0.5, None)}
-    steps["opacus: a"] = {"state": "passed", "figures": {"speed_ratio": 0.4, "memory_ratio": 1.5}}
-    steps["opacus: b"] = {"state": "skipped", "error": "opacus is not installed", "figures": {}}
-    section = report.as_markdown([figures_of(**{"2": {"title": "the target table", "steps": steps}})])
-    assert "| a | ≥ 0.95 | 0.950, met | ≤ 1.1 | 1.200, missed | 3.0 | 4.0 | 0.400 / 1.500 | - |" in section
-    assert "| b | ≥ 0.95 | 0.949, missed |" in section and "opacus is not installed" in section
-    assert "| c | - | 0.500 |" in section
-
-
-def test_failures_are_in_the_section():
-    """By stage and step, with their reason."""
-    steps = {"noise": {"state": "failed", "error": "mean is 3 | 4", "figures": {}}}
-    section = report.as_markdown([figures_of(**{"1": {"title": "first contact", "steps": steps}})])
-    assert "- stage 1, noise: mean is 3 / 4" in section and "Nothing failed" not in section
-
-
-def test_pieces_of_one_section_are_of_one_machine():
-    """Stages of several runs come together; runs of different machines do not."""
-    first, second = (figures_of(**{n: {"title": f"stage {n}", "steps": {}}}) for n in ("2", "1"))
-    assert list(report.merged([first, second])["stages"]) == ["1", "2"]
+def test_visits_of_one_section_are_of_one_machine():
+    """Parts of several visits come together, the last that has figures; visits to different machines do not."""
+    step = {"headline": {ROW: {**empty(), "state": record.OK, "figures": {"a": 1}}}}
+    first = {"machine": {"device": "NVIDIA H100", "torch": "2.11.0"}, "steps": step}
+    second = {**first, "steps": {"headline": {ROW: {**empty(), "state": record.NOT_REACHED}}, "rows": {}}}
+    assert report.merged([first, second])["steps"]["headline"] == step["headline"]
     with pytest.raises(ValueError, match="device is NVIDIA H100 in one and NVIDIA H200 in another"):
-        report.merged([first, figures_of(device="NVIDIA H200")])
+        report.merged([first, {"machine": {"device": "NVIDIA H200", "torch": "2.11.0"}, "steps": {}}])
     with pytest.raises(ValueError, match="at least one"):
         report.merged([])
 
 
-# --------------------------------------------------------------------------- the wheels
-
-
-def test_the_list_of_wheels_is_exact_and_without_torch():
-    """One version of each, none that the machine has, and everything else that this package needs."""
-    names = [line.split("==") for line in wheels.wanted(wheels.LIST.read_text())]
-    assert all(len(pair) == 2 for pair in names)
-    packages = [name for name, _ in names]
-    assert len(packages) == len(set(packages))
-    assert not {"torch", "triton", "transformers", "accelerate", "peft"} & set(packages)
-    assert {"dp-accounting", "prv-accountant", "datasets", "jsonschema", "deepspeed"} <= set(packages)
-
-
-def test_what_pip_is_asked_for(tmp_path):
-    """Nothing that is needed in turn, and binaries for the machine; source distributions are built."""
-    download, *built = wheels.commands(tmp_path, ["hjson==3.1.0", "deepspeed==0.19.8"], ["folder"])
-    assert all("--no-deps" in command for command in (download, *built))
-    assert "--python-version=3.12" in download and "hjson==3.1.0" in download and "deepspeed==0.19.8" not in download
-    assert [command[-1] for command in built] == ["deepspeed==0.19.8", "folder"]
-
-
-def test_libraries_for_other_devices_stay_behind(tmp_path):
-    """The wheel of bitsandbytes keeps its Python files and CUDA 13, and lists its contents."""
-    wheel = tmp_path / "bitsandbytes-1-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as made:
-        for name in ("__init__.py", *(f"libbitsandbytes_{device}.so" for device in ("cuda130", "cuda118", "rocm70"))):
-            made.writestr(f"bitsandbytes/{name}", name)
-        made.writestr("bitsandbytes-1.dist-info/RECORD", "old")
-    wheels.slim(wheel)
-    with zipfile.ZipFile(wheel) as slimmed:
-        names = slimmed.namelist()
-        listed = [line.split(",")[0] for line in slimmed.read("bitsandbytes-1.dist-info/RECORD").decode().splitlines()]
-    assert sorted(listed) == sorted(names)
-    assert [name for name in names if name.endswith(".so")] == ["bitsandbytes/libbitsandbytes_cuda130.so"]
-
-
 @pytest.mark.parametrize(
-    ("name", "size", "code"),
+    ("status", "printed", "wrong"),
     [
-        ("hjson-3.1.0-py3-none-any.whl", 10, 0),
-        ("hjson-3.1.0-py3-none-any.whl", wheels.LIMIT + 1, 1),
-        ("torch-2.11.0-cp312-cp312-manylinux_2_28_x86_64.whl", 10, 1),
-        ("rpds_py-1-cp311-cp311-manylinux_2_17_x86_64.whl", 10, 1),
-        ("rpds_py-1-cp312-cp312-manylinux_2_17_aarch64.whl", 10, 1),
+        (0, "....\n40 passed in 3.0s", None),
+        (1, "FAILED tests/a.py::b - assert 1 == 2\n1 failed, 3 passed in 3.0s", "pytest ended with status 1"),
+        (5, "40 deselected in 0.1s", "no test ran"),
     ],
 )
-def test_a_folder_that_would_not_do_is_refused(tmp_path, name, size, code):
-    """Too large, or a wheel that does not run on the machine or must not come along."""
-    with open(tmp_path / name, "wb") as file:
-        file.truncate(size)
-    assert wheels.check(tmp_path) == code
+def test_the_kernels_tests_run_on_the_device(monkeypatch, tmp_path, status, printed, wrong):
+    """Failing tests are named; it is also a failure if none ran."""
+    from gpu import kernel_checks
+    from gpu.setting import Setting
 
-
-def test_a_folder_with_other_wheels_is_not_filled(tmp_path, capsys):
-    """Two versions of one package stop an installation."""
-    (tmp_path / "old.whl").write_text("")
-    with pytest.raises(SystemExit):
-        wheels.main([str(tmp_path)])
-    assert "is not empty" in capsys.readouterr().err
+    ended = subprocess.CompletedProcess([], status, printed, "")
+    monkeypatch.setattr(kernel_checks.subprocess, "run", lambda *args, **options: ended)
+    figures = record.Figures()
+    kernel_checks.own_tests(figures, Setting(toy=False, folder=tmp_path))
+    assert figures["failures"] == [line for line in printed.splitlines() if line.startswith("FAILED")]
+    assert figures.wrong == [] if wrong is None else wrong in "; ".join(figures.wrong)

@@ -159,6 +159,22 @@ def test_on_a_gpu_times_and_peers_are_in_the_row(monkeypatch, installed):
     assert "whole models" in benchmark.as_markdown(report) and "0.900" in benchmark.as_markdown(report)
 
 
+def test_an_error_in_our_step_keeps_the_time_without_privacy(monkeypatch, tmp_path):
+    """The row says why, and the command fails."""
+
+    def measured(settings, names, counting):
+        return {PLAIN: throughput.Measurement([9.0], {}, 100), OURS: throughput.Measurement(refused="an error")}
+
+    monkeypatch.setattr(benchmark, "measure", measured)
+    row = benchmark.measure_row(benchmark.TARGETS[0], "cuda", 1)
+    assert (row["ms"], row["peak_bytes"], row["error"]) == ({PLAIN: [9.0]}, {PLAIN: 100}, "an error")
+    assert "an error" in benchmark.line_of(row)
+    monkeypatch.setattr(benchmark, "measure_row", lambda *_: row)
+    with pytest.raises(SystemExit):
+        benchmark.main(["--rows", "1", "--device", "cpu", "--json", str(tmp_path / "targets.json")])
+    assert json.loads((tmp_path / "targets.json").read_text())["rows"][0]["ms"] == {PLAIN: [9.0]}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -204,3 +204,23 @@ def test_methods_that_compute_different_norms_are_not_compared():
     """A comparison with a method whose norms are others would be of two different computations."""
     with pytest.raises(RuntimeError, match=r"differ by 50\.0%: nothing to compare"):
         throughput._same_norms(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
+
+
+@pytest.mark.parametrize("at", [1, 4])
+def test_an_error_in_our_step_keeps_the_others_figures(monkeypatch, tmp_path, at):
+    """In the first step or in a later one; the command fails, and its file has the time without privacy."""
+    kind = sys.modules["methods"].GhostStep
+    run, steps = kind.run, []
+
+    def failing(self, ids_BT):
+        steps.append(0)
+        if len(steps) >= at:
+            raise RuntimeError("an error in our step")
+        run(self, ids_BT)
+
+    monkeypatch.setattr(kind, "run", failing)
+    path = tmp_path / "throughput.json"
+    with pytest.raises(SystemExit):
+        throughput.main([*TINY_ARGUMENTS, "--rounds=4", f"--json={path}"])
+    figures = json.loads(path.read_text())["methods"]
+    assert "an error in our step" in figures[OURS]["refused"] and figures[PLAIN]["median_ms"] > 0

@@ -172,7 +172,7 @@ def test_each_step_has_the_variance_that_the_guard_is_told(strategy):
         variance = BandedNoise(4, **strategy).variance(step, 12)
         assert variance == pytest.approx((inverse[step] ** 2).sum(), rel=1e-9)
         assert noise[step].var() == pytest.approx(variance, rel=0.05)
-        assert stats.kstest(noise[step], "norm", args=(0, math.sqrt(variance))).pvalue > 1e-3
+        assert stats.kstest(noise[step] / math.sqrt(variance), "norm").pvalue > 1e-3
 
 
 def drawn(bands, num_steps, num_units=60, size=5, most=60, seed=0):

@@ -1,10 +1,9 @@
-"""Stage 1: compare each part on this device with the same computation in float64 on the CPU."""
+"""Checks of step 7: kernels with their times, rounding, noise, TF32, packed rows, other models."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import re
 import secrets
 import subprocess
@@ -14,115 +13,96 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import kernels as kernels_benchmark
+import kernel_times
 import numpy as np
 import scipy.stats
 import torch
 
-from dpllm.ghost import NormMethod, kernels, triton_kernels
+from dpllm.ghost import NormMethod, kernels
 from dpllm.ghost.rounding import _MOST, _SHAPES, shortfalls, slack_factor
 from dpllm.ghost.sums import Sum, Weights
 from dpllm.mechanism.chacha20 import ChaCha20Normals
-from dpllm.mechanism.device_chacha20 import DeviceNormals, require_known_words
+from dpllm.mechanism.device_chacha20 import DeviceNormals
 from dpllm.mechanism.generators import ENTRIES_AT_A_TIME, NoiseSource, philox
 from dpllm.mechanism.keys import KEY_BYTES
-from gpu.memory_limits import automatic_budget, memory_runs_out
-from gpu.record import Figures, Skipped, Step
+from gpu.record import Figures, Skipped, shown
 from gpu.setting import ROOT, Setting, free_memory
 from tests.ghost.test_kernels import WAYS, flags, reset_matmul_settings
 from tests.invariant.test_packed_rows import packed_sum, reference, rows_of
 from tests.reference.oracle import clipped_sum, compare, relative_error, released_over_clip_norm
 from tests.reference.zoo import Case, build_model, make_batch
 
-TITLE = "first contact"
 EXACT = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 1e-3}
-"""Return the largest relative error against float64, as in tests/ghost/test_triton_kernels.py: the inputs are exact."""
-TESTS_LIMIT = 120  # seconds
+"""Largest relative error against float64, as in tests/ghost/test_triton_kernels.py: the inputs are exact."""
+TESTS_LIMIT = 75  # seconds
 
 
-def first_kernel(figures: Figures, setting: Setting) -> None:
-    """One kernel is compiled and run: a missing C compiler or Python.h shows here."""
-    begin = time.monotonic()
-    x, y = (torch.randn(2, 17, 48, device=setting.device, dtype=torch.bfloat16) for _ in range(2))
-    total = torch.empty(48, 48, device=setting.device)
-    triton_kernels.weighted_outer_(total, None, x, y, torch.ones(2, device=setting.device))
-    expected = torch.einsum("btl,btr->lr", x.double(), y.double())
-    figures.check("relative error", relative_error(total, expected), at_most=EXACT[torch.bfloat16])
-    figures["seconds with compilation"] = time.monotonic() - begin
+def case_makers(kernel: str, dtype: torch.dtype, device: torch.device, whole: bool) -> list[Callable[[], Any]]:
+    """Return functions that make each case of a kernel, so that only one is in memory.
 
-
-def _rates(dtype: str) -> tuple[float | None, float | None]:
-    """Of a GPU that is known; without them no roofline is shown."""
-    options = argparse.Namespace(peak_tflops=None, bandwidth=None, dtype=dtype)
-    with contextlib.suppress(SystemExit):
-        return kernels_benchmark.device_rates(options)
-    return None, None
-
-
-def kernels_of(kernel: str) -> Step:
-    """All shapes of one kernel, in bfloat16 those of real models, timed; in the others odd ones."""
-
-    def step(figures: Figures, setting: Setting) -> None:
-        device = setting.device
-        for dtype in (torch.bfloat16, torch.float32, torch.float16):
-            name = str(dtype).removeprefix("torch.")
-            whole = dtype == torch.bfloat16 and not setting.toy
-            here = list(_cases(kernel, dtype, device, whole))
-            rates = _rates(name) if whole else (None, None)
-            worst = {"error": 0.0, "slack_used": 0.0}
-            for case in here:
-                options = argparse.Namespace(rounds=10, warmup=3)
-                row = kernels_benchmark.measure(case(), options, *rates) if whole else _errors(case())
-                found = row["fused"]
-                worst["error"] = _worse(worst["error"], found["error"])
-                worst["slack_used"] = _worse(worst["slack_used"], found["slack_used"] or 0.0)
-                if whole:
-                    figures.setdefault("timed", []).append(_timed(row))
-            figures.check(f"{name} error", worst["error"], at_most=EXACT[dtype])
-            if kernel == "gram":
-                figures.check(f"{name} share of the slack", worst["slack_used"], at_most=_MOST)
-        free_memory()
-
-    return step
-
-
-def _cases(kernel: str, dtype: torch.dtype, device: torch.device, whole: bool) -> list[Callable[[], Any]]:
-    """Return functions that make each case, so that only one is in memory."""
-    shapes = kernels_benchmark.FULL if whole else kernels_benchmark.TINY
+    Args:
+        kernel: one of `kernel_times.KERNELS`.
+        dtype: of the inputs.
+        device: of the inputs.
+        whole: the shapes of real models instead of odd, tiny ones.
+    """
+    shapes = kernel_times.FULL if whole else kernel_times.TINY
     makers = {
-        "gram": kernels_benchmark.gram_case,
-        "instance": kernels_benchmark.instance_case,
-        "weighted sum": kernels_benchmark.weighted_sum_case,
-        "norm layer": kernels_benchmark.norm_layer_case,
-        "lookup": kernels_benchmark.lookup_case,
+        "gram": kernel_times.gram_case,
+        "instance": kernel_times.instance_case,
+        "weighted sum": kernel_times.weighted_sum_case,
+        "norm layer": kernel_times.norm_layer_case,
+        "lookup": kernel_times.lookup_case,
     }
     made: list[Callable[[], Any]] = [partial(makers[kernel], shape, dtype, device) for shape in shapes[kernel]]
     if kernel == "gram":
-        positive = partial(kernels_benchmark.gram_case, dtype=dtype, device=device, positive=True)
+        positive = partial(kernel_times.gram_case, dtype=dtype, device=device, positive=True)
         made += [partial(positive, shape) for shape in shapes["positive"]]
     return made
 
 
-def _errors(case: Any) -> dict[str, Any]:
+def errors_of(case: Any) -> dict[str, Any]:
+    """Return the relative error and the share of the slack of a kernel's result."""
     with kernels.exact_matmul(), torch.no_grad():
-        return {"fused": kernels_benchmark.errors(case, "fused")}
+        return kernel_times.errors(case, "fused")
 
 
-def _worse(a: float, b: float) -> float:
-    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
+def table(figures: Figures, setting: Setting) -> None:
+    """Every kernel on the shapes of real models in bfloat16, with times; on odd shapes in the other dtypes."""
+    rates: tuple[float | None, float | None] = (None, None)
+    if not setting.toy:
+        with contextlib.suppress(SystemExit):  # a GPU without known rates has no roofline
+            rates = kernel_times.device_rates(argparse.Namespace(peak_tflops=None, bandwidth=None, dtype="bfloat16"))
+    options = argparse.Namespace(rounds=10, warmup=3)
+    figures["rows"] = []
+    for kernel in kernel_times.KERNELS:
+        for dtype in (torch.bfloat16, torch.float32, torch.float16):
+            whole = dtype == torch.bfloat16 and not setting.toy
+            errors, slacks = [], [0.0]
+            for make in case_makers(kernel, dtype, setting.device, whole):
+                row = kernel_times.measure(make(), options, *rates) if whole else {"fused": errors_of(make())}
+                errors.append(row["fused"]["error"])
+                slacks.append(row["fused"]["slack_used"] or 0.0)
+                if whole:
+                    figures["rows"].append(_timed(row))
+                    figures.say(", ".join(f"{name} {value}" for name, value in figures["rows"][-1].items()))
+            name = f"{kernel}, {str(dtype).removeprefix('torch.')}"
+            figures.check(f"{name}, error", float(np.max(errors)), at_most=EXACT[dtype])
+            figures.check(f"{name}, share of the slack", float(np.max(slacks)), at_most=_MOST)
+    free_memory()
 
 
 def _timed(row: dict[str, Any]) -> dict[str, Any]:
-    """Return one shape's row of a table of kernels."""
-    figures = {"shape": row["shape"], "error": row["fused"]["error"], "PyTorch error": row["plain"]["error"]}
+    """Return one shape's row of the table, in microseconds."""
+    figures = {"kernel": row["kernel"], "shape": row["shape"], "error": f"{row['fused']['error']:.1e}"}
     for form, name in (("fused", "fused us"), ("plain", "PyTorch us")):
-        figures[name] = 1e3 * row[form]["median_ms"]
+        figures[name] = f"{1e3 * row[form]['median_ms']:.1f}"
     if "roofline_ms" in row:
-        figures["roofline us"] = 1e3 * row["roofline_ms"]
+        figures["roofline us"] = f"{1e3 * row['roofline_ms']:.1f}"
     return figures
 
 
-def kernel_tests(figures: Figures, setting: Setting) -> None:
+def own_tests(figures: Figures, setting: Setting) -> None:
     """The kernels' own tests, compiled for this device: odd shapes, layouts, infinities, chunks."""
     tests = "tests/ghost/test_triton_kernels.py"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=-q", tests]
@@ -135,8 +115,9 @@ def kernel_tests(figures: Figures, setting: Setting) -> None:
     lines = done.stdout.strip().splitlines()
     figures["pytest"] = lines[-1] if lines else ""
     figures["failures"] = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    told = (done.stdout + done.stderr)[-2000:]
-    figures.require(done.returncode == 0, f"pytest ended with status {done.returncode}: {told}")
+    figures.say(figures["pytest"])
+    printed = (done.stdout + done.stderr)[-2000:]
+    figures.require(done.returncode == 0, f"pytest ended with status {done.returncode}: {printed}")
     figures.require(bool(re.search(r"\d+ passed", figures["pytest"])), "no test ran")
 
 
@@ -153,6 +134,7 @@ def rounding(figures: Figures, setting: Setting) -> None:
                 figures.require(value <= _MOST, f"{name}: {what} is {value:.3g} times the slack")
             if not setting.toy:
                 figures[f"{name}, slack times"] = slack_factor(method, setting.device, dtype)
+            figures.say(f"{name}: {shown(figures[name])}")
 
 
 def noise(figures: Figures, setting: Setting) -> None:
@@ -160,7 +142,6 @@ def noise(figures: Figures, setting: Setting) -> None:
     for level in ("os", "chacha20"):
         _distribution(figures, setting, level)
         _seeded(figures, setting, level)
-    require_known_words(setting.device)
     cpu = ChaCha20Normals(bytes(32)).standard_normal(1000, np.float64)
     same = DeviceNormals(bytes(32), setting.device).standard_normal(1000, torch.float64)
     figures.check("ChaCha20: difference from the CPU", float(np.abs(same.cpu().numpy() - cpu).max()), at_most=1e-12)
@@ -228,34 +209,10 @@ def _philox_state(figures: Figures, device: torch.device) -> None:
     figures.require(len({key for key, _ in states}) == 20, "keys repeat")
 
 
-# Norm, sum and worst parameter, as in tests/reference/test_clipped_sum.py.
-TOLERANCES = {"float32": (1e-5, 2e-5, 1e-4), "bfloat16": (3e-2, 6e-2, 0.3), "autocast": (3e-2, 6e-2, 0.3)}
+def other_models(figures: Figures, setting: Setting) -> None:
+    """Rows longer than the model is wide, with and without checkpointing, and other models against the float64 loop."""
+    from gpu.correctness import MODES, model_against_the_loop
 
-
-def against_the_loop(dtype: str) -> Step:
-    """Check whole models: norms and clipped sum against float64 autograd, and one unit's contribution."""
-
-    def step(figures: Figures, setting: Setting) -> None:
-        families = ("llama",) if setting.toy else ("llama", "gpt2-without-dropout", "gemma3", "bert", "t5")
-        norm, total, part = TOLERANCES[dtype]
-        for family in families:
-            for mode in ("full", "lora-all-linear"):
-                tied = family not in ("bert",) and mode == "full"
-                case = Case(family, mode, tied, dtype=dtype)
-                found = compare(case, device=setting.device.type)
-                name = f"{family} {mode}"
-                figures.check(f"{name}, norms", found.norm_error, at_most=norm)
-                figures.check(f"{name}, sum", found.sum_error, at_most=total)
-                figures.check(f"{name}, worst parameter", found.worst_parameter[0], at_most=part)
-                smallest, largest = released_over_clip_norm(case, device=setting.device.type)
-                figures.check(f"{name}, one unit over C", largest, at_least=0.99, at_most=1)
-                figures.require(smallest >= 0.99, f"{name}: a unit contributes {smallest:.4f} C, less than it may")
-
-    return step
-
-
-def longer_rows(figures: Figures, setting: Setting) -> None:
-    """Rows longer than the model is wide, with and without checkpointing: the other forms of norms."""
     for checkpointing in ("none", "reentrant", "non-reentrant"):
         for family in ("llama",) if setting.toy else ("llama", "gpt2-without-dropout"):
             case = Case(family, dtype="float32", checkpointing=checkpointing)
@@ -264,6 +221,13 @@ def longer_rows(figures: Figures, setting: Setting) -> None:
             figures.check(f"{family} {checkpointing}, sum", found.sum_error, at_most=2e-5)
         if setting.toy:
             return
+    for family in ("llama", "gpt2-without-dropout", "gemma3", "bert", "t5"):
+        for mode in MODES:
+            for dtype in ("float32", "autocast"):
+                if setting.is_over():
+                    raise RuntimeError(f"the time was over before {family} {mode} {dtype}")
+                tied = family != "bert" and mode == "full"
+                model_against_the_loop(figures, setting, Case(family, mode, tied, dtype=dtype))
 
 
 def tf32(figures: Figures, setting: Setting) -> None:
@@ -334,31 +298,3 @@ def without_triton(figures: Figures, setting: Setting) -> None:
         bound = 1e-5 if dtype == "float32" else 5e-3
         figures.check(f"{dtype}, norms", relative_error(plain.norms, fused.norms), at_most=bound)
         figures.check(f"{dtype}, sums", relative_error(plain.total, fused.total), at_most=bound)
-
-
-def triton_is_there(figures: Figures, setting: Setting) -> None:
-    """Without it every other step would measure the PyTorch forms."""
-    if not triton_kernels.available():
-        raise Skipped("Triton is not installed") if setting.toy else RuntimeError("Triton cannot run here")
-    figures["triton"] = triton_kernels.triton.__version__
-    figures["interpreted"] = triton_kernels.INTERPRETED
-    figures.require(
-        setting.toy == triton_kernels.INTERPRETED, "the kernels run in the interpreter, or the toy does not"
-    )
-
-
-STEPS: list[tuple[str, Step]] = [
-    ("Triton", triton_is_there),
-    ("a first kernel", first_kernel),
-    *((f"kernel: {kernel}", kernels_of(kernel)) for kernel in kernels_benchmark.KERNELS),
-    ("rounding", rounding),
-    ("noise", noise),
-    *((f"against the loop: {dtype}", against_the_loop(dtype)) for dtype in TOLERANCES),
-    ("longer rows, checkpointing", longer_rows),
-    ("TF32", tf32),
-    ("packed rows", packed),
-    ("PyTorch forms", without_triton),
-    ("memory runs out", memory_runs_out),
-    ("the automatic budget", automatic_budget),
-    ("the kernels' tests", kernel_tests),
-]

@@ -1,9 +1,9 @@
 """Compare each fused kernel with its PyTorch form and with the best possible time of the device.
 
-    python benchmarks/kernels.py                                        # on CUDA: times; elsewhere: counts and errors
-    python benchmarks/kernels.py --json kernels.json --rounds 50
-    python benchmarks/kernels.py --peak-tflops 989 --bandwidth 4.8      # of a GPU that is not in the table
-    python benchmarks/kernels.py --dtype float32 --only gram
+    python benchmarks/kernel_times.py                                    # on CUDA: times; elsewhere: counts and errors
+    python benchmarks/kernel_times.py --json kernels.json --rounds 50
+    python benchmarks/kernel_times.py --peak-tflops 989 --bandwidth 4.8  # of a GPU that is not in the table
+    python benchmarks/kernel_times.py --dtype float32 --only gram
 
 roofline    max(operations / peak rate, bytes / bandwidth): the operations are those that the kernel cannot do without
             (for the Gram form T (T + 1) (D + P) per row, one triangle), the bytes are each input once and the result.

@@ -1,4 +1,4 @@
-"""benchmarks/kernels.py: its counts and errors are correct, and it measures no time where time is meaningless."""
+"""benchmarks/kernel_times.py: its counts and errors are correct, and it measures no time where time is meaningless."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 from dpllm.ghost import kernels, triton_kernels
 from tests.benchmarks.material import program
 
-benchmark = program("kernels")
+benchmark = program("kernel_times")
 
 needs_triton = pytest.mark.skipif(not triton_kernels.available(), reason="Triton is not installed, or not interpreted")
 CPU = torch.device("cpu")
