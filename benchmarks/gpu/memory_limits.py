@@ -16,7 +16,7 @@ from dpllm.data.units import UnitIndex
 from dpllm.engines import SingleProcess
 from dpllm.mechanism.generators import NoiseSource
 from dpllm.training.microbatch_size import MARGIN, Memory, memory_of, needed_later, rows_that_fit
-from dpllm.training.microbatches import Microbatch, microbatches
+from dpllm.training.microbatches import Microbatch, StepBatch, microbatches
 from dpllm.training.out_of_memory import free_memory as give_back
 from dpllm.training.step import private_step
 from gpu.record import Figures
@@ -48,7 +48,7 @@ class Rows:
         generator = torch.Generator().manual_seed(3)
         self.ids = [torch.randint(3, vocabulary, (tokens - n % 5,), generator=generator) for n in range(count)]
 
-    def cut(self, max_rows: int) -> Iterator[Microbatch]:
+    def cut(self, max_rows: int) -> StepBatch:
         """A step in which all take part, one row a unit."""
         return microbatches(
             lambda numbers: [self.ids[int(number)] for number in numbers],

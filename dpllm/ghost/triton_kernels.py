@@ -21,7 +21,7 @@ Every product is accumulated in float32: bfloat16 and float16 inputs are multipl
 ones in float32 and never in TF32. Tensor cores align the terms of a block with their running sum and cut off
 bits that do not fit (Fasi et al. 2021, PeerJ Computer Science 7:e330, for V100, T4 and A100). A long sum of one sign is
 therefore too small, and so is a norm. Sums are split after `CHUNK` terms, and the parts are added with rounding to
-nearest. ``benchmarks/kernels.py`` measures the remaining error against `dpllm.ghost.kernels.rounding_slack`.
+nearest. ``benchmarks/kernel_times.py`` measures the remaining error against `dpllm.ghost.kernels.rounding_slack`.
 
 Programs write one partial result each, and a second pass adds those in a fixed order: no atomics, so equal inputs give
 equal bits. Tile sizes follow from the shapes by fixed rules, not from timing, for the same reason.
