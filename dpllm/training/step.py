@@ -110,13 +110,15 @@ def private_step(
     release = Release(clipper, plan, engine, noise, number - first)
     replicas = Replicas(clipper.parameters, engine.processes)  # the present weights; compared before any use
     tally, statistic = _Tally(clipper.threshold, progress), StepStatistic(clipper, plan, noise)
+    # Nothing is fetched while rows are compared, nor ahead in a seeded run: the model and the collator take numbers from
+    # the same generators, and a seed gives one order of them.
     portions = Portions(batch, device_of(clipper), divisible=not engine.lockstep)
 
     def up_to_the_last_sum() -> Microbatch:  # which is collected by the caller
         with portions:
             for microbatch, last in portions:
                 to_check, finish = _has_to_check_rows(clipper, microbatch, engine), release.finisher(microbatch, last)
-                if not to_check:  # the collator is not called while rows are compared
+                if not to_check and not plan.seeded:
                     portions.fetch_ahead()
                 passed = attempt(clipper, microbatch, loss_of, to_check, finish)
                 if isinstance(passed, OutOfMemory):

@@ -13,8 +13,10 @@ from dpllm import GhostClipper, PrivacyConfig, PrivateRun, TrainingRows, make_pl
 from dpllm.config import ConfigError
 from dpllm.data.units import UnitIndex
 from dpllm.engines import SingleProcess
+from dpllm.engines.processes import Processes
 from dpllm.mechanism.generators import NoiseSource
 from dpllm.training.microbatches import microbatches
+from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.step import private_step
 from tests.distributed.matrix import NoLedger
 from tests.scarce import Gate, more_than
@@ -247,3 +249,35 @@ def test_a_collator_that_fills_the_same_tensors_again_does_not_move_rows():
 def rows_of(data, collate):
     units, lengths = UnitIndex.one_row_per_unit(UNITS), np.ones(UNITS, dtype=np.int64)
     return TrainingRows(units, lengths, data.fetch, collate, max_rows=ROWS)
+
+
+def test_a_seeded_run_takes_its_random_numbers_in_one_order(tmp_path):
+    """The collator and dropout draw from one generator; with a seed, two runs are equal."""
+    found = []
+
+    def late(model, inputs):
+        threading.Event().wait(0.02)
+        return loss(model, inputs)
+
+    for name, seconds in (("first", 0), ("second", 0.05)):  # the collator draws before and after the model
+        data = Data(lambda number, seconds=seconds: threading.Event().wait(seconds))
+        privacy = PrivacyConfig(noise_multiplier=1.0, clip_norm=0.5, expected_batch_size=6, seed=3)
+
+        def collate(rows, data=data):
+            made = Data.collate(data, rows)
+            return {"x": made["x"] + torch.rand(len(rows), 4), "y": made["y"]}
+
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plan = make_plan(privacy, UNITS, 4)
+        (tmp_path / name).mkdir()
+        ledger = SharedLedger.create(tmp_path / name / "ledger.jsonl", plan, Processes())
+        run = PrivateRun(plan, rows_of(data, collate), ledger, seed=3)
+        run.attach(model, optimizer)
+        for unit_ids in run.draws(4):
+            run.step(unit_ids, late)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*found)
