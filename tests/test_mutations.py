@@ -793,11 +793,43 @@ MUTATIONS = [
         ("tests/training/checks/test_differences.py::test_coarse_arithmetic_hides_no_coupling_of_small_losses",),
     ),
     Mutation(
-        "numbers in objects of the standard library are passed over",
-        "dpllm/training/checks/kept.py",
-        "isinstance(one, _SPACES) or ",
+        "a row is not run again after all others",
+        "dpllm/training/checks/independence.py",
+        "        passes.seen += again\n",
         "",
-        ("tests/training/checks/test_kept_objects.py",),
+        (
+            "tests/training/checks/test_call_state.py::test_a_loss_that_follows_earlier_calls_is_refused_in_the_first_step",
+        ),
+    ),
+    Mutation(
+        "rows that differ late raise no question",
+        "dpllm/training/checks/independence.py",
+        "        self.found.points.append(point)\n",
+        "",
+        ("tests/training/checks/test_late_differences.py",),
+    ),
+    Mutation(
+        "rows that differ in the first steps are only an open point",
+        "dpllm/training/checks/independence.py",
+        "                if self._must_pass:\n",
+        "                if False:\n",
+        ("tests/training/checks/test_late_differences.py::test_rows_that_differ_in_the_first_8_steps_are_refused",),
+    ),
+    Mutation(
+        "a value that a model chose by its first rows stays in its configuration",
+        "dpllm/training/checks/independence.py",
+        'if names else None, "the model',
+        'if False else None, "the model',
+        (
+            "tests/training/checks/test_call_state.py::test_reformer_chooses_its_buckets_by_the_first_row_and_is_refused",
+        ),
+    ),
+    Mutation(
+        "a loss may keep its own random generator",
+        "dpllm/training/checks/independence.py",
+        "        kind = own_generator(source)\n",
+        "        kind = None\n",
+        ("tests/training/checks/test_call_state.py::test_a_loss_with_its_own_generator_is_refused",),
     ),
     Mutation(
         "methods of a Trainer of one's own are no open point",

@@ -15,13 +15,36 @@ from dpllm.ghost import UnitClipper
 from dpllm.ghost.groups import shapes_of
 from dpllm.training.checks.companies import Company
 
-TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3}
-"""The largest difference of a row's loss and norm, by the coarsest dtype of the pass; `FINE` for float32 and float64.
+FLOAT32, TF32, FLOAT16, BFLOAT16 = "float32", "TF32", "float16", "bfloat16"
+CPU, GPU = "cpu", "gpu"
+TOLERANCE = {
+    # of toy models, sound ones differ by at most 8e-6, coupled ones by at least 3.6e-5 (benchmarks/independence.py)
+    (CPU, FLOAT32): 2e-5,
+    (CPU, FLOAT16): 5e-3,
+    (CPU, BFLOAT16): 3e-2,
+    (CPU, "autocast to float16"): 5e-3,
+    (CPU, "autocast to bfloat16"): 3e-2,
+    # sums of thousands of float32 terms in another order, 2^-24 each, through tens of layers: up to about 4e-5
+    (GPU, FLOAT32): 1e-4,
+    # a kernel for one row may multiply in float32 where that for many rounds to 11 bits: about 1e-3, and a margin
+    (GPU, TF32): 1e-2,
+    # logits of 16 to 32 have steps of 2^-6 in float16; a row with one target shows a step undivided
+    (GPU, FLOAT16): 2e-2,
+    # the same logits have steps of 2^-3 in bfloat16, and a loss may differ by one of them
+    (GPU, BFLOAT16): 0.125,
+    # products and logits as above; sums of layers are float32, which makes steps rarer but not smaller
+    (GPU, "autocast to float16"): 2e-2,
+    (GPU, "autocast to bfloat16"): 0.125,
+}
+"""The largest difference of a row's loss and norm that rounding explains, by kind of device and arithmetic.
 
-Relative to the larger of the loss and 1. In float32, sound models differ by at most 8e-6 and coupled ones by at least
-3.6e-5, except one whose random weights are too small (benchmarks/independence.py).
+Relative to the larger of the loss and 1. The values for a CPU are measured. Those for a GPU are estimates with a
+margin, because one row and many may use different kernels, and a bound that is too tight would refuse the first step of
+every run: replace them by what a device shows (`dpllm.training.run.PrivateRun.row_differences`). Honest mistakes, such
+as a wrong padding token or a loss divided by the batch, move a row by a large part of its loss in any arithmetic.
+
+float64 counts as float32. Autocast: trained parameters are stored in a finer dtype than the coarsest of the pass.
 """
-FINE = 2e-5
 _LOOSEST = 500  # times the tolerance, of C: the largest difference of two contributions if the loss is nearly 0
 _LARGEST = 0.25  # of C: the same for every dtype; 500 times the tolerance of bfloat16 would allow any difference
 UNKNOWN = -1.0
@@ -50,11 +73,11 @@ class Seen:
 
 @dataclass(frozen=True)
 class Differences:
-    """The largest differences of a check, relative as defined by `TOLERANCE`.
+    """The largest differences of a check, relative as defined by `TOLERANCE`. They are computed from private rows.
 
     Attributes:
         loss: difference of a row's loss alone and with other rows.
-        norm: difference of its gradient norm.
+        norm: difference of its gradient norm; where a loss is nearly 0, divided by the room that `compare` gives it.
         tolerance: the largest difference that rounding explains.
     """
 
@@ -65,21 +88,29 @@ class Differences:
 
 @dataclass
 class Precision:
-    """The coarsest arithmetic of some passes.
+    """The arithmetic of some passes.
 
     Attributes:
-        dtype: the coarsest.
+        dtype: the coarsest dtype of a result.
+        weights: the finest dtype of a trained parameter.
         on_gpu: whether losses were on a GPU.
     """
 
     dtype: torch.dtype = torch.float64
+    weights: torch.dtype = torch.float64
     on_gpu: bool = False
 
     def tolerance(self) -> float:
         """Return the largest difference that rounding explains (`TOLERANCE`)."""
-        if self.on_gpu and self.dtype == torch.float32 and _rounds_products():
-            return TOLERANCE[torch.float16]
-        return TOLERANCE.get(self.dtype, FINE)
+        return TOLERANCE[GPU if self.on_gpu else CPU, self.arithmetic]
+
+    @property
+    def arithmetic(self) -> str:
+        """Return the name of the arithmetic in `TOLERANCE`."""
+        name = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}.get(self.dtype)
+        if name is None:
+            return TF32 if self.on_gpu and self.dtype == torch.float32 and _rounds_products() else FLOAT32
+        return f"autocast to {name}" if torch.finfo(self.weights).eps < torch.finfo(self.dtype).eps else name
 
 
 def _rounds_products() -> bool:
@@ -156,6 +187,13 @@ def in_words(worst: tuple[Seen, Seen], seen: Sequence[Seen], tolerance: float, c
         f"{other.company.words} {values[1]:.6g} (dropout off; rounding explains {tolerance:.0e}). "
         f"A unit then cannot be bounded, and ε would not hold. {cause}. {remedy}"
     )
+
+
+def finding_of(worst: tuple[Seen, Seen], tolerance: float) -> str:
+    """Return what differs, without a value of a row, for the open point of a report."""
+    first, other = worst
+    name = "loss" if _difference(first.loss, other.loss, 1.0) > tolerance else "gradient norm"
+    return f"the {name} of a row alone and in a batch differed by more than rounding explains"
 
 
 def _is_moved(company: Company, seen: Sequence[Seen], tolerance: float) -> bool:
