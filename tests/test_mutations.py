@@ -797,9 +797,7 @@ MUTATIONS = [
         "dpllm/training/checks/independence.py",
         "        passes.seen += again\n",
         "",
-        (
-            "tests/training/checks/test_call_state.py::test_a_loss_that_follows_earlier_calls_is_refused_in_the_first_step",
-        ),
+        ("tests/training/checks/test_call_state.py::test_a_slow_drift_is_seen_over_all_passes_of_a_check",),
     ),
     Mutation(
         "rows that differ late raise no question",

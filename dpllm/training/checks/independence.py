@@ -252,9 +252,9 @@ class IndependenceCheck:
         again = passes.run(Company((alone.row,), "alone, after all other rows"))
         passes.seen += again
         passes.is_carried = passes.differ([alone], again)
-        self.last, worst = compare(passes.seen, counting, passes.tolerance())
+        self.last, worst = compare(passes.seen, counting, passes.bound())
         for seen in by_chance:
-            found = compare(seen, counting, passes.tolerance())[1]
+            found = compare(seen, counting, passes.bound())[1]
             if found is not None and worst is None:  # all processes run all passes
                 passes.seen, worst = seen, found
         return worst

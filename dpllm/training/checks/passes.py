@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dpllm.data.labels import IGNORE
 from dpllm.ghost import GhostError, UnitClipper
 from dpllm.training.checks import choices
 from dpllm.training.checks.carried import carried_by, doubts
 from dpllm.training.checks.companies import SHORTEST, Company, Sample
-from dpllm.training.checks.differences import Precision, Seen, compare, counting_norm
+from dpllm.training.checks.differences import Bound, Precision, Seen, compare, counting_norm
 from dpllm.training.checks.drawn import Alone, part_of, unmeasured
 from dpllm.training.checks.repeatable import (
     Draw,
@@ -234,8 +235,10 @@ class Passes:
             self._precision.on_gpu |= loss_B.device.type != "cpu"
             values = torch.stack([loss_B.detach().double(), norm_B.double()], 1).tolist()
         return [
-            Seen(row, place, loss, norm, company)
-            for place, (row, (loss, norm)) in enumerate(zip(company.numbers, values, strict=True))
+            Seen(row, place, loss, norm, company, targets)
+            for place, (row, (loss, norm), targets) in enumerate(
+                zip(company.numbers, values, _targets(taken.inputs, len(values)), strict=True)
+            )
         ]
 
     def with_seed(self, seed: int) -> list[Seen]:
@@ -267,11 +270,15 @@ class Passes:
 
     def differ(self, one: list[Seen], other: list[Seen]) -> bool:
         """Return whether two results of a row differ by more than rounding."""
-        return compare([*one, *other], counting_norm(self._setup.clipper), self.tolerance())[1] is not None
+        return compare([*one, *other], counting_norm(self._setup.clipper), self.bound())[1] is not None
+
+    def bound(self) -> Bound:
+        """Return the largest differences that rounding explains in the passes so far."""
+        return self._precision.bound()
 
     def tolerance(self) -> float:
-        """Return the largest difference that rounding explains in the passes so far."""
-        return self._precision.tolerance()
+        """Return the largest relative difference of a row with many targets."""
+        return self.bound().relative
 
     def _too_short(self, row: int, error: Exception) -> str:
         """Return the message for a row that the model accepts beside longer rows, but not alone."""
@@ -337,6 +344,14 @@ class Passes:
                 self._setup.clipper.forget()  # also an aborted pass
         self.numbers.note(mode.draws)
         self._precision.dtype = max(self._precision.dtype, mode.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _targets(inputs: Mapping[str, Any], count: int) -> list[int]:
+    """Return the number of targets of each row, 0 where labels (B, T) do not show it."""
+    labels = inputs.get("labels")
+    if not isinstance(labels, Tensor) or labels.ndim != 2 or len(labels) != count or labels.is_floating_point():
+        return [0] * count
+    return (labels != IGNORE).sum(1).tolist()
 
 
 def _as_written(model: nn.Module) -> contextlib.AbstractContextManager[Any]:

@@ -109,6 +109,18 @@ def test_a_loss_that_follows_earlier_calls_is_refused_in_the_first_step(name, ba
     assert read_ledger(tmp_path / LEDGER_FILE).num_steps == 1
 
 
+def test_a_slow_drift_is_seen_over_all_passes_of_a_check(tmp_path):
+    """Between two passes it is smaller than rounding: a warm-up of a million calls."""
+    calls = itertools.count()
+    run = trainer(
+        tmp_path,
+        llama(initializer_range=0.2),
+        compute_loss_func=lambda outputs, labels: of_rows(outputs, labels) * (1 + 1.5e-6 * next(calls)),
+    )
+    with pytest.raises(IndependenceError, match=r"alone, after all other rows .*carries state from one"):
+        run.train()
+
+
 def running(state, module, args):
     now = float(args[0].detach().abs().mean())
     state[0] = now if state[0] is None else 0.99 * state[0] + 0.01 * now
