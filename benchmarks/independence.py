@@ -181,8 +181,8 @@ def measure(
             raise
         outcome = f"did not run: {type(error).__name__}: {error}"[:160]
     finally:
+        seen = run.row_differences
         run.detach()
-    seen = run.row_differences
     if seen is None:
         return Measured(name, task, outcome=outcome)
     return Measured(name, task, seen.loss, seen.norm, outcome)

@@ -116,7 +116,6 @@ class PrivateRun:
         self._draws = Draws(plan, ledger, self.processes, self._entropy.draws())
         self.max_tokens = rows.max_tokens
         self._attached: Attached | None = None
-        self._row_differences: Differences | None = None  # of the model that was attached last
         self.weights: RunWeights | None = None  # of the attached model, or of the last one
         # In a custom loop: files in the folder before; the ledger ends when `attach` fails. None: the Trainer's.
         self._files_before: dict[str, tuple[int, int, int]] | None = None
@@ -442,7 +441,6 @@ class PrivateRun:
         with contextlib.suppress(RuntimeError):  # a failing device must not hide the first error
             self.end_weights()
         if self._attached is not None:
-            self._row_differences = self._attached.independence.last
             self._attached.remove()
         self._attached = None
 
@@ -533,10 +531,11 @@ class PrivateRun:
     def row_differences(self) -> Differences | None:
         """How far rows alone and in a batch differed in the last check: ``loss``, ``norm`` and the ``tolerance``.
 
-        None before the first check. The figures are of this process, for setting the tolerance of a device
-        (`dpllm.training.checks.differences.TOLERANCE`). They are computed from private rows and not covered by ε.
+        None before the first check, and while no model is attached. The figures are of this process, for setting the
+        tolerance of a device (`dpllm.training.checks.differences.TOLERANCE`). They are computed from private rows and
+        not covered by ε.
         """
-        return self._row_differences if self._attached is None else self._attached.independence.last
+        return None if self._attached is None else self._attached.independence.last
 
     @property
     def is_main(self) -> bool:

@@ -138,7 +138,7 @@ def test_what_was_measured_is_open_to_programs(weights, autocast, name, tmp_path
     assert found.tolerance == TOLERANCE["cpu", f"{name}bfloat16"].relative
     assert 0 <= found.loss <= found.tolerance and 0 <= found.norm <= found.tolerance
     run.detach()
-    assert run.row_differences == found
+    assert run.row_differences is None
 
 
 def test_a_finding_for_the_report_holds_no_number():
