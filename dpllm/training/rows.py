@@ -95,6 +95,17 @@ class TrainingRows:
                 f"For one row number, fetch returned a {type(found).__name__}{shown}, not one row. {remedy}"
             )
 
+    def try_own_collator(self) -> None:
+        """Collate a few rows with dpllm's own collator, so that it refuses them before anything is charged.
+
+        A user's collator is not called.
+
+        Raises:
+            DataError: a row cannot be collated, for instance since its label is text.
+        """
+        if type(self.collate).__module__.partition(".")[0] == "dpllm":
+            agreement.collated(len(self.lengths), self.fetch, self.collate)
+
     def longest(self, count: int) -> Microbatch:
         """Return a microbatch of `count` copies of the longest row, each unit with the most rows that a unit has."""
         rows = self.units.rows

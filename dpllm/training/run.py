@@ -106,8 +106,10 @@ class PrivateRun:
                 "it begins a new cycle of draws and noise, which the ledger does not state. Use PrivateRun.resume"
             )
         self.processes = Processes()
-        if self.processes.size > 1:  # one process has nobody to agree with, and reads and collates nothing for it
+        if self.processes.size > 1:  # one process has nobody to agree with
             self.processes.agree({"the plan": plan.hash[:12], **agreement.software(), **rows.facts()})
+        else:
+            rows.try_own_collator()
         agreement.check_rows(plan, rows.units)  # now, so that an error is raised by all processes
         self._plan, self.rows, self.ledger = plan, rows, ledger
         # Only the run's steps move it; the stand-in of an audit, whose clipping does not adapt, has none.

@@ -127,7 +127,7 @@ def rows(
         **{f"the bound {name} of a microbatch": value for name, value in limits.items()},
         "the collator": described(collate),
         "the rows' contents or their order": hash_of_contents[:12],
-        "the rows as the collator leaves them": _collated(len(lengths), fetch, collate),
+        "the rows as the collator leaves them": collated(len(lengths), fetch, collate),
     }
 
 
@@ -232,7 +232,12 @@ def _read(lengths: np.ndarray, fetch: Callable[[np.ndarray], Sequence[Any]]) -> 
         yield from zip(numbers[at : at + _FETCHED].tolist(), fetch(numbers[at : at + _FETCHED]), strict=True)
 
 
-def _collated(length: int, fetch: Callable, collate: Callable) -> str:
+def collated(length: int, fetch: Callable, collate: Callable) -> str:
+    """Return a hash of eight rows after collation, each by itself.
+
+    Raises:
+        ConfigError: the collator does not return the inputs by name.
+    """
     digest = hashlib.sha256()
     with same_randomness(_STATE):
         for number in _spaced(length, min(_COLLATED, length)):

@@ -297,10 +297,10 @@ class _Compared:
         return bool(new) or (bool(self.places) and rows >= _APART * FEWEST * PLACES)
 
 
-def _config_of(model: nn.Module) -> dict[str, Any]:
-    """Return the values of a model's configuration that its file would hold; none without one."""
+def _config_of(model: nn.Module) -> dict[str, str]:
+    """Return the values of a model's configuration that its file would hold, as text; none without one."""
     config: Any = getattr(model, "config", None)
-    return config.to_dict() if hasattr(config, "to_dict") else {}
+    return {name: repr(value) for name, value in config.to_dict().items()} if hasattr(config, "to_dict") else {}
 
 
 @contextlib.contextmanager
