@@ -168,7 +168,7 @@ def measure(
         run.attach(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0))
     except ValueError as error:
         return Measured(name, task, outcome=f"not clipped: {error}"[:160])
-    check, loss = run._attached.independence, loss or loss_of(task)
+    loss = loss or loss_of(task)
     outcome = "sound"
     try:
         run._attached.check_rows(loss, None, run.ledger, run.plan.num_steps)
@@ -181,10 +181,11 @@ def measure(
             raise
         outcome = f"did not run: {type(error).__name__}: {error}"[:160]
     finally:
+        seen = run.row_differences
         run.detach()
-    if check.last is None:
+    if seen is None:
         return Measured(name, task, outcome=outcome)
-    return Measured(name, task, check.last.loss, check.last.norm, outcome)
+    return Measured(name, task, seen.loss, seen.norm, outcome)
 
 
 def tiny_config(kind: str) -> Any:

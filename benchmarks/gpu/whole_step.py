@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from dpllm import PrivacyConfig, PrivateRun, TrainingRows, make_plan, per_sequence_loss
 from dpllm.data.units import UnitIndex
 from dpllm.ghost import NormMethod
+from dpllm.training.checks.differences import Bound, Precision
 from dpllm.training.checks.independence import IndependenceCheck, IndependenceError
 from gpu.record import Figures, brief
 from gpu.setting import Setting, free_memory, synchronize
@@ -201,7 +202,7 @@ def compared(figures: Figures, loop: Loop, steps: int) -> list[float]:
     def keep(run: PrivateRun) -> None:
         figures["first_step_peak_bytes"] = _peak(loop.setting)  # with the comparison of rows
         free_memory()
-        seen = differences_of(run)
+        seen = run.row_differences
         if seen is None:
             return
         allowed = figures.get("rows_allowed", seen.tolerance)
@@ -228,15 +229,6 @@ def compared(figures: Figures, loop: Loop, steps: int) -> list[float]:
         figures.require(False, problem)  # after the exception, which holds the model's memory, is gone
 
 
-def differences_of(run: PrivateRun) -> Any:
-    """Return the result of the last comparison of rows: the attributes loss, norm and tolerance."""
-    public = getattr(run, "row_differences", None)
-    if public is None:
-        attached = cast(Any, run)._attached  # until `PrivateRun.row_differences` exists
-        public = attached.independence.last
-    return public
-
-
 def as_it_is(figures: Figures) -> contextlib.AbstractContextManager:
     """Change nothing."""
     return contextlib.nullcontext()
@@ -245,15 +237,13 @@ def as_it_is(figures: Figures) -> contextlib.AbstractContextManager:
 @contextlib.contextmanager
 def without_bound(figures: Figures) -> Iterator[None]:
     """Let the comparison of rows accept any difference, and keep the usual bound in the figures."""
-    from dpllm.training.checks.differences import Precision
+    usual = Precision.bound
 
-    usual = Precision.tolerance
+    def any_difference(self: Precision) -> Bound:
+        figures["rows_allowed"] = usual(self).relative
+        return Bound(float("inf"))
 
-    def any_difference(self: Precision) -> float:
-        figures["rows_allowed"] = usual(self)
-        return float("inf")
-
-    with mock.patch.object(Precision, "tolerance", any_difference):
+    with mock.patch.object(Precision, "bound", any_difference):
         yield
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dpllm.config import ConfigError
 from dpllm.config.federate_section import FederateConfig
 from dpllm.models.losses import per_sequence_loss, take_labels
-from dpllm.training.checks.module_values import ModuleValues
+from dpllm.models.starting_values import StartingValues
 
 Collate = Callable[[Sequence[Any]], dict[str, Any]]
 _LORA_A = ("lora_A", "lora_embedding_A")
@@ -119,7 +119,7 @@ class LocalTraining:
         self._fixed = {name: one for name, one in state.items() if one.data_ptr() not in places}
         self._before = {name: one.detach().clone() for name, one in self._fixed.items()}
         self._unsaved = {name: one.detach().clone() for name, one in model.named_buffers() if name not in state}
-        self._kept = ModuleValues(model)
+        self._attributes = StartingValues(model)
 
     def update(self, rows: Sequence[Any], start: NDArray[np.float32], number: int) -> NDArray[np.float64]:
         """Return how far the training moves the weights of a round, (d,).
@@ -172,7 +172,7 @@ class LocalTraining:
 
     def _put_back(self) -> None:
         """Forget what modules chose by the rows of this client, such as their longest (dynamic rotary embeddings)."""
-        self._kept.put()
+        self._attributes.restore()
         for name, value in self._unsaved.items():
             self._model.get_buffer(name).copy_(value)
 

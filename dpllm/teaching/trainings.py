@@ -21,8 +21,8 @@ from transformers.utils import logging
 
 from dpllm.data.rows import RowCollator
 from dpllm.data.units import Int64Array
+from dpllm.models.starting_values import StartingValues
 from dpllm.training.arguments import training_arguments
-from dpllm.training.checks.module_values import ModuleValues
 
 _ROWS = 64  # of a forward pass
 _SEED_BITS = 32
@@ -89,12 +89,12 @@ class OneBase:
         self.model = model
         changing = [*((name, p) for name, p in model.named_parameters() if p.requires_grad), *model.named_buffers()]
         self._start = {name: tensor.detach().clone().cpu() for name, tensor in changing}
-        self._kept = ModuleValues(model)
+        self._attributes = StartingValues(model)
 
     def begin(self) -> Any:
         """Return the model as it was at its start; its random numbers come from a fresh seed."""
         set_seed(fresh_seed())
-        self._kept.put()
+        self._attributes.restore()
         return self.put()
 
     def state(self) -> State:

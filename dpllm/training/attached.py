@@ -34,7 +34,6 @@ from dpllm.report.definition import RELEASED_WEIGHTS, TRAINED_MODEL
 from dpllm.training.averaging import Averaging
 from dpllm.training.checks import agreement
 from dpllm.training.checks.independence import IndependenceCheck, IndependenceError
-from dpllm.training.checks.kept import without_trace
 from dpllm.training.checks.randomness import refuse_own_generators
 from dpllm.training.checks.steering import Steering
 from dpllm.training.checks.watch import Watch
@@ -120,6 +119,8 @@ class Attached:
     def check_rows(self, loss_of: LossOf, max_tokens: int | None, ledger: SharedLedger, steps_planned: int) -> None:
         """Check, in the first step and then less and less often, that no row's contribution depends on other rows.
 
+        After the first steps a difference is an open point of the report, which holds no loss of a row.
+
         Raises:
             IndependenceError: one does; the losses of single rows in the message are noted as a disclosure.
         """
@@ -194,10 +195,9 @@ class Attached:
         share = plan.expected_batch_size * units.num_rows / units.num_units / self.engine.division.size
         if self.clipper.one_unit:
             share = min(share, units.max_rows)
-        with without_trace(loss_of, rows.collate, model=self.model):
-            fit = processes.together(
-                lambda: rows_that_fit(self.clipper, self.loss(loss_of), rows.longest, memory, most=math.ceil(share))
-            )
+        fit = processes.together(
+            lambda: rows_that_fit(self.clipper, self.loss(loss_of), rows.longest, memory, most=math.ceil(share))
+        )
         fewest = min(processes.gather(fit))
         if fewest == 0:
             raise MicrobatchTooLargeError(

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpllm.config import ConfigError
 from dpllm.data.labels import BOUNDARIES, KEY_BOUNDARIES
 from dpllm.data.steps import rows_in_steps, tokens_in_steps
 from dpllm.data.transfer import own_copy
@@ -369,8 +370,22 @@ def _pieces(
         yield begin, end, False
 
 
+def by_name(inputs: Any) -> Mapping[str, Any]:
+    """Return a collator's result.
+
+    Raises:
+        ConfigError: it does not hold the inputs by name.
+    """
+    if not isinstance(inputs, Mapping):
+        raise ConfigError(
+            f"collate returned a {type(inputs).__name__}; it gets a list of rows and returns the model's "
+            'inputs by name, for instance {"input_ids": torch.stack(rows)}'
+        )
+    return inputs
+
+
 def _collated(rows: Sequence[Any], collate: Callable, unit_index: np.ndarray) -> tuple[Mapping[str, Any], Tensor]:
-    inputs = own_copy(collate(list(rows)))
+    inputs = own_copy(by_name(collate(list(rows))))
     _check_media(inputs, rows, collate)
     boundaries = inputs.get(BOUNDARIES)
     if boundaries is not None:

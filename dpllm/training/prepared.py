@@ -218,6 +218,7 @@ class Prepared:
             ConfigError: the folder holds a run that is not continued.
             ConfigError: the run that is continued releases another average of its weights, or its optimizer has
                 another second moment.
+            ConfigError, DataError: a row cannot be read or collated; see `TrainingRows.try_reading`.
             LedgerError: the ledger is of another plan or of other rows.
             BudgetError: the run would exceed the budget.
         """
@@ -227,6 +228,7 @@ class Prepared:
             moment = words_for(self.arguments, optimizer)
             self.processes.from_main(lambda: refuse_other_average(folder, words))
             self.processes.from_main(lambda: refuse_other_second_moment(folder, moment))
+            self.processes.together(self.rows.try_reading)
             return SharedLedger.open(path, self.plan, self.processes, budget, self.rows.contents, public)
         if self.processes.from_main(lambda: is_used(path)):
             raise ConfigError(
@@ -234,6 +236,7 @@ class Prepared:
                 f"it and is not overwritten: set "
                 "train.output_dir to another folder, or resume from its checkpoint."
             )
+        self.processes.together(self.rows.try_reading)
         ledger = SharedLedger.create(path, self.plan, self.processes, public, budget)
         note_data(ledger, self.dataset, self.units, self.privacy)
         note_units(ledger, self.units, self.rows.lengths)

@@ -46,7 +46,12 @@ class RowLosses:
         The same function in each call: a pass that runs from a recording is of one function.
         """
         if self._after is None or self._after[0] != prepare:
-            self._after = prepare, lambda model, inputs: self(model, prepare(dict(inputs)))
+
+            def after(model: Any, inputs: Mapping[str, Any]) -> Tensor:
+                return self(model, prepare(dict(inputs)))
+
+            after.__wrapped__ = self._row_loss  # type: ignore[attr-defined]  # for checks of the user's function
+            self._after = prepare, after
         return self._after[1]
 
     def __call__(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:

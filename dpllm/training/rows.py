@@ -19,7 +19,7 @@ from dpllm.data.rows import RowCollator
 from dpllm.data.units import UnitIndex
 from dpllm.training.checks import agreement
 from dpllm.training.microbatch_size import AUTO
-from dpllm.training.microbatches import Microbatch, RowsTaken
+from dpllm.training.microbatches import Microbatch, RowsTaken, by_name
 from dpllm.training.prefetch import FetchThread
 
 LossOf = Callable[[Any, Mapping[str, Any]], Tensor]
@@ -77,12 +77,15 @@ class TrainingRows:
         if isinstance(self.max_tokens, str) and self.max_tokens != AUTO:
             raise ConfigError(f'max_tokens is {self.max_tokens!r}; give a whole number, "auto" or None')
 
-    def try_fetch(self) -> None:
-        """Fetch one row, here and in a thread as steps do, so that a mistake is found before anything is charged.
+    def try_reading(self) -> None:
+        """Fetch a row and collate it in a thread, as steps do, so that a mistake is found before anything is charged.
+
+        A user's collator is called once, with one row; dpllm's own with eight rows, one at a time.
 
         Raises:
-            ConfigError: it fails, only the thread that opened the data can read them, or ``fetch`` does not return a
-                sequence with the row.
+            ConfigError: ``fetch`` fails, or does not return a sequence with the row; only the thread that opened the
+                data can read them; or ``collate`` does not return the inputs by name.
+            DataError: dpllm's collator refuses a row, for instance since its label is text.
         """
         remedy = (
             "fetch gets an array of row numbers and returns a list of rows: "
@@ -99,16 +102,20 @@ class TrainingRows:
             )
         thread = FetchThread(torch.device("cpu"))
         try:
-            thread.submit(lambda: self.fetch(np.asarray(self.units.rows[:1]))).result()
-        except Exception as error:
-            raise ConfigError(
-                f"fetch returned row {self.units.rows[0]} in this thread and failed in another "
-                f"({type(error).__name__}: {error}). Steps fetch rows in a thread of their own, one call at a time. "
-                "Open files and connections within fetch, or so that another thread may use them (sqlite3.connect(..., "
-                "check_same_thread=False))"
-            ) from error
+            try:
+                again = thread.submit(lambda: self.fetch(np.asarray(self.units.rows[:1]))).result()
+            except Exception as error:
+                raise ConfigError(
+                    f"fetch returned row {self.units.rows[0]} in this thread and failed in another "
+                    f"({type(error).__name__}: {error}). Steps fetch rows in a thread of their own, one call at a "
+                    "time. Open files and connections within fetch, or so that another thread may use them "
+                    "(sqlite3.connect(..., check_same_thread=False))"
+                ) from error
+            thread.submit(lambda: by_name(self.collate(list(again)))).result()
         finally:
             thread.close()
+        if type(self.collate).__module__.partition(".")[0] == "dpllm":
+            agreement.collated(len(self.lengths), self.fetch, self.collate)
 
     def longest(self, count: int) -> Microbatch:
         """Return a microbatch of `count` copies of the longest row, each unit with the most rows that a unit has."""

@@ -41,6 +41,7 @@ from dpllm.report.statement import write_report
 from dpllm.training.attached import Attached, attach
 from dpllm.training.averaging import Averaging, refuse_other_average
 from dpllm.training.checks import agreement
+from dpllm.training.checks.differences import Differences
 from dpllm.training.checks.outstanding import LEFT_OUT, DrawError
 from dpllm.training.checks.steering import Steering
 from dpllm.training.checks.turns import mode_now
@@ -105,7 +106,8 @@ class PrivateRun:
                 "it begins a new cycle of draws and noise, which the ledger does not state. Use PrivateRun.resume"
             )
         self.processes = Processes()
-        self.processes.agree({"the plan": plan.hash[:12], **agreement.software(), **rows.facts()})
+        if self.processes.size > 1:  # one process has nobody to agree with
+            self.processes.agree({"the plan": plan.hash[:12], **agreement.software(), **rows.facts()})
         agreement.check_rows(plan, rows.units)  # now, so that an error is raised by all processes
         self._plan, self.rows, self.ledger = plan, rows, ledger
         # Only the run's steps move it; the stand-in of an audit, whose clipping does not adapt, has none.
@@ -149,7 +151,7 @@ class PrivateRun:
         path = Path(folder) / LEDGER_FILE
         require_shared_folder(folder, Processes())
         agreement.check_rows(plan, rows.units)  # before anything is charged
-        rows.try_fetch()
+        Processes().together(rows.try_reading)
         ledger = SharedLedger.create(path, plan, Processes(), public=public, budget_file=budget_file)
         with ledger.ended_on_failure():
             ledger.remember_rows(rows.contents)
@@ -176,7 +178,7 @@ class PrivateRun:
             LedgerError: the folder holds no run, or a run with another plan, other rows or another budget file.
         """
         require_shared_folder(folder, Processes())
-        rows.try_fetch()
+        Processes().together(rows.try_reading)
         ledger = SharedLedger.open(Path(folder) / LEDGER_FILE, plan, Processes(), budget_file, rows.contents)
         with ledger.ended_on_failure():
             run = cls(plan, rows, ledger, noise_memory=noise_memory)
@@ -344,7 +346,8 @@ class PrivateRun:
         the parameters, and ``step()`` of its optimizer, as wrapped by accelerate, does nothing.
 
         Before steps 1, 2, 4, 8, … of this process, and before the last step of the plan, the independence of rows is
-        measured (`dpllm.training.checks.independence`).
+        measured (`dpllm.training.checks.independence`). In the first 8 steps dependent rows are an error, later an open
+        point of the report.
 
         Args:
             unit_ids: the last result of `draws`; each draw is for one step.
@@ -358,7 +361,8 @@ class PrivateRun:
             WatchError: something other than the noisy gradient reached weights or buffers
                 (`dpllm.training.checks.watch`).
             ConfigError: no model is attached, or a global generator was seeded within the step.
-            IndependenceError: a row's loss or gradient depends on other rows; the draw stays charged.
+            IndependenceError: a row's loss or gradient depends on other rows, in the first 8 steps of this process;
+                the draw stays charged.
         """
         attached = self._attached
         if attached is None:
@@ -523,6 +527,16 @@ class PrivateRun:
     def plan(self) -> PrivacyPlan:
         """The constants of the run, which cannot be replaced."""
         return self._plan
+
+    @property
+    def row_differences(self) -> Differences | None:
+        """How far rows alone and in a batch differed in the last check: ``loss``, ``norm`` and the ``tolerance``.
+
+        None before the first check, and while no model is attached. The figures are of this process, for setting the
+        tolerance of a device (`dpllm.training.checks.differences.TOLERANCE`). They are computed from private rows and
+        not covered by ε.
+        """
+        return None if self._attached is None else self._attached.independence.last
 
     @property
     def is_main(self) -> bool:

@@ -110,8 +110,8 @@ def private_step(
     release = Release(clipper, plan, engine, noise, number - first)
     replicas = Replicas(clipper.parameters, engine.processes)  # the present weights; compared before any use
     tally, statistic = _Tally(clipper.threshold, progress), StepStatistic(clipper, plan, noise)
-    # Nothing is fetched while rows are compared, nor ahead in a seeded run: model and collator draw numbers from the same
-    # generators, and a seed gives one order of them.
+    # Nothing is fetched while rows are compared, nor ahead in a seeded run: model and collator draw numbers from the
+    # same generators, and a seed gives one order of them.
     portions = Portions(batch, device_of(clipper), divisible=not engine.lockstep)
 
     def up_to_the_last_sum() -> Microbatch:  # which is collected by the caller

@@ -28,6 +28,10 @@ class Disclosing(NoLedger):
     def __init__(self) -> None:
         super().__init__()
         self.disclosures = 0
+        self.points: list[str] = []
+
+    def append_open_point(self, text: str) -> None:
+        self.points.append(text)
 
     def append_disclosure(self, what: str, count: int) -> None:
         self.disclosures += count
@@ -63,7 +67,18 @@ def verdicts(engines: list[str]) -> dict[str, tuple[int, float, str, str, str]]:
     return found
 
 
-def _attempt(engine: str, loss_of: Any) -> tuple[int, float, str]:
+def late(engine: str) -> tuple[int, str, list[str]]:
+    """Rank 1 couples its rows in the ninth and last step: charged steps, error and open points."""
+    ledger = Disclosing()
+
+    def loss_of(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+        return (coupled_on_one_rank if ledger.num_steps == 9 else sound)(model, inputs)
+
+    steps, _, message = _attempt(engine, loss_of, ledger, 9)
+    return steps, message, ledger.points
+
+
+def _attempt(engine: str, loss_of: Any, ledger: Disclosing | None = None, count: int = 3) -> tuple[int, float, str]:
     rng = np.random.default_rng(3)
     rows = [{"input_ids": rng.integers(3, 61, int(n)).tolist()} for n in rng.integers(3, 17, NUM_ROWS)]
     data = TrainingRows(
@@ -75,12 +90,12 @@ def _attempt(engine: str, loss_of: Any) -> tuple[int, float, str]:
     )
     torch.manual_seed(0)
     model, optimizer = prepare(engine, LlamaForCausalLM(tiny_llama_config(attention_dropout=0.2)).train(), lr=1e-3)
-    ledger = Disclosing()
+    ledger = Disclosing() if ledger is None else ledger
     run = PrivateRun(plan_of(0.5, 1.0, num_units=NUM_ROWS), data, ledger)
     run.attach(model, optimizer)
     check, message = run._attached.independence, ""
     try:
-        for unit_ids in run.draws(3):
+        for unit_ids in run.draws(count):
             run.step(unit_ids, loss_of)
             if not hasattr(model, "zero_optimization_stage"):
                 optimizer.step()

@@ -21,3 +21,11 @@ def test_every_rank_reaches_the_same_verdict_on_every_engine(engines, tmp_path):
         assert "of a row depends on other rows" in coupled and "of a row depends on other rows" in on_one
         assert there[engine][0] == 3 and there[engine][2:] == (coupled, on_one, coin)
         assert "draws random numbers that all rows of a microbatch share" in coin
+
+
+def test_every_rank_goes_on_after_a_late_difference_on_one(tmp_path):
+    """With the same steps and no deadlock; the open point is that of the report on rank 0."""
+    here, there = run(tmp_path, "tests.distributed.independence:late", engine="ddp")
+    assert here[:2] == there[:2] == (9, "")
+    (point,) = [one for one in here[2] if "since the start or resume" in one]
+    assert "before step 9" in point and "the loss of a row alone and in a batch" in point

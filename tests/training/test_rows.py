@@ -1,4 +1,4 @@
-"""Rows of another kind are refused in one line, before anything is charged."""
+"""Rows of another kind are refused in one line."""
 
 import dataclasses
 
@@ -73,9 +73,10 @@ def begun(folder, **change):
 
 
 def test_a_collator_that_returns_a_tensor_is_refused_in_one_line(tmp_path):
-    """It returns the inputs by name."""
+    """It returns the inputs by name. Nothing is charged."""
     with pytest.raises(ConfigError, match="collate returned a Tensor; it gets a list of rows and returns"):
         begun(tmp_path / "run", collate=torch.stack)
+    assert not (tmp_path / "run" / "ledger.jsonl").exists()
 
 
 def test_an_optimizer_that_is_none_is_refused_in_one_line(tmp_path):

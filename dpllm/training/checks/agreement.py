@@ -28,12 +28,17 @@ from dpllm.config.versions import installed_version
 from dpllm.data.units import ONE_ROW, UnitIndex
 from dpllm.engines.optimizers import innermost
 from dpllm.privacy.plan import PrivacyPlan
-from dpllm.training.checks.kept import without_trace
 from dpllm.training.checks.repeatable import same_randomness
+from dpllm.training.microbatches import by_name
 
 _PACKAGES = ("numpy", "torch", "transformers", "peft", "accelerate", "deepspeed", "bitsandbytes")
 _BLOCK = 1 << 20  # lengths hashed together
-_SAMPLE = 256  # rows that are also compared after collation
+_SAMPLE = 256  # the fewest rows that are compared of large data
+_COLLATED = 8
+"""Rows that are also compared after collation. The rows themselves and the collator's code and settings are compared
+already, so this finds a collator that works differently on one machine: another tokenizer, another padding token. Such
+a difference shows in the first rows with padding or special tokens, and every call is one of the user's own function.
+"""
 _TOKENS = 1 << 25  # most tokens compared, which takes seconds; of larger data, evenly spaced rows are compared
 _FETCHED = 1024  # rows fetched together
 _STATE = 0  # of the random generators: transforms and collators that draw numbers are compared from one state
@@ -100,7 +105,7 @@ def rows(
     limits: Mapping[str, Any],
     hash_of_contents: str,
 ) -> dict[str, Any]:
-    """Return facts of a run's rows, their units and their microbatches, and of 256 rows after collation.
+    """Return facts of a run's rows, their units and their microbatches, and of eight rows after collation.
 
     Args:
         units: index of the rows of each unit.
@@ -122,7 +127,7 @@ def rows(
         **{f"the bound {name} of a microbatch": value for name, value in limits.items()},
         "the collator": described(collate),
         "the rows' contents or their order": hash_of_contents[:12],
-        "the rows as the collator leaves them": _collated(len(lengths), fetch, collate),
+        "the rows as the collator leaves them": collated(len(lengths), fetch, collate),
     }
 
 
@@ -227,17 +232,16 @@ def _read(lengths: np.ndarray, fetch: Callable[[np.ndarray], Sequence[Any]]) -> 
         yield from zip(numbers[at : at + _FETCHED].tolist(), fetch(numbers[at : at + _FETCHED]), strict=True)
 
 
-def _collated(length: int, fetch: Callable, collate: Callable) -> str:
+def collated(length: int, fetch: Callable, collate: Callable) -> str:
+    """Return a hash of eight rows after collation, each by itself.
+
+    Raises:
+        ConfigError: the collator does not return the inputs by name.
+    """
     digest = hashlib.sha256()
-    with same_randomness(_STATE), without_trace(collate):
-        for number in _spaced(length, min(_SAMPLE, length)):
-            inputs = collate(list(fetch(np.array([number]))))
-            if not isinstance(inputs, Mapping):
-                raise ConfigError(
-                    f"collate returned a {type(inputs).__name__}; it gets a list of rows and returns the model's "
-                    'inputs by name, for instance {"input_ids": torch.stack(rows)}'
-                )
-            _add(digest, dict(inputs))
+    with same_randomness(_STATE):
+        for number in _spaced(length, min(_COLLATED, length)):
+            _add(digest, dict(by_name(collate(list(fetch(np.array([number])))))))
     return digest.hexdigest()[:12]
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from dpllm.data.labels import IGNORE
 from dpllm.training.checks import choices
 from dpllm.training.checks.repeatable import same_randomness, seed_between
+from dpllm.training.microbatches import by_name
 
 if TYPE_CHECKING:
     from dpllm.training.rows import TrainingRows
@@ -93,7 +94,8 @@ class Sample:
         lengths = np.maximum(1, rows.lengths[numbers])
         order = numbers[_smallest(lengths, SHORTEST)]
         fetched = dict(zip(order.tolist(), rows.fetch(order), strict=True))
-        short = next((n for n in fetched if _has_target(rows.collate([copy.deepcopy(fetched[n])]))), int(order[0]))
+        alone = ((n, by_name(rows.collate([copy.deepcopy(row)]))) for n, row in fetched.items())
+        short = next((n for n, inputs in alone if _has_target(inputs)), int(order[0]))
         shortest = max(1, int(rows.lengths[short]))
         most = min(wanted, len(numbers) if rows.max_rows is None else rows.max_rows)
 

@@ -15,13 +15,50 @@ from dpllm.ghost import UnitClipper
 from dpllm.ghost.groups import shapes_of
 from dpllm.training.checks.companies import Company
 
-TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3}
-"""The largest difference of a row's loss and norm, by the coarsest dtype of the pass; `FINE` for float32 and float64.
 
-Relative to the larger of the loss and 1. In float32, sound models differ by at most 8e-6 and coupled ones by at least
-3.6e-5, except one whose random weights are too small (benchmarks/independence.py).
+@dataclass(frozen=True)
+class Bound:
+    """The largest differences that rounding explains.
+
+    Attributes:
+        relative: of a row's loss, relative to the larger of it and 1, and of its gradient norm.
+        step: added to it, divided by the row's number of targets: one step of a rounded logit. It moves the loss of a
+            row with one target by as much, and is averaged out over many.
+    """
+
+    relative: float
+    step: float = 0.0
+
+
+FLOAT32, TF32, FLOAT16, BFLOAT16 = "float32", "TF32", "float16", "bfloat16"
+CPU, GPU = "cpu", "gpu"
+TOLERANCE = {
+    # of toy models, sound ones differ by at most 8e-6, coupled ones by at least 3.6e-5 (benchmarks/independence.py)
+    (CPU, FLOAT32): Bound(2e-5),
+    (CPU, FLOAT16): Bound(5e-3),
+    (CPU, BFLOAT16): Bound(3e-2),
+    (CPU, "autocast to float16"): Bound(5e-3),
+    (CPU, "autocast to bfloat16"): Bound(3e-2),
+    # sums of thousands of terms in another order, through tens of layers: about 4e-5
+    (GPU, FLOAT32): Bound(1e-4),
+    # a kernel for one row may multiply in float32 where that for many rounds factors to 11 bits
+    (GPU, TF32): Bound(1e-2),
+    # twice the bound of a CPU; logits between 16 and 32 have steps of 2^-6
+    (GPU, FLOAT16): Bound(1e-2, step=2**-6),
+    (GPU, "autocast to float16"): Bound(1e-2, step=2**-6),
+    # the same; steps of 2^-3
+    (GPU, BFLOAT16): Bound(4e-2, step=2**-3),
+    (GPU, "autocast to bfloat16"): Bound(4e-2, step=2**-3),
+}
+"""The largest differences that rounding explains, by kind of device and arithmetic.
+
+The values for a CPU are measured. Those for a GPU are estimates, because one row and many may use different kernels
+there: replace them by what a device shows (`dpllm.training.run.PrivateRun.row_differences`). A bound that is too tight
+refuses the first step of every run, one that is too wide passes a mistake with a small effect: with random weights at
+toy size, a wrong padding token moves losses by 5e-2 and norms by 9e-2, mixed rows by 8e-3 and 4e-2.
+
+float64 counts as float32. Autocast: trained parameters are stored in a finer dtype than the coarsest of the pass.
 """
-FINE = 2e-5
 _LOOSEST = 500  # times the tolerance, of C: the largest difference of two contributions if the loss is nearly 0
 _LARGEST = 0.25  # of C: the same for every dtype; 500 times the tolerance of bfloat16 would allow any difference
 UNKNOWN = -1.0
@@ -39,6 +76,7 @@ class Seen:
         loss: loss of the row.
         norm: norm of its gradient over all trainable parameters, or `UNKNOWN`.
         company: the rows of the pass.
+        targets: number of its targets, as far as its labels show. 0: unknown.
     """
 
     row: int
@@ -46,16 +84,18 @@ class Seen:
     loss: float
     norm: float
     company: Company
+    targets: int = 0
 
 
 @dataclass(frozen=True)
 class Differences:
-    """The largest differences of a check, relative as defined by `TOLERANCE`.
+    """The largest differences of a check, relative as defined by `Bound`. They are computed from private rows.
 
     Attributes:
         loss: difference of a row's loss alone and with other rows.
-        norm: difference of its gradient norm.
-        tolerance: the largest difference that rounding explains.
+        norm: difference of its gradient norm; where a loss is nearly 0, divided by the room that `compare` gives it.
+        tolerance: the largest difference that rounding explains. Where a row with few targets may differ by more, both
+            differences are divided by that share.
     """
 
     loss: float
@@ -65,21 +105,29 @@ class Differences:
 
 @dataclass
 class Precision:
-    """The coarsest arithmetic of some passes.
+    """The arithmetic of some passes.
 
     Attributes:
-        dtype: the coarsest.
+        dtype: the coarsest dtype of a result.
+        weights: the finest dtype of a trained parameter.
         on_gpu: whether losses were on a GPU.
     """
 
     dtype: torch.dtype = torch.float64
+    weights: torch.dtype = torch.float64
     on_gpu: bool = False
 
-    def tolerance(self) -> float:
-        """Return the largest difference that rounding explains (`TOLERANCE`)."""
-        if self.on_gpu and self.dtype == torch.float32 and _rounds_products():
-            return TOLERANCE[torch.float16]
-        return TOLERANCE.get(self.dtype, FINE)
+    def bound(self) -> Bound:
+        """Return the largest differences that rounding explains."""
+        return TOLERANCE[GPU if self.on_gpu else CPU, self.arithmetic]
+
+    @property
+    def arithmetic(self) -> str:
+        """Return the name of the arithmetic in `TOLERANCE`."""
+        name = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}.get(self.dtype)
+        if name is None:
+            return TF32 if self.on_gpu and self.dtype == torch.float32 and _rounds_products() else FLOAT32
+        return f"autocast to {name}" if torch.finfo(self.weights).eps < torch.finfo(self.dtype).eps else name
 
 
 def _rounds_products() -> bool:
@@ -105,7 +153,7 @@ def counting_norm(clipper: UnitClipper) -> float:
     return float(counting_N[0]) if len(counting_N) else clipper.threshold
 
 
-def compare(seen: Sequence[Seen], counting: float, tolerance: float) -> tuple[Differences, tuple[Seen, Seen] | None]:
+def compare(seen: Sequence[Seen], counting: float, bound: Bound) -> tuple[Differences, tuple[Seen, Seen] | None]:
     """Return the largest differences between passes for the same row, and the pair that exceeds rounding most.
 
     Losses are compared relative to the larger of their size and 1, which is the rounding of logits. A gradient norm
@@ -117,8 +165,9 @@ def compare(seen: Sequence[Seen], counting: float, tolerance: float) -> tuple[Di
     Args:
         seen: the results.
         counting: the norm from which a gradient counts (`counting_norm`).
-        tolerance: the largest difference that rounding explains.
+        bound: the largest differences that rounding explains.
     """
+    tolerance = bound.relative
     alone: dict[int, Seen] = {}
     for one in sorted(seen, key=lambda one: len(one.company.numbers)):
         alone.setdefault(one.row, one)
@@ -131,6 +180,8 @@ def compare(seen: Sequence[Seen], counting: float, tolerance: float) -> tuple[Di
         if math.isfinite(first.loss):
             room = max(1.0, 1 / max(abs(first.loss), 1e-30))
             norm /= min(room, loosest * max(1.0, counting / max(first.norm, one.norm, 1e-30)))
+        share = 1 + bound.step / tolerance / one.targets if one.targets else 1.0
+        loss, norm = loss / share, norm / share
         largest = [max(largest[0], loss), max(largest[1], norm)]
         found = (len(first.company.numbers) == 1, max(loss, norm) / tolerance)
         if found[1] > 1 and found > excess:
@@ -156,6 +207,13 @@ def in_words(worst: tuple[Seen, Seen], seen: Sequence[Seen], tolerance: float, c
         f"{other.company.words} {values[1]:.6g} (dropout off; rounding explains {tolerance:.0e}). "
         f"A unit then cannot be bounded, and ε would not hold. {cause}. {remedy}"
     )
+
+
+def finding_of(worst: tuple[Seen, Seen], tolerance: float) -> str:
+    """Return what differs, without a value of a row, for the open point of a report."""
+    first, other = worst
+    name = "loss" if _difference(first.loss, other.loss, 1.0) > tolerance else "gradient norm"
+    return f"the {name} of a row alone and in a batch differed by more than rounding explains"
 
 
 def _is_moved(company: Company, seen: Sequence[Seen], tolerance: float) -> bool:

@@ -6,12 +6,18 @@ Clipping bounds a unit's contribution; this bounds the change of the sum only if
 others. A gradient shows some couplings (`dpllm.ghost.checks`), a comparison of values shows the rest: padding that the
 model reads, losses divided by counts of the batch, detached statistics, collators that mix or reorder rows, scales
 chosen over all rows, and state that is carried from one microbatch to the next. Couplings that occur at random, in some
-microbatches only, are searched with several random states.
+microbatches only, are searched with several random states. State that a loss or a model carries from call to call shows
+when the first row is run again after all others.
 Random numbers that rows share leave every row's own distribution unchanged: `dpllm.training.checks.sharing`.
 
 A microbatch of very unequal lengths is made for it. The shortest row is run alone, then beside other rows, then
 beside replaced, longer rows in another order, once beside its equal; each row is a separate unit, and dropout is off
-(`dpllm.training.checks.repeatable.Repeatable`). The passes are not part of the mechanism: nothing of them is kept.
+(`dpllm.training.checks.repeatable.Repeatable`). The passes are not part of the mechanism: nothing of them is kept. They
+call the user's loss, collator and data set as a training calls them, and write into none of their objects.
+
+A difference in steps 1 to 8 of a process is an error, and nothing of the step is computed. A later one is an open point
+of the report, because the steps of a long run are paid for: the run goes on, and `push` refuses until people have
+answered the point.
 
 Shape suffixes: B rows.
 """
@@ -19,6 +25,7 @@ Shape suffixes: B rows.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -29,12 +36,10 @@ from torch import Tensor, nn
 
 from dpllm.ghost import UnitClipper
 from dpllm.training.checks import choices
-from dpllm.training.checks.between_calls import BetweenCalls
-from dpllm.training.checks.companies import Sample
-from dpllm.training.checks.differences import Differences, Seen, compare, counting_norm, in_words
-from dpllm.training.checks.kept import is_left
-from dpllm.training.checks.module_values import LEFT, ModuleValues
-from dpllm.training.checks.passes import CHANCES, Found, IndependenceError, Passes, Setup, spread_seeds
+from dpllm.training.checks.companies import Company, Sample
+from dpllm.training.checks.differences import Differences, Seen, compare, counting_norm, finding_of, in_words
+from dpllm.training.checks.passes import CHANCES, Found, IndependenceError, Passes, Setup
+from dpllm.training.checks.randomness import OWN_GENERATOR, own_generator
 from dpllm.training.checks.repeatable import same_randomness, seed_between
 from dpllm.training.checks.sharing import FEWEST, PLACES, Sharing, states_for
 from dpllm.training.out_of_memory import MicrobatchTooLargeError, free_memory
@@ -46,15 +51,31 @@ if TYPE_CHECKING:
 FIRST, LATER = (4, 1 / 16, 64), (2, 1 / 64, 16)
 """Number of rows run together in the first check of a process and in later ones: the fewest, the share of a step's
 rows, and the most. A run of 100 steps has eight checks (benchmarks/results.md has their cost)."""
+REFUSED = 8
+"""Checks refuse in these first steps of a process. A later difference comes from something that changes during
+training, or from rounding in weights that have grown."""
 _APART = 100  # the comparisons by chance are repeated after this many times their own number of rows
 _Result = TypeVar("_Result")
+logger = logging.getLogger(__name__)
+
+CHOSEN = (
+    "The model's configuration changed while rows passed through it: {names}. The model chose the value by the rows "
+    "that came first, config.json would publish it, and all later rows follow it, so ε would not hold. Set it in "
+    "model.config before the run is attached"
+)
+LATE = (
+    "The check of rows before step {step} since the start or resume found that {finding}. The checks of the first 8 "
+    "steps had passed, so the run went on, and ε may not hold for its later steps. Find out what changed during the "
+    "training (a loss, a collator, a callback, or rounding of larger weights), and release the model only if rounding "
+    "explains the difference"
+)
 
 
 class IndependenceCheck:
     """Comparison of rows alone and with others, before steps 1, 2, 4, 8, … of a process and before the last step.
 
     Guarantee: a check that passes leaves no gradient, no sum, no charge and no random state behind. All processes
-    run the same number of passes and reach the same verdict.
+    run the same number of passes and reach the same verdict. After `REFUSED` steps the verdict is an open point.
 
     Args:
         clipper: attached to the model; it may not hold rows of a unit.
@@ -76,8 +97,9 @@ class IndependenceCheck:
         units = rows.units
         self._per_step = expected_batch_size * units.num_rows / max(1, units.num_units) / engine.division.size
         self._steps, self._has_failed = 0, False
+        self._must_pass = True  # the last check of the first `REFUSED` steps has not passed
         self._compared = _Compared()
-        self._values = None if engine.lockstep else ModuleValues(model)  # lockstep: the engine keeps counters there
+        self._is_late = False  # whether the open point of a late difference was made
         self.last: Differences | None = None
         self.found = Found()
 
@@ -90,16 +112,18 @@ class IndependenceCheck:
     ) -> None:
         """Check, if a check is due before this step. Called by all processes together.
 
-        After a failed check every step has a check as complete as the first, until one passes.
+        After a refusal every step has a check as complete as the first, until one passes.
 
         Args:
             loss_of: a microbatch's inputs to one loss per row (B,).
             max_tokens: the most tokens of a microbatch, padding included. None: as many as ``rows.max_rows`` have.
             is_last: whether the step is the last one of the plan; then a loss function that changed is found.
-            source: the function in ``loss_of`` that is searched for state between its calls. None: ``loss_of``.
+            source: the user's function in ``loss_of``, which is searched for a random generator of its own. None:
+                ``loss_of``.
 
         Raises:
-            IndependenceError: rows are not independent; the same message on every process.
+            IndependenceError: rows are not independent, in the first `REFUSED` steps; the same message on every
+                process.
             GhostError: the losses or the model are refused by the clipper.
         """
         with choices.alike(self._engine.processes, self._engine.division.size == 1):
@@ -112,12 +136,18 @@ class IndependenceCheck:
         if self._steps & (self._steps - 1) and not is_last and not self._has_failed:
             return
         first, self._has_failed = self._steps == 1 or self._has_failed, True
+        self._must_pass |= self._steps <= REFUSED
         seed = seed_between(0, 1)  # different from the seed of the last check
         setup = Setup(self._clipper, self._model, self._rows, self._engine, loss_of, max_tokens, seed)
         before = {name: parameter.grad for name, parameter in self._clipper.parameters.items()}
         try:
-            self._check(setup, first, loss_of if source is None else source)
-            self._has_failed = False
+            try:
+                self._check(setup, first, loss_of if source is None else source)
+            except IndependenceError as error:
+                if self._must_pass:
+                    raise
+                self._note_late(error.finding)
+            self._has_failed = self._must_pass = False
             told = [point for points in self._engine.processes.gather(self.found.points) for point in points]
             self.found.points = list(dict.fromkeys(told))
         finally:
@@ -125,11 +155,28 @@ class IndependenceCheck:
                 if before[name] is None:
                     parameter.grad = None
 
+    def _note_late(self, finding: str) -> None:
+        """Make an open point of the first difference after `REFUSED` steps; later ones change nothing."""
+        if self._is_late:
+            return
+        self._is_late = True
+        point = LATE.format(step=self._steps, finding=finding)
+        self.found.points.append(point)
+        if self._engine.processes.is_main:
+            logger.warning("%s. PrivateRun.row_differences has the figures of the last check, which are private", point)
+
     def _check(self, setup: Setup, first: bool, source: Any) -> None:
-        state = BetweenCalls(source, self._rows, self._model, with_model=not self._engine.lockstep)
-        self._refuse(state.by_kind())
+        config = _config_of(self._model)
+        self._compare(setup, first, source)
+        now = _config_of(self._model)
+        names = sorted(name for name in now.keys() | config.keys() if now.get(name) != config.get(name))
+        self._refuse(CHOSEN.format(names=", ".join(names)) if names else None, "the model's configuration changed")
+
+    def _compare(self, setup: Setup, first: bool, source: Any) -> None:
+        kind = own_generator(source)
+        self._refuse(None if kind is None else OWN_GENERATOR.format(who="The loss", what=kind))
         (passes, worst), everywhere = self._agreed(
-            lambda: self._measured(setup, first, state), lambda measured: measured[1] is not None
+            lambda: self._measured(setup, first), lambda measured: measured[1] is not None
         )
         # From here on all processes run the same passes, even if only one of them found a difference.
         is_random = any(everywhere) and any(self._agreed(passes.is_random, bool)[1])
@@ -139,19 +186,19 @@ class IndependenceCheck:
             with _evaluating(self._model):  # randomness that could not be switched off: fused attention, custom kernels
                 worst, everywhere = self._agreed(lambda: self._worst(passes, first=False), bool)
         if not any(everywhere):
-            self._refuse_kept(passes, state, first)
-            self._refuse_left(passes)
-            self.found.points += state.points
             return
-        carried, _ = self._agreed(passes.is_carried, bool)
-        held = passes.not_held if is_random else ""
-        self._refuse(None if worst is None else in_words(worst, passes.seen, passes.tolerance(), carried, held))
+        if worst is None:  # on another process
+            self._refuse(None)
+            return
+        tolerance, held = passes.tolerance(), passes.not_held if is_random else ""
+        words = in_words(worst, passes.seen, tolerance, passes.is_carried, held)
+        self._refuse(words, finding_of(worst, tolerance))
 
-    def _refuse(self, message: str | None) -> None:
-        """Raise the first message of all processes on each of them."""
-        for found in self._engine.processes.gather(message):
+    def _refuse(self, message: str | None, *finding: str) -> None:
+        """Raise the first message of all processes on each of them, with its finding for the report."""
+        for found in self._engine.processes.gather(None if message is None else (message, *finding)):
             if found is not None:
-                raise IndependenceError(found)
+                raise IndependenceError(*found)
 
     def _refuse_shared(self, passes: Passes, first: bool) -> None:
         """Check that rows share no random numbers; in later checks, if other draws are made or much time has passed."""
@@ -168,39 +215,14 @@ class IndependenceCheck:
             self._agreed(sharing.compare, bool)
         self._refuse(sharing.message)
 
-    def _refuse_kept(self, passes: Passes, state: BetweenCalls, first: bool) -> None:
-        """Check that the loss keeps nothing from call to call that a row's value follows."""
-        message = None
-        if any(self._engine.processes.gather(state.is_changed())):
-            kept = [self._agreed(lambda: passes.kept(state), bool)[0] for _ in range(2)]
-            seeds = [] if self._engine.lockstep else spread_seeds(CHANCES if first else 2)
-            message, _ = self._agreed(
-                lambda: state.of_losses(kept, seeds, passes.usual, passes.singles, passes.differ), bool
-            )
-        self._refuse(message)
-
-    def _refuse_left(self, passes: Passes) -> None:
-        """Check that no row follows what modules or settings of the model keep since the run was attached."""
-        now = None if self._values is None else ModuleValues(self._model)
-        left = [] if now is None or self._values is None else now.differing(self._values)
-        message = None
-        if any(self._engine.processes.gather(bool(left))):
-            acts, _ = self._agreed(lambda: self._acts(now, passes) if left else False, bool)
-            message = LEFT.format(where=now.words(left)) if acts and now is not None else None
-        self._refuse(message)
-
-    def _acts(self, now: Any, passes: Passes) -> bool:
-        before: Any = self._values
-        return any(is_left(now, before, spread_seeds(2), single, passes.differ) for single in passes.singles)
-
-    def _measured(self, setup: Setup, first: bool, state: BetweenCalls) -> tuple[Passes, tuple[Seen, Seen] | None]:
+    def _measured(self, setup: Setup, first: bool) -> tuple[Passes, tuple[Seen, Seen] | None]:
         """Return the passes over rows drawn for them (fewer rows if memory runs out), and `_worst` of them."""
         wanted = _rows_wanted(self._per_step, first)
         crowd = min(FIRST[2], math.ceil(self._per_step)) if first else 0
         while True:
             with same_randomness(setup.seed):  # collators and fetches may draw random numbers
                 sample = Sample.draw(self._rows, setup.max_tokens, wanted, first, crowd)
-                passes = Passes(setup, self.found, sample, first, state)
+                passes = Passes(setup, self.found, sample, first)
             try:
                 return passes, self._worst(passes, first)
             except torch.OutOfMemoryError as error:
@@ -223,11 +245,16 @@ class IndependenceCheck:
         if first and len(passes.sample.probed) > 1:
             passes.probe()
         passes.seen = [one for company in passes.sample.companies(first) for one in passes.run(company)]
-        counting = counting_norm(self._clipper)
-        self.last, worst = compare(passes.seen, counting, passes.tolerance())
+        counting, alone = counting_norm(self._clipper), passes.seen[0]
+        by_chance: list[list[Seen]] = []
         for part in range(CHANCES if first and len(passes.sample.together) > 1 else 0):
-            seen = passes.with_seed(seed_between(part / CHANCES, (part + 1) / CHANCES))
-            found = compare(seen, counting, passes.tolerance())[1]
+            by_chance.append(passes.with_seed(seed_between(part / CHANCES, (part + 1) / CHANCES)))
+        again = passes.run(Company((alone.row,), "alone, after all other rows"))
+        passes.seen += again
+        passes.is_carried = passes.differ([alone], again)
+        self.last, worst = compare(passes.seen, counting, passes.bound())
+        for seen in by_chance:
+            found = compare(seen, counting, passes.bound())[1]
             if found is not None and worst is None:  # all processes run all passes
                 passes.seen, worst = seen, found
         return worst
@@ -268,6 +295,12 @@ class _Compared:
         self.places |= new
         rows = (step - self.step) * rows_per_step
         return bool(new) or (bool(self.places) and rows >= _APART * FEWEST * PLACES)
+
+
+def _config_of(model: nn.Module) -> dict[str, str]:
+    """Return the values of a model's configuration that its file would hold, as text; none without one."""
+    config: Any = getattr(model, "config", None)
+    return {name: repr(value) for name, value in config.to_dict().items()} if hasattr(config, "to_dict") else {}
 
 
 @contextlib.contextmanager

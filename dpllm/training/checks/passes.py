@@ -9,22 +9,21 @@ Shape suffixes: B rows.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dpllm.data.labels import IGNORE
 from dpllm.ghost import GhostError, UnitClipper
 from dpllm.training.checks import choices
-from dpllm.training.checks.between_calls import LOSS, BetweenCalls
+from dpllm.training.checks.carried import carried_by, doubts
 from dpllm.training.checks.companies import SHORTEST, Company, Sample
-from dpllm.training.checks.differences import Precision, Seen, compare, counting_norm
+from dpllm.training.checks.differences import Bound, Precision, Seen, compare, counting_norm
 from dpllm.training.checks.drawn import Alone, part_of, unmeasured
-from dpllm.training.checks.kept import Kept
 from dpllm.training.checks.repeatable import (
     Draw,
     Numbers,
@@ -48,7 +47,16 @@ _BESIDE = 8  # rows of the company in which a collator that draws numbers is che
 
 
 class IndependenceError(GhostError):
-    """A row's loss or gradient depends on other rows, so that a unit cannot be bounded."""
+    """A row's loss or gradient depends on other rows, so that a unit cannot be bounded.
+
+    Attributes:
+        finding: what was found, without a private value: an open point of the report names it.
+    """
+
+    def __init__(self, message: str, finding: str = "rows of a microbatch were not independent of each other") -> None:
+        """Store the finding; the message may hold losses of single rows."""
+        super().__init__(message)
+        self.finding = finding
 
 
 @dataclass(frozen=True)
@@ -95,11 +103,6 @@ class Found:
         self.num_passes = (self.num_passes[0] + len(lengths), self.num_passes[1] + int(tokens))
 
 
-def spread_seeds(count: int) -> list[int]:
-    """Return random states that differ in the first number of every generator."""
-    return [seed_between(part / count, (part + 1) / count) for part in range(count)]
-
-
 @dataclass
 class _Numbers:
     """The random numbers that passes drew.
@@ -123,7 +126,7 @@ class _Numbers:
 class Passes:
     """The passes of one check."""
 
-    def __init__(self, setup: Setup, found: Found, sample: Sample, first: bool, state: BetweenCalls) -> None:
+    def __init__(self, setup: Setup, found: Found, sample: Sample, first: bool) -> None:
         """Check the collator and the reading of the rows; no row passes through the model yet.
 
         Args:
@@ -131,19 +134,22 @@ class Passes:
             found: receives the results beside the verdict.
             sample: rows of the check.
             first: whether the check is as complete as the first one of a process.
-            state: of loss, collator and data set, from before the check.
 
         Raises:
             IndependenceError: the collator or the reading of rows couples them.
         """
         self._setup, self._found, self.sample = setup, found, sample
         self.seen: list[Seen] = []
-        self.numbers, self._precision = _Numbers(), Precision()
+        self.numbers = _Numbers()
+        trained = [parameter.dtype for parameter in setup.clipper.parameters.values()]
+        self._precision = Precision(weights=min(trained, key=lambda dtype: torch.finfo(dtype).eps))
         self.not_held = ""  # random numbers that differ between passes and change the result
+        self.is_carried = False  # whether the first row had another result after all others
         self._has_probed = False
         rows, short = setup.rows, sample.together[0]
-        if (message := state.of_making(sample, setup.seed)) is not None:
+        if (message := carried_by(rows, sample)) is not None:
             raise IndependenceError(message)
+        found.points += doubts(rows, sample)
         some = list(dict.fromkeys([short, *sample.replaced, *sample.together]))[:SHORTEST]
         self._alone = Alone.of(rows.collate, [] if rows.packed else [sample.rows[number] for number in some])
         found.is_drawn = found.is_drawn or self._alone.differ()
@@ -226,11 +232,13 @@ class Passes:
                     raise IndependenceError(self._too_short(company.numbers[0], error)) from error
                 raise
             norm_B = self._setup.clipper.row_norms(loss_B, taken.unit_index)
-            self._precision.on_gpu |= loss_B.is_cuda
+            self._precision.on_gpu |= loss_B.device.type != "cpu"
             values = torch.stack([loss_B.detach().double(), norm_B.double()], 1).tolist()
         return [
-            Seen(row, place, loss, norm, company)
-            for place, (row, (loss, norm)) in enumerate(zip(company.numbers, values, strict=True))
+            Seen(row, place, loss, norm, company, targets)
+            for place, (row, (loss, norm), targets) in enumerate(
+                zip(company.numbers, values, _targets(taken.inputs, len(values)), strict=True)
+            )
         ]
 
     def with_seed(self, seed: int) -> list[Seen]:
@@ -254,47 +262,23 @@ class Passes:
         one, other = seed_between(0.0, 0.5), seed_between(0.5, 1.0)
         first, second, again = (self.run(alone, seed, start) for seed in (one, other, one))
         apart = [self.differ(first, found) for found in (second, again)]
-        is_random = apart[0] and not apart[1]  # the same numbers give another result: that is state, see `is_carried`
+        # the same numbers give another result: that is state
+        is_random = apart[0] and not apart[1] and not self.is_carried
         names = not_replaced(self.numbers.draws, self.numbers.moved) if is_random else []
         self.not_held = ", ".join(names or ["from PyTorch's global generator"] if is_random else [])
         return is_random
 
-    def is_carried(self) -> bool:
-        """Return whether the result of the shortest row alone differs from the first pass."""
-        return self.differ(self.seen[:1], self.run(replace(self.seen[0].company, words="alone, again")))
-
-    def usual(self, seed: int) -> list[Seen]:
-        """Return loss and norm of the shortest row alone and beside others."""
-        companies = [Company(self.sample.together[:1], "alone")]
-        companies += [Company(self.sample.together, "beside others")] * (len(self.sample.together) > 1)
-        return [one for company in companies for one in self.run(company, seed)]
-
-    @property
-    def singles(self) -> list[Callable[[int], list[Seen]]]:
-        """Functions from a random state to loss and norm of one row alone: of the shortest, and of a long one."""
-        numbers = dict.fromkeys((self.sample.together[0], self._long))
-        return [functools.partial(self.run, Company((number,), "alone")) for number in numbers]
-
-    @property
-    def _long(self) -> int:
-        """A long row, which fits into a microbatch by itself."""
-        return max(self.sample.before, key=lambda number: int(self._setup.rows.lengths[number]))
-
-    def kept(self, state: BetweenCalls) -> Kept:
-        """Return the state of the loss after passes over rows, always the same ones."""
-        for number in (*self.sample.before[:1], self.sample.together[0], *self.sample.before[1:2]):
-            self.run(Company((number,), "alone"))
-        for company in self.sample.companies(False):
-            self.run(company)
-        return state.now(LOSS)
-
     def differ(self, one: list[Seen], other: list[Seen]) -> bool:
         """Return whether two results of a row differ by more than rounding."""
-        return compare([*one, *other], counting_norm(self._setup.clipper), self.tolerance())[1] is not None
+        return compare([*one, *other], counting_norm(self._setup.clipper), self.bound())[1] is not None
+
+    def bound(self) -> Bound:
+        """Return the largest differences that rounding explains in the passes so far."""
+        return self._precision.bound()
 
     def tolerance(self) -> float:
-        """Return the largest difference that rounding explains in the passes so far."""
-        return self._precision.tolerance()
+        """Return the largest relative difference of a row with many targets."""
+        return self.bound().relative
 
     def _too_short(self, row: int, error: Exception) -> str:
         """Return the message for a row that the model accepts beside longer rows, but not alone."""
@@ -360,6 +344,14 @@ class Passes:
                 self._setup.clipper.forget()  # also an aborted pass
         self.numbers.note(mode.draws)
         self._precision.dtype = max(self._precision.dtype, mode.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _targets(inputs: Mapping[str, Any], count: int) -> list[int]:
+    """Return the number of targets of each row, 0 where labels (B, T) do not show it."""
+    labels = inputs.get("labels")
+    if not isinstance(labels, Tensor) or labels.ndim != 2 or len(labels) != count or labels.is_floating_point():
+        return [0] * count
+    return (labels != IGNORE).sum(1).tolist()
 
 
 def _as_written(model: nn.Module) -> contextlib.AbstractContextManager[Any]:

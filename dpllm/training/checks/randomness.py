@@ -44,6 +44,11 @@ _DEEPEST = 2  # depth to which attributes are searched for generators
 LIBRARIES = {"builtins", "numpy", "torch", "transformers", "datasets", "tokenizers", "peft", "dpllm"}
 _State = tuple[bytes, int]  # words of a Mersenne Twister, and the number of them already used
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+OWN_GENERATOR = (
+    "{who} keeps its own random generator ({what}), whose numbers are not secret and shift when a row is removed. Draw "
+    "from the global generators (torch.rand without generator), which are seeded from the operating system in every "
+    "step"
+)
 
 
 class SecretStreams:
@@ -138,11 +143,8 @@ def refuse_own_generators(
     read = [(name, inside) for name, source in sources for inside in _enclosed(source)]
     enclosed = [(name, inside) for name, other in others for inside in _enclosed(other)]
     for name, holder in [*named, *others, *read, *enclosed]:
-        if isinstance(holder, GENERATORS):
-            raise own_generator(name, type(holder).__name__)
-        for attribute, value in list(getattr(holder, "__dict__", {}).items()):
-            if isinstance(value, GENERATORS):
-                raise own_generator(name, f"{attribute}: {type(value).__name__}")
+        if (found := _generator_in(holder)) is not None:
+            raise ConfigError(OWN_GENERATOR.format(who=name, what=found))
     for name, holder in others:
         seed = getattr(holder, "seed", None)
         if isinstance(seed, int) and not isinstance(seed, bool):
@@ -152,13 +154,17 @@ def refuse_own_generators(
             )
 
 
-def own_generator(name: str, what: str) -> ConfigError:
-    """Return the error for an object with this name that keeps a random generator."""
-    return ConfigError(
-        f"{name} keeps its own random generator ({what}), whose numbers are not secret and shift when a row is "
-        "removed. Draw from the global generators (torch.rand without generator), which are seeded from the operating "
-        "system in every step"
-    )
+def own_generator(function: Any) -> str | None:
+    """Return the kind of the random generator that a loss function keeps, in words; None: it keeps none."""
+    held = [*_enclosed(function), *_enclosed(inspect.unwrap(function))]
+    return next((found for one in held if (found := _generator_in(one)) is not None), None)
+
+
+def _generator_in(holder: Any) -> str | None:
+    if isinstance(holder, GENERATORS):
+        return type(holder).__name__
+    values = list(getattr(holder, "__dict__", {}).items())
+    return next((f"{name}: {type(value).__name__}" for name, value in values if isinstance(value, GENERATORS)), None)
 
 
 def _enclosed(function: Any) -> list[Any]:

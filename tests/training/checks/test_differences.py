@@ -1,19 +1,23 @@
 """How different two results of a row may be, in units of its contribution to the sum."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
-from dpllm import GhostClipper
+from dpllm import GhostClipper, PrivateRun
 from dpllm.mechanism.automatic import AutomaticClipping
 from dpllm.mechanism.clipping import FlatClipping
 from dpllm.mechanism.group_clipping import GroupClipping
 from dpllm.mechanism.per_layer import PerLayerClipping
 from dpllm.mechanism.quantile import QuantileClipping
+from dpllm.training.checks import differences
 from dpllm.training.checks.companies import Company
-from dpllm.training.checks.differences import FINE, TOLERANCE, Seen, compare, counting_norm
+from dpllm.training.checks.differences import TOLERANCE, Bound, Precision, Seen, compare, counting_norm, finding_of
 from dpllm.training.checks.independence import IndependenceError
 from tests.training.checks.test_independence import DEPENDS, llama, lm_loss, rows_of, steps, unequal
+from tests.training.test_run import plan_of
 
 
 @pytest.mark.parametrize(
@@ -49,24 +53,26 @@ def of(loss, norm, *beside):
 )
 def test_a_difference_counts_by_what_it_adds_to_the_sum(loss, norms, counting, is_found):
     """Not by the scale of the loss, which a user chooses together with C."""
-    _, worst = compare([of(loss, norms[0]), of(loss, norms[1], 1)], counting, FINE)
+    _, worst = compare([of(loss, norms[0]), of(loss, norms[1], 1)], counting, TOLERANCE["cpu", "float32"])
     assert (worst is not None) is is_found
 
 
 @pytest.mark.parametrize(
-    ("dtype", "norms", "counting", "is_found"),
+    ("arithmetic", "norms", "counting", "is_found"),
     [
-        (torch.bfloat16, (1e-6, 1.4e-6), 1e-6, True),  # two sevenths of C
-        (torch.bfloat16, (1e-6, 1.4e-6), 1.0, False),  # the same beside C = 1
-        (torch.bfloat16, (3.0, 3.3), 1.0, False),  # rounding of a clipped gradient at a loss of nearly 0
-        (torch.float16, (1e-6, 1.4e-6), 1e-6, True),
-        (torch.float16, (3.0, 3.3), 1.0, False),
+        (("cpu", "bfloat16"), (1e-6, 1.4e-6), 1e-6, True),  # two sevenths of C
+        (("cpu", "bfloat16"), (1e-6, 1.4e-6), 1.0, False),  # the same beside C = 1
+        (("cpu", "bfloat16"), (3.0, 3.3), 1.0, False),  # rounding of a clipped gradient at a loss of nearly 0
+        (("cpu", "float16"), (1e-6, 1.4e-6), 1e-6, True),
+        (("cpu", "float16"), (3.0, 3.3), 1.0, False),
+        (("gpu", "bfloat16"), (1e-6, 1.4e-6), 1e-6, True),
+        (("gpu", "autocast to bfloat16"), (1e-6, 1.4e-6), 1e-6, True),
     ],
 )
-def test_coarse_arithmetic_hides_no_coupling_of_small_losses(dtype, norms, counting, is_found):
+def test_coarse_arithmetic_hides_no_coupling_of_small_losses(arithmetic, norms, counting, is_found):
     """A bound that is a multiple of the tolerance would be 15 C in bfloat16: a difference of any size would pass."""
     seen = [of(1e-6, norms[0]), of(1e-6, norms[1], 1)]
-    _, worst = compare(seen, counting, TOLERANCE[dtype])
+    _, worst = compare(seen, counting, TOLERANCE[arithmetic])
     assert (worst is not None) is is_found
 
 
@@ -79,3 +85,63 @@ def test_a_coupling_of_small_losses_is_refused_where_the_clip_norm_is_small(tmp_
 
     with pytest.raises(IndependenceError, match=f"The gradient norm {DEPENDS}.*Likely causes: "):
         steps(tmp_path, llama(), rows_of(unequal(40).to_list()), scaled, clip_norm=1e-6)
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "weights", "name"),
+    [
+        (torch.float64, torch.float64, "float32"),
+        (torch.float32, torch.float32, "float32"),
+        (torch.bfloat16, torch.bfloat16, "bfloat16"),
+        (torch.bfloat16, torch.float32, "autocast to bfloat16"),
+        (torch.float16, torch.float16, "float16"),
+        (torch.float16, torch.float32, "autocast to float16"),
+    ],
+)
+def test_the_tolerance_is_that_of_device_and_arithmetic(dtype, weights, name, on_gpu, rounds, monkeypatch):
+    """One row of the table each; a GPU has at least the room of a CPU."""
+    monkeypatch.setattr(differences, "_rounds_products", lambda: rounds)
+    precision = Precision(dtype, weights, on_gpu)
+    if on_gpu and rounds and dtype == torch.float32:
+        name = "TF32"
+    assert precision.arithmetic == name
+    assert precision.bound() == TOLERANCE["gpu" if on_gpu else "cpu", name]
+    assert TOLERANCE["gpu", name].relative >= TOLERANCE.get(("cpu", name), Bound(0.0)).relative
+
+
+@pytest.mark.parametrize(("targets", "is_found"), [(1, False), (2, False), (20, True), (0, True)])
+def test_a_step_of_a_logit_is_room_for_rows_with_few_targets(targets, is_found):
+    """In bfloat16 on a GPU: one step moves the loss of a row with one target by 2^-3, and that of 20 by little."""
+    seen = [replace(of(2.0, 3.0, *beside), loss=loss, targets=targets) for loss, beside in ((2.0, ()), (2.12, (1,)))]
+    found, worst = compare(seen, 1.0, Bound(4e-2, step=2**-3))
+    assert (worst is not None) is is_found and (found.loss > found.tolerance) is is_found
+
+
+@pytest.mark.parametrize(("weights", "autocast", "name"), [("float32", True, "autocast to "), ("bfloat16", False, "")])
+def test_what_was_measured_is_open_to_programs(weights, autocast, name, tmp_path):
+    """`PrivateRun.row_differences`, by which a table for a device can be made."""
+    model = llama().to(getattr(torch, weights))
+    rows = rows_of(unequal(40).to_list())
+    plan = plan_of(num_steps=2)
+    run = PrivateRun.start(tmp_path, plan, rows)
+    run.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def loss_of(model, inputs):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return lm_loss(model, inputs)
+
+    assert run.row_differences is None
+    run.step(next(run.draws(1)), loss_of)
+    found = run.row_differences
+    assert found.tolerance == TOLERANCE["cpu", f"{name}bfloat16"].relative
+    assert 0 <= found.loss <= found.tolerance and 0 <= found.norm <= found.tolerance
+    run.detach()
+    assert run.row_differences is None
+
+
+def test_a_finding_for_the_report_holds_no_number():
+    found = finding_of((of(2.123, 1.0), of(2.456, 1.0, 1)), 1e-3), finding_of((of(2.0, 1.0), of(2.0, 1.5, 1)), 1e-3)
+    assert "the loss of a row" in found[0] and "the gradient norm of a row" in found[1]
+    assert not any(character.isdigit() for text in found for character in text)
