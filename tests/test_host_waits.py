@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from transformers import BatchEncoding
 
-from dpllm import GhostClipper
+from dpllm import GhostClipper, PrivacyConfig, PrivateRun, TrainingRows, make_plan, per_sequence_loss
 from dpllm.data import transfer
+from dpllm.data.units import UnitIndex
 from tests import host_waits
 
 
@@ -101,3 +103,45 @@ def test_what_the_host_knows_is_not_read_back_unless_it_was_changed():
         sent.add_(1)
         assert transfer.host_values(sent).tolist() == [1, 3, 6]
     assert waits.of_dpllm
+
+
+@pytest.mark.parametrize("name", ["full", "LoRA"])
+def test_a_whole_run_on_the_device_is_that_of_the_cpu(name, tmp_path):
+    """Checks, sums, updates and the end of a run; the loss leaves its inputs where the step has put them."""
+    case, found = host_waits.CASES[name], []
+    rows = TrainingRows(
+        units=UnitIndex.one_row_per_unit(len(IDS)),
+        lengths=np.array([len(row) for row in IDS]),
+        fetch=lambda numbers: [IDS[int(number)] for number in numbers],
+        collate=collate,
+        max_rows=4,
+    )
+    privacy = PrivacyConfig(noise_multiplier=0.0, clip_norm=0.5, expected_batch_size=8)
+    for device in (torch.device("cpu"), host_waits.DEVICE):
+        model = host_waits.build(case)
+        model = model if device.type == "cpu" else host_waits.moved(model)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        with host_waits.stand_in(), host_waits.Waits():
+            run = PrivateRun.start(tmp_path / device.type, make_plan(privacy, len(IDS), 3), rows)
+            run.attach(model, optimizer, start_is_independent=True, schedule_is_independent=True)
+            for _ in range(3):
+                run.step(run.choose(np.arange(len(IDS))), losses)
+                optimizer.step()
+                optimizer.zero_grad()
+            run.finish()
+            found.append(torch.cat([p.detach().cpu().flatten() for p in model.parameters() if p.requires_grad]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)
+
+
+IDS = [torch.randint(3, host_waits.VOCABULARY, (12 - number % 3,)) for number in range(10)]
+
+
+def collate(rows):
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
+
+
+def losses(model, inputs):
+    inputs = dict(inputs)
+    labels = inputs.pop("labels")
+    return per_sequence_loss(model(**inputs).logits, labels)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dpllm.data.transfer import send
 from dpllm.ghost.checks import placeholders_of
 from dpllm.training.rows import TrainingRows
 
@@ -31,7 +32,7 @@ class NotMadeUp(ValueError):
 
 
 def made_up(rows: TrainingRows, model: nn.Module, lengths: Sequence[int], number: int = 0) -> Mapping[str, Any]:
-    """Return the collator's inputs of rows that are made up.
+    """Return the collator's inputs of rows that are made up, on the model's device.
 
     Args:
         rows: rows of the run.
@@ -57,7 +58,8 @@ def made_up(rows: TrainingRows, model: nn.Module, lengths: Sequence[int], number
             f"row {other} has more or fewer tokens for images than row 0. Give every row as many; or set "
             "privacy.gradients=ghost or per_unit, and privacy.unused_parameters=error"
         )
-    return rows.collate([_like(form, max(1, min(length, most)), tokens, images, rng) for length in lengths])
+    inputs = rows.collate([_like(form, max(1, min(length, most)), tokens, images, rng) for length in lengths])
+    return send(inputs, next(model.parameters()).device)
 
 
 @dataclass(frozen=True)

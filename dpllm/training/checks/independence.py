@@ -31,10 +31,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from dpllm.ghost import UnitClipper
+from dpllm.ghost.memory import is_shortage
 from dpllm.training.checks import choices
 from dpllm.training.checks.companies import Company, Sample
 from dpllm.training.checks.differences import Differences, Seen, compare, counting_norm, finding_of, in_words
@@ -225,7 +225,9 @@ class IndependenceCheck:
                 passes = Passes(setup, self.found, sample, first)
             try:
                 return passes, self._worst(passes, first)
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                if not is_shortage(error):
+                    raise
                 message = str(error)
             free_memory()
             if self._engine.lockstep or max(wanted, crowd) <= 1:

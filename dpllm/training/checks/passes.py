@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from dpllm.data.labels import IGNORE
+from dpllm.data.transfer import send
 from dpllm.ghost import GhostError, UnitClipper
+from dpllm.ghost.memory import is_shortage
 from dpllm.training.checks import choices
 from dpllm.training.checks.carried import carried_by, doubts
 from dpllm.training.checks.companies import SHORTEST, Company, Sample
@@ -36,6 +38,7 @@ from dpllm.training.checks.repeatable import (
 )
 from dpllm.training.checks.sharing import FAILS, FEWEST, PLACES, STATES, Pass, copied, of_collator
 from dpllm.training.microbatches import Microbatch, RowsTaken
+from dpllm.training.out_of_memory import device_of
 
 if TYPE_CHECKING:
     from dpllm.engines.protocol import Engine
@@ -222,9 +225,9 @@ class Passes:
             taken = taken or self._taken(company)
             try:
                 loss_B = self._losses(company, taken.inputs)
-            except (GhostError, torch.OutOfMemoryError):
-                raise
             except Exception as error:
+                if isinstance(error, GhostError) or is_shortage(error):
+                    raise
                 if self._has_probed and len(company.numbers) == 1:
                     if self._fails_at_random(company):
                         words = FAILS.format(error=f"{type(error).__name__}: {error}")
@@ -307,7 +310,7 @@ class Passes:
     def _losses(self, company: Company, inputs: Mapping[str, Any]) -> Tensor:
         self._found.count(self._setup.rows, company.numbers)
         before = generator_states()
-        loss_B = self._setup.loss_of(inputs)
+        loss_B = self._setup.loss_of(send(inputs, device_of(self._setup.clipper)))
         self.numbers.moved = {name: state for name, state in generator_states().items() if state != before[name]}
         return loss_B
 

@@ -30,9 +30,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from dpllm.ghost.memory import is_shortage
 from dpllm.training.checks import choices
 from dpllm.training.checks.repeatable import (
     NUMPY,
@@ -159,8 +159,8 @@ class Sharing:
         while True:
             try:
                 return self._run(count, numbers)
-            except torch.OutOfMemoryError:
-                if self._in_lockstep or count == 1:
+            except RuntimeError as error:
+                if not is_shortage(error) or self._in_lockstep or count == 1:
                     raise
             free_memory()
             count //= 2
@@ -171,9 +171,9 @@ class Sharing:
         for to in _FORCED:
             try:
                 forced = self._run(self._copies, Numbers(self.shared, self.generators, to))
-            except torch.OutOfMemoryError:
-                raise
             except Exception as error:
+                if is_shortage(error):
+                    raise
                 self._tell(f"the loss fails for some of them ({type(error).__name__}: {error})")
                 continue
             for figure, one, other in (("loss", usual.losses, forced.losses), ("norm", usual.norms, forced.norms)):
