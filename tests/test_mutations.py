@@ -839,8 +839,22 @@ MUTATIONS = [
     Mutation(
         "a collator's own tensors wait to be run",
         "dpllm/training/microbatches.py",
-        "own_copy(collate(list(rows)))",
-        "collate(list(rows))",
+        "own_copy(by_name(collate(list(rows))))",
+        "by_name(collate(list(rows)))",
+        ("tests/training/test_prefetch.py",),
+    ),
+    Mutation(
+        "a data set's own arrays wait for a microbatch that is divided",
+        "dpllm/training/microbatches.py",
+        "own_rows(fetch(numbers))",
+        "fetch(numbers)",
+        ("tests/training/test_prefetch.py",),
+    ),
+    Mutation(
+        "a data set that seeds the generators runs next to the model",
+        "dpllm/training/prefetch.py",
+        "self.shares |= found.shares",
+        "pass",
         ("tests/training/test_prefetch.py",),
     ),
     Mutation(
@@ -1293,7 +1307,7 @@ MUTATIONS = [
     Mutation(
         "the second pass is not compared with the first",
         "dpllm/ghost/book.py",
-        "        if bool(((sq_norm_GU > again.sq_norm_GU + again.slack_GU) & (factor_GU > 0)).any()):\n",
+        "        if longer is not None and bool(longer):\n",
         "        if False:\n",
         ("tests/ghost/test_two_passes.py",),
     ),
@@ -1455,7 +1469,7 @@ MUTATIONS = [
     Mutation(
         "gradients of a pass that ran out of memory are kept",
         "dpllm/training/step.py",
-        "                release.drop()\n",
+        "                    release.drop()\n",
         "",
         ("tests/training/test_early.py",),
     ),

@@ -11,6 +11,7 @@ from real_records import quiet, records_of, section_of
 
 from dpllm import DPTrainer, PrivacyConfig
 from dpllm.data.rows import RowCollator, tokenize_records
+from dpllm.privacy.rounding import format_epsilon
 from dpllm.training.evaluation import measure
 from gpu.record import Figures, Skipped
 from gpu.setting import Setting, free_memory
@@ -83,7 +84,7 @@ def private_run(figures: Figures, setting: Setting) -> None:
     figures.require(report["statement"]["epsilon"] == trainer.epsilon, "the report states another epsilon")
     figures.check("steps", trainer.plan.num_steps, at_least=steps, at_most=steps)
     figures["noise multiplier"] = trainer.plan.noise_multiplier
-    figures["summary"] = f"perplexity {before:.4g} before, {after:.4g} after, ε {trainer.epsilon:.4g}"
+    figures["summary"] = f"perplexity {before:.4g} before, {after:.4g} after, ε {format_epsilon(trainer.epsilon)}"
     figures.say(figures["summary"])
     del trainer
     free_memory()

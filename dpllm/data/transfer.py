@@ -11,13 +11,13 @@ device tensor was copied.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _SOURCES = WeakTensorKeyDictionary()  # device tensor -> the host tensor that it was copied from, and its version then
@@ -32,7 +32,12 @@ def own_copy(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     Args:
         inputs: names to tensors, NumPy arrays, nested containers of these, or other values. It is not changed.
     """
-    return _replaced(inputs, lambda one: one.copy() if isinstance(one, np.ndarray) else one.clone())
+    return _replaced(inputs, _own)
+
+
+def own_rows(rows: Sequence[Any]) -> list[Any]:
+    """Return rows in memory of their own, like `own_copy`: a data set may fill the same arrays for the next rows."""
+    return [_replaced(row, _own) for row in rows]
 
 
 def pin(inputs: Mapping[str, Any], device: torch.device) -> Mapping[str, Any]:
@@ -46,7 +51,7 @@ def pin(inputs: Mapping[str, Any], device: torch.device) -> Mapping[str, Any]:
     """
     if device.type != "cuda":
         return inputs
-    return _replaced(inputs, lambda one: one.pin_memory() if isinstance(one, Tensor) and not one.is_cuda else one)
+    return _replaced(inputs, lambda one: one.pin_memory() if isinstance(one, Tensor) and _is_dense(one) else one)
 
 
 def send(inputs: Mapping[str, Any], device: torch.device) -> Mapping[str, Any]:
@@ -87,9 +92,43 @@ def host_values(x: Tensor) -> Tensor:
     return x.cpu() if source is None or version != x._version else source
 
 
-def _replaced(inputs: Mapping[str, Any], function: Any) -> Mapping[str, Any]:
-    """Return a copy of a mapping, of its own class where possible, with a function applied to tensors and arrays."""
-    made = copy.copy(inputs) if isinstance(inputs, MutableMapping) else dict(inputs)
-    for name, value in inputs.items():
-        made[name] = tree_map_only((Tensor, np.ndarray), function, value)
-    return made
+def _is_dense(one: Tensor) -> bool:
+    return one.device.type == "cpu" and one.layout == torch.strided
+
+
+def _own(one: Any) -> Any:
+    return one.copy() if isinstance(one, np.ndarray) else one.clone()
+
+
+def _replaced(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a value with a function applied to the tensors and arrays in it; nothing in the value is changed."""
+    if isinstance(value, Tensor | np.ndarray):
+        return function(value)
+    if isinstance(value, Mapping):
+        return _like(value, {name: _replaced(one, function) for name, one in value.items()})
+    if isinstance(value, list):
+        return [_replaced(one, function) for one in value]
+    if isinstance(value, tuple):
+        parts = [_replaced(one, function) for one in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value
+
+
+def _like(given: Mapping[str, Any], items: dict[str, Any]) -> Mapping[str, Any]:
+    """Return a mapping of these items, of the class of another one where that gives one of its own; else a dictionary.
+
+    A copy may share what the class keeps inside: an attribute then still has the collator's tensor.
+    """
+    try:
+        if isinstance(given, UserDict):  # transformers' BatchEncoding and BatchFeature
+            made: Any = copy.copy(given)
+            made.data = items
+        elif isinstance(given, dict):
+            made = type(given)(items)
+        else:
+            return items
+    except Exception:  # of a class whose constructor takes something else
+        return items
+    same = made.keys() == items.keys() and all(made[name] is one for name, one in items.items())
+    shared = any(getattr(made, name, one) is not one for name, one in items.items() if isinstance(name, str))
+    return made if same and not shared else items

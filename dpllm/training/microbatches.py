@@ -23,7 +23,7 @@ from torch import Tensor
 from dpllm.config import ConfigError
 from dpllm.data.labels import BOUNDARIES, KEY_BOUNDARIES
 from dpllm.data.steps import rows_in_steps, tokens_in_steps
-from dpllm.data.transfer import own_copy
+from dpllm.data.transfer import own_copy, own_rows
 from dpllm.data.units import UnitIndex
 
 _WORD = 2**64 - 1
@@ -217,7 +217,7 @@ def microbatches(
             added, is_whole = is_whole and not continues and not one_unit and steps_to is not None, not continues
             more = rows_in_steps(stop - start, int(room[start])) - (stop - start) if added else 0
             numbers = np.pad(rows[start:stop], (0, more), "edge")  # the shortest row again
-            taken = RowsTaken(fetch(numbers), lengths[numbers], collate)
+            taken = RowsTaken(own_rows(fetch(numbers)), lengths[numbers], collate)
             unit_index = np.pad(here - here[0], (0, more), constant_values=PADDING_UNIT)
             yield taken.microbatch(unit_index, num_units, continues, share)
         for _ in range(count - len(pieces[rank])):

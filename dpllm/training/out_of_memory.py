@@ -23,7 +23,7 @@ from dpllm.ghost import UnitClipper
 from dpllm.ghost.memory import is_shortage
 from dpllm.ghost.sums import Finish
 from dpllm.training.microbatches import Microbatch
-from dpllm.training.prefetch import FetchThread
+from dpllm.training.prefetch import PATIENCE, FetchThread
 
 
 class MicrobatchTooLargeError(RuntimeError):
@@ -149,20 +149,30 @@ class Portions:
         """Begin to fetch when the first portion is taken."""
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Wait for a fetch that is under way, drop its result, and end the thread."""
-        self._thread.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Drop the result of a fetch that is under way and end the thread: after an error or Ctrl-C in a few seconds.
+
+        A fetch that takes longer goes on by itself; nothing begins after it.
+        """
+        self._thread.close(None if kind is None else PATIENCE if issubclass(kind, Exception) else 0.2 * PATIENCE)
 
     def fetch_ahead(self) -> None:
-        """Let the thread fetch the microbatch after the present one, if there is one that it has not begun with."""
+        """Let the thread fetch the microbatch after the present one, if there is one that it has not begun with.
+
+        Not if it shares random numbers or a model with the pass that runs meanwhile (`FetchThread.shares`).
+        """
+        if not self._thread.shares:
+            self._fetch()
+
+    def _fetch(self, watched: bool = False) -> None:
         if self._next is None and self._to_come:
             self._to_come -= 1
-            self._next = self._thread.submit(lambda: self._pinned(next(self._fetches)))
+            self._next = self._thread.submit(lambda: self._pinned(next(self._fetches)), watched)
 
     def __iter__(self) -> Iterator[tuple[Microbatch, bool]]:
         """Yield each portion, and whether it is the last of the step (unless it is divided)."""
         while self._to_come or self._next:
-            self.fetch_ahead()
+            self._fetch(watched=True)  # unless it was fetched ahead, it is waited for
             assert self._next is not None, "there is one to come"
             microbatch, self._next = self._next.result(), None
             self._waiting.append(microbatch)

@@ -1,8 +1,12 @@
 """The thread that fetches and collates the next microbatch while the present one runs.
 
 Place in the flow: between `dpllm.training.microbatches`, which cuts a step's units, and
-`dpllm.training.out_of_memory.Portions`, which hands the microbatches to the step. The data set and the collator are
-called by this thread only, one call after another, from the first microbatch of a step to its last.
+`dpllm.training.out_of_memory.Portions`, which hands the microbatches to the step. Within a step, the data set and the
+collator are called by this thread only, one call after another.
+
+Data sets and collators that draw from PyTorch's global generators, or that run a model, must not run next to a pass:
+dropout would take numbers from a seed that the data set has set, and activation checkpointing would not draw a layer's
+mask again. `FetchThread.submit` notes this for a function that runs while the step waits.
 """
 
 from __future__ import annotations
@@ -14,8 +18,13 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _Result = TypeVar("_Result")
+
+PATIENCE = 5.0
+"""Seconds for which the end of a step that failed waits for a fetch."""
 
 
 class FetchThread:
@@ -28,6 +37,9 @@ class FetchThread:
         device: device of the microbatches, current in the thread: pinned memory would otherwise be registered with the
             first GPU by every process of a machine.
 
+    Attributes:
+        shares: whether a function that was watched used what a model's pass uses too.
+
     >>> thread = FetchThread(torch.device("cpu"))
     >>> thread.submit(lambda: 2 + 3).result()
     5
@@ -39,30 +51,63 @@ class FetchThread:
         self._device = device
         self._tasks: queue.SimpleQueue[tuple[Future, Callable[[], Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._closed = False
+        self.shares = False
 
-    def submit(self, function: Callable[[], _Result]) -> Future[_Result]:
-        """Run a function after those submitted before."""
+    def submit(self, function: Callable[[], _Result], watched: bool = False) -> Future[_Result]:
+        """Run a function after those submitted before.
+
+        Args:
+            function: runs in the thread.
+            watched: whether to note in `shares` that it draws from PyTorch's global generators or uses a parameter.
+                Only for a function whose result is waited for at once.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="dpllm fetch", daemon=True)
             self._thread.start()
         future: Future[_Result] = Future()
-        self._tasks.put((future, function))
+        self._tasks.put((future, (lambda: self._watch(function)) if watched else function))
         return future
 
-    def close(self) -> None:
-        """Wait until the running function returns, and end the thread. Nothing can be submitted to it afterwards."""
+    def close(self, patience: float | None = None) -> None:
+        """Let no other function begin, and wait for the one that runs. Nothing can be submitted afterwards.
+
+        Args:
+            patience: the most seconds to wait. None: until it returns.
+        """
+        self._closed = True
         if self._thread is not None:
             self._tasks.put(None)
-            self._thread.join()
+            self._thread.join(patience)
+
+    def _watch(self, function: Callable[[], _Result]) -> _Result:
+        with _Sharing() as found:
+            try:
+                return function()
+            finally:
+                self.shares |= found.shares
 
     def _run(self) -> None:
-        torch.set_num_threads(1)  # of this thread: the model's operations use the cores meanwhile
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        while (task := self._tasks.get()) is not None:
+        while (task := self._tasks.get()) is not None and not self._closed:
             future, function = task
             try:
                 future.set_result(function())
             except BaseException as error:
                 future.set_exception(error)
             del task, future, function  # a result must not be kept until the next one
+
+
+class _Sharing(TorchDispatchMode):
+    """Notes operations that a model's pass may disturb, or that may disturb it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shares = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
+        self.shares |= draws or any(isinstance(one, nn.Parameter) for one in (*args, *kwargs.values()))
+        return func(*args, **kwargs)

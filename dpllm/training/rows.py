@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dpllm.config import ConfigError
+from dpllm.data.records import DataError
 from dpllm.data.rows import RowCollator
 from dpllm.data.units import UnitIndex
 from dpllm.training.checks import agreement
@@ -100,18 +101,19 @@ class TrainingRows:
             raise ConfigError(
                 f"For one row number, fetch returned a {type(found).__name__}{shown}, not one row. {remedy}"
             )
-        thread = FetchThread(torch.device("cpu"))
+        thread, what = FetchThread(torch.device("cpu")), "fetch"
         try:
-            try:
-                again = thread.submit(lambda: self.fetch(np.asarray(self.units.rows[:1]))).result()
-            except Exception as error:
-                raise ConfigError(
-                    f"fetch returned row {self.units.rows[0]} in this thread and failed in another "
-                    f"({type(error).__name__}: {error}). Steps fetch rows in a thread of their own, one call at a "
-                    "time. Open files and connections within fetch, or so that another thread may use them "
-                    "(sqlite3.connect(..., check_same_thread=False))"
-                ) from error
+            again = thread.submit(lambda: self.fetch(np.asarray(self.units.rows[:1]))).result()
+            what = "collate"
             thread.submit(lambda: by_name(self.collate(list(again)))).result()
+        except (ConfigError, DataError):
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"{what} failed for row {self.units.rows[0]} ({type(error).__name__}: {error}). Steps call it in a "
+                "thread of their own. If the error names threads or an event loop, let other threads use the "
+                "connection (sqlite3.connect(..., check_same_thread=False)), or open one in each (threading.local)"
+            ) from error
         finally:
             thread.close()
         if type(self.collate).__module__.partition(".")[0] == "dpllm":

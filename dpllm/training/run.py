@@ -396,6 +396,7 @@ class PrivateRun:
                 before_update,
                 self._entropy.first,
                 progress,
+                ahead=not attached.independence.found.is_drawn,
             )
         except BaseException:
             self._entropy.give_up_step()

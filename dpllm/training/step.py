@@ -71,6 +71,7 @@ def private_step(
     before_update: Callable[[], None] = lambda: None,
     first: int = 0,
     progress: Progress = unseen,
+    ahead: bool = True,
 ) -> StepDiagnostics:
     """Take one private step up to the optimizer, charged to the ledger.
 
@@ -94,6 +95,7 @@ def private_step(
             raises on one process, all processes raise its error.
         progress: called after each microbatch with the share of this process's work that is done. It follows the drawn
             units, so it may only go to a screen.
+        ahead: whether the next microbatch may be fetched while one runs; not if the collator draws random numbers.
 
     Raises:
         ValueError: the clipper's norm is not the plan's; ``.grad`` already holds gradients; the plan's steps are used
@@ -118,7 +120,7 @@ def private_step(
         with portions:
             for microbatch, last in portions:
                 to_check, finish = _has_to_check_rows(clipper, microbatch, engine), release.finisher(microbatch, last)
-                if not to_check and not plan.seeded:
+                if ahead and not to_check and not plan.seeded:
                     portions.fetch_ahead()
                 passed = attempt(clipper, microbatch, loss_of, to_check, finish)
                 if isinstance(passed, OutOfMemory):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+from collections.abc import MutableMapping
 
 import numpy as np
 import pytest
 import torch
+from transformers import BatchEncoding
 
 from dpllm import GhostClipper, PrivacyConfig, PrivateRun, TrainingRows, make_plan
 from dpllm.config import ConfigError
@@ -15,6 +17,7 @@ from dpllm.data.units import UnitIndex
 from dpllm.engines import SingleProcess
 from dpllm.engines.processes import Processes
 from dpllm.mechanism.generators import NoiseSource
+from dpllm.training.checks.independence import IndependenceError
 from dpllm.training.microbatches import microbatches
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.step import private_step
@@ -281,3 +284,220 @@ def test_a_seeded_run_takes_its_random_numbers_in_one_order(tmp_path):
             optimizer.zero_grad()
         found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.equal(*found)
+
+
+def run_of(tmp_path, data, collate=None, fetch=None, model=None, loss_of=loss):
+    """Two steps over all units in a run; return the sum of their gradients."""
+    units, lengths = UnitIndex.one_row_per_unit(UNITS), np.ones(UNITS, dtype=np.int64)
+    rows = TrainingRows(units, lengths, fetch or data.fetch, collate or data.collate, max_rows=ROWS)
+    privacy = PrivacyConfig(noise_multiplier=0.0, clip_norm=0.5, expected_batch_size=UNITS)
+    torch.manual_seed(2)
+    model = torch.nn.Linear(4, 1) if model is None else model
+    run = PrivateRun.start(tmp_path, make_plan(privacy, UNITS, 4), rows)
+    run.attach(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    total = 0
+    for _ in range(2):
+        run.step(run.choose(np.arange(UNITS)), loss_of)
+        total = total + torch.cat([p.grad.flatten() for p in model.parameters()])
+        model.zero_grad()
+    run.detach()
+    return total
+
+
+class Pass:
+    """Whether a pass of the model runs, for data sets that must not run next to one."""
+
+    def __init__(self):
+        self.runs, self.met = False, 0
+
+    def loss(self, model, inputs):
+        self.runs = True
+        threading.Event().wait(0.01)
+        losses_B = loss(model, inputs)
+        self.runs = False
+        return losses_B
+
+    def look(self):
+        self.met += self.runs
+
+
+def seeds(rows):
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return torch.stack(rows) + 0 * torch.rand(len(rows), 4)
+
+
+EMBEDDER = torch.nn.Linear(4, 4)
+
+
+def runs_a_model(rows):
+    with torch.no_grad():
+        return torch.stack(rows) + 0 * EMBEDDER(torch.stack(rows))
+
+
+def draws(rows):
+    return torch.stack(rows) + 0 * torch.rand(len(rows), 4)
+
+
+@pytest.mark.parametrize("make", [seeds, runs_a_model, draws])
+def test_a_collator_that_shares_numbers_or_a_model_with_the_pass_does_not_run_next_to_it(make, tmp_path):
+    """Dropout would be drawn from the collator's public seed, and a checkpoint recompute another mask."""
+    data, one = Data(), Pass()
+
+    def collate(rows):
+        one.look()
+        x = make(rows)
+        return {"x": x, "y": x.sum(1, keepdim=True)}
+
+    run_of(tmp_path / "run", data, collate, loss_of=one.loss)
+    assert one.met == 0
+    one = Pass()
+    run_of(tmp_path / "usual", data, lambda rows: one.look() or Data.collate(data, rows), loss_of=one.loss)
+    assert one.met > 0
+
+
+class Attributes(dict):
+    """A dictionary whose entries are attributes, too."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
+class Inner(MutableMapping):
+    """A mapping with a dictionary inside, which a shallow copy shares."""
+
+    def __init__(self, values):
+        self.values_of = values
+
+    def __getitem__(self, name):
+        return self.values_of[name]
+
+    def __setitem__(self, name, value):
+        self.values_of[name] = value
+
+    def __delitem__(self, name):
+        del self.values_of[name]
+
+    def __iter__(self):
+        return iter(self.values_of)
+
+    def __len__(self):
+        return len(self.values_of)
+
+
+CONTAINERS = {
+    "nested BatchEncoding": (lambda made: {"pair": BatchEncoding(made)}, lambda inputs: inputs["pair"]),
+    "attributes": (Attributes, lambda inputs: {"x": inputs.x, "y": inputs.y}),
+    "a mapping of one's own": (Inner, dict),
+    "BatchEncoding": (BatchEncoding, lambda inputs: {"x": inputs.x, "y": inputs["y"]}),
+    "lists": (lambda made: {"both": [made["x"], (made["y"],)]}, lambda i: {"x": i["both"][0], "y": i["both"][1][0]}),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_whatever_holds_the_tensors_they_are_not_filled_again(name, tmp_path):
+    """The collator fills the same tensors and returns the same object; nothing of it is written to."""
+    wrap, unwrap = CONTAINERS[name]
+    buffers = {"x": torch.empty(ROWS, 4), "y": torch.empty(ROWS, 1)}
+    same = wrap(buffers)
+
+    def collate(rows):
+        x = torch.stack(rows)
+        if len(rows) < ROWS:
+            return wrap({"x": x, "y": x.sum(1, keepdim=True)})
+        buffers["x"].copy_(x)
+        buffers["y"].copy_(x.sum(1, keepdim=True))
+        return same
+
+    whole = run_of(tmp_path / "whole", Data())
+    found = run_of(tmp_path / "filled", Data(), collate, loss_of=lambda m, inputs: loss(m, unwrap(inputs)))
+    assert torch.equal(found, whole)
+    assert unwrap(same)["x"] is buffers["x"]
+
+
+def test_a_data_set_that_fills_one_array_again_loses_no_row_when_memory_runs_out():
+    """A microbatch that is divided is collated again, after the next rows were fetched."""
+    whole, data, buffer = Stepped(Data()).gradient(), Data(), torch.empty(UNITS, 4)
+
+    def fetch(numbers):
+        for place, number in enumerate(numbers):
+            buffer[place] = data.x[int(number)]
+        return [buffer[place] for place in range(len(numbers))]
+
+    data.fetch = fetch
+    torch.testing.assert_close(Stepped(data, refuse=more_than(ROWS - 1)).gradient(), whole, rtol=1e-5, atol=1e-7)
+
+
+def test_a_loss_that_reads_what_the_collator_stored_is_refused(tmp_path):
+    """The stored weights are those of the next rows when the loss reads them."""
+    data = Data()
+
+    def collate(rows):
+        data.weights = torch.stack(rows).abs().sum(1)
+        return Data.collate(data, rows)
+
+    def weighted(model, inputs):
+        return loss(model, inputs) * data.weights[: len(inputs["x"])]
+
+    with pytest.raises(IndependenceError, match="collator has stored"):
+        run_of(tmp_path / "run", data, collate, loss_of=weighted)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_step_that_is_broken_off_does_not_wait_for_a_data_set_that_blocks(error):
+    """A read that hangs would keep Ctrl-C waiting; nothing is fetched after it."""
+    released, data = threading.Event(), Data()
+
+    def fetch(numbers, blocks=[False]):  # noqa: B006
+        if blocks[0]:
+            released.wait(60)
+        blocks[0] = stepped.clipper.rows_checked
+        return Data.fetch(data, numbers)
+
+    def breaks(model, inputs):
+        if stepped.clipper.rows_checked and data.collated > 1:
+            raise error
+        return loss(model, inputs)
+
+    stepped = Stepped(data, breaks)
+    data.fetch = fetch
+    with pytest.raises(error):
+        stepped.take()
+    collated = data.collated
+    released.set()
+    assert until(lambda: not fetching()) and data.collated == collated
+
+
+def test_a_thread_changes_no_number_of_threads_of_the_process():
+    """A program may train again in a thread of its own."""
+    found = []
+    before = torch.get_num_threads()
+    Stepped(Data()).take()
+    other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    other.start()
+    other.join()
+    assert found == [before] == [torch.get_num_threads()]
+
+
+@pytest.mark.parametrize("bound", ["fetch", "collate"])
+def test_what_only_one_thread_can_read_is_refused_before_anything_is_charged(bound, tmp_path):
+    """Also in a collator, by the name of the function."""
+    path = tmp_path / "rows.db"
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE rows (value REAL)")
+    data = Data()
+
+    def reads(function):
+        def call(argument):
+            connection.execute("SELECT * FROM rows").fetchall()
+            return function(argument)
+
+        return call
+
+    functions = {"fetch": data.fetch, "collate": data.collate}
+    functions[bound] = reads(functions[bound])
+    with pytest.raises(ConfigError, match=f"{bound} failed for row 0 .*thread"):
+        run_of(tmp_path / "run", data, functions["collate"], functions["fetch"])
+    assert not (tmp_path / "run" / "ledger.jsonl").exists()
+    connection.close()

@@ -242,8 +242,9 @@ def _cause(
     if carried or len(other.company.numbers) == 1:  # the same row alone, after one more row
         return (
             "The same row alone gives another value later: the loss, the model or the collator carries state from one "
-            "microbatch to the next, or counts its calls",
-            "Compute each row's loss from that row and the weights only",
+            "microbatch to the next, or counts its calls; or the loss reads what the collator has stored, which is of "
+            "the next rows by then",
+            "Compute each row's loss from that row and the weights only, and let the collator return what it needs",
         )
     if _difference(first.loss, other.loss, 1.0) > tolerance and _is_moved(other.company, seen, tolerance):
         return (

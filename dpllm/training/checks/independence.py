@@ -251,7 +251,9 @@ class IndependenceCheck:
         by_chance: list[list[Seen]] = []
         for part in range(CHANCES if first and len(passes.sample.together) > 1 else 0):
             by_chance.append(passes.with_seed(seed_between(part / CHANCES, (part + 1) / CHANCES)))
-        again = passes.run(Company((alone.row,), "alone, after all other rows"))
+        other = next((number for number in passes.sample.before if number != alone.row), alone.row)
+        others = Company((other,), "")
+        again = passes.run(Company((alone.row,), "alone, after all other rows"), between=others)
         passes.seen += again
         passes.is_carried = passes.differ([alone], again)
         self.last, worst = compare(passes.seen, counting, passes.bound())

@@ -209,7 +209,12 @@ class Passes:
         return Pass([one.loss for one in seen], [one.norm for one in seen], self.numbers.draws, self.numbers.moved)
 
     def run(
-        self, company: Company, seed: int | None = None, start: int | None = None, numbers: Numbers | None = None
+        self,
+        company: Company,
+        seed: int | None = None,
+        start: int | None = None,
+        numbers: Numbers | None = None,
+        between: Company | None = None,
     ) -> list[Seen]:
         """Return loss and norm of each row of one pass.
 
@@ -218,11 +223,15 @@ class Passes:
             seed: seed of the global generators. None: the seed of the check.
             start: seed of the numbers given by `Repeatable`. None: ``seed``.
             numbers: other numbers; the rows stay as they are.
+            between: rows that are collated after these and before the pass, as a step does that fetches ahead: a loss
+                that reads what the collator has stored reads theirs.
         """
         seed = self._setup.seed if seed is None else seed
         taken = self._drawn(company, seed if start is None and numbers is None else self._setup.seed)
         with self._repeatable(seed, start, numbers):
             taken = taken or self._taken(company)
+            if between is not None:
+                self._taken(between)
             try:
                 loss_B = self._losses(company, taken.inputs)
             except Exception as error:
