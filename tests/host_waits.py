@@ -191,10 +191,14 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 def stand_in() -> Iterator[None]:
     """Let PyTorch know the stand-in device where it asks by name: it has no autocast, and random numbers of the CPU."""
     dtype, enabled, autocast = torch.get_autocast_dtype, torch.is_autocast_enabled, torch.autocast
+    tensor = torch.tensor
     of_device = SimpleNamespace(device_count=lambda: 1, get_rng_state=lambda _: None, set_rng_state=lambda *_: None)
     known = {
         "get_autocast_dtype": lambda kind: torch.bfloat16 if kind == DEVICE.type else dtype(kind),
         "is_autocast_enabled": lambda *kind: kind != (DEVICE.type,) and enabled(*kind),
+        "tensor": lambda *args, device=None, **kwargs: (
+            tensor(*args, device=device, **kwargs) if device != DEVICE else tensor(*args, **kwargs).to(device)
+        ),
         "autocast": lambda kind, *args, **kwargs: (
             nullcontext() if kind == DEVICE.type else autocast(kind, *args, **kwargs)
         ),
