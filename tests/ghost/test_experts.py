@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 import transformers
@@ -207,9 +209,11 @@ def test_our_function_computes_what_transformers_computes(transposed, has_bias, 
 
     torch.manual_seed(0)
     options = {"is_transposed": transposed, "has_bias": has_bias, "has_gate": has_gate}
-    kind = use_experts_implementation(
-        type("Experts", (_Experts,), {}), has_post_expert_norm=has_post_expert_norm, **options
-    )
+    if "has_post_expert_norm" in inspect.signature(use_experts_implementation).parameters:
+        options["has_post_expert_norm"] = has_post_expert_norm
+    elif has_post_expert_norm:
+        pytest.skip("this release of transformers has no norm behind experts")
+    kind = use_experts_implementation(type("Experts", (_Experts,), {}), **options)
     config = type("Config", (), {"transposed": transposed, "_experts_implementation": "batched_mm"})()
     module = kind(config)
     x = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
