@@ -88,7 +88,7 @@ def test_a_nonfinite_unit_contributes_nothing():
     assert bool(torch.isfinite(total).all()) and 1e-3 < float(total.norm()) <= 2e-3
 
 
-class _Growing(torch.autograd.Function):
+class Growing(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, scale):
         ctx.scale = scale
@@ -105,7 +105,7 @@ def test_a_second_pass_with_longer_gradients_is_refused():
     net = stack(2)
     clipper = GhostClipper(net, 1e-3, NormMethod(backward_passes=2))
     clipper._book.checked.rows = True
-    losses = _Growing.apply(net(torch.randn(3, 4, 32)), [1.0]).square().sum((1, 2))
+    losses = Growing.apply(net(torch.randn(3, 4, 32)), [1.0]).square().sum((1, 2))
     with pytest.raises(GhostError, match="second backward pass gave a unit a longer gradient"):
         clipper.backward(losses)
 

@@ -12,6 +12,7 @@ from dpllm.mechanism.noise import IndependentStream
 from dpllm.privacy.ledger import Ledger, read_ledger
 from dpllm.training.microbatches import microbatches
 from dpllm.training.step import private_step
+from tests.ghost.test_two_passes import Growing
 
 N, T = 40, 3
 
@@ -219,20 +220,6 @@ def test_after_a_step_that_failed_half_way_the_engine_takes_no_other(tiny_llama,
             clipper, Rows().batches([1]), loss_of(tiny_llama), plan, engine, ledger, IndependentStream(NoiseSource())
         )
     assert ledger.num_steps == 1
-
-
-class Growing(torch.autograd.Function):
-    """The gradient of each further backward pass is longer."""
-
-    @staticmethod
-    def forward(ctx, x, scale):
-        ctx.scale = scale
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.scale[0] *= 1.01
-        return grad * ctx.scale[0], None
 
 
 @pytest.mark.parametrize("grows", [1, 2, 3])
