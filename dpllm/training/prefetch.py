@@ -108,6 +108,7 @@ class _Sharing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
+        of_all = kwargs.get("generator") in (None, torch.default_generator)
+        draws = of_all and torch.Tag.nondeterministic_seeded in func.tags
         self.shares |= draws or any(isinstance(one, nn.Parameter) for one in (*args, *kwargs.values()))
         return func(*args, **kwargs)

@@ -110,9 +110,10 @@ class TrainingRows:
             raise
         except Exception as error:
             raise ConfigError(
-                f"{what} failed for row {self.units.rows[0]} ({type(error).__name__}: {error}). Steps call it in a "
-                "thread of their own. If the error names threads or an event loop, let other threads use the "
-                "connection (sqlite3.connect(..., check_same_thread=False)), or open one in each (threading.local)"
+                f"{what} failed for row {self.units.rows[0]} by itself ({type(error).__name__}: {error}). It has to "
+                "take a single row, and steps call it in a thread of their own. If the error names threads or an "
+                "event loop, let other threads use the connection (sqlite3.connect(..., check_same_thread=False)), or "
+                "open one in each (threading.local)"
             ) from error
         finally:
             thread.close()

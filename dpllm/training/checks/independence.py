@@ -99,7 +99,7 @@ class IndependenceCheck:
         self._steps, self._has_failed = 0, False
         self._must_pass = True  # the last check of the first `REFUSED` steps has not passed
         self._compared = _Compared()
-        self._is_late = False  # whether the open point of a late difference was made
+        self._late: set[str] = set()  # findings of late checks that have an open point
         self.last: Differences | None = None
         self.found = Found()
 
@@ -156,10 +156,10 @@ class IndependenceCheck:
                     parameter.grad = None
 
     def _note_late(self, finding: str) -> None:
-        """Make an open point of the first difference after `REFUSED` steps; later ones change nothing."""
-        if self._is_late:
+        """Make an open point of each kind of difference that is found after `REFUSED` steps, once."""
+        if finding in self._late:
             return
-        self._is_late = True
+        self._late.add(finding)
         point = LATE.format(step=self._steps, finding=finding)
         self.found.points.append(point)
         if self._engine.processes.is_main:
@@ -256,6 +256,10 @@ class IndependenceCheck:
         again = passes.run(Company((alone.row,), "alone, after all other rows"), between=others)
         passes.seen += again
         passes.is_carried = passes.differ([alone], again)
+        for one in passes.early if first else []:  # not if the model is evaluated meanwhile
+            later = passes.run(Company((one.row,), "alone, after all other rows"))
+            passes.is_carried = passes.is_carried or passes.differ([one], later)
+            passes.seen += [one, *later]
         self.last, worst = compare(passes.seen, counting, passes.bound())
         for seen in by_chance:
             found = compare(seen, counting, passes.bound())[1]

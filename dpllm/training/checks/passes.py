@@ -9,6 +9,7 @@ Shape suffixes: B rows.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -93,11 +94,13 @@ class Found:
         points: facts for the open points of the report; the same on every process after a check.
         num_passes: (rows, tokens with padding) that went through the model for checks.
         is_drawn: whether the collator draws random numbers.
+        is_reread: whether rows differ when they are read again.
     """
 
     points: list[str] = field(default_factory=list)
     num_passes: tuple[int, int] = (0, 0)
     is_drawn: bool = False
+    is_reread: bool = False
 
     def count(self, rows: TrainingRows, numbers: Sequence[int]) -> None:
         """Count rows that pass through the model."""
@@ -149,18 +152,43 @@ class Passes:
         self.not_held = ""  # random numbers that differ between passes and change the result
         self.is_carried = False  # whether the first row had another result after all others
         self._has_probed = False
+        self._collated: dict[tuple[int, tuple[int, ...]], Microbatch] = {}  # by seed and rows
         rows, short = setup.rows, sample.together[0]
+        early = self._early() if first and not found.is_drawn and not setup.engine.lockstep else []
         if (message := carried_by(rows, sample)) is not None:
             raise IndependenceError(message)
         found.points += doubts(rows, sample)
         some = list(dict.fromkeys([short, *sample.replaced, *sample.together]))[:SHORTEST]
         self._alone = Alone.of(rows.collate, [] if rows.packed else [sample.rows[number] for number in some])
         found.is_drawn = found.is_drawn or self._alone.differ()
-        self._collated: dict[tuple[int, tuple[int, ...]], Microbatch] = {}  # by seed and rows
+        found.is_reread = found.is_reread or not sample.refetched
+        self.early = [] if found.is_drawn else early
         if found.is_drawn and rows.max_rows != 1:
             self._refuse_unmeasured(short)
         if (found.is_drawn or not sample.refetched) and rows.max_rows != 1:
             self._refuse_shared_by_collator(STATES if first else FEWEST)
+
+    def _early(self) -> list[Seen]:
+        """Return the result of a row that nothing has seen in this check, before any other pass.
+
+        A loss or a collator that treats a row by what it has seen already (rows that it knows, the largest loss, the
+        longest row) does so from the first passes on, and the same in all later ones. Nothing, if the row does not
+        pass by itself: the passes that follow say why.
+        """
+        rows, sample = self._setup.rows, self.sample
+        longest = max(int(rows.lengths[number]) for number in sample.rows)
+        numbers = np.setdiff1d(np.asarray(rows.units.rows), np.array(list(sample.rows)))
+        numbers = numbers[rows.lengths[numbers] <= longest]
+        if not len(numbers):
+            return []
+        number = int(choices.source().choice(numbers.tolist()))
+        try:
+            if not sample.refetched:
+                row = rows.fetch(np.array([number]))[0]
+                self.sample = dataclasses.replace(sample, rows={**sample.rows, number: row})
+            return self.run(Company((number,), "alone, before all other rows"))
+        except Exception:
+            return []
 
     def _refuse_unmeasured(self, short: int) -> None:
         """Check that a collator which draws numbers makes each row from that row only, and that it marks padding."""
