@@ -37,7 +37,7 @@ privacy: {{noise_multiplier: 2, delta: 1.0e-3, clip_norm: 1, expected_batch_size
 train: {{output_dir: {output}, max_steps: 3, per_device_train_batch_size: 20, learning_rate: 1.0e-2,
          use_cpu: true, disable_tqdm: true}}
 """
-SMALL = ["--records", "60", "--extract", "6", "--span", "5", "--prefix", "2", "--seed", "1"]
+SMALL = ["--records", "60", "--extract", "6", "--span", "5", "--prefix", "3", "--seed", "1"]
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning"),
@@ -73,7 +73,7 @@ def compared(compare, recipe):
     """Both trainings with canaries in the data, and all attacks on them."""
     prepared = prepare(load_recipe(recipe), recipe.parent / "audit", CanaryOptions(num=24, length=8))
     words = ["--config", str(prepared.recipe_path), "--canaries", str(prepared.folder / "canaries.json"), *SMALL]
-    options = compare.parse([*words, "--epochs", "40"])
+    options = compare.parse([*words, "--epochs", "60"])
     compare.run(load_recipe(options.config), options)
     return options, Path(load_recipe(options.config).train["output_dir"])
 
@@ -119,7 +119,7 @@ def test_canaries_are_neither_members_nor_others(compared, recipe):
 def test_what_is_finished_is_not_trained_again_and_another_run_is_not_taken_for_it(compare, compared, capsys):
     """Attacks can be repeated for nothing; a folder with another run is an error."""
     options, _ = compared
-    changed = compare.parse(["--config", options.config, "--epochs", "40", *SMALL, "--extract", "0"])
+    changed = compare.parse(["--config", options.config, "--epochs", "60", *SMALL, "--extract", "0"])
     compare.run(load_recipe(options.config), changed)
     assert capsys.readouterr().out.count("is already finished") == 2
     with pytest.raises(AuditError, match="plain holds another run"):
