@@ -839,8 +839,8 @@ MUTATIONS = [
     Mutation(
         "a collator's own tensors wait to be run",
         "dpllm/training/microbatches.py",
-        "own_copy(by_name(collate(list(rows))))",
-        "by_name(collate(list(rows)))",
+        "own_copy(by_name(collate(own_rows(rows))))",
+        "by_name(collate(own_rows(rows)))",
         ("tests/training/test_prefetch.py",),
     ),
     Mutation(

@@ -119,6 +119,7 @@ class Loop:
             fetch=self.fetch,
             collate=self.collate,
             max_rows=self.settings.batch,
+            fetch_ahead=True,
         )
         seconds = []
         with tempfile.TemporaryDirectory(dir=self.setting.folder) as folder:

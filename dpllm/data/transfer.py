@@ -20,24 +20,52 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from dpllm.config import ConfigError
+
+_IMMUTABLE = frozenset({int, float, bool, complex, str, bytes, type(None)})
 _SOURCES = WeakTensorKeyDictionary()  # device tensor -> the host tensor that it was copied from, and its version then
 
 
-def own_copy(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the inputs of a model in memory of their own.
+def own_copy(value: Any) -> Any:
+    """Return a row, or the inputs of a model, in memory of its own.
 
-    A collator may fill the same tensors again for the next rows. These would replace the rows of a microbatch that
-    waits or runs, and a unit would be counted twice.
+    A data set or a collator may fill the same object again for the next rows. These would replace the rows of a
+    microbatch that waits, runs, or is divided, and a unit would be counted twice. A collator may also change the rows
+    that it is given, and they are collated again where memory runs out.
 
     Args:
-        inputs: names to tensors, NumPy arrays, nested containers of these, or other values. It is not changed.
+        value: anything that can be copied deeply; nothing in it is changed.
+
+    Raises:
+        ConfigError: something in it cannot be copied.
     """
-    return _replaced(inputs, _own)
+    kind = type(value)
+    if kind in _IMMUTABLE:
+        return value
+    if isinstance(value, Tensor):
+        return value.clone()
+    if kind is dict:
+        return {name: own_copy(one) for name, one in value.items()}
+    if kind in (list, tuple):
+        return kind(value if _IMMUTABLE.issuperset(map(type, value)) else map(own_copy, value))
+    if kind is np.ndarray and not value.dtype.hasobject:
+        return value.copy()
+    try:
+        made = copy.deepcopy(value)
+        if isinstance(value, dict) and getattr(value, "__dict__", None) is value:  # entries that are attributes, too
+            made.__dict__ = made
+        return made
+    except Exception as error:
+        raise ConfigError(
+            f"A {kind.__name__} in a row or in the collator's result cannot be copied ({error}). Rows and inputs are "
+            "copied, because a data set or a collator may fill them again. Return tensors, arrays, numbers, text, and "
+            "lists or dictionaries of these"
+        ) from error
 
 
 def own_rows(rows: Sequence[Any]) -> list[Any]:
-    """Return rows in memory of their own, like `own_copy`: a data set may fill the same arrays for the next rows."""
-    return [_replaced(row, _own) for row in rows]
+    """Return a copy of each row, see `own_copy`; a row that occurs twice is copied twice."""
+    return [own_copy(row) for row in rows]
 
 
 def pin(inputs: Mapping[str, Any], device: torch.device) -> Mapping[str, Any]:
@@ -46,12 +74,12 @@ def pin(inputs: Mapping[str, Any], device: torch.device) -> Mapping[str, Any]:
     Copies from pinned memory run while the host and the device work.
 
     Args:
-        inputs: as for `own_copy`.
+        inputs: names to tensors, nested containers of tensors, or other values. It is not changed.
         device: the device to which `send` will copy them; for any other the inputs are returned as they are.
     """
     if device.type != "cuda":
         return inputs
-    return _replaced(inputs, lambda one: one.pin_memory() if isinstance(one, Tensor) and _is_dense(one) else one)
+    return _replaced(inputs, lambda one: one.pin_memory() if _is_dense(one) else one)
 
 
 def send(inputs: Mapping[str, Any], device: torch.device) -> Mapping[str, Any]:
@@ -63,7 +91,7 @@ def send(inputs: Mapping[str, Any], device: torch.device) -> Mapping[str, Any]:
     """
     if device.type in ("cpu", "meta"):
         return inputs
-    sent = _replaced(inputs, lambda one: one.to(device, non_blocking=True) if isinstance(one, Tensor) else one)
+    sent = _replaced(inputs, lambda one: one.to(device, non_blocking=True))
     for name, value in inputs.items():
         if isinstance(value, Tensor) and value.device.type == "cpu":
             _SOURCES[sent[name]] = value, sent[name]._version
@@ -96,13 +124,9 @@ def _is_dense(one: Tensor) -> bool:
     return one.device.type == "cpu" and one.layout == torch.strided
 
 
-def _own(one: Any) -> Any:
-    return one.copy() if isinstance(one, np.ndarray) else one.clone()
-
-
-def _replaced(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Return a value with a function applied to the tensors and arrays in it; nothing in the value is changed."""
-    if isinstance(value, Tensor | np.ndarray):
+def _replaced(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Return a value with a function applied to the tensors in it; nothing in the value is changed."""
+    if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):
         return _like(value, {name: _replaced(one, function) for name, one in value.items()})

@@ -50,7 +50,7 @@ def refused(reason: str, *allowed: Any) -> Argument:
     return Argument(REFUSED, reason, allowed)
 
 
-_EVALUATION = "for evaluation; one thread reads the rows of private steps, a microbatch ahead"
+_EVALUATION = "for evaluation"
 _REDUCER = "the reducer of DistributedDataParallel takes no part: the clipped sums are reduced once per step"
 _FOLLOWS = "only if eval_is_public is declared: a choice must not follow results on private rows"
 _COMPILED = (
@@ -207,7 +207,10 @@ _MACHINE: dict[str, Argument] = {
     "accelerator_config": works(_EVALUATION + "; gradient accumulation is refused"),
     "parallelism_config": works("only dp_shard_size and dp_replicate_size"),
     "dataloader_drop_last": refused("a step's batch is the whole draw; no unit of it may be dropped", False),
-    "dataloader_num_workers": works(_EVALUATION),
+    "dataloader_num_workers": works(
+        "evaluation as usual; above 0, one thread also reads rows of private steps while a microbatch runs ([speed]"
+        "(speed.md#fetching))"
+    ),
     "dataloader_pin_memory": works(_EVALUATION),
     "dataloader_persistent_workers": works(_EVALUATION),
     "dataloader_prefetch_factor": works(_EVALUATION),

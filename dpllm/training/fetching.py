@@ -10,12 +10,14 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import datasets
 import numpy as np
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from dpllm.config import ConfigError
 from dpllm.data.rows import CLASS_AS_TEXT, DataError
+from dpllm.data.transfer import own_copy
 
 _COLLATED = ("label", "label_ids", "labels", "special_tokens_mask", "offset_mapping")  # by transformers' collators
 
@@ -34,7 +36,7 @@ def fetch_rows(dataset: Any, numbers: np.ndarray) -> list[dict[str, Any]]:
         R rows, in the order of ``numbers``.
     """
     if not hasattr(dataset, "column_names"):
-        return [dataset[int(number)] for number in numbers]
+        return [own_copy(dataset[int(number)]) for number in numbers]  # one buffer may be filled for each row
     if (getattr(dataset, "format", None) or {}).get("type") == "custom":
         return [row for number in numbers for row in _rows_of(dataset[[int(number)]])]
     return _rows_of(dataset[numbers.tolist()])
@@ -63,7 +65,7 @@ def reader(dataset: Any, model: Any, collate: Any, args: Any) -> Callable[[np.nd
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     taken = {*inspect.signature(inner.forward).parameters, *_COLLATED, *(args.label_names or ())}
-    maker = (getattr(collate, "__module__", None) or type(collate).__module__).partition(".")[0]
+    maker = _maker(collate)
     if maker == "transformers":
         _refuse_text_labels(dataset)
     if not args.remove_unused_columns or maker != "transformers" or "input_ids" not in taken:
@@ -71,6 +73,20 @@ def reader(dataset: Any, model: Any, collate: Any, args: Any) -> Callable[[np.nd
     return lambda numbers: [
         {name: value for name, value in row.items() if name in taken} for row in fetch_rows(dataset, numbers)
     ]
+
+
+def shares_nothing(dataset: Any, collate: Any) -> bool:
+    """Return whether reading and collating rows shares no file, generator or model with a loss, as far as is known.
+
+    True for a `datasets.Dataset` without a transform and a collator of dpllm, transformers or TRL: tables and padding.
+    Functions and classes of the user may read what the loss reads, and then must not run next to it.
+    """
+    tabular = isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
+    return tabular and _maker(collate) in ("dpllm", "transformers", "trl")
+
+
+def _maker(collate: Any) -> str:
+    return (getattr(collate, "__module__", None) or type(collate).__module__).partition(".")[0]
 
 
 def _refuse_text_labels(dataset: Any) -> None:

@@ -43,7 +43,7 @@ class RowsTaken:
     """The rows of a microbatch before collation, from which smaller microbatches can be made.
 
     Attributes:
-        rows: B of them, unit after unit.
+        rows: B of them, unit after unit, in memory of their own; a collator is given copies.
         lengths_B: (B,) tokens of each.
         collate: rows to the model's inputs.
     """
@@ -221,7 +221,7 @@ def microbatches(
             unit_index = np.pad(here - here[0], (0, more), constant_values=PADDING_UNIT)
             yield taken.microbatch(unit_index, num_units, continues, share)
         for _ in range(count - len(pieces[rank])):
-            row = fetch(np.asarray(units.rows[:1]))
+            row = own_rows(fetch(np.asarray(units.rows[:1])))
             yield Microbatch(*_collated(row, collate, np.array([PADDING_UNIT])), num_units=0)
 
     return StepBatch(count, made)
@@ -385,7 +385,7 @@ def by_name(inputs: Any) -> Mapping[str, Any]:
 
 
 def _collated(rows: Sequence[Any], collate: Callable, unit_index: np.ndarray) -> tuple[Mapping[str, Any], Tensor]:
-    inputs = own_copy(by_name(collate(list(rows))))
+    inputs = own_copy(by_name(collate(own_rows(rows))))
     _check_media(inputs, rows, collate)
     boundaries = inputs.get(BOUNDARIES)
     if boundaries is not None:
@@ -411,7 +411,7 @@ def _check_media(inputs: Mapping[str, Any], rows: Sequence[Any], collate: Callab
     if not media or len(rows) == 1:
         return
     for row in rows:
-        alone = collate([row])
+        alone = collate(own_rows([row]))
         for name in media:
             if len(alone.get(name, ())) != 1:
                 raise ValueError(

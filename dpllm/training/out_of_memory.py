@@ -13,17 +13,20 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from dpllm.config import ConfigError
 from dpllm.data.transfer import pin, send
 from dpllm.ghost import UnitClipper
 from dpllm.ghost.memory import is_shortage
 from dpllm.ghost.sums import Finish
 from dpllm.training.microbatches import Microbatch
 from dpllm.training.prefetch import PATIENCE, FetchThread
+
+_Result = TypeVar("_Result")
 
 
 class MicrobatchTooLargeError(RuntimeError):
@@ -121,26 +124,28 @@ def free_memory() -> None:
 class Portions:
     """The microbatches of a step in the order in which they are run; one that is too large is run in parts.
 
-    A context: while it lasts, one thread fetches and collates all of them. An error in it is raised where the step
-    would have met it without the thread, and no thread is left behind.
+    A context: with ``ahead``, one thread fetches and collates all of them while it lasts. An error in it is raised
+    where the step would have met it without the thread, and no thread is left behind.
 
     Args:
         batch: the microbatches of this process, at least one. One whose length is unknown is read as a whole first.
         device: to which the microbatches are sent.
         divisible: whether this process may run more microbatches than the others. False where the processes run in
             lockstep, since each waits for all at every layer.
+        ahead: whether a thread fetches and collates; `fetch_ahead` does nothing otherwise.
 
     Attributes:
         max_tokens: the most tokens of a microbatch, padding included, after memory ran out. None: it did not run out.
         num_divided: how often memory ran out.
     """
 
-    def __init__(self, batch: Iterable[Microbatch], device: torch.device, divisible: bool) -> None:
+    def __init__(self, batch: Iterable[Microbatch], device: torch.device, divisible: bool, ahead: bool = False) -> None:
         """Begin before the first microbatch."""
         sized: Any = batch if isinstance(batch, Sized) else list(batch)
         self._fetches, self._to_come = iter(sized), len(sized)
         self._next: Future[Microbatch] | None = None
-        self._thread, self._device, self._divisible = FetchThread(device), device, divisible
+        self._thread = FetchThread(device) if ahead else None
+        self._device, self._divisible = device, divisible
         self._waiting: deque[Microbatch] = deque()
         self.max_tokens: int | None = None
         self.num_divided = 0
@@ -154,28 +159,48 @@ class Portions:
 
         A fetch that takes longer goes on by itself; nothing begins after it.
         """
-        self._thread.close(None if kind is None else PATIENCE if issubclass(kind, Exception) else 0.2 * PATIENCE)
+        if self._thread is not None:
+            self._thread.close(None if kind is None else PATIENCE if issubclass(kind, Exception) else 0.2 * PATIENCE)
 
     def fetch_ahead(self) -> None:
         """Let the thread fetch the microbatch after the present one, if there is one that it has not begun with.
 
         Not if it shares random numbers or a model with the pass that runs meanwhile (`FetchThread.shares`).
         """
-        if not self._thread.shares:
-            self._fetch()
+        if self._thread is not None and not self._thread.shares and self._next is None and self._to_come:
+            self._next = self._thread.submit(self._fetched)
 
-    def _fetch(self, watched: bool = False) -> None:
-        if self._next is None and self._to_come:
-            self._to_come -= 1
-            self._next = self._thread.submit(lambda: self._pinned(next(self._fetches)), watched)
+    def _fetched(self) -> Microbatch:
+        self._to_come -= 1
+        return self._pinned(next(self._fetches))
+
+    def _run(self, function: Callable[[], _Result]) -> _Result:
+        """Return what a function that reads or collates rows returns, and wait for it."""
+        return function() if self._thread is None else self._thread.submit(function).result()
+
+    def _taken(self) -> Microbatch:
+        """Return the next microbatch of the step.
+
+        Raises:
+            ConfigError: the data set or the collator drew random numbers or ran the model while a pass ran.
+        """
+        future, self._next = self._next, None
+        if future is None:
+            return self._run(self._fetched)
+        microbatch = future.result()
+        if self._thread is not None and self._thread.shares:
+            raise ConfigError(
+                "The data set or the collator drew from PyTorch's global generators, or used a parameter of a model, "
+                "while the microbatch before ran: dropout may have drawn its masks from a seed of theirs. The step is "
+                "charged, and nothing of it is released. Set fetch_ahead=False in TrainingRows (in the Trainer "
+                "dataloader_num_workers=0), so that rows are read between passes"
+            )
+        return microbatch
 
     def __iter__(self) -> Iterator[tuple[Microbatch, bool]]:
         """Yield each portion, and whether it is the last of the step (unless it is divided)."""
         while self._to_come or self._next:
-            self._fetch(watched=True)  # unless it was fetched ahead, it is waited for
-            assert self._next is not None, "there is one to come"
-            microbatch, self._next = self._next.result(), None
-            self._waiting.append(microbatch)
+            self._waiting.append(self._taken())
             while self._waiting:
                 portion = self._waiting.popleft()
                 too_large = self.max_tokens is not None and portion.num_tokens > self.max_tokens
@@ -185,8 +210,7 @@ class Portions:
                     yield portion, not (self._waiting or self._next or self._to_come)
 
     def _halves(self, portion: Microbatch) -> tuple[Microbatch, Microbatch] | None:
-        """Divide a portion in the thread, since the collator is called again."""
-        halves = self._thread.submit(portion.halves).result()
+        halves = self._run(portion.halves)
         return None if halves is None else (self._pinned(halves[0]), self._pinned(halves[1]))
 
     def _pinned(self, microbatch: Microbatch) -> Microbatch:

@@ -1,16 +1,20 @@
 """The thread that fetches and collates the next microbatch while the present one runs.
 
 Place in the flow: between `dpllm.training.microbatches`, which cuts a step's units, and
-`dpllm.training.out_of_memory.Portions`, which hands the microbatches to the step. Within a step, the data set and the
-collator are called by this thread only, one call after another.
+`dpllm.training.out_of_memory.Portions`, which hands the microbatches to the step. It is used only where the data set
+and the collator are known to share nothing with the model and the loss (`dpllm.training.fetching.shares_nothing`), or
+where the user declares it (``TrainingRows(fetch_ahead=True)``): a file that both read would return the bytes of another
+record, and a unit would be counted twice. Within a step, the data set and the collator are then called by this thread
+only, one call after another.
 
 Data sets and collators that draw from PyTorch's global generators, or that run a model, must not run next to a pass:
 dropout would take numbers from a seed that the data set has set, and activation checkpointing would not draw a layer's
-mask again. `FetchThread.submit` notes this for a function that runs while the step waits.
+mask again. `FetchThread.shares` notes this.
 """
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 from collections.abc import Callable
@@ -25,6 +29,10 @@ _Result = TypeVar("_Result")
 
 PATIENCE = 5.0
 """Seconds for which the end of a step that failed waits for a fetch."""
+_AT_EXIT = (
+    30.0  # seconds for which the end of the program waits for it: PyTorch aborts in a thread that outlives Python
+)
+_ONE_AT_A_TIME = threading.Lock()  # a fetch that was given up must not run next to one of a later step
 
 
 class FetchThread:
@@ -38,7 +46,7 @@ class FetchThread:
             first GPU by every process of a machine.
 
     Attributes:
-        shares: whether a function that was watched used what a model's pass uses too.
+        shares: whether a function drew from PyTorch's global generators or used a parameter, as a model's pass does.
 
     >>> thread = FetchThread(torch.device("cpu"))
     >>> thread.submit(lambda: 2 + 3).result()
@@ -54,19 +62,13 @@ class FetchThread:
         self._closed = False
         self.shares = False
 
-    def submit(self, function: Callable[[], _Result], watched: bool = False) -> Future[_Result]:
-        """Run a function after those submitted before.
-
-        Args:
-            function: runs in the thread.
-            watched: whether to note in `shares` that it draws from PyTorch's global generators or uses a parameter.
-                Only for a function whose result is waited for at once.
-        """
+    def submit(self, function: Callable[[], _Result]) -> Future[_Result]:
+        """Run a function after those submitted before, also to threads that were closed before they had ended."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="dpllm fetch", daemon=True)
             self._thread.start()
         future: Future[_Result] = Future()
-        self._tasks.put((future, (lambda: self._watch(function)) if watched else function))
+        self._tasks.put((future, function))
         return future
 
     def close(self, patience: float | None = None) -> None:
@@ -79,23 +81,25 @@ class FetchThread:
         if self._thread is not None:
             self._tasks.put(None)
             self._thread.join(patience)
-
-    def _watch(self, function: Callable[[], _Result]) -> _Result:
-        with _Sharing() as found:
-            try:
-                return function()
-            finally:
-                self.shares |= found.shares
+            if self._thread.is_alive():
+                atexit.register(self._thread.join, _AT_EXIT)
 
     def _run(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         while (task := self._tasks.get()) is not None and not self._closed:
             future, function = task
-            try:
-                future.set_result(function())
-            except BaseException as error:
+            with _ONE_AT_A_TIME, _Sharing() as found:
+                try:
+                    result, error = function(), None
+                except BaseException as raised:
+                    result, error = None, raised
+            self.shares |= found.shares
+            if error is None:
+                future.set_result(result)
+            else:
                 future.set_exception(error)
+            del result, error, found
             del task, future, function  # a result must not be kept until the next one
 
 

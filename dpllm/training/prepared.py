@@ -36,7 +36,7 @@ from dpllm.training.arguments import checked_arguments, plan_for
 from dpllm.training.averaging import Averaging, refuse_other_average
 from dpllm.training.checks import agreement
 from dpllm.training.corrected_adamw import refuse_other_second_moment, require_asked, words_for
-from dpllm.training.fetching import reader, refuse_replaced, refuse_tables, refuse_unreadable
+from dpllm.training.fetching import reader, refuse_replaced, refuse_tables, refuse_unreadable, shares_nothing
 from dpllm.training.gradients import clipper_for
 from dpllm.training.noted import note_data, note_units
 from dpllm.training.preflight import require_positions
@@ -173,6 +173,7 @@ class Prepared:
             max_rows=args.per_device_train_batch_size if max_tokens is None else None,
             max_tokens=max_tokens,
             packed=pack_rows,
+            fetch_ahead=args.dataloader_num_workers > 0 or shares_nothing(dataset, collate),
         )
         return cls(
             privacy=privacy,

@@ -17,6 +17,7 @@ from torch import Tensor
 from dpllm.config import ConfigError
 from dpllm.data.records import DataError
 from dpllm.data.rows import RowCollator
+from dpllm.data.transfer import own_rows
 from dpllm.data.units import UnitIndex
 from dpllm.training.checks import agreement
 from dpllm.training.microbatch_size import AUTO
@@ -41,6 +42,10 @@ class TrainingRows:
             largest number that fits on the GPU, found before the first step (`dpllm.training.microbatch_size`).
         packed: whether ``collate`` concatenates rows without padding (`dpllm.data.rows.PackedCollator`). The loss is
             then `dpllm.packed_sequence_loss`, and the model runs within `dpllm.models.packing.attention_by_row`.
+        fetch_ahead: whether a thread calls ``fetch`` and ``collate`` for the next microbatch while one runs. Set it
+            only if the two share no open file, connection, tokenizer, random generator or model with the loss: a file
+            that both read returns the bytes of another record, which is then counted under two units. If false, both
+            are called between the passes, in the thread of the loop.
 
     Raises:
         ConfigError: a field is of another kind, there are fewer lengths than rows, or ``max_tokens`` is another value.
@@ -53,6 +58,7 @@ class TrainingRows:
     max_rows: int | None
     max_tokens: int | str | None = None
     packed: bool = False
+    fetch_ahead: bool = False
 
     def __post_init__(self) -> None:
         """Check the kinds of the fields, and the value of `max_tokens`, which may be a word."""
@@ -79,9 +85,10 @@ class TrainingRows:
             raise ConfigError(f'max_tokens is {self.max_tokens!r}; give a whole number, "auto" or None')
 
     def try_reading(self) -> None:
-        """Fetch a row and collate it in a thread, as steps do, so that a mistake is found before anything is charged.
+        """Fetch a row and collate it as steps do, so that a mistake is found before anything is charged.
 
-        A user's collator is called once, with one row; dpllm's own with eight rows, one at a time.
+        With ``fetch_ahead``, both run in a thread. A user's collator is called once, with one row; dpllm's own with
+        eight rows, one at a time.
 
         Raises:
             ConfigError: ``fetch`` fails, or does not return a sequence with the row; only the thread that opened the
@@ -103,17 +110,23 @@ class TrainingRows:
             )
         thread, what = FetchThread(torch.device("cpu")), "fetch"
         try:
-            again = thread.submit(lambda: self.fetch(np.asarray(self.units.rows[:1]))).result()
-            what = "collate"
-            thread.submit(lambda: by_name(self.collate(list(again)))).result()
+            if self.fetch_ahead:
+                found = thread.submit(lambda: self.fetch(np.asarray(self.units.rows[:1]))).result()
+            rows, what = own_rows(found), "collate"
+            if self.fetch_ahead:
+                thread.submit(lambda: by_name(self.collate(rows))).result()
+            else:
+                by_name(self.collate(rows))
         except (ConfigError, DataError):
             raise
         except Exception as error:
+            threads = (
+                ", and with fetch_ahead it is called in a thread of its own. If the error names threads or an event "
+                "loop, leave fetch_ahead out"
+            )
             raise ConfigError(
                 f"{what} failed for row {self.units.rows[0]} by itself ({type(error).__name__}: {error}). It has to "
-                "take a single row, and steps call it in a thread of their own. If the error names threads or an "
-                "event loop, let other threads use the connection (sqlite3.connect(..., check_same_thread=False)), or "
-                "open one in each (threading.local)"
+                f"take a single row{threads if self.fetch_ahead else ''}"
             ) from error
         finally:
             thread.close()
@@ -125,7 +138,8 @@ class TrainingRows:
         rows = self.units.rows
         number = rows[self.lengths[rows].argmax()]
         unit_index = np.arange(count) // self.units.max_rows
-        taken = RowsTaken(list(self.fetch(np.array([number]))) * count, self.lengths[[number] * count], self.collate)
+        row = own_rows(self.fetch(np.array([number])))
+        taken = RowsTaken(row * count, self.lengths[[number] * count], self.collate)
         return taken.microbatch(unit_index, int(unit_index[-1]) + 1)
 
     @property

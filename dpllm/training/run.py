@@ -396,7 +396,8 @@ class PrivateRun:
                 before_update,
                 self._entropy.first,
                 progress,
-                ahead=not (attached.independence.found.is_drawn or attached.independence.found.is_reread),
+                ahead=self.rows.fetch_ahead
+                and not (attached.independence.found.is_drawn or attached.independence.found.is_reread),
             )
         except BaseException:
             self._entropy.give_up_step()

@@ -71,7 +71,7 @@ def private_step(
     before_update: Callable[[], None] = lambda: None,
     first: int = 0,
     progress: Progress = unseen,
-    ahead: bool = True,
+    ahead: bool = False,
 ) -> StepDiagnostics:
     """Take one private step up to the optimizer, charged to the ledger.
 
@@ -95,7 +95,8 @@ def private_step(
             raises on one process, all processes raise its error.
         progress: called after each microbatch with the share of this process's work that is done. It follows the drawn
             units, so it may only go to a screen.
-        ahead: whether the next microbatch may be fetched while one runs; not if the collator draws random numbers.
+        ahead: whether a thread may fetch the next microbatch while one runs: only if the data set and the collator
+            share nothing with the model and the loss, and draw no random numbers.
 
     Raises:
         ValueError: the clipper's norm is not the plan's; ``.grad`` already holds gradients; the plan's steps are used
@@ -114,13 +115,14 @@ def private_step(
     tally, statistic = _Tally(clipper.threshold, progress), StepStatistic(clipper, plan, noise)
     # Nothing is fetched while rows are compared, nor ahead in a seeded run: model and collator draw numbers from the
     # same generators, and a seed gives one order of them.
-    portions = Portions(batch, device_of(clipper), divisible=not engine.lockstep)
+    ahead = ahead and not plan.seeded
+    portions = Portions(batch, device_of(clipper), divisible=not engine.lockstep, ahead=ahead)
 
     def up_to_the_last_sum() -> Microbatch:  # which is collected by the caller
         with portions:
             for microbatch, last in portions:
                 to_check, finish = _has_to_check_rows(clipper, microbatch, engine), release.finisher(microbatch, last)
-                if ahead and not to_check and not plan.seeded:
+                if ahead and not to_check:
                     portions.fetch_ahead()
                 passed = attempt(clipper, microbatch, loss_of, to_check, finish)
                 if isinstance(passed, OutOfMemory):

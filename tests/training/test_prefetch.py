@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import array
+import dataclasses
 import sqlite3
+import subprocess
+import sys
 import threading
+from collections import defaultdict
 from collections.abc import MutableMapping
 
+import datasets
 import numpy as np
 import pytest
 import torch
-from transformers import BatchEncoding
+from transformers import BatchEncoding, LlamaForCausalLM, TrainingArguments, default_data_collator
 
-from dpllm import GhostClipper, PrivacyConfig, PrivateRun, TrainingRows, make_plan
+from dpllm import DPTrainer, GhostClipper, PrivacyConfig, PrivateRun, TrainingRows, make_plan
 from dpllm.config import ConfigError
 from dpllm.data.units import UnitIndex
 from dpllm.engines import SingleProcess
 from dpllm.engines.processes import Processes
 from dpllm.mechanism.generators import NoiseSource
 from dpllm.training.checks.independence import IndependenceError
+from dpllm.training.fetching import shares_nothing
 from dpllm.training.microbatches import microbatches
+from dpllm.training.prefetch import FetchThread
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.step import private_step
+from tests.conftest import tiny_llama_config
 from tests.distributed.matrix import NoLedger
 from tests.scarce import Gate, more_than
 
@@ -55,7 +64,7 @@ class Data:
 
     def rows(self, fetch=None):
         units, lengths = UnitIndex.one_row_per_unit(UNITS), np.ones(UNITS, dtype=np.int64)
-        return TrainingRows(units, lengths, fetch or self.fetch, self.collate, max_rows=ROWS)
+        return TrainingRows(units, lengths, fetch or self.fetch, self.collate, max_rows=ROWS, fetch_ahead=True)
 
 
 class Stepped:
@@ -76,7 +85,14 @@ class Stepped:
         batch = microbatches(rows.fetch, rows.collate, rows.units, rows.lengths, np.arange(UNITS), ROWS)
         noise = self.plan.mechanism.noise.stream(NoiseSource(), self.plan.num_steps)
         return private_step(
-            self.clipper, batch, lambda x: self.loss_of(self.model, x), self.plan, self.engine, NoLedger(), noise
+            self.clipper,
+            batch,
+            lambda x: self.loss_of(self.model, x),
+            self.plan,
+            self.engine,
+            NoLedger(),
+            noise,
+            ahead=rows.fetch_ahead,
         )
 
     def gradient(self):
@@ -251,7 +267,7 @@ def test_a_collator_that_fills_the_same_tensors_again_does_not_move_rows():
 
 def rows_of(data, collate):
     units, lengths = UnitIndex.one_row_per_unit(UNITS), np.ones(UNITS, dtype=np.int64)
-    return TrainingRows(units, lengths, data.fetch, collate, max_rows=ROWS)
+    return TrainingRows(units, lengths, data.fetch, collate, max_rows=ROWS, fetch_ahead=True)
 
 
 def test_a_seeded_run_takes_its_random_numbers_in_one_order(tmp_path):
@@ -286,10 +302,10 @@ def test_a_seeded_run_takes_its_random_numbers_in_one_order(tmp_path):
     assert torch.equal(*found)
 
 
-def run_of(tmp_path, data, collate=None, fetch=None, model=None, loss_of=loss):
+def run_of(tmp_path, data, collate=None, fetch=None, model=None, loss_of=loss, ahead=True):
     """Two steps over all units in a run; return the sum of their gradients."""
     units, lengths = UnitIndex.one_row_per_unit(UNITS), np.ones(UNITS, dtype=np.int64)
-    rows = TrainingRows(units, lengths, fetch or data.fetch, collate or data.collate, max_rows=ROWS)
+    rows = TrainingRows(units, lengths, fetch or data.fetch, collate or data.collate, max_rows=ROWS, fetch_ahead=ahead)
     privacy = PrivacyConfig(noise_multiplier=0.0, clip_norm=0.5, expected_batch_size=UNITS)
     torch.manual_seed(2)
     model = torch.nn.Linear(4, 1) if model is None else model
@@ -504,3 +520,194 @@ def test_what_only_one_thread_can_read_is_refused_before_anything_is_charged(bou
         run_of(tmp_path / "run", data, functions["collate"], functions["fetch"])
     assert not (tmp_path / "run" / "ledger.jsonl").exists()
     connection.close()
+
+
+def test_without_fetch_ahead_rows_are_read_between_passes_by_the_thread_of_the_loop(tmp_path):
+    """The default: a file that the loss reads too never returns another record's bytes."""
+    path, width = tmp_path / "rows.bin", 16_384  # records larger than a file's buffer
+    x = Data().x
+    records = torch.zeros(UNITS, width)
+    records[:, :4], records[:, 4] = x, x.sum(1)
+    path.write_bytes(records.numpy().tobytes())
+    threads = set()
+    with path.open("rb") as file:
+
+        def record(number):
+            threads.add(threading.current_thread())
+            file.seek(int(number) * width * 4)
+            return torch.frombuffer(bytearray(file.read(width * 4)), dtype=torch.float32)
+
+        def taught(model, inputs):
+            y = torch.stack([record(number)[4:5] for number in inputs["number"].tolist()])
+            return loss(model, {"x": inputs["x"], "y": y})
+
+        found = run_of(
+            tmp_path / "run",
+            Data(),
+            lambda rows: {"x": torch.stack([row for _, row in rows]), "number": torch.tensor([n for n, _ in rows])},
+            lambda numbers: [(int(number), record(number)[:4]) for number in numbers],
+            loss_of=taught,
+            ahead=False,
+        )
+    assert torch.equal(found, run_of(tmp_path / "usual", Data()))
+    assert threads == {threading.current_thread()} and not fetching()
+
+
+def test_rows_that_draw_while_a_pass_runs_end_the_step(tmp_path):
+    """Only some rows draw, after the first microbatch: masks of dropout may follow their seed. Nothing is released."""
+    data = Data()
+
+    def fetch(numbers):
+        rows = data.fetch(numbers)
+        return [seeds([row])[0] if number >= UNITS - 1 else row for row, number in zip(rows, numbers, strict=True)]
+
+    with pytest.raises(ConfigError, match="fetch_ahead=False"):
+        run_of(tmp_path / "ahead", data, fetch=fetch)
+    usual = run_of(tmp_path / "usual", Data())
+    assert torch.equal(run_of(tmp_path / "run", data, fetch=fetch, ahead=False), usual)
+
+
+@dataclasses.dataclass
+class Row:
+    """A row whose values are filled again."""
+
+    x: list
+
+
+def changed(rows):
+    for row in rows:
+        row["x"] = row["x"] * (1 + row.get("times", 0))
+        row["times"] = row.get("times", 0) + 1
+    return torch.stack([row["x"] for row in rows])
+
+
+def removed(rows):
+    return torch.stack([row.pop("x") for row in rows])
+
+
+COLLATIONS = {
+    "rows changed in place": (lambda x: {"x": x}, lambda row, x: row, changed),
+    "columns removed": (lambda x: {"x": x}, lambda row, x: row, removed),
+    "objects filled again": (
+        lambda x: Row(x.tolist()),
+        lambda row, x: row.x.__setitem__(slice(None), x.tolist()) or row,
+        lambda rows: torch.tensor([row.x for row in rows]),
+    ),
+    "arrays filled again": (
+        lambda x: {"x": array.array("f", x.tolist())},
+        lambda row, x: row["x"].__setitem__(slice(None), array.array("f", x.tolist())) or row,
+        lambda rows: torch.tensor([row["x"].tolist() for row in rows]),
+    ),
+    "a default dictionary": (
+        lambda x: defaultdict(list, x=x),
+        lambda row, x: row,
+        lambda rows: torch.stack([row["x"] + sum(row["more"]) for row in rows]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COLLATIONS)
+@pytest.mark.parametrize("ahead", [True, False])
+def test_rows_are_collated_again_from_what_was_read(name, ahead, tmp_path):
+    """Memory runs out; the collator has changed its rows, or the data set has filled them again. No row is changed."""
+    make, fill, stack = COLLATIONS[name]
+    data, scarce = Data(), []
+    pool = [make(data.x[number]) for number in range(UNITS)]
+    rows = [make(data.x[number]) for number in range(UNITS)]
+
+    def fetch(numbers):
+        places = range(len(numbers)) if "again" in name else map(int, numbers)
+        own = pool if "again" in name else rows
+        return [fill(own[place], data.x[int(number)]) for place, number in zip(places, numbers, strict=True)]
+
+    def collate(some):
+        x = stack(some)
+        return {"x": x, "y": x.sum(1, keepdim=True)}
+
+    gate = Gate(lambda where, count: bool(scarce) and more_than(ROWS - 1)(where, count))
+
+    def once(model, inputs):
+        scarce.append(None)  # from the first step on
+        return loss(model, inputs)
+
+    def model(*before):
+        torch.manual_seed(5)
+        return torch.nn.Sequential(*before, torch.nn.Linear(4, 1))
+
+    whole = run_of(tmp_path / "whole", Data(), model=model())
+    found = run_of(tmp_path / "run", data, collate, fetch, model(gate), once, ahead)
+    torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-6)
+    assert "again" in name or repr(rows) == repr([make(x) for x in data.x])
+
+
+def test_a_fetch_that_was_given_up_does_not_run_next_to_one_of_a_later_step():
+    """Ctrl-C in a notebook ends the step but not a slow read; the next step waits for it."""
+    released, most, inside = threading.Event(), [0], [0]
+
+    def slow():
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        released.wait(LIMIT)
+        inside[0] -= 1
+
+    first, second = FetchThread(torch.device("cpu")), FetchThread(torch.device("cpu"))
+    given_up = first.submit(slow)
+    assert until(lambda: inside[0])
+    first.close(patience=0.05)
+    waiting = second.submit(slow)
+    assert not until_short(waiting.done) and not given_up.done()
+    released.set()
+    waiting.result()
+    second.close()
+    assert most[0] == 1
+
+
+def test_a_program_that_fails_during_a_fetch_ends_with_its_error():
+    """A thread that runs PyTorch when Python ends would abort the process."""
+    program = """
+import threading, time, torch
+from dpllm.training.prefetch import FetchThread
+thread, begun = FetchThread(torch.device("cpu")), threading.Event()
+def busy():
+    begun.set()
+    end, x = time.monotonic() + 2, torch.randn(300, 300)
+    while time.monotonic() < end:
+        (x @ x).sum()
+thread.submit(busy)
+begun.wait()
+thread.close(patience=0.1)
+raise SystemExit(3)
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 3
+
+
+def test_a_trainer_reads_ahead_what_shares_nothing_with_the_model(tmp_path):
+    """Tables with a usual collator; functions of the user only if dataloader_num_workers says so."""
+    table = datasets.Dataset.from_dict({"x": [[1.0], [2.0]]})
+    own = Data().collate
+    assert shares_nothing(table, default_data_collator) and not shares_nothing(table, own)
+    assert not shares_nothing(table.with_transform(lambda rows: rows), default_data_collator)
+    assert not shares_nothing(list(table), default_data_collator)
+    rows = datasets.Dataset.from_dict({"input_ids": [[n % 90, 3 + n, 5] for n in range(24)]})
+    for workers in (0, 2):
+        threads = set()
+
+        def collate(some, threads=threads):
+            threads.add(threading.current_thread() is threading.main_thread())
+            ids = torch.tensor([row["input_ids"] for row in some])
+            return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+        args = TrainingArguments(
+            output_dir=str(tmp_path / str(workers)),
+            max_steps=2,
+            per_device_train_batch_size=2,
+            dataloader_num_workers=workers,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+        )
+        privacy = PrivacyConfig(noise_multiplier=1.0, delta=1e-3, clip_norm=1.0, expected_batch_size=12)
+        model = LlamaForCausalLM(tiny_llama_config(vocab_size=100))
+        DPTrainer(model=model, args=args, privacy=privacy, train_dataset=rows, data_collator=collate).train()
+        assert (False in threads) == (workers > 0) and not fetching()

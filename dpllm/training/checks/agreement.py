@@ -25,6 +25,7 @@ from torch import Tensor, nn
 import dpllm
 from dpllm.config import ConfigError
 from dpllm.config.versions import installed_version
+from dpllm.data.transfer import own_rows
 from dpllm.data.units import ONE_ROW, UnitIndex
 from dpllm.engines.optimizers import innermost
 from dpllm.privacy.plan import PrivacyPlan
@@ -241,7 +242,7 @@ def collated(length: int, fetch: Callable, collate: Callable) -> str:
     digest = hashlib.sha256()
     with same_randomness(_STATE):
         for number in _spaced(length, min(_COLLATED, length)):
-            _add(digest, dict(by_name(collate(list(fetch(np.array([number])))))))
+            _add(digest, dict(by_name(collate(own_rows(fetch(np.array([number])))))))
     return digest.hexdigest()[:12]
 
 
@@ -257,6 +258,7 @@ def _add(digest: Any, value: Any) -> None:
             _add(digest, value[name])
     elif isinstance(value, Tensor):
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        value = value.to_dense() if value.layout != torch.strided else value
         own = value.detach().cpu().clone(memory_format=torch.contiguous_format)  # one repeated number has stride 0
         digest.update(own.flatten().view(torch.uint8).numpy().data)
     elif (
@@ -268,6 +270,8 @@ def _add(digest: Any, value: Any) -> None:
     elif isinstance(value, list | tuple):
         for item in value:
             _add(digest, item)
+    elif isinstance(value, np.ndarray) and value.dtype.hasobject:
+        _add(digest, value.tolist())
     else:
         digest.update(described(value).encode())
 

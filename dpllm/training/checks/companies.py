@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from dpllm.data.labels import IGNORE
 from dpllm.training.checks import choices
 from dpllm.training.checks.repeatable import same_randomness, seed_between
+from dpllm.training.checks.sharing import same_values
 from dpllm.training.microbatches import by_name
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class Sample:
             with same_randomness(seed):
                 picked = sorted(fetched, key=lambda n: -rows.lengths[n])[:SHORTEST]
                 again.append([copy.deepcopy(rows.fetch(np.array([n], dtype=numbers.dtype))[0]) for n in picked])
-        refetched = _same(*again)
+        refetched = same_values(*again)
         return cls(fetched, tuple(together), tuple(replaced), tuple(crowded), equals, refetched, tuple(before), longest)
 
     @property
@@ -196,19 +196,6 @@ def _smallest(lengths: np.ndarray, count: int) -> np.ndarray:
         return np.argsort(lengths, kind="stable")
     few = np.argpartition(lengths, count)[:count]
     return few[np.argsort(lengths[few], kind="stable")]
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Return whether two rows hold the same values."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)
 
 
 def _has_target(inputs: Mapping[str, Any]) -> bool:

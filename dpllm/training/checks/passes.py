@@ -172,14 +172,16 @@ class Passes:
         """Return the result of a row that nothing has seen in this check, before any other pass.
 
         A loss or a collator that treats a row by what it has seen already (rows that it knows, the largest loss, the
-        longest row) does so from the first passes on, and the same in all later ones. Nothing, if the row does not
-        pass by itself: the passes that follow say why.
+        longest row) does so from the first passes on, and the same in all later ones. One of the shortest rows: after
+        the longest, what follows the longest row so far would not change any more. Nothing, if the row does not pass
+        by itself: the passes that follow say why.
         """
         rows, sample = self._setup.rows, self.sample
-        longest = max(int(rows.lengths[number]) for number in sample.rows)
+        lengths = [int(rows.lengths[number]) for number in sample.rows]
         numbers = np.setdiff1d(np.asarray(rows.units.rows), np.array(list(sample.rows)))
-        numbers = numbers[rows.lengths[numbers] <= longest]
-        if not len(numbers):
+        least = int(rows.lengths[numbers].min(initial=max(lengths)))
+        numbers = numbers[rows.lengths[numbers] == least]
+        if not len(numbers) or least == max(lengths) > min(lengths):
             return []
         number = int(choices.source().choice(numbers.tolist()))
         try:

@@ -22,6 +22,7 @@ Shape suffixes: B copies, S random states.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import math
 from collections import Counter
@@ -30,6 +31,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from dpllm.ghost.memory import is_shortage
@@ -376,11 +378,17 @@ def _differ(one: float, other: float, room: float, least: float) -> bool:
 
 
 def same_values(one: Any, other: Any) -> bool:
-    """Return whether two batches hold the same values."""
+    """Return whether two batches, or two rows, hold the same values; NaN equals NaN in a tensor."""
+    if type(one) is not type(other):
+        return False
+    if dataclasses.is_dataclass(one):
+        names = [field.name for field in dataclasses.fields(one)]
+        return all(same_values(getattr(one, name), getattr(other, name)) for name in names)
     if isinstance(one, Mapping):
         return one.keys() == other.keys() and all(same_values(one[name], other[name]) for name in one)
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same_values, one, other))
     if isinstance(one, Tensor):
+        one, other = (x.to_dense() if x.layout != torch.strided else x for x in (one, other))
         return one.shape == other.shape and bool(((one == other) | (one != one) & (other != other)).all())
     return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)
