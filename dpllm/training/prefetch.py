@@ -29,9 +29,7 @@ _Result = TypeVar("_Result")
 
 PATIENCE = 5.0
 """Seconds for which the end of a step that failed waits for a fetch."""
-_AT_EXIT = (
-    30.0  # seconds for which the end of the program waits for it: PyTorch aborts in a thread that outlives Python
-)
+_AT_EXIT = 30.0  # seconds for which the end of the program waits for it: PyTorch aborts where Python has ended
 _ONE_AT_A_TIME = threading.Lock()  # a fetch that was given up must not run next to one of a later step
 
 
