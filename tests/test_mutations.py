@@ -795,9 +795,30 @@ MUTATIONS = [
     Mutation(
         "a row is not run again after all others",
         "dpllm/training/checks/independence.py",
-        "        passes.seen += again\n",
+        "        seen += again\n",
         "",
         ("tests/training/checks/test_call_state.py::test_a_slow_drift_is_seen_over_all_passes_of_a_check",),
+    ),
+    Mutation(
+        "a difference between rows that vanishes for a while counts as rounding",
+        "dpllm/training/checks/independence.py",
+        "if vanishes and agree(results, repeated(), SAME):\n",
+        "if vanishes:\n",
+        ("tests/training/checks/test_float64.py",),
+    ),
+    Mutation(
+        "a difference between rows counts as rounding where float64 gives no numbers",
+        "dpllm/training/checks/independence.py",
+        " and agree(results, exact, NEAR)\n",
+        "\n",
+        ("tests/training/checks/test_float64.py::test_a_loss_without_a_value_in_float64_is_refused",),
+    ),
+    Mutation(
+        "a difference between rows that remains in float64 counts as rounding",
+        "dpllm/training/checks/independence.py",
+        "vanishes = self._differing(passes, exact)[1] is None and agree",
+        "vanishes = agree",
+        ("tests/training/checks/test_float64.py::test_a_coupling_hides_in_no_rounding",),
     ),
     Mutation(
         "rows that differ late raise no question",

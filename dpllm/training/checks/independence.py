@@ -27,7 +27,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,7 +37,18 @@ from dpllm.ghost import UnitClipper
 from dpllm.ghost.memory import is_shortage
 from dpllm.training.checks import choices
 from dpllm.training.checks.companies import Company, Sample
-from dpllm.training.checks.differences import Differences, Seen, compare, counting_norm, finding_of, in_words
+from dpllm.training.checks.differences import (
+    NEAR,
+    SAME,
+    Differences,
+    Seen,
+    agree,
+    compare,
+    counting_norm,
+    finding_of,
+    in_words,
+)
+from dpllm.training.checks.float64 import float64_operations
 from dpllm.training.checks.passes import CHANCES, Found, IndependenceError, Passes, Setup
 from dpllm.training.checks.randomness import OWN_GENERATOR, own_generator
 from dpllm.training.checks.repeatable import same_randomness, seed_between
@@ -56,6 +67,8 @@ REFUSED = 8
 training, or from rounding in weights that have grown."""
 _APART = 100  # the comparisons by chance are repeated after this many times their own number of rows
 _Result = TypeVar("_Result")
+Results = list[list[Seen]]
+"""Results of the passes of a check: of those with its own seed, and of those with each other seed."""
 logger = logging.getLogger(__name__)
 
 CHOSEN = (
@@ -243,29 +256,65 @@ class IndependenceCheck:
                 wanted //= 2
 
     def _worst(self, passes: Passes, first: bool) -> tuple[Seen, Seen] | None:
-        """Return the two results of one row that differ most, None if none differ by more than rounding."""
+        """Return the two results of one row that differ most, None if none differ by more than rounding.
+
+        Where rounding may be larger than the bound, as in an ill-conditioned model, a difference is rounding if it
+        vanishes in float64 and comes back without it. The second half finds code that treats rows differently once,
+        or for a while. Passes that communicate with other processes are not repeated: there, every difference counts.
+        """
         if first and len(passes.sample.probed) > 1:
             passes.probe()
-        passes.seen = [one for company in passes.sample.companies(first) for one in passes.run(company)]
-        counting, alone = counting_norm(self._clipper), passes.seen[0]
-        by_chance: list[list[Seen]] = []
-        for part in range(CHANCES if first and len(passes.sample.together) > 1 else 0):
-            by_chance.append(passes.with_seed(seed_between(part / CHANCES, (part + 1) / CHANCES)))
+        chances = CHANCES if first and len(passes.sample.together) > 1 else 0
+        seeds = [seed_between(part / CHANCES, (part + 1) / CHANCES) for part in range(chances)]
+        early = passes.early if first else []  # not if the model is evaluated meanwhile
+
+        def repeated() -> Results:
+            return self._results(passes, first, seeds, [again for one in early for again in passes.run(one.company)])
+
+        results = self._results(passes, first, seeds, early)
+        self.last = compare(results[0], counting_norm(self._clipper), passes.bound())[0]
+        passes.seen, worst = self._differing(passes, results)
+        if worst is None or self._engine.lockstep:
+            return worst
+        is_carried = passes.is_carried
+        with contextlib.suppress(Exception):  # such as a lack of memory: then the difference counts
+            with float64_operations():
+                exact = repeated()
+            vanishes = self._differing(passes, exact)[1] is None and agree(results, exact, NEAR)
+            if vanishes and agree(results, repeated(), SAME):
+                return None
+        passes.is_carried = is_carried
+        return worst
+
+    def _results(self, passes: Passes, first: bool, seeds: Sequence[int], early: Sequence[Seen]) -> Results:
+        """Run the passes of a check; return the results that are compared with each other, one list for each seed.
+
+        Args:
+            passes: of the check.
+            first: whether the check is as complete as the first one of a process.
+            seeds: of random numbers, for passes of two rows each.
+            early: results of rows before all others.
+        """
+        seen = [one for company in passes.sample.companies(first) for one in passes.run(company)]
+        by_chance = [passes.with_seed(seed) for seed in seeds]
+        alone = seen[0]
         other = next((number for number in passes.sample.before if number != alone.row), alone.row)
-        others = Company((other,), "")
-        again = passes.run(Company((alone.row,), "alone, after all other rows"), between=others)
-        passes.seen += again
+        again = passes.run(Company((alone.row,), "alone, after all other rows"), between=Company((other,), ""))
+        seen += again
         passes.is_carried = passes.differ([alone], again)
-        for one in passes.early if first else []:  # not if the model is evaluated meanwhile
+        for one in early:
             later = passes.run(Company((one.row,), "alone, after all other rows"))
             passes.is_carried = passes.is_carried or passes.differ([one], later)
-            passes.seen += [one, *later]
-        self.last, worst = compare(passes.seen, counting, passes.bound())
-        for seen in by_chance:
-            found = compare(seen, counting, passes.bound())[1]
-            if found is not None and worst is None:  # all processes run all passes
-                passes.seen, worst = seen, found
-        return worst
+            seen += [one, *later]
+        return [seen, *by_chance]
+
+    def _differing(self, passes: Passes, results: Results) -> tuple[list[Seen], tuple[Seen, Seen] | None]:
+        """Return the first results with a difference beyond rounding, and the pair that differs most."""
+        for seen in results:
+            worst = compare(seen, counting_norm(self._clipper), passes.bound())[1]
+            if worst is not None:
+                return seen, worst
+        return results[0], None
 
     def _agreed(
         self, function: Callable[[], _Result], is_true: Callable[[_Result], bool]
