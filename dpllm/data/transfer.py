@@ -18,11 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dpllm.config import ConfigError
 
-_IMMUTABLE = frozenset({int, float, bool, complex, str, bytes, type(None)})
+_IMMUTABLE = frozenset(
+    {int, float, bool, complex, str, bytes, type(None), np.bool_, np.int32, np.int64, np.float32, np.float64}
+)
 _SOURCES = WeakTensorKeyDictionary()  # device tensor -> the host tensor that it was copied from, and its version then
 
 
@@ -51,7 +54,8 @@ def own_copy(value: Any) -> Any:
     if kind is np.ndarray and not value.dtype.hasobject:
         return value.copy()
     try:
-        made = copy.deepcopy(value)
+        with _TensorClones():
+            made = copy.deepcopy(value)
         if isinstance(value, dict) and getattr(value, "__dict__", None) is value:  # entries that are attributes, too
             made.__dict__ = made
         return made
@@ -61,6 +65,16 @@ def own_copy(value: Any) -> Any:
             "copied, because a data set or a collator may fill them again. Return tensors, arrays, numbers, text, and "
             "lists or dictionaries of these"
         ) from error
+
+
+class _TensorClones(TorchFunctionMode):
+    """Within a deep copy, copies the values of a tensor only: PyTorch would copy the whole storage of a view."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is Tensor.__deepcopy__ and type(args[0]) is Tensor:
+            tensor, memo = args
+            return memo.setdefault(id(tensor), tensor.clone())
+        return func(*args, **(kwargs or {}))
 
 
 def own_rows(rows: Sequence[Any]) -> list[Any]:

@@ -207,10 +207,7 @@ _MACHINE: dict[str, Argument] = {
     "accelerator_config": works(_EVALUATION + "; gradient accumulation is refused"),
     "parallelism_config": works("only dp_shard_size and dp_replicate_size"),
     "dataloader_drop_last": refused("a step's batch is the whole draw; no unit of it may be dropped", False),
-    "dataloader_num_workers": works(
-        "evaluation as usual; above 0, one thread also reads rows of private steps while a microbatch runs ([speed]"
-        "(speed.md#fetching))"
-    ),
+    "dataloader_num_workers": works(_EVALUATION),
     "dataloader_pin_memory": works(_EVALUATION),
     "dataloader_persistent_workers": works(_EVALUATION),
     "dataloader_prefetch_factor": works(_EVALUATION),

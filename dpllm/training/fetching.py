@@ -12,8 +12,14 @@ from typing import Any
 
 import datasets
 import numpy as np
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
-from transformers import Trainer
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
+    DataCollatorWithPadding,
+    Trainer,
+)
 
 from dpllm.config import ConfigError
 from dpllm.data.rows import CLASS_AS_TEXT, DataError
@@ -65,7 +71,7 @@ def reader(dataset: Any, model: Any, collate: Any, args: Any) -> Callable[[np.nd
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     taken = {*inspect.signature(inner.forward).parameters, *_COLLATED, *(args.label_names or ())}
-    maker = _maker(collate)
+    maker = (getattr(collate, "__module__", None) or type(collate).__module__).partition(".")[0]
     if maker == "transformers":
         _refuse_text_labels(dataset)
     if not args.remove_unused_columns or maker != "transformers" or "input_ids" not in taken:
@@ -75,18 +81,30 @@ def reader(dataset: Any, model: Any, collate: Any, args: Any) -> Callable[[np.nd
     ]
 
 
+_PADDING = (DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, DataCollatorWithPadding)
+
+
 def shares_nothing(dataset: Any, collate: Any) -> bool:
-    """Return whether reading and collating rows shares no file, generator or model with a loss, as far as is known.
+    """Return whether reading and collating rows shares no file, tokenizer, generator or model with a loss.
 
-    True for a `datasets.Dataset` without a transform and a collator of dpllm, transformers or TRL: tables and padding.
-    Functions and classes of the user may read what the loss reads, and then must not run next to it.
+    True for a `datasets.Dataset` of numbers and text without a transform, padded by a collator of dpllm or one of
+    three of transformers. Functions and classes of the user, images and recordings, which are decoded from files, and
+    collators that tokenize may use what the loss uses, and then must not run next to it.
     """
-    tabular = isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
-    return tabular and _maker(collate) in ("dpllm", "transformers", "trl")
+    if type(dataset) is not datasets.Dataset or dataset.format["type"] == "custom":
+        return False
+    kinds = {type(feature) for feature in tree_leaves(list(map(_inner, dataset.features.values())))}
+    own = type(collate).__module__.partition(".")[0] == "dpllm"
+    return kinds <= {datasets.Value, datasets.ClassLabel} and (own or type(collate) in _PADDING)
 
 
-def _maker(collate: Any) -> str:
-    return (getattr(collate, "__module__", None) or type(collate).__module__).partition(".")[0]
+def _inner(feature: Any) -> Any:
+    """Return the kinds of values within a column, in lists and dictionaries."""
+    if isinstance(feature, dict):
+        return list(map(_inner, feature.values()))
+    if isinstance(feature, list):
+        return list(map(_inner, feature))
+    return _inner(feature.feature) if hasattr(feature, "feature") else feature
 
 
 def _refuse_text_labels(dataset: Any) -> None:

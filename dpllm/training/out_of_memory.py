@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from dpllm.config import ConfigError
 from dpllm.data.transfer import pin, send
 from dpllm.ghost import UnitClipper
 from dpllm.ghost.memory import is_shortage
@@ -168,7 +167,7 @@ class Portions:
         Not if it shares random numbers or a model with the pass that runs meanwhile (`FetchThread.shares`).
         """
         if self._thread is not None and not self._thread.shares and self._next is None and self._to_come:
-            self._next = self._thread.submit(self._fetched)
+            self._next = self._thread.submit(self._fetched, alone=False)
 
     def _fetched(self) -> Microbatch:
         self._to_come -= 1
@@ -176,31 +175,13 @@ class Portions:
 
     def _run(self, function: Callable[[], _Result]) -> _Result:
         """Return what a function that reads or collates rows returns, and wait for it."""
-        return function() if self._thread is None else self._thread.submit(function).result()
-
-    def _taken(self) -> Microbatch:
-        """Return the next microbatch of the step.
-
-        Raises:
-            ConfigError: the data set or the collator drew random numbers or ran the model while a pass ran.
-        """
-        future, self._next = self._next, None
-        if future is None:
-            return self._run(self._fetched)
-        microbatch = future.result()
-        if self._thread is not None and self._thread.shares:
-            raise ConfigError(
-                "The data set or the collator drew from PyTorch's global generators, or used a parameter of a model, "
-                "while the microbatch before ran: dropout may have drawn its masks from a seed of theirs. The step is "
-                "charged, and nothing of it is released. Set fetch_ahead=False in TrainingRows (in the Trainer "
-                "dataloader_num_workers=0), so that rows are read between passes"
-            )
-        return microbatch
+        return function() if self._thread is None else self._thread.submit(function, alone=True).result()
 
     def __iter__(self) -> Iterator[tuple[Microbatch, bool]]:
         """Yield each portion, and whether it is the last of the step (unless it is divided)."""
         while self._to_come or self._next:
-            self._waiting.append(self._taken())
+            future, self._next = self._next, None
+            self._waiting.append(self._run(self._fetched) if future is None else future.result())
             while self._waiting:
                 portion = self._waiting.popleft()
                 too_large = self.max_tokens is not None and portion.num_tokens > self.max_tokens

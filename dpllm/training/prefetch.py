@@ -25,10 +25,17 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dpllm.config import ConfigError
+
 _Result = TypeVar("_Result")
 
 PATIENCE = 5.0
 """Seconds for which the end of a step that failed waits for a fetch."""
+_SHARED = (
+    "The data set or the collator drew from PyTorch's global generators, or used a parameter of a model, while a "
+    "microbatch ran: dropout may have drawn its masks from a seed of theirs. The step is charged, and nothing of it is "
+    "released. Give TrainingRows(fetch_ahead=False), so that rows are read between passes"
+)
 _AT_EXIT = 30.0  # seconds for which the end of the program waits for it: PyTorch aborts where Python has ended
 _ONE_AT_A_TIME = threading.Lock()  # a fetch that was given up must not run next to one of a later step
 
@@ -47,7 +54,7 @@ class FetchThread:
         shares: whether a function drew from PyTorch's global generators or used a parameter, as a model's pass does.
 
     >>> thread = FetchThread(torch.device("cpu"))
-    >>> thread.submit(lambda: 2 + 3).result()
+    >>> thread.submit(lambda: 2 + 3, alone=True).result()
     5
     >>> thread.close()
     """
@@ -55,18 +62,24 @@ class FetchThread:
     def __init__(self, device: torch.device) -> None:
         """Begin without a thread."""
         self._device = device
-        self._tasks: queue.SimpleQueue[tuple[Future, Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Future, Callable[[], Any], bool] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
         self.shares = False
 
-    def submit(self, function: Callable[[], _Result]) -> Future[_Result]:
-        """Run a function after those submitted before, also to threads that were closed before they had ended."""
+    def submit(self, function: Callable[[], _Result], alone: bool) -> Future[_Result]:
+        """Run a function after those submitted before, also to threads that were closed before they had ended.
+
+        Args:
+            function: runs in the thread.
+            alone: whether nothing else runs meanwhile, since its result is waited for at once. Otherwise the result is
+                a ConfigError if the function uses what a model's pass uses too.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="dpllm fetch", daemon=True)
             self._thread.start()
         future: Future[_Result] = Future()
-        self._tasks.put((future, function))
+        self._tasks.put((future, function, alone))
         return future
 
     def close(self, patience: float | None = None) -> None:
@@ -86,19 +99,18 @@ class FetchThread:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         while (task := self._tasks.get()) is not None and not self._closed:
-            future, function = task
-            with _ONE_AT_A_TIME, _Sharing() as found:
-                try:
-                    result, error = function(), None
-                except BaseException as raised:
-                    result, error = None, raised
-            self.shares |= found.shares
-            if error is None:
+            future, function, alone = task
+            try:
+                with _ONE_AT_A_TIME, _Sharing() as found:
+                    result = function()
+                self.shares |= found.shares
+                if found.shares and not alone:
+                    raise ConfigError(_SHARED)
                 future.set_result(result)
-            else:
+                del result
+            except BaseException as error:
                 future.set_exception(error)
-            del result, error, found
-            del task, future, function  # a result must not be kept until the next one
+            del task, future, function, found  # a result must not be kept until the next one
 
 
 class _Sharing(TorchDispatchMode):

@@ -173,7 +173,7 @@ class Prepared:
             max_rows=args.per_device_train_batch_size if max_tokens is None else None,
             max_tokens=max_tokens,
             packed=pack_rows,
-            fetch_ahead=args.dataloader_num_workers > 0 or shares_nothing(dataset, collate),
+            fetch_ahead=shares_nothing(dataset, collate),
         )
         return cls(
             privacy=privacy,
@@ -194,9 +194,14 @@ class Prepared:
         """Check that the Trainer still has the data set with which the plan was made.
 
         Raises:
-            ConfigError: ``train_dataset`` was set to another object.
+            ConfigError: ``train_dataset`` was set to another object, or has got a transform.
         """
         refuse_replaced(dataset, self.dataset)
+        if self.rows.fetch_ahead and not shares_nothing(dataset, self.collate):
+            raise ConfigError(
+                "train_dataset has got a transform or other columns since the DPTrainer was made, but the plan's "
+                "lengths are those of its rows before. Set the transform first"
+            )
 
     def refuse_unclippable(self, model: nn.Module) -> None:
         """Check that every trainable parameter can be clipped, before anything is charged or written.

@@ -17,7 +17,7 @@ from torch import Tensor
 from dpllm.config import ConfigError
 from dpllm.data.records import DataError
 from dpllm.data.rows import RowCollator
-from dpllm.data.transfer import own_rows
+from dpllm.data.transfer import own_copy, own_rows
 from dpllm.data.units import UnitIndex
 from dpllm.training.checks import agreement
 from dpllm.training.microbatch_size import AUTO
@@ -43,9 +43,9 @@ class TrainingRows:
         packed: whether ``collate`` concatenates rows without padding (`dpllm.data.rows.PackedCollator`). The loss is
             then `dpllm.packed_sequence_loss`, and the model runs within `dpllm.models.packing.attention_by_row`.
         fetch_ahead: whether a thread calls ``fetch`` and ``collate`` for the next microbatch while one runs. Set it
-            only if the two share no open file, connection, tokenizer, random generator or model with the loss: a file
-            that both read returns the bytes of another record, which is then counted under two units. If false, both
-            are called between the passes, in the thread of the loop.
+            only if the two share no open file, connection, tokenizer or model with the loss, and draw or seed no random
+            numbers: a file that both read returns the bytes of another record, which is then counted under two units.
+            If false, both are called between the passes, in the thread of the loop.
 
     Raises:
         ConfigError: a field is of another kind, there are fewer lengths than rows, or ``max_tokens`` is another value.
@@ -111,12 +111,12 @@ class TrainingRows:
         thread, what = FetchThread(torch.device("cpu")), "fetch"
         try:
             if self.fetch_ahead:
-                found = thread.submit(lambda: self.fetch(np.asarray(self.units.rows[:1]))).result()
+                found = thread.submit(lambda: self.fetch(np.asarray(self.units.rows[:1])), alone=True).result()
             rows, what = own_rows(found), "collate"
             if self.fetch_ahead:
-                thread.submit(lambda: by_name(self.collate(rows))).result()
+                thread.submit(lambda: own_copy(by_name(self.collate(rows))), alone=True).result()
             else:
-                by_name(self.collate(rows))
+                own_copy(by_name(self.collate(rows)))
         except (ConfigError, DataError):
             raise
         except Exception as error:

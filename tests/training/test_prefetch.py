@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import dataclasses
+import functools
 import sqlite3
 import subprocess
 import sys
@@ -15,10 +16,21 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from transformers import BatchEncoding, LlamaForCausalLM, TrainingArguments, default_data_collator
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    BatchEncoding,
+    DataCollatorForSeq2Seq,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    TrainingArguments,
+    default_data_collator,
+)
 
 from dpllm import DPTrainer, GhostClipper, PrivacyConfig, PrivateRun, TrainingRows, make_plan
 from dpllm.config import ConfigError
+from dpllm.data.rows import RowCollator
+from dpllm.data.transfer import own_copy
 from dpllm.data.units import UnitIndex
 from dpllm.engines import SingleProcess
 from dpllm.engines.processes import Processes
@@ -651,10 +663,10 @@ def test_a_fetch_that_was_given_up_does_not_run_next_to_one_of_a_later_step():
         inside[0] -= 1
 
     first, second = FetchThread(torch.device("cpu")), FetchThread(torch.device("cpu"))
-    given_up = first.submit(slow)
+    given_up = first.submit(slow, alone=True)
     assert until(lambda: inside[0])
     first.close(patience=0.05)
-    waiting = second.submit(slow)
+    waiting = second.submit(slow, alone=True)
     assert not until_short(waiting.done) and not given_up.done()
     released.set()
     waiting.result()
@@ -673,7 +685,7 @@ def busy():
     end, x = time.monotonic() + 2, torch.randn(300, 300)
     while time.monotonic() < end:
         (x @ x).sum()
-thread.submit(busy)
+thread.submit(busy, alone=True)
 begun.wait()
 thread.close(patience=0.1)
 raise SystemExit(3)
@@ -681,33 +693,72 @@ raise SystemExit(3)
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 3
 
 
-def test_a_trainer_reads_ahead_what_shares_nothing_with_the_model(tmp_path):
-    """Tables with a usual collator; functions of the user only if dataloader_num_workers says so."""
-    table = datasets.Dataset.from_dict({"x": [[1.0], [2.0]]})
-    own = Data().collate
-    assert shares_nothing(table, default_data_collator) and not shares_nothing(table, own)
-    assert not shares_nothing(table.with_transform(lambda rows: rows), default_data_collator)
-    assert not shares_nothing(list(table), default_data_collator)
+def padding():
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1}, "a")), pad_token="a")
+    return DataCollatorForSeq2Seq(tokenizer)
+
+
+class OwnTable(datasets.Dataset):
+    """A table whose class the user has written."""
+
+
+class OwnPadding(DataCollatorForSeq2Seq):
+    """A collator whose class the user has written."""
+
+
+def test_what_shares_nothing_with_the_model_is_read_ahead():
+    """Tables of numbers and text that a usual collator pads; never the user's functions, or what is decoded."""
+    table, pads = datasets.Dataset.from_dict({"x": [[1.0], [2.0]], "text": ["a", "b"]}), padding()
+    assert shares_nothing(table, pads) and shares_nothing(table, RowCollator(pad_token_id=0))
+    assert not shares_nothing(table, OwnPadding(pads.tokenizer))
+    assert not shares_nothing(table, functools.wraps(default_data_collator)(lambda rows: rows))
+    assert not shares_nothing(table, functools.partial(default_data_collator))
+    for other in (
+        table.with_transform(lambda rows: rows),
+        OwnTable(table.data),
+        list(table),
+        table.add_column("image", [None, None], feature=datasets.Image()),
+        table.add_column("sounds", [[], []], feature=datasets.List(datasets.Audio())),
+    ):
+        assert not shares_nothing(other, pads)
+
+
+def trainer(folder, rows, collate):
+    args = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=2,
+        per_device_train_batch_size=2,
+        dataloader_num_workers=2,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+    )
+    privacy = PrivacyConfig(noise_multiplier=1.0, delta=1e-3, clip_norm=1.0, expected_batch_size=12)
+    model = LlamaForCausalLM(tiny_llama_config(vocab_size=100))
+    return DPTrainer(model=model, args=args, privacy=privacy, train_dataset=rows, data_collator=collate)
+
+
+def test_a_trainer_calls_a_collator_of_the_user_between_passes(tmp_path):
+    """Also with workers for the evaluation; and it refuses a transform that is set later."""
     rows = datasets.Dataset.from_dict({"input_ids": [[n % 90, 3 + n, 5] for n in range(24)]})
-    for workers in (0, 2):
-        threads = set()
+    threads = set()
 
-        def collate(some, threads=threads):
-            threads.add(threading.current_thread() is threading.main_thread())
-            ids = torch.tensor([row["input_ids"] for row in some])
-            return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    def collate(some):
+        threads.add(threading.current_thread())
+        ids = torch.tensor([row["input_ids"] for row in some])
+        return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
 
-        args = TrainingArguments(
-            output_dir=str(tmp_path / str(workers)),
-            max_steps=2,
-            per_device_train_batch_size=2,
-            dataloader_num_workers=workers,
-            logging_strategy="no",
-            save_strategy="no",
-            report_to="none",
-            use_cpu=True,
-        )
-        privacy = PrivacyConfig(noise_multiplier=1.0, delta=1e-3, clip_norm=1.0, expected_batch_size=12)
-        model = LlamaForCausalLM(tiny_llama_config(vocab_size=100))
-        DPTrainer(model=model, args=args, privacy=privacy, train_dataset=rows, data_collator=collate).train()
-        assert (False in threads) == (workers > 0) and not fetching()
+    trainer(tmp_path / "own", rows, collate).train()
+    assert threads == {threading.current_thread()}
+    later = trainer(tmp_path / "later", rows, None)
+    rows.set_transform(lambda some: some)
+    with pytest.raises(ConfigError, match="transform"):
+        later.train()
+
+
+def test_a_copy_of_a_view_has_its_values_only():
+    """Rows of a data set in one tensor: the deep copy of PyTorch would copy the whole data set for each."""
+    whole = torch.arange(3e6)
+    row = own_copy(Row(whole[3:5]))
+    assert row.x.tolist() == [3.0, 4.0] and row.x.untyped_storage().nbytes() == 8

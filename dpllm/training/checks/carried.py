@@ -10,13 +10,13 @@ user's functions are only called, as a training calls them. Nothing of what they
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dpllm.data.records import DataError
+from dpllm.data.transfer import own_copy
 from dpllm.training.checks import choices
 from dpllm.training.checks.companies import Sample
 from dpllm.training.checks.repeatable import same_randomness, seed_between
@@ -83,7 +83,7 @@ def doubts(rows: TrainingRows, sample: Sample) -> Iterator[str]:
 
 
 def _collating(rows: TrainingRows, sample: Sample) -> Callable[[int], Any]:
-    return lambda number: rows.collate([copy.deepcopy(sample.rows[number])])  # collators may modify rows
+    return lambda number: rows.collate([own_copy(sample.rows[number])])  # collators may modify rows
 
 
 def refuse_reading(read: Callable[[int], Any], num_rows: int) -> None:

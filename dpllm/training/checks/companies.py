@@ -7,7 +7,6 @@ shortest row with a target, because effects of padding are largest there, and on
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from dpllm.data.labels import IGNORE
+from dpllm.data.transfer import own_copy
 from dpllm.training.checks import choices
 from dpllm.training.checks.repeatable import same_randomness, seed_between
 from dpllm.training.checks.sharing import same_values
@@ -76,7 +76,7 @@ class Sample:
         """Return the rows of a pass; collators may modify them."""
         distinct = list(dict.fromkeys(numbers))
         found = dict(zip(distinct, fetch(np.array(distinct)), strict=True)) if self.refetched else self.rows
-        return [copy.deepcopy(found[number]) for number in numbers]
+        return [own_copy(found[number]) for number in numbers]
 
     @classmethod
     def draw(cls, rows: TrainingRows, max_tokens: int | None, wanted: int, first: bool, crowd: int = 0) -> Sample:
@@ -94,7 +94,7 @@ class Sample:
         lengths = np.maximum(1, rows.lengths[numbers])
         order = numbers[_smallest(lengths, SHORTEST)]
         fetched = dict(zip(order.tolist(), rows.fetch(order), strict=True))
-        alone = ((n, by_name(rows.collate([copy.deepcopy(row)]))) for n, row in fetched.items())
+        alone = ((n, by_name(rows.collate([own_copy(row)]))) for n, row in fetched.items())
         short = next((n for n, inputs in alone if _has_target(inputs)), int(order[0]))
         shortest = max(1, int(rows.lengths[short]))
         most = min(wanted, len(numbers) if rows.max_rows is None else rows.max_rows)
@@ -147,7 +147,7 @@ class Sample:
         for seed in (seed_between(0, 0.5), seed_between(0.5, 1)):
             with same_randomness(seed):
                 picked = sorted(fetched, key=lambda n: -rows.lengths[n])[:SHORTEST]
-                again.append([copy.deepcopy(rows.fetch(np.array([n], dtype=numbers.dtype))[0]) for n in picked])
+                again.append([own_copy(rows.fetch(np.array([n], dtype=numbers.dtype))[0]) for n in picked])
         refetched = same_values(*again)
         return cls(fetched, tuple(together), tuple(replaced), tuple(crowded), equals, refetched, tuple(before), longest)
 

@@ -15,7 +15,6 @@ Shape suffixes: B rows, T tokens.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor
 
 from dpllm.data.labels import IGNORE
+from dpllm.data.transfer import own_copy
 from dpllm.training.checks import choices
 from dpllm.training.checks.repeatable import same_randomness, seed_between
 
@@ -87,7 +87,7 @@ class Alone:
         batches = []
         for part in range(_GATES):
             with same_randomness(seed_between(part / _GATES, (part + 1) / _GATES)):
-                batches.append([collate([copy.deepcopy(row)]) for row in rows])
+                batches.append([collate([own_copy(row)]) for row in rows])
         return cls(batches)
 
     def differ(self) -> bool:
@@ -131,7 +131,7 @@ class Alone:
             ]:  # collators may count calls
                 given = [*others[:place], row, *others[place:]] if is_beside else [row]
                 with same_randomness(choices.source().getrandbits(32)):
-                    batch = collate(copy.deepcopy(given))
+                    batch = collate(own_copy(given))
                 two[is_beside] = part_of(batch, [place if is_beside else 0], apart)
                 if is_beside:
                     is_cut |= {name for name in two[True] if _width(batch, name) != _width(two[True], name)}
@@ -177,7 +177,7 @@ def mixing(collate: Collate, row: Any, *others: Any) -> str | None:
         seed, batches = seed_between(part / _GATES, (part + 1) / _GATES), []
         for other in (others[0], *others):
             with same_randomness(seed):
-                batches.append(collate([copy.deepcopy(row), copy.deepcopy(other)]))
+                batches.append(collate([own_copy(row), own_copy(other)]))
         again, first, second = batches
         if not _same_row(again, first, any_shape=False):
             return OWN_NUMBERS

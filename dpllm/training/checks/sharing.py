@@ -21,7 +21,6 @@ Shape suffixes: B copies, S random states.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import math
@@ -34,6 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpllm.data.transfer import own_copy
 from dpllm.ghost.memory import is_shortage
 from dpllm.training.checks import choices
 from dpllm.training.checks.repeatable import (
@@ -368,7 +368,7 @@ def of_collator(
 
 def copied(row: Any) -> Callable[[int], list[Any]]:
     """Return a function that makes copies of a row; collators may modify them."""
-    return lambda count: [copy.deepcopy(row) for _ in range(count)]
+    return lambda count: [own_copy(row) for _ in range(count)]
 
 
 def _differ(one: float, other: float, room: float, least: float) -> bool:

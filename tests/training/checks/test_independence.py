@@ -662,7 +662,7 @@ def crowded(most):
 
     def loss(outputs, labels, num_items_in_batch=None):
         loss_B = per_sequence_loss(outputs.logits, labels)
-        return loss_B if len(loss_B) <= most else loss_B + 0.1 * loss_B.mean().detach()
+        return loss_B if len(loss_B) <= most else loss_B + 10 * loss_B.mean().detach()
 
     return loss
 
@@ -750,7 +750,7 @@ def test_a_loop_that_goes_on_after_a_refusal_has_a_check_in_every_step(tmp_path)
 
     def loss_of(model, inputs):
         loss_B = lm_loss(model, inputs)
-        return loss_B if mended else loss_B + 0.1 * loss_B.mean().detach()
+        return loss_B if mended else loss_B + 10 * loss_B.mean().detach()
 
     run = PrivateRun.start(tmp_path, plan_of(num_steps=6), rows_of(unequal().to_list()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

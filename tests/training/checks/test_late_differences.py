@@ -23,7 +23,7 @@ DISCLOSED = "losses of single rows, in an error message"
 
 
 def coupled(loss_B):
-    return loss_B + 0.1 * loss_B.mean().detach()
+    return loss_B + 10 * loss_B.mean().detach()
 
 
 def late_points(report):
