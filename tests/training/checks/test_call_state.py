@@ -18,7 +18,7 @@ from dpllm.data.rows import RowCollator
 from dpllm.data.units import UnitIndex
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.training.checks.independence import IndependenceError
-from tests.training.checks.test_independence import llama, rows_of, steps, trainer, unequal
+from tests.training.checks.test_independence import llama, privacy, rows_of, steps, trainer, unequal
 from tests.training.test_run import ledger_of, plan_of
 
 COLLATE = RowCollator(pad_token_id=0)
@@ -125,12 +125,15 @@ def test_a_loss_that_follows_earlier_calls_is_refused_in_the_first_step(name, ba
     assert read_ledger(tmp_path / LEDGER_FILE).num_steps == 1
 
 
-def test_a_slow_drift_is_seen_over_all_passes_of_a_check(tmp_path):
-    """Between two passes it is smaller than rounding: a warm-up of a million calls."""
+@pytest.mark.parametrize("rows", [40, 5])
+def test_a_slow_drift_is_seen_over_all_passes_of_a_check(rows, tmp_path):
+    """Between two passes it is smaller than rounding: a warm-up of a million calls. A check runs all of 5 rows."""
     calls = itertools.count()
     run = trainer(
         tmp_path,
         llama(initializer_range=0.2),
+        unequal(rows),
+        config=privacy(expected_batch_size=4),
         compute_loss_func=lambda outputs, labels: of_rows(outputs, labels) * (1 + 1.5e-6 * next(calls)),
     )
     with pytest.raises(IndependenceError, match=r"alone, after all other rows .*carries state from one"):
