@@ -173,7 +173,6 @@ class Prepared:
             max_rows=args.per_device_train_batch_size if max_tokens is None else None,
             max_tokens=max_tokens,
             packed=pack_rows,
-            fetch_ahead=shares_nothing(dataset, collate),
         )
         return cls(
             privacy=privacy,
@@ -194,14 +193,9 @@ class Prepared:
         """Check that the Trainer still has the data set with which the plan was made.
 
         Raises:
-            ConfigError: ``train_dataset`` was set to another object, or has got a transform.
+            ConfigError: ``train_dataset`` was set to another object.
         """
         refuse_replaced(dataset, self.dataset)
-        if self.rows.fetch_ahead and not shares_nothing(dataset, self.collate):
-            raise ConfigError(
-                "train_dataset has got a transform or other columns since the DPTrainer was made, but the plan's "
-                "lengths are those of its rows before. Set the transform first"
-            )
 
     def refuse_unclippable(self, model: nn.Module) -> None:
         """Check that every trainable parameter can be clipped, before anything is charged or written.
@@ -253,7 +247,9 @@ class Prepared:
 
     def run(self, ledger: SharedLedger) -> PrivateRun:
         """Make the run that charges this ledger. Called by all processes together."""
-        return PrivateRun(self.plan, self.rows, ledger, self.privacy.seed, self.noise_memory)
+        ahead = shares_nothing(self.dataset, self.collate)  # a transform may have been set since the rows were made
+        rows = replace(self.rows, fetch_ahead=ahead)
+        return PrivateRun(self.plan, rows, ledger, self.privacy.seed, self.noise_memory)
 
     def expected_batch(self) -> Batch:
         """Return the expected size of a step's batch, for the throughput on the screen."""
