@@ -34,6 +34,13 @@ class IllConditioned(nn.Module):
         return self.head(torch.tanh(1e3 * (x[:, order] @ self.weight[order])))
 
 
+class WellConditioned(IllConditioned):
+    """The same layer in float64."""
+
+    def forward(self, x):
+        return self.head(torch.tanh(1e3 * (x.double() @ self.weight.double())).float())
+
+
 def loss_of(model, inputs):
     return (model(inputs["x"]) - 1).square().mean(1)
 
@@ -53,7 +60,7 @@ class CoupledWhile:
 
 
 def first_step(folder, loss_of, model=None):
-    """Take the first step of a run, after its check of rows; return the differences that the check found."""
+    """Take the first step of a run, after its check of rows; return both the run and the differences found."""
     torch.manual_seed(3)
     model = IllConditioned() if model is None else model
     half = torch.randn(UNITS, WIDTH // 2)
@@ -72,14 +79,19 @@ def first_step(folder, loss_of, model=None):
     run.attach(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
     try:
         run.step(next(run.draws(1)), loss_of)
-        return run.row_differences
+        return run, run.row_differences
     finally:
         run.detach()
 
 
-def test_rounding_of_an_ill_conditioned_model_is_not_refused(tmp_path):
-    found = first_step(tmp_path, loss_of)
+def test_rounding_of_an_ill_conditioned_model_is_an_open_point(tmp_path):
+    """And no refusal. A model that rounds less has no such point."""
+    run, found = first_step(tmp_path / "ill", loss_of)
     assert found.norm > 2 * found.tolerance
+    assert sum("float64" in point for point in run.finish()["open_points"]) == 1
+    well, found = first_step(tmp_path / "well", loss_of, WellConditioned())
+    assert found.norm <= found.tolerance
+    assert not any("float64" in point for point in well.finish()["open_points"])
 
 
 @pytest.mark.parametrize(("least", "most"), [(0, 1e9), (0, 12), (0, 30), (0, 60), (3, 30), (12, 1e9)])
