@@ -18,11 +18,11 @@ test: check
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not deep"
 
 test-flower: $(FLOWER)/.installed
-	OMP_NUM_THREADS=1 $(FLOWER)/bin/python -m pytest -n 0 tests/federated/test_flower.py -m "not deep"
+	OMP_NUM_THREADS=1 $(FLOWER)/bin/python -m pytest -n 0 tests/methods/federated/test_flower.py -m "not deep"
 
 test-deep: check $(FLOWER)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
-	OMP_NUM_THREADS=1 $(FLOWER)/bin/python -m pytest -n 0 tests/federated/test_flower.py
+	OMP_NUM_THREADS=1 $(FLOWER)/bin/python -m pytest -n 0 tests/methods/federated/test_flower.py
 
 check: setup
 	$(BIN)/ruff check .

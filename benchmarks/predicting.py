@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import utility
 
-from dpllm.cli.querying import run_method
+from dpllm.methods.queries.command import run_method
 from dpllm.privacy.rounding import format_epsilon
 
 PROMPT = "Here is a description of a restaurant:"

@@ -24,12 +24,8 @@ import numpy as np
 import torch.distributed
 from transformers import Trainer
 
-from dpllm.audit.attack_figure import plot_attacks
-from dpllm.audit.attacks import AttackReport, AttackSettings, attack_facts, attack_folder, attack_tables
 from dpllm.audit.bounds import AuditError
 from dpllm.audit.canaries import CanarySet
-from dpllm.audit.extraction import ExtractionSettings
-from dpllm.audit.lira import ShadowTraining
 from dpllm.audit.membership import interval
 from dpllm.audit.result import AuditResult, json_text
 from dpllm.audit.run import audit_run
@@ -39,6 +35,10 @@ from dpllm.config.recipe import refuse_trainer
 from dpllm.data.rows import RowCollator, load_train_and_eval, tokenize_records, unit_index_of
 from dpllm.engines.processes import Processes
 from dpllm.mechanism.parts import Spec
+from dpllm.methods.attacks.attack_figure import plot_attacks
+from dpllm.methods.attacks.attacks import AttackReport, AttackSettings, attack_facts, attack_folder, attack_tables
+from dpllm.methods.attacks.extraction import ExtractionSettings
+from dpllm.methods.attacks.lira import ShadowTraining
 from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.noise_choice import prediction

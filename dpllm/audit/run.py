@@ -23,13 +23,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dpllm.audit.bounds import CONFIDENCE, AuditError
 from dpllm.audit.canaries import Canary, CanarySet, check_data, record_of
-from dpllm.audit.exposure import FEWEST_REFERENCE, exposure
 from dpllm.audit.figure import PICTURE_FILE, plot_audit
 from dpllm.audit.result import AUDIT_FILE, AuditResult, judge
 from dpllm.audit.scores import loss_score, ratio_score, token_scores
 from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, ConfigError, ModelConfig, load_recipe
 from dpllm.data.labels import IGNORE
 from dpllm.data.rows import RowCollator, tokenization_info, tokenize_records
+from dpllm.methods.attacks.exposure import FEWEST_REFERENCE, exposure
 from dpllm.models.load import load_base_model
 from dpllm.privacy.accounting import History
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger

@@ -12,26 +12,15 @@ from typing import Annotated
 import typer
 
 import dpllm
-from dpllm.cli import (
-    aggregating,
-    auditing,
-    budgets,
-    cost,
-    evaluating,
-    federating,
-    federation,
-    generating,
-    planning,
-    querying,
-    recipes,
-    releasing,
-    runs,
-    starting,
-    teaching,
-    training,
-    tuning,
-)
+from dpllm.cli import auditing, budgets, cost, generating, planning, recipes, releasing, runs, starting, training
 from dpllm.cli.common import fill_help_screens
+from dpllm.methods.aggregate import command as aggregating
+from dpllm.methods.federated import command as federating
+from dpllm.methods.federated import federation
+from dpllm.methods.pate import command as teaching
+from dpllm.methods.queries import command as querying
+from dpllm.methods.synthesize import evaluating
+from dpllm.methods.tune import command as tuning
 
 app = typer.Typer(
     name="dpllm",

@@ -72,8 +72,8 @@ class _Steps:
 def _event(run: _Steps) -> Round:
     """Return the event of a step."""
     from dpllm.mechanism.discrete import DiscreteStep
-    from dpllm.mechanism.distributed import DistributedStep
     from dpllm.mechanism.events import dp_sgd
+    from dpllm.methods.federated.distributed import DistributedStep
 
     numbers = asdict(run)
     reach = numbers.pop("discrete_sensitivity")

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpllm.cli import data_sets
 from dpllm.cli.common import one_line_errors
 from dpllm.config.values import integer, nearest
+from dpllm.methods.synthesize import options as data_sets
 
 if TYPE_CHECKING:
     from dpllm.models.generation import Prompt, Sampling, TextGenerator
@@ -243,8 +243,8 @@ def _check(folder: Path, unverified: bool) -> None:
     Raises:
         ValueError: the ledger does not bear it out, and this was not accepted.
     """
+    from dpllm.methods.tune.record import RECORD_FILE
     from dpllm.report.standing import standing_of
-    from dpllm.tuning.record import RECORD_FILE
 
     if (folder / RECORD_FILE).is_file():
         raise ValueError(
@@ -291,7 +291,7 @@ def _load(
     from transformers.utils import logging as transformers_logging
 
     from dpllm.models.generation import Sampling, load_generator
-    from dpllm.tuning.rehearsal import quiet
+    from dpllm.planning.rehearsal import quiet
 
     sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
     _say("loading the model")

@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 
 from dpllm.cli.common import AnyRecipe, AsJson, Overrides, one_line_errors, show
-from dpllm.cli.querying import show_query_plan
 from dpllm.cli.rates import computed_rate, rate_values, rate_words
 from dpllm.cli.suggesting import (
     Around,
@@ -26,6 +25,7 @@ from dpllm.cli.suggesting import (
 from dpllm.cli.sweeping import UTILIZATION, Setting, run_noise_sweep, run_sweep
 from dpllm.config import Recipe, load_recipe
 from dpllm.config.query_recipe import method_in
+from dpllm.methods.queries.command import show_query_plan
 
 if TYPE_CHECKING:
     from dpllm.privacy.noise_choice import Prediction

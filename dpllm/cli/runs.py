@@ -122,12 +122,12 @@ def verify(output_dir: OutputDir, as_json: AsJson = False) -> None:
     _require_run(output_dir)
     if not as_json:  # the rest takes seconds
         typer.echo(f"checking {output_dir}: computing ε, report and card again from the ledger")
+    from dpllm.methods.tune.record import RECORD_FILE
     from dpllm.report.verify import verification_rows
     from dpllm.report.verify import verify as verify_folder
-    from dpllm.tuning.record import RECORD_FILE
 
     if (output_dir / RECORD_FILE).is_file():
-        from dpllm.tuning.check import verify_tuning  # imports torch, for which other folders need not wait
+        from dpllm.methods.tune.check import verify_tuning  # imports torch, for which other folders need not wait
 
         result = verify_tuning(output_dir)
     else:
@@ -154,10 +154,10 @@ def _require_run(folder: Path) -> None:
     Raises:
         ValueError: it has none; folders of runs in it are named.
     """
+    from dpllm.methods.tune.record import RECORD_FILE
     from dpllm.privacy.ledger import LEDGER_FILE
     from dpllm.privacy.plan import PLAN_FILE
     from dpllm.report.statement import JSON_FILE
-    from dpllm.tuning.record import RECORD_FILE
 
     if any((folder / name).is_file() for name in (LEDGER_FILE, PLAN_FILE, JSON_FILE, RECORD_FILE)):
         return

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dpllm.config import DataConfig
     from dpllm.data.columns import Columns
     from dpllm.models.at_hand import ModelAtHand
-    from dpllm.tuning.new_recipe import NewRecipe, Wishes
+    from dpllm.planning.new_recipe import NewRecipe, Wishes
 
 EPSILON = 8.0
 ASKED_FORMATS = tuple(name for name in FORMATS if name in ("text", "prompt_completion", "chat", "classification"))
@@ -148,7 +148,7 @@ def init(
     typer.echo(f"reading all records of {path}; then computing noise and learning rate")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # transformers, about names of options that will change
-        from dpllm.tuning.new_recipe import new_recipe
+        from dpllm.planning.new_recipe import new_recipe
 
         made = new_recipe(wishes, at_hand)
         notes = _write(target, made)
@@ -207,7 +207,7 @@ class _Options:
         classes: int | list[str] | None,
     ) -> Wishes:
         """Return all wishes, with the answers to the questions."""
-        from dpllm.tuning.new_recipe import Wishes
+        from dpllm.planning.new_recipe import Wishes
 
         return Wishes(
             data=data,

@@ -18,9 +18,9 @@ from dpllm.config import Recipe
 from dpllm.config.values import between, integer
 
 if TYPE_CHECKING:
+    from dpllm.planning.rehearsal import Rehearsal
     from dpllm.planning.suggest import Setting, Suggestion
-    from dpllm.tuning.rehearsal import Rehearsal
-    from dpllm.tuning.suggested import Suggested
+    from dpllm.planning.suggested import Suggested
 
 SUGGESTION_FILE = "suggestion.yaml"
 CHECKED = "compared with the private records: the public text has none of them beyond the declared number"
@@ -119,10 +119,10 @@ def run_suggest(path: Path, recipe: Recipe, options: SuggestOptions, as_json: bo
     """Compute the suggestion, rehearse it if that is wanted, print it, and write its file."""
     from dpllm.config.recipe import refuse_trainer
     from dpllm.models.starting_point import refuse_private_start
+    from dpllm.planning.public_text import public_section
+    from dpllm.planning.suggested import suggested_run
     from dpllm.planning.weight_size import size_of_model
     from dpllm.training.preflight import check_recipe
-    from dpllm.tuning.public_text import public_section
-    from dpllm.tuning.suggested import suggested_run
 
     options.check()
     if options.rehearses:
@@ -161,7 +161,7 @@ def _units(recipe: Recipe, options: SuggestOptions, section: Any) -> Any:
     """Return the index of units: from the private records, or only their number."""
     from dpllm.data.rows import load_train_and_eval, unit_index_of
     from dpllm.data.units import UnitIndex
-    from dpllm.tuning.public_text import refuse_private_records
+    from dpllm.planning.public_text import refuse_private_records
 
     if options.num_units is not None:
         if recipe.privacy.sampling == "example":
@@ -188,10 +188,10 @@ def _before_the_stage(recipe: Recipe) -> tuple[str, ...]:
 
 def _rehearse(run: Suggested, section: Any, options: SuggestOptions) -> tuple[Suggestion, Rehearsal]:
     """Rehearse, with a progress bar on the error stream; the private records are not opened."""
+    from dpllm.planning.public_text import load_material
+    from dpllm.planning.rehearsal import Steps, quiet, rehearse, shorten
     from dpllm.planning.suggest import Setting
-    from dpllm.tuning.public_text import load_material
-    from dpllm.tuning.rehearsal import Steps, quiet, rehearse, shorten
-    from dpllm.tuning.suggested import RATE
+    from dpllm.planning.suggested import RATE
 
     with tempfile.TemporaryDirectory(prefix="dpllm-rehearsal-") as name, _bars() as bar:
         folder = Path(name)

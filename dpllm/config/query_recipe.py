@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.config import values
-from dpllm.config.aggregate_section import AggregateConfig
-from dpllm.config.count_section import CountConfig
 from dpllm.config.data_section import DataConfig
-from dpllm.config.evolve_section import EvolveConfig
-from dpllm.config.predict_section import PredictConfig
 from dpllm.config.privacy_section import PrivacyUnit
 from dpllm.config.recipe import ModelConfig, ReleaseConfig, read_raw, read_section
-from dpllm.config.teach_section import TeachConfig
 from dpllm.config.values import ConfigError, nearest
 from dpllm.config.yaml12 import write_yaml
 from dpllm.mechanism.limits import ADJACENCIES, MAX_NOISE, MAX_TARGET_EPSILON, MIN_NOISE
+from dpllm.methods.aggregate.section import AggregateConfig
+from dpllm.methods.count.section import CountConfig
+from dpllm.methods.evolve.section import EvolveConfig
+from dpllm.methods.pate.section import TeachConfig
+from dpllm.methods.predict.section import PredictConfig
 
 METHOD_SECTIONS: dict[str, type] = {
     "count": CountConfig,

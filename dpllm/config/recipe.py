@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 from dpllm.config import values
 from dpllm.config.data_section import FORMATS, DataConfig
-from dpllm.config.federate_section import FederateConfig
 from dpllm.config.hub import is_language
 from dpllm.config.metrics import check_fit
 from dpllm.config.model_values import check_model_config, check_peft
@@ -32,6 +31,7 @@ from dpllm.config.values import ConfigError as ConfigError
 from dpllm.config.values import nearest as nearest
 from dpllm.config.yaml12 import read_yaml, write_yaml
 from dpllm.mechanism.limits import NOISE_MEMORIES
+from dpllm.methods.federated.section import FederateConfig
 
 DTYPES = ("float32", "bfloat16", "auto")
 

@@ -15,7 +15,6 @@ from dpllm.mechanism.banded import BandedNoise, BandedStep
 from dpllm.mechanism.blt import BltNoise, BltStep
 from dpllm.mechanism.clipping import FlatClipping
 from dpllm.mechanism.discrete import DiscreteNoise, DiscreteStep
-from dpllm.mechanism.distributed import DistributedNoise, DistributedStep
 from dpllm.mechanism.events import Event, Step, StepOfRows, dp_sgd
 from dpllm.mechanism.group_clipping import GroupClipping
 from dpllm.mechanism.noise import IndependentNoise
@@ -25,8 +24,9 @@ from dpllm.mechanism.quantile import QuantileClipping
 from dpllm.mechanism.query import Query
 from dpllm.mechanism.selection import SelectedRun
 from dpllm.mechanism.several import Several
-from dpllm.mechanism.thresholded import ThresholdedCounts
-from dpllm.mechanism.token_draw import TokenDraw
+from dpllm.methods.aggregate.thresholded import ThresholdedCounts
+from dpllm.methods.federated.distributed import DistributedNoise, DistributedStep
+from dpllm.methods.predict.token_draw import TokenDraw
 
 _CLIPPINGS: tuple[type[Clipping], ...] = (
     FlatClipping,

@@ -1,8 +1,9 @@
 """What the modules of a model store next to parameters and buffers: the longest row so far, a number of hash buckets.
 
-Place in the flow: below `dpllm.teaching` and `dpllm.federated`, which load one model and train it again and again, for
-one teacher or client after another. Some models choose a size by the first rows that they see (Reformer), or store the
-longest one (dynamic rotary embeddings). Without this, the next teacher or client would start from that choice.
+Place in the flow: below `dpllm.methods.pate` and `dpllm.methods.federated`, which load one model and train it again and
+again, for one teacher or client after another. Some models choose a size by the first rows that they see (Reformer), or
+store the longest one (dynamic rotary embeddings). Without this, the next teacher or client would start from that
+choice.
 
 Only for a model that dpllm loaded itself. A training run of the user's own model restores nothing.
 """

@@ -1,8 +1,8 @@
 """The settings of a private run that `dpllm plan --suggest` gives, with a reason for each: a point to start from.
 
-Place in the flow: filled by `dpllm.tuning.suggested` from the plan and the model's weights, and corrected by a
-rehearsal on public text (`dpllm.tuning.rehearsal`). Nothing here depends on private records: of the private data, only
-the public number of units enters.
+Place in the flow: filled by `dpllm.planning.suggested` from the plan and the model's weights, and corrected by a
+rehearsal on public text (`dpllm.planning.rehearsal`). Nothing here depends on private records: of the private data,
+only the public number of units enters.
 
 The learning rate is 0.3 rms(W) / √T · r. AdamW moves each weight by about one learning rate in a random direction when
 noise exceeds the signal, so after T steps the weights have moved by about √T learning rates: 0.3 of their own size.

@@ -30,8 +30,8 @@ from dpllm.mechanism.discrete import DiscreteStep
 from dpllm.mechanism.events import Step, StepOfRows
 from dpllm.mechanism.query import Query
 from dpllm.mechanism.selection import SelectedRun
-from dpllm.mechanism.thresholded import ThresholdedCounts
-from dpllm.mechanism.token_draw import TokenDraw
+from dpllm.methods.aggregate.thresholded import ThresholdedCounts
+from dpllm.methods.predict.token_draw import TokenDraw
 from dpllm.privacy import accounting
 from dpllm.privacy.accounting import DISCRETIZATION, History, merge
 from dpllm.privacy.rounding import up

@@ -1,7 +1,7 @@
 """Ordinary training on public text, without privacy, before the private training.
 
 Place in the flow: between the base model and the private run, in `dpllm.training.finetune` and in a rehearsal on public
-text (`dpllm.tuning.rehearsal`).
+text (`dpllm.planning.rehearsal`).
 """
 
 from __future__ import annotations

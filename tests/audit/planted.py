@@ -20,27 +20,27 @@ import torch
 from torch import Tensor, nn
 
 from dpllm import PrivacyConfig, PrivacyPlan, PrivateRun, TrainingRows, make_plan, per_sequence_loss
-from dpllm.audit.answers import run_rounds, run_trials
 from dpllm.audit.gradient import Basis, Design, Restarts, Steps, observe, unit_gradients
 from dpllm.audit.gradient_attacks import judge_releases
 from dpllm.audit.result import AuditResult
-from dpllm.cli.auditing.answers import PROBES
 from dpllm.data.units import UnitIndex
-from dpllm.federated.probe import CANARY, RoundProbe, small_federation
 from dpllm.mechanism.averages import MovingAverage
 from dpllm.mechanism.blt import BltNoise
 from dpllm.mechanism.catalogue import spec_of
 from dpllm.mechanism.parts import Draw, Spec
 from dpllm.mechanism.query import Query
-from dpllm.mechanism.thresholded import ThresholdedCounts
-from dpllm.mechanism.token_draw import TokenDraw
 from dpllm.mechanism.workload import Workload
-from dpllm.prediction import run as prediction
+from dpllm.methods.aggregate.thresholded import ThresholdedCounts
+from dpllm.methods.attacks.answers import run_rounds, run_trials
+from dpllm.methods.attacks.answers_command import PROBES
+from dpllm.methods.count.counting import CHARGE as LABEL_COUNTS
+from dpllm.methods.evolve.votes import votes_charge
+from dpllm.methods.federated.probe import CANARY, RoundProbe, small_federation
+from dpllm.methods.pate.prepare import NEW_TOKENS, PROMPTS, PUBLIC_VOTES, TEACHERS
+from dpllm.methods.pate.votes import TOKENS, Vote
+from dpllm.methods.predict import run as prediction
+from dpllm.methods.predict.token_draw import TokenDraw
 from dpllm.privacy.query_plan import Charge, QueryPlan
-from dpllm.queries.counting import CHARGE as LABEL_COUNTS
-from dpllm.synthetic.votes import votes_charge
-from dpllm.teaching.prepare import NEW_TOKENS, PROMPTS, PUBLIC_VOTES, TEACHERS
-from dpllm.teaching.votes import TOKENS, Vote
 from dpllm.training.attached import Attached
 
 CONFIDENCE = 0.999  # a sound run fails once in a thousand times at most

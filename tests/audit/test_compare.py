@@ -13,15 +13,15 @@ import pytest
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
-from dpllm.audit.attacks import AttackSettings, attack_folder
 from dpllm.audit.bounds import AuditError
-from dpllm.audit.extraction import ExtractionSettings
 from dpllm.audit.prepare import CanaryOptions, prepare
-from dpllm.audit.released import record_key
 from dpllm.cli import app
 from dpllm.config import ConfigError, ModelConfig, PublicPretrainConfig, load_recipe
 from dpllm.data.rows import train_tokenizer
 from dpllm.mechanism.events import dp_sgd
+from dpllm.methods.attacks.attacks import AttackSettings, attack_folder
+from dpllm.methods.attacks.extraction import ExtractionSettings
+from dpllm.methods.attacks.released import record_key
 from dpllm.privacy.calibration import calibrate
 from dpllm.privacy.plan import make_plan
 from dpllm.report.release_notes import keep_utility
@@ -291,7 +291,7 @@ def test_what_the_command_line_can_not_attack_is_one_line(compared, tmp_path):
 def test_lira_needs_a_model_to_start_from(compared, monkeypatch):
     """Where the training began at random weights, a public model has to be named."""
     _, output = compared
-    monkeypatch.setattr("dpllm.audit.attacks.starting_point", lambda released: None)
+    monkeypatch.setattr("dpllm.methods.attacks.attacks.starting_point", lambda released: None)
     report = attack_folder(output / "private", AttackSettings(num_records=30, extraction=None))
     assert report.reference is None and "reference ratio" not in [attack.name for attack in report.attacks]
     with pytest.raises(ConfigError, match="name a public model"):

@@ -276,7 +276,7 @@ BUGS = [
         "counts",
         (
             (
-                "dpllm/queries/counting.py",
+                "dpllm/methods/count/counting.py",
                 "    noisy = run.randomness.noisy(counts, event.noise_multiplier, run.plan.max_rows_per_unit or 1)",
                 "    noisy = list(counts)",
             ),
@@ -287,7 +287,7 @@ BUGS = [
         "counts_of_users",
         (
             (
-                "dpllm/queries/counting.py",
+                "dpllm/methods/count/counting.py",
                 "run.randomness.noisy(counts, event.noise_multiplier, run.plan.max_rows_per_unit or 1)",
                 "run.randomness.noisy(counts, event.noise_multiplier, 1)",
             ),
@@ -296,14 +296,14 @@ BUGS = [
     Bug(
         "all rows of a user are counted",
         "counts_of_users",
-        (("dpllm/queries/counting.py", "for row in self.index.rows:", "for row in range(len(self.labels)):"),),
+        (("dpllm/methods/count/counting.py", "for row in self.index.rows:", "for row in range(len(self.labels)):"),),
     ),
     Bug(
         "votes get the same noise in every step",
         "evolution",
         (
             (
-                "dpllm/queries/randomness.py",
+                "dpllm/methods/queries/randomness.py",
                 "PCG64DXSM(secrets.randbits(8 * KEY_BYTES))",
                 "PCG64DXSM(20)",
             ),
@@ -312,14 +312,14 @@ BUGS = [
     Bug(
         "each record of a user has a whole vote",
         "evolution_of_users",
-        (("dpllm/synthetic/votes.py", "share_N = 1.0 / rows_of_unit[units]", "share_N = 1.0 + 0 * units"),),
+        (("dpllm/methods/evolve/votes.py", "share_N = 1.0 / rows_of_unit[units]", "share_N = 1.0 + 0 * units"),),
     ),
     Bug(
         "teachers share units",
         "teachers",
         (
             (
-                "dpllm/teaching/partition.py",
+                "dpllm/methods/pate/partition.py",
                 "np.flatnonzero(self.teacher_of == teacher)",
                 "np.flatnonzero(self.teacher_of // 2 == teacher // 2)",
             ),
@@ -328,14 +328,14 @@ BUGS = [
     Bug(
         "one label of all is charged",
         "teachers",
-        (("dpllm/teaching/release.py", "run.charge(vote.answers, vote.most_labels)", "run.charge(vote.answers)"),),
+        (("dpllm/methods/pate/release.py", "run.charge(vote.answers, vote.most_labels)", "run.charge(vote.answers)"),),
     ),
     Bug(
         "teachers that write share units",
         "writing_teachers",
         (
             (
-                "dpllm/teaching/partition.py",
+                "dpllm/methods/pate/partition.py",
                 "np.flatnonzero(self.teacher_of == teacher)",
                 "np.flatnonzero(self.teacher_of // 2 == teacher // 2)",
             ),
@@ -346,7 +346,7 @@ BUGS = [
         "writing_teachers",
         (
             (
-                "dpllm/teaching/release.py",
+                "dpllm/methods/pate/release.py",
                 "        _charge(vote, run)\n        self.left",
                 "        run.charge(vote.answers)\n        self.left",
             ),
@@ -355,24 +355,30 @@ BUGS = [
     Bug(
         "more texts get a label than are charged",
         "confident_teachers",
-        (("dpllm/teaching/votes.py", "np.where(passed_N & within_N, labels_N", "np.where(passed_N, labels_N"),),
+        (("dpllm/methods/pate/votes.py", "np.where(passed_N & within_N, labels_N", "np.where(passed_N, labels_N"),),
     ),
     Bug(
         "scores of tokens are not clipped",
         "tokens",
-        (("dpllm/prediction/scores.py", ".round().clamp(-MOST, MOST).long()", ".clamp(-1e15, 1e15).round().long()"),),
+        (
+            (
+                "dpllm/methods/predict/scores.py",
+                ".round().clamp(-MOST, MOST).long()",
+                ".clamp(-1e15, 1e15).round().long()",
+            ),
+        ),
     ),
     Bug(
         "open answers are released whatever their counts are",
         "questions",
-        (("dpllm/prediction/combined.py", "if pair[1] >= least", "if True"),),
+        (("dpllm/methods/aggregate/combined.py", "if pair[1] >= least", "if True"),),
     ),
     Bug(
         "the number that a group answers is not clipped to its range",
         "questions",
         (
             (
-                "dpllm/prediction/combined.py",
+                "dpllm/methods/aggregate/combined.py",
                 'value = min(max(float(found[0].replace(",", "")), self.low), self.high)',
                 'value = float(found[0].replace(",", ""))',
             ),
@@ -383,7 +389,7 @@ BUGS = [
         "choices",
         (
             (
-                "dpllm/prediction/combined.py",
+                "dpllm/methods/aggregate/combined.py",
                 "noisy([list(answers).count(number) for number in range(len(self.answers))], VOTE_CHANGE)",
                 "[float(list(answers).count(number)) for number in range(len(self.answers))]",
             ),
@@ -393,9 +399,9 @@ BUGS = [
         "the realised length of a text is charged",
         "tokens",
         (
-            ("dpllm/prediction/run.py", "    run.charge(CHARGE, tokens.tokens)\n", ""),
+            ("dpllm/methods/predict/run.py", "    run.charge(CHARGE, tokens.tokens)\n", ""),
             (
-                "dpllm/prediction/run.py",
+                "dpllm/methods/predict/run.py",
                 "    for number in range(texts):\n        yield made(number, groups[number % len(groups)])",
                 "    found = [made(number, groups[number % len(groups)]) for number in range(texts)]\n"
                 "    run.charge(CHARGE, max(1, *map(len, found)))\n"
@@ -408,7 +414,7 @@ BUGS = [
         "tokens_of_users",
         (
             (
-                "dpllm/prediction/scores.py",
+                "dpllm/methods/predict/scores.py",
                 'torch.div(steps_RV, rows_of_unit_R[:, None], rounding_mode="trunc")',
                 "steps_RV",
             ),
@@ -419,7 +425,7 @@ BUGS = [
         "rounds",
         (
             (
-                "dpllm/federated/participant.py",
+                "dpllm/methods/federated/participant.py",
                 "return update if size <= (1 - 1e-12) * plan.clip_norm else update",
                 "return update if size >= 0 else update",
             ),
@@ -430,7 +436,7 @@ BUGS = [
         "secure_rounds",
         (
             (
-                "dpllm/federated/shares.py",
+                "dpllm/methods/federated/shares.py",
                 "math.sqrt(event.min_batch_size)",
                 "math.sqrt(plan.expected_batch_size)",
             ),

@@ -12,10 +12,10 @@ import pytest
 from dpllm.cli.suggesting import CHECKED, NOT_CHECKED
 from dpllm.config import load_recipe
 from dpllm.config.yaml12 import read_yaml
+from dpllm.planning import public_text, rehearsal
+from dpllm.planning.public_text import Material
+from dpllm.planning.rehearsal import Rehearsal, Trial
 from dpllm.planning.weight_size import WeightSize
-from dpllm.tuning import public_text, rehearsal
-from dpllm.tuning.public_text import Material
-from dpllm.tuning.rehearsal import Rehearsal, Trial
 from tests.cli.test_cli import as_json, refuse, run
 from tests.small_model import save_small_model
 from tests.tiers import deep_case

@@ -25,10 +25,10 @@ from dpllm.config import (
     save_recipe,
 )
 from dpllm.config.data_section import DataSource, HeldOutData, RecordFormat
-from dpllm.config.federate_section import FederateConfig
 from dpllm.config.privacy_section import PrivacyCost, PrivacyMechanism, PrivacyNumbers, PrivacyUnit
 from dpllm.config.topics import Topic
 from dpllm.config.train_values import WARM_UP
+from dpllm.methods.federated.section import FederateConfig
 
 PRIVACY: dict[str, Any] = {"target_epsilon": 8, "delta": 1e-6, "clip_norm": 1, "expected_batch_size": 64}
 USERS: dict[str, Any] = {"unit": "user", "unit_column": "id", "max_rows_per_unit": 3}

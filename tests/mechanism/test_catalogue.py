@@ -11,15 +11,15 @@ from dpllm.mechanism.banded import BandedNoise, BandedStep
 from dpllm.mechanism.blt import BltNoise, BltStep
 from dpllm.mechanism.catalogue import CLIPPINGS, EVENTS, NOISES, clipping_of, from_fields, noise_of, spec_of, to_fields
 from dpllm.mechanism.discrete import DiscreteStep
-from dpllm.mechanism.distributed import DistributedStep
 from dpllm.mechanism.events import Step, StepOfRows
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Draw, Mechanism, Spec
 from dpllm.mechanism.query import Query
 from dpllm.mechanism.selection import SelectedRun
 from dpllm.mechanism.several import Several
-from dpllm.mechanism.thresholded import ThresholdedCounts
-from dpllm.mechanism.token_draw import TokenDraw
+from dpllm.methods.aggregate.thresholded import ThresholdedCounts
+from dpllm.methods.federated.distributed import DistributedStep
+from dpllm.methods.predict.token_draw import TokenDraw
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = [

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from dpllm.mechanism.query import Query
+from dpllm.methods.queries import prior_release
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerError
 from dpllm.privacy.plan import PLAN_FILE
 from dpllm.privacy.query_plan import Charge, QueryPlan, calibrated, load_plan, training_plan
-from dpllm.queries import prior_release
-from tests.queries.making import DELTA, OTHER, UNITS, VOTE, query_plan, train
+from tests.methods.queries.making import DELTA, OTHER, UNITS, VOTE, query_plan, train
 
 
 def test_a_plan_is_read_back_and_costs_all_its_charges(tmp_path: Path) -> None:

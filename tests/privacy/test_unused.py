@@ -14,16 +14,16 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, TrainerC
 
 from dpllm.config import PrivacyConfig
 from dpllm.engines.processes import Processes
+from dpllm.methods.queries import QueryRun
 from dpllm.privacy import unused
 from dpllm.privacy.budget import BudgetError, create_budget, read_budget
 from dpllm.privacy.crashed import settle_crashed
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.privacy.plan import PrivacyPlan, make_plan
 from dpllm.privacy.unused import is_used
-from dpllm.queries import QueryRun
 from dpllm.training.shared_ledger import SharedLedger
 from tests.conftest import tiny_llama_config
-from tests.queries.making import budget_in, query_plan
+from tests.methods.queries.making import budget_in, query_plan
 from tests.training.test_trainer import arguments, privacy, trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,10 +93,10 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from dpllm.engines.processes import Processes
-from dpllm.queries import run
+from dpllm.methods.queries import run
 from dpllm.training import shared_ledger
 from tests.privacy.test_unused import plan
-from tests.queries.making import query_plan
+from tests.methods.queries.making import query_plan
 
 folder, kind, moment = Path(sys.argv[1]), *sys.argv[2:]
 module, name = (run, "charge_queries") if kind == "answers" else (shared_ledger, "charge")

@@ -13,19 +13,19 @@ from typer.testing import CliRunner
 
 from dpllm.cli import app
 from dpllm.mechanism.query import Query
+from dpllm.methods.queries import QueryRun, prior_release
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.ledger_reader import CHAIN_START, next_chain
 from dpllm.privacy.methods import METHODS
 from dpllm.privacy.plan import PLAN_FILE
 from dpllm.privacy.query_plan import Charge, QueryPlan
-from dpllm.queries import QueryRun, prior_release
 from dpllm.report.model_card import CARD_FILE, add_notes, adopt_run, metadata_in
 from dpllm.report.models import PrivacyReport, report_schema
 from dpllm.report.publishing import PublishError, published_files, repo_type_of, require_publishable
 from dpllm.report.standing import standing_of
 from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, ReleaseNotes, privacy_report
 from dpllm.report.verify import verify
-from tests.queries.making import query_plan, train
+from tests.methods.queries.making import query_plan, train
 
 NOTES = ReleaseNotes(data_holder="A. Meyer", audience="the public", other_uses="none", utility={"error": "1 %"})
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import typer
 
-from dpllm.cli.auditing import answers, attack, gradient, prepare, run, texts
+from dpllm.cli.auditing import gradient, prepare, run
+from dpllm.methods.attacks import answers_command as answers
+from dpllm.methods.attacks import attack_command as attack
+from dpllm.methods.attacks import texts_command as texts
 
 app = typer.Typer(
     no_args_is_help=True,

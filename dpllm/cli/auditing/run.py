@@ -44,8 +44,8 @@ def run(
     """
     from rich.console import Console
 
-    from dpllm.audit.exposure import Exposure
     from dpllm.audit.run import audit_run
+    from dpllm.methods.attacks.exposure import Exposure
 
     with Console(stderr=True).status("scoring the canaries"):
         result = audit_run(run_folder, canaries, model, reference, plain, confidence)

@@ -1,0 +1,1 @@
+"""Answers of a public model for groups of private records, combined with noise (`dpllm aggregate`)."""

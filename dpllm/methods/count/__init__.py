@@ -1,0 +1,1 @@
+"""Counts of public classes with noise (`dpllm count`)."""

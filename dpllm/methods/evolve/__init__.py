@@ -1,0 +1,1 @@
+"""Synthetic text by votes of private records on texts of a public model (`dpllm evolve`)."""

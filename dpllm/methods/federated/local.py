@@ -1,0 +1,190 @@
+"""The training of one client on its own records, from the weights of the server.
+
+Place in the flow: at the client, before its update is bounded. The training itself is ordinary: any function of the
+client's records and of the server's weights will do, since only its result is bounded. In a simulation clients share
+one model object, so nothing of one client may stay in it: its weights are set, its optimizer is new, buffers and frozen
+weights are compared, and random numbers are seeded from the operating system for each client.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from dpllm.config import ConfigError
+from dpllm.methods.federated.section import FederateConfig
+from dpllm.models.losses import per_sequence_loss, take_labels
+from dpllm.models.starting_values import StartingValues
+
+Collate = Callable[[Sequence[Any]], dict[str, Any]]
+_LORA_A = ("lora_A", "lora_embedding_A")
+
+
+class SharedWeights:
+    """The weights that the server sends out, and those of them that a round trains, as vectors of float32.
+
+    The product of two averages is not the average of products: a server that averages the factors A and B of an adapter
+    in one round does not average the changes BA. So A is frozen, or the factors take turns.
+
+    Args:
+        model: all parameters that are trainable now are sent out.
+        lora: "freeze_a", or "alternate": B is trained in even rounds, A in odd ones. Without an adapter both train all.
+
+    Raises:
+        ConfigError: nothing is trained.
+    """
+
+    def __init__(self, model: nn.Module, lora: str) -> None:
+        """Name the parameters."""
+        self._parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        self._factors = [name for name in self._parameters if any(f".{part}." in name for part in _LORA_A)]
+        self._alternate = lora == "alternate" and bool(self._factors)
+        if not self._parameters:
+            raise ConfigError("the model has no trainable parameter: check model.peft and model.freeze")
+
+    def of_round(self, number: int) -> list[str]:
+        """Return the names of the parameters that a round trains."""
+        train_factors = self._alternate and number % 2 == 1
+        return [name for name in self._parameters if (name in self._factors) == train_factors]
+
+    def size(self, names: Sequence[str] | None = None) -> int:
+        """Return the number of entries of these parameters; None: of all."""
+        return sum(self._parameters[name].numel() for name in self._named(names))
+
+    def read(self, names: Sequence[str] | None = None) -> NDArray[np.float32]:
+        """Return a copy of these parameters, one after another; None: all."""
+        parts = [self._parameters[name].detach().float().cpu().reshape(-1) for name in self._named(names)]
+        return torch.cat(parts).numpy().copy()
+
+    def write(self, values: NDArray[np.float32]) -> None:
+        """Set all parameters.
+
+        Raises:
+            ValueError: there are more or fewer values than entries.
+        """
+        if values.shape != (self.size(),):
+            raise ValueError(
+                f"the server's weights have {values.size:,} entries, and this model {self.size():,}: server and client "
+                "have different models. Give both the same recipe and the same base model"
+            )
+        with torch.no_grad():
+            for name, part in self._divided(values).items():
+                self._parameters[name].copy_(part)
+
+    def divide(self, values: NDArray[np.float64], names: Sequence[str]) -> dict[str, Tensor]:
+        """Return the parts of a vector of these parameters, in their shapes."""
+        return self._divided(values, names)
+
+    def parameters(self, names: Sequence[str] | None = None) -> dict[str, nn.Parameter]:
+        """Return these parameters; None: all."""
+        return {name: self._parameters[name] for name in self._named(names)}
+
+    def _named(self, names: Sequence[str] | None) -> Sequence[str]:
+        return list(self._parameters) if names is None else names
+
+    def _divided(self, values: NDArray[Any], names: Sequence[str] | None = None) -> dict[str, Tensor]:
+        shapes = {name: self._parameters[name].shape for name in self._named(names)}
+        parts = torch.from_numpy(np.array(values)).split([shape.numel() for shape in shapes.values()])
+        return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+
+
+class LocalTraining:
+    """Trains a model on the rows of one client at a time.
+
+    Guarantee: the result depends on these rows, the given weights and fresh random numbers, on nothing else.
+
+    Args:
+        model: a causal language model.
+        weights: of the model.
+        collate: rows to a batch.
+        config: steps, rate and optimizer of a client.
+        batch_size: rows of a step.
+    """
+
+    def __init__(
+        self, model: nn.Module, weights: SharedWeights, collate: Collate, config: FederateConfig, batch_size: int
+    ) -> None:
+        """Remember the state that no client may change."""
+        self._model, self._weights, self._collate = model, weights, collate
+        self._config, self._batch_size = config, batch_size
+        trained = weights.parameters()
+        state: Mapping[str, Tensor] = model.state_dict(keep_vars=True)
+        places = {one.data_ptr() for one in trained.values()}
+        self._fixed = {name: one for name, one in state.items() if one.data_ptr() not in places}
+        self._before = {name: one.detach().clone() for name, one in self._fixed.items()}
+        self._unsaved = {name: one.detach().clone() for name, one in model.named_buffers() if name not in state}
+        self._attributes = StartingValues(model)
+
+    def update(self, rows: Sequence[Any], start: NDArray[np.float32], number: int) -> NDArray[np.float64]:
+        """Return how far the training moves the weights of a round, (d,).
+
+        Args:
+            rows: of the client.
+            start: the server's weights, of all shared parameters.
+            number: of the round, which determines the parameters that are trained.
+
+        Raises:
+            ConfigError: the training changed a buffer or a frozen weight.
+        """
+        names = self._weights.of_round(number)
+        trained = self._weights.parameters(names)
+        self._weights.write(start)
+        before = self._weights.read(names).astype(np.float64)
+        torch.manual_seed(secrets.randbits(63))
+        order = np.random.Generator(np.random.PCG64(secrets.randbits(128)))
+        optimizer = self._optimizer(list(trained.values()))
+        was_training = self._model.training
+        self._model.train()
+        places: list[int] = []
+        try:
+            for _ in range(self._config.local_steps):
+                if not places:
+                    places = order.permutation(len(rows)).tolist()
+                batch, places = places[: self._batch_size], places[self._batch_size :]
+                self._step(optimizer, list(trained.values()), [rows[place] for place in batch])
+        finally:  # a client that fails leaves nothing, too
+            self._model.train(was_training)
+            self._put_back()
+        self._require_fixed()
+        return self._weights.read(names).astype(np.float64) - before
+
+    def _step(self, optimizer: torch.optim.Optimizer, trained: Sequence[nn.Parameter], rows: Sequence[Any]) -> None:
+        device = trained[0].device
+        batch = {name: one.to(device) for name, one in self._collate(rows).items()}
+        labels = take_labels(batch)
+        loss = per_sequence_loss(self._model(**batch).logits, labels).mean()
+        for one, grad in zip(trained, torch.autograd.grad(loss, trained, allow_unused=True), strict=True):
+            one.grad = grad
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def _optimizer(self, trained: list[nn.Parameter]) -> torch.optim.Optimizer:
+        rate = self._config.local_learning_rate
+        if self._config.local_optimizer == "sgd":
+            return torch.optim.SGD(trained, lr=rate)
+        return torch.optim.AdamW(trained, lr=rate, weight_decay=0.0)
+
+    def _put_back(self) -> None:
+        """Forget what modules chose by the rows of this client, such as their longest (dynamic rotary embeddings)."""
+        self._attributes.restore()
+        for name, value in self._unsaved.items():
+            self._model.get_buffer(name).copy_(value)
+
+    def _require_fixed(self) -> None:
+        """Check that buffers and frozen weights are what they were: they would carry records to the next client.
+
+        Raises:
+            ConfigError: one changed.
+        """
+        for name, one in self._fixed.items():
+            if not torch.equal(one.detach(), self._before[name]):
+                raise ConfigError(
+                    f"{name} changed in the training of a client, and it is not trained: it could carry the records of "
+                    "one client to the next without noise. Take a model without such buffers (no batch norm)"
+                )

@@ -1,0 +1,407 @@
+"""The program of `dpllm federate`: from a recipe to the model and its report, with simulated clients.
+
+Place in the flow: above the rounds. It reads the records as `dpllm.training.finetune` does, and gives each client those
+of one user.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from peft import PeftModel
+from transformers import PreTrainedTokenizerBase, TrainingArguments, get_scheduler
+
+from dpllm.config import RECIPE_FILE, ConfigError, Recipe, save_recipe
+from dpllm.data.records import contents_of
+from dpllm.data.rows import RowCollator, load_train_and_eval, tokenize_records, unit_index_of
+from dpllm.data.units import UnitIndex
+from dpllm.engines.processes import Processes
+from dpllm.mechanism.catalogue import noise_of
+from dpllm.mechanism.parts import Spec
+from dpllm.mechanism.sampling import secret_rng
+from dpllm.methods.federated.distributed import DistributedNoise
+from dpllm.methods.federated.local import LocalTraining, SharedWeights
+from dpllm.methods.federated.participant import Participant
+from dpllm.methods.federated.rounds import (
+    GIVEN_UP,
+    MORE_LEFT,
+    SILENT_NODE,
+    TOO_MANY_LEFT,
+    Rounds,
+    Tally,
+    answers_of_a_round,
+    is_secure,
+    more_left_than_declared,
+    require_federated,
+    require_rounds,
+    words_about_the_server,
+)
+from dpllm.methods.federated.section import FederateConfig
+from dpllm.methods.federated.secure import require_packages
+from dpllm.methods.federated.transport import Clients, DroppingOut, InMemory
+from dpllm.models.load import load_base_model, prepare_model
+from dpllm.models.starting_point import check_start
+from dpllm.privacy import accounting
+from dpllm.privacy.budget import require_room
+from dpllm.privacy.identity import COMPLETED, note_release, snapshot
+from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
+from dpllm.privacy.plan import PrivacyPlan, format_plan, make_plan
+from dpllm.privacy.rounding import format_delta, format_epsilon
+from dpllm.privacy.unused import is_used
+from dpllm.report.definition import AT_NODES, FEDERATED, SECURE, TRUSTED, WHO_SEES
+from dpllm.report.disclosures import HELD_OUT
+from dpllm.report.model_card import write_model_card
+from dpllm.report.release_notes import keep_utility
+from dpllm.report.statement import MARKDOWN_FILE, write_report
+from dpllm.training.arguments import training_arguments
+from dpllm.training.evaluation import Measurement
+from dpllm.training.finetune import Start, console, evaluated, noted, public_start, show
+from dpllm.training.held_out import HeldOut, HeldOutRows
+from dpllm.training.noted import note_data, note_units
+from dpllm.training.phases import Phases
+from dpllm.training.preflight import PLAIN, check_recipe
+from dpllm.training.shared_ledger import SharedLedger
+from dpllm.training.signals import StopRequest, exit_code
+
+TRAIN_KEYS = (
+    *("output_dir", "max_steps", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
+    *("per_device_train_batch_size", "disable_tqdm"),
+)
+"""The keys of ``train`` that a federated run has: rounds, the server's learning rate, and rows of a client's step."""
+_STOP = "finishing this round, then saving the model and its privacy report"
+
+
+@dataclass(frozen=True)
+class Records:
+    """The private records, the held-out ones, and the clients.
+
+    Attributes:
+        train: the records of all clients.
+        held_out: None: there are none.
+        plan: of the run.
+    """
+
+    train: datasets.Dataset
+    held_out: datasets.Dataset | None
+    plan: PrivacyPlan
+
+
+def check_federated(recipe: Recipe) -> TrainingArguments:
+    """Check a recipe before anything is read; return the arguments of ``train``.
+
+    Raises:
+        ConfigError: it is not a recipe of a federated run, or has options that such a run does not have.
+    """
+    if recipe.federate is None:
+        raise ConfigError(
+            "the recipe has no section federate: add one (federate: {local_steps: 8}), or use dpllm train"
+        )
+    unknown = sorted(set(recipe.train) - set(TRAIN_KEYS))
+    if unknown:
+        raise ConfigError(
+            f"train.{unknown[0]} is not used by a federated run, which takes {', '.join(TRAIN_KEYS)}: leave it out"
+        )
+    if int(recipe.train.get("max_steps") or 0) < 1:
+        raise ConfigError("a federated run needs train.max_steps, the number of rounds: set it, such as 20")
+    others: dict[str, object] = {"pack_rows": recipe.pack_rows, "microbatch_tokens": recipe.microbatch_tokens}
+    others |= {"merge_adapter": recipe.merge_adapter, "model.quantization": recipe.model.quantization}
+    given = [name for name, value in others.items() if value]
+    if given or recipe.model.task != "causal_lm":
+        raise ConfigError(
+            f"a federated run does not have {given[0] if given else f'model.task={recipe.model.task}'}: its clients "
+            "train a causal language model in the plain way. Leave it out"
+        )
+    require_federated(recipe.privacy)
+    noise = noise_of(Spec.of(recipe.privacy.noise))
+    if isinstance(noise, DistributedNoise):
+        require_packages()
+        if recipe.federate.simulated_dropouts > noise.dropouts:
+            raise ConfigError(
+                f"federate.simulated_dropouts={recipe.federate.simulated_dropouts:g}, and privacy.noise declares "
+                f"dropouts={noise.dropouts:g} at most: δ counts on it. Declare as many as there are"
+            )
+    check_recipe(recipe)
+    return training_arguments({**PLAIN, **recipe.train})
+
+
+def read(recipe: Recipe, args: TrainingArguments, phases: Phases) -> Records:
+    """Read the records, and compute and print the plan: clients are users, and rounds are steps."""
+    phases.begin("reading the records")
+    train, held_out = load_train_and_eval(recipe.data, recipe.privacy)
+    num_clients = unit_index_of(train, recipe.privacy).num_units
+    phases.end(f"{num_clients:,} clients{f', {len(held_out):,} records held out' if held_out else ''}")
+    phases.begin("planning", "the noise that ε needs" if recipe.privacy.target_epsilon else "")
+    plan = make_plan(recipe.privacy, num_clients, args.max_steps)
+    require_federated(plan)
+    phases.end()
+    show("privacy plan", [*format_plan(plan), ("who sees what", words_about_the_server(plan))])
+    return Records(train, held_out, plan)
+
+
+def run(recipe: Recipe) -> int:
+    """Run a recipe with simulated clients up to the model and its report; return the exit code.
+
+    Raises:
+        ConfigError, ValueError, LedgerError, BudgetError: the run cannot begin, or would not have its guarantee.
+    """
+    phases = Phases(console, bars=not recipe.train.get("disable_tqdm"))
+    phases.begin("checking the recipe", "options, model and output folder")
+    args = check_federated(recipe)
+    refuse_used(Path(str(args.output_dir)))
+    records = read(recipe, args, phases)
+    if recipe.privacy.budget_file:
+        require_room(recipe.privacy.budget_file, records.plan, str(recipe.privacy.dataset))
+    start = public_start(recipe, records.train, None, False, phases)
+    phases.begin("loading the model, tokenizing the records")
+    model = prepare_model(load_base_model(start.model, start.tokenizer, None), recipe.model)
+    rows, units = rows_of_clients(recipe, records.train, start.tokenizer)
+    server = Server(recipe, args, records.plan, model, start)
+    server.held_out = held_out_of(recipe, records.held_out, start.tokenizer)
+
+    def note(ledger: SharedLedger) -> None:
+        note_units(ledger, units)
+        note_data(ledger, rows, units, recipe.privacy)
+        if (contents := contents_of(records.train)) is not None:
+            ledger.remember_records(contents)
+
+    def rows_of(client: int) -> list[Any]:
+        numbers, _ = units.rows_of(np.array([client]))
+        return list(rows.select(numbers))
+
+    participant = participant_of(recipe, args, records.plan, copy.deepcopy(model), start.tokenizer, rows_of)
+    clients = InMemory(records.plan.num_units, participant.answer)
+    return server.carry_out(server.with_dropouts(clients), phases, note)
+
+
+def rows_of_clients(
+    recipe: Recipe, records: datasets.Dataset, tokenizer: PreTrainedTokenizerBase
+) -> tuple[datasets.Dataset, UnitIndex]:
+    """Return the rows of records, and which of them are of each client: a long record may become several rows."""
+    rows = tokenize_records(records, tokenizer, recipe.data, [str(recipe.privacy.unit_column)])
+    return rows, unit_index_of(rows, recipe.privacy, secret_rng())
+
+
+def refuse_used(folder: Path) -> None:
+    """Refuse a folder with a run.
+
+    Raises:
+        ValueError: it holds one; a federated run is not resumed.
+    """
+    if is_used(folder / LEDGER_FILE):
+        raise ValueError(
+            f"{folder} already holds a private run, and a federated run is not resumed: set train.output_dir to "
+            "another folder. The rounds of the first run stay charged"
+        )
+
+
+def federate_of(recipe: Recipe) -> FederateConfig:
+    """Return the section ``federate``; `check_federated` made sure that there is one."""
+    assert recipe.federate is not None
+    return recipe.federate
+
+
+def held_out_of(recipe: Recipe, records: datasets.Dataset | None, tokenizer: PreTrainedTokenizerBase) -> HeldOut | None:
+    """Return the held-out records with their rows; None: there are none."""
+    if not records:
+        return None
+    collator = RowCollator(pad_token_id=_padding(tokenizer))
+    rows = tokenize_records(records, tokenizer, recipe.data)
+    return HeldOut(HeldOutRows(records, rows, collator, recipe.data, tokenizer))
+
+
+def participant_of(
+    recipe: Recipe,
+    args: TrainingArguments,
+    plan: PrivacyPlan,
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    rows_of: Callable[[int], Sequence[Any]],
+) -> Participant:
+    """Return the clients, or the client, of a recipe.
+
+    Args:
+        recipe: the recipe.
+        args: its section ``train``.
+        plan: that the clients agreed to.
+        model: of the clients, not that of the server.
+        tokenizer: of the model.
+        rows_of: from a client's number to its rows.
+    """
+    config = federate_of(recipe)
+    collator = RowCollator(pad_token_id=_padding(tokenizer))
+    weights = SharedWeights(model, config.lora)
+    return Participant(plan, LocalTraining(model, weights, collator, config, args.per_device_train_batch_size), rows_of)
+
+
+class Server:
+    """The server of a run: the model whose weights the rounds move, its ledger, and its release.
+
+    Attributes:
+        model: of the server.
+        folder: of the run.
+        held_out: records to measure before and after. None: there are none.
+        most_clients: the most clients of one node. None: the clients are simulated.
+        ready: says before each round whether enough clients are there, whoever is drawn later.
+        tally: of the clients of a deployment; those of a simulation are not counted.
+
+    Args:
+        recipe: the recipe.
+        args: its section ``train``.
+        plan: of the run.
+        model: with its adapter.
+        start: the public parts.
+
+    Raises:
+        ConfigError: the starting weights may hold private records.
+    """
+
+    def __init__(self, recipe: Recipe, args: TrainingArguments, plan: PrivacyPlan, model: Any, start: Start) -> None:
+        """Check the start; nothing is written or charged."""
+        self._recipe, self._args, self._plan, self._start = recipe, args, plan, start
+        self.model, self.folder = model, Path(str(args.output_dir))
+        self.held_out: HeldOut | None = None
+        self.most_clients: int | None = None
+        self.ready: Callable[[], bool] = lambda: True
+        self.tally = Tally()
+        self._points = [*start.declared, *check_start(model, self.folder, recipe.model.start_is_independent)]
+
+    def with_dropouts(self, clients: Clients) -> Clients:
+        """Return simulated clients, some of which drop out if the recipe says so."""
+        share = federate_of(self._recipe).simulated_dropouts
+        return DroppingOut(clients, share, answers_of_a_round(self._plan)) if share else clients
+
+    def carry_out(self, clients: Clients, phases: Phases, note: Callable[[SharedLedger], None]) -> int:
+        """Take all rounds and release the model; return the exit code, which is not 0 after a signal.
+
+        Args:
+            clients: all clients.
+            phases: of the run.
+            note: notes the data in the ledger.
+        """
+        recipe, plan = self._recipe, self._plan
+        config, weights = federate_of(recipe), SharedWeights(self.model, federate_of(recipe).lora)
+        optimizer = _optimizer(config, list(weights.parameters().values()), self._args.learning_rate)
+        schedule = get_scheduler(
+            self._args.lr_scheduler_type,
+            optimizer,
+            num_warmup_steps=self._args.get_warmup_steps(plan.num_steps),
+            num_training_steps=plan.num_steps,
+        )
+        require_rounds(plan, clients, weights)  # before anything is charged
+        ledger = SharedLedger.create(
+            self.folder / LEDGER_FILE, plan, Processes(), self._start.public, recipe.privacy.budget_file
+        )
+        request = StopRequest(_STOP)
+        with request.listening():
+            with ledger.ended_on_failure():
+                save_recipe(recipe, self.folder / RECIPE_FILE)
+                note(ledger)
+                self._note(ledger)
+                before = self._measured("before", phases)
+                rounds = Rounds(plan, ledger, clients, weights, optimizer, schedule)
+                given_up = self._take(rounds, ledger, phases, request)
+                after = self._measured("after", phases)
+                self._release(ledger, phases, before, after)
+            self._show(ledger, before, after, given_up)
+        return exit_code(request.number) if request.number is not None else 0
+
+    def _note(self, ledger: SharedLedger) -> None:
+        kind = SECURE if is_secure(self._plan) else TRUSTED
+        ledger.append_fact(FEDERATED, kind if self.most_clients is None else f"{kind}, {AT_NODES}")
+        ledger.append_fact(WHO_SEES, words_about_the_server(self._plan, self.most_clients))
+        for point in self._points:
+            ledger.append_open_point(point)
+
+    def _take(self, rounds: Rounds, ledger: SharedLedger, phases: Phases, request: StopRequest) -> int:
+        """Take the rounds until a signal; return how many were given up."""
+        phases.begin("training", f"{self._plan.num_steps:,} rounds")
+        given_up = 0
+        with phases.bar(self._plan.num_steps, "round") as moved:
+            for _ in range(self._plan.num_steps):
+                if not self.ready():
+                    break
+                if not rounds.take():
+                    given_up += 1
+                moved(1)
+                if request.requested:
+                    break
+        if given_up:
+            ledger.append_diagnostic(GIVEN_UP, given_up)
+            ledger.append_open_point(TOO_MANY_LEFT)
+        elif more_left_than_declared(self._plan, self.tally.asked, self.tally.answered):
+            ledger.append_open_point(MORE_LEFT)
+        if self.tally.silences:
+            ledger.append_open_point(SILENT_NODE.format(count=self.tally.silences))
+        phases.end(f"{ledger.num_steps} rounds charged, {given_up} of them given up")
+        return given_up
+
+    def _measured(self, when: str, phases: Phases) -> Measurement | None:
+        if self.held_out is None:
+            return None
+        phases.begin(f"evaluating {when}", "the held-out records")
+        return evaluated(self.model, self.held_out, None, phases)
+
+    def _release(
+        self, ledger: SharedLedger, phases: Phases, before: Measurement | None, after: Measurement | None
+    ) -> None:
+        """Save the model with plan, ledger, report and card."""
+        phases.begin("saving", "the model with its plan, ledger, report and card")
+        figures = self._figures(before, after)
+        public = self._recipe.data.eval_is_public
+        if figures and not public:
+            ledger.append_disclosure(HELD_OUT, len(figures))
+            keep_utility(self.folder, figures)
+        files = snapshot(self.folder)
+        self.model.save_pretrained(self.folder)
+        self._start.tokenizer.save_pretrained(self.folder)
+        note_release(ledger, self.folder, files)
+        ledger.append_end(COMPLETED, independent=self._recipe.privacy.stop == "independent")
+        elsewhere = () if public else tuple(figures)
+        notes = dataclasses.replace(noted(self._recipe), utility=figures if public else {}, utility_elsewhere=elsewhere)
+        report = write_report(self.folder, self._plan, read_ledger(ledger.path), notes)
+        base = self._recipe.model.name
+        adapter = isinstance(self.model, PeftModel)
+        write_model_card(self.folder, report, base_model=base, task=self._recipe.model.task, adapter=adapter)
+        phases.end()
+
+    def _figures(self, before: Measurement | None, after: Measurement | None) -> dict[str, str]:
+        found = {"before": before, "after": after}
+        return {
+            f"held-out {name} {when}": f"{value:.4g}"
+            for when, measured in found.items()
+            for name, value in (measured.figures.items() if measured else ())
+        }
+
+    def _show(self, ledger: SharedLedger, before: Measurement | None, after: Measurement | None, given_up: int) -> None:
+        plan, value = (
+            self._plan,
+            format_epsilon(accounting.epsilon(ledger.history, self._plan.delta, self._plan.adjacency)),
+        )
+        rows = [
+            *self._figures(before, after).items(),
+            ("guarantee", f"ε = {value} at δ = {format_delta(plan.delta)}, {plan.adjacency} adjacency"),
+            ("unit of privacy", f"one client of {plan.num_units:,}"),
+            ("rounds", f"{ledger.num_steps} of {plan.num_steps} charged, {given_up} given up"),
+            ("model", str(self.folder)),
+            ("privacy report", str(self.folder / MARKDOWN_FILE)),
+        ]
+        show("done", rows)
+
+
+def _optimizer(config: FederateConfig, parameters: list[Any], rate: float) -> torch.optim.Optimizer:
+    if config.server_optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=rate, momentum=config.server_momentum)
+    return torch.optim.Adam(parameters, lr=rate)
+
+
+def _padding(tokenizer: PreTrainedTokenizerBase) -> int:
+    assert isinstance(tokenizer.pad_token_id, int)  # load_tokenizer sets one
+    return tokenizer.pad_token_id

@@ -1,0 +1,239 @@
+"""The plan of a PATE run, and what it is made of: private records, public texts, and the public numbers of the vote.
+
+Place in the flow: first, in `dpllm plan` and `dpllm teach`. Nothing is trained here and nothing is charged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+
+import datasets
+
+from dpllm.config import ConfigError, DataConfig, ModelConfig
+from dpllm.config.query_recipe import QueryRecipe
+from dpllm.data.records import load_records, load_train_and_eval
+from dpllm.data.rows import num_labels_of, unit_index_of
+from dpllm.methods.pate.section import TeachConfig
+from dpllm.methods.pate.trainings import QUIET
+from dpllm.methods.pate.votes import LABELS, TOKENS, Vote
+from dpllm.methods.queries.planned import plan_from
+from dpllm.models.starting_point import refuse_private_start, refuse_shared_records, shared_records_point
+from dpllm.privacy.query_plan import QueryPlan, Value
+from dpllm.training.arguments import check_optimizer, training_arguments
+
+METHOD, TOKEN_METHOD = "public labels by PATE", "public completions by PATE"
+TEACHERS, CLASSES, PROMPTS, THRESHOLD = "teachers", "classes", "public texts", "votes for a label, threshold"
+NEW_TOKENS, CANDIDATES = "tokens of a text, at most", "candidates of a token"
+TOKEN_THRESHOLD, PUBLIC_VOTES = "votes for a token, threshold", "votes of the public model"
+"""Names of settings of the plan."""
+_FORMATS = ("text", "prompt_completion")
+_KEYS = ("teach.public_prompts", "teach.max_shared_records")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything that is known before the first teacher is trained.
+
+    Attributes:
+        recipe: of the run.
+        private: the private records.
+        held_out: records to measure the student on; None without them.
+        prompts: the public texts.
+        prompts_data: how they are read.
+        num_classes: number of public classes; None where teachers vote on tokens.
+        vote: the public numbers of the vote.
+        plan: the plan.
+        points: open points for the report.
+    """
+
+    recipe: QueryRecipe
+    private: datasets.Dataset
+    held_out: datasets.Dataset | None
+    prompts: datasets.Dataset
+    prompts_data: DataConfig
+    num_classes: int | None
+    vote: Vote
+    plan: QueryPlan
+    points: tuple[str, ...]
+
+    @property
+    def options(self) -> TeachConfig:
+        """The section ``teach``."""
+        options = self.recipe.options
+        assert isinstance(options, TeachConfig)
+        return options
+
+    @property
+    def model(self) -> ModelConfig:
+        """The section ``model``."""
+        assert self.recipe.model is not None, "check_teaching has seen to it"
+        return self.recipe.model
+
+    @property
+    def tokens(self) -> bool:
+        """Whether teachers vote on tokens, and not on classes."""
+        return self.num_classes is None
+
+    @property
+    def new_tokens(self) -> int:
+        """T, the most tokens after a public text."""
+        return self.options.max_new_tokens or 0
+
+
+def check_teaching(recipe: QueryRecipe) -> None:
+    """Check the parts of a recipe that need no records.
+
+    Raises:
+        ConfigError: records, model and options are neither those of classes nor those of tokens, or an option of a
+            training is wrong.
+    """
+    options = recipe.options
+    assert isinstance(options, TeachConfig)
+    if options.public_prompts is None:
+        raise ConfigError(
+            "teach.public_prompts is missing: name the file of public texts, without labels, that the teachers label"
+        )
+    if recipe.model is None:
+        raise ConfigError("dpllm teach needs the section model: the public model that every teacher starts from")
+    _check_kind(recipe.model.task, recipe.data.format, options)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("dpllm teach trains one teacher after the other in one process: start it without a launcher")
+    refuse_private_start(recipe.model.name, recipe.model.start_is_independent)
+    for section in (options.train, options.student_train or {}):
+        check_optimizer(training_arguments({**section, **QUIET, "output_dir": recipe.output_dir}))
+
+
+def _check_kind(task: str, form: str, options: TeachConfig) -> None:
+    """Check that task, format and options are all for classes, or all for tokens."""
+    if task == "sequence_classification" and form == "classification":
+        if options.max_new_tokens is not None:
+            raise ConfigError(
+                f"teach.max_new_tokens={options.max_new_tokens} is for completions, and teachers of this recipe vote "
+                "for a class of a text: leave it out, or set model.task=causal_lm and data.format=text"
+            )
+    elif task == "causal_lm" and form in _FORMATS:
+        if options.max_new_tokens is None:
+            raise ConfigError(
+                "teach.max_new_tokens is missing: teachers vote for each token after a public text, and all of them "
+                "are charged. Set their largest number"
+            )
+    else:
+        raise ConfigError(
+            f"model.task={task!r}, data.format={form!r}: teachers vote for a class of a text, or for its next tokens. "
+            "Set model.task=sequence_classification and data.format=classification, or model.task=causal_lm and "
+            "data.format=text or prompt_completion"
+        )
+
+
+def prepare(recipe: QueryRecipe) -> Prepared:
+    """Read the records and the public texts, and compute the plan.
+
+    Raises:
+        ConfigError: `check_teaching` refuses the recipe, the number of classes is not known, or there are fewer units
+            than teachers.
+        DataError: records or texts cannot be used, or the public texts hold private records.
+        ValueError: no noise reaches the target ε.
+    """
+    check_teaching(recipe)
+    options = recipe.options
+    assert isinstance(options, TeachConfig) and recipe.model is not None
+    private, held_out = load_train_and_eval(recipe.data, recipe.privacy)
+    num_classes = None if recipe.model.task == "causal_lm" else _num_classes(recipe.model, private, recipe.data)
+    num_units = unit_index_of(private, recipe.privacy).num_units
+    if options.teachers > num_units:
+        raise ConfigError(
+            f"teach.teachers={options.teachers} for {num_units} units: a teacher needs at least one unit. Take fewer "
+            "teachers"
+        )
+    prompts_data = prompts_of(recipe)
+    prompts = load_records(prompts_data)
+    refuse_shared_records(private, recipe.data, prompts, prompts_data, options.max_shared_records, _KEYS)
+    if held_out is not None and not recipe.data.eval_is_public:  # they would be published with their labels
+        refuse_shared_records(
+            held_out, _held_out_data(recipe), prompts, prompts_data, options.max_shared_records, _KEYS
+        )
+    places, answers = len(prompts), LABELS
+    if num_classes is None:
+        places, answers = len(prompts) * (options.max_new_tokens or 0), TOKENS
+    vote = Vote(places, options.threshold, options.max_answers, options.check_noise, answers)
+    method, settings = METHOD, settings_of(options, vote, num_classes or 0)
+    if num_classes is None:
+        method, settings = TOKEN_METHOD, token_settings_of(options, vote, len(prompts))
+    plan = plan_from(recipe, method, num_units, vote.charges, settings=settings)
+    points = tuple(shared_records_point(options.max_shared_records, prompts_data, _KEYS))
+    return Prepared(recipe, private, held_out, prompts, prompts_data, num_classes, vote, plan, points)
+
+
+def _num_classes(model: ModelConfig, private: datasets.Dataset, data: DataConfig) -> int:
+    """Return the public number of classes.
+
+    Raises:
+        ConfigError: nobody has named it.
+    """
+    found = model.num_labels or num_labels_of(private, data)
+    if found is None:
+        raise ConfigError(
+            "the number of classes is not known: set model.num_labels, or name the classes as data.class_names. They "
+            "are public facts; the private labels are not counted"
+        )
+    return found
+
+
+def _held_out_data(recipe: QueryRecipe) -> DataConfig:
+    """Return the section of the held-out records, which names their file in a message."""
+    data = recipe.data
+    return dataclasses.replace(
+        data, path=data.eval_path or data.path, eval_path=None, eval_split=None, eval_fraction=0.0
+    )
+
+
+def prompts_of(recipe: QueryRecipe) -> DataConfig:
+    """Return how the public texts are read: as texts, one for each record, cut as the private ones."""
+    options, data = recipe.options, recipe.data
+    return DataConfig(
+        path=options.public_prompts,
+        split=options.prompts_split,
+        max_length=data.max_length,
+        format="text",
+        text_column=options.prompts_column
+        or (data.prompt_column if data.format == "prompt_completion" else data.text_column),
+        limit=options.max_prompts,
+        encoding=data.encoding,
+    )
+
+
+def settings_of(options: TeachConfig, vote: Vote, num_classes: int) -> list[tuple[str, Value]]:
+    """Return the public numbers of the vote, by name, for plan and report."""
+    settings: list[tuple[str, Value]] = [
+        (TEACHERS, options.teachers),
+        (CLASSES, num_classes),
+        (PROMPTS, vote.num_prompts),
+        ("labels at most", vote.most_labels),
+    ]
+    if vote.threshold is not None:
+        settings += [
+            (THRESHOLD, vote.threshold),
+            ("noise of a check over that of a label", vote.check_noise),
+        ]
+    return settings
+
+
+def token_settings_of(options: TeachConfig, vote: Vote, num_prompts: int) -> list[tuple[str, Value]]:
+    """Return the public numbers of the vote on tokens, by name, for plan and report."""
+    settings: list[tuple[str, Value]] = [
+        (TEACHERS, options.teachers),
+        (PROMPTS, num_prompts),
+        (NEW_TOKENS, options.max_new_tokens or 0),
+        ("tokens by vote, at most", vote.most_labels),
+        (CANDIDATES, "all tokens" if options.candidates is None else options.candidates),
+        ("temperature of teachers and public model", options.temperature),
+        (PUBLIC_VOTES, options.public_votes),
+    ]
+    if vote.threshold is not None:
+        settings += [
+            (TOKEN_THRESHOLD, vote.threshold),
+            ("noise of a check over that of a token", vote.check_noise),
+        ]
+    return settings

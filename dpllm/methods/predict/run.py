@@ -1,0 +1,177 @@
+"""A private prediction from a recipe: its plan, its groups, and one text after the other.
+
+Place in the flow: above the sampler; the command `dpllm predict` calls it. All tokens are charged before a record
+reaches the model. What can be refused is refused before that: a model that does not load, has no room for the tokens,
+couples rows, or does not fit into memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from rich.console import Console
+
+from dpllm.config.query_recipe import QueryRecipe
+from dpllm.data.units import Int64Array
+from dpllm.methods.predict.groups import secret_groups
+from dpllm.methods.predict.inputs import PrivateRecords, load_public_model, model_section
+from dpllm.methods.predict.model import require_independent_rows, require_memory
+from dpllm.methods.predict.plan import TokenPlan, noise_within, plan_tokens
+from dpllm.methods.predict.sampler import GroupSampler, TextLimits
+from dpllm.methods.predict.section import PredictConfig
+from dpllm.methods.queries import QueryRun
+from dpllm.methods.queries.planned import begin_from, plan_with
+from dpllm.privacy.query_plan import QueryPlan, Value
+from dpllm.training.phases import Phases
+
+CHARGE = "tokens of one group's texts"
+METHOD = "predicted text"
+FREE_TEXTS = "texts that the units allow at the same ε"
+QUANTITY, AROUND_PUBLIC = "clipped quantity", "difference to the public logits"
+CLIP, GROUP_SIZE, TEMPERATURE = "clip c, of a logit", "group size s, units", "temperature τ"
+TOKENS, TEXTS_OF_GROUP = "tokens of a text, at most", "texts of one group, at most"
+"""Names of settings of the plan, and one value."""
+_Text = TypeVar("_Text")
+
+
+def tokens_of(recipe: QueryRecipe, num_units: int) -> TokenPlan:
+    """Return the public numbers of a recipe's tokens.
+
+    Args:
+        recipe: with the section ``predict``.
+        num_units: N.
+
+    Raises:
+        ConfigError: the numbers contradict each other, or the units do not suffice.
+    """
+    privacy = recipe.privacy
+
+    def noise_for(tokens: int) -> float:
+        if privacy.noise_multiplier is not None:
+            return privacy.noise_multiplier
+        assert privacy.target_epsilon is not None  # the section has one of the two
+        return noise_within(privacy.target_epsilon, privacy.delta_for(num_units), privacy.adjacency, tokens)
+
+    return plan_tokens(_options(recipe), num_units, noise_for)
+
+
+def plan_prediction(recipe: QueryRecipe, num_units: int) -> QueryPlan:
+    """Return the plan of a recipe's run; it needs the number of units and no record.
+
+    Raises:
+        ConfigError: as `tokens_of`.
+        ValueError: δ is out of range.
+    """
+    tokens, texts = tokens_of(recipe, num_units), _options(recipe).texts
+    scoring = tokens.scoring
+    settings: list[tuple[str, Value]] = [
+        (QUANTITY, AROUND_PUBLIC if scoring.around_public else "logits"),
+        (CLIP, scoring.clip),
+        (GROUP_SIZE, scoring.units),
+        (TEMPERATURE, scoring.temperature),
+        ("noise multiplier sτ/c", float(f"{scoring.noise_multiplier:.6g}")),
+        (TOKENS, tokens.max_new_tokens),
+        ("texts", texts),
+        (TEXTS_OF_GROUP, tokens.texts_of_group),
+        (FREE_TEXTS, tokens.free_texts(num_units)),
+        (
+            "drawn from",
+            "all tokens" if scoring.top_k is None else f"the {scoring.top_k} likeliest public tokens, top-k+",
+        ),
+    ]
+    return plan_with(
+        recipe, METHOD, num_units, [(CHARGE, tokens.event, tokens.tokens)], settings=settings, randomness="discrete"
+    )
+
+
+def predict_texts(recipe: QueryRecipe, records: PrivateRecords, plan: QueryPlan, say: Callable[[str], None]) -> Path:
+    """Draw the texts, and return their file.
+
+    Args:
+        recipe: with the sections ``model`` and ``predict``.
+        records: as `read_records` returns them.
+        plan: as `plan_prediction` returns it.
+        say: prints a line.
+
+    Raises:
+        ConfigError: the model does not load, has no room, couples rows or does not fit into memory.
+        ValueError: the plan is another one, the budget does not allow the run, or the folder holds another.
+    """
+    options, tokens = _options(recipe), tokens_of(recipe, records.num_units)
+    charge = plan.charge(CHARGE)
+    if (charge.event, charge.count, plan.num_units) != (tokens.event, tokens.tokens, records.num_units):
+        raise ValueError("the plan is not that of this recipe and these records: make it with plan_prediction")
+    say(f"loading {model_section(recipe).name}")
+    sampler, points = _sampler(recipe, tokens)
+    say(
+        f"{options.texts:,} texts of at most {tokens.max_new_tokens:,} tokens, each by a group of "
+        f"{tokens.scoring.units:,} units; all tokens are charged now"
+    )
+    with begin_from(recipe, plan, results=[options.file]) as run:
+        for point in points:
+            run.open_point(point)
+
+        def made(number: int, group: Int64Array) -> dict[str, str]:
+            prompt = options.prompts[number % len(options.prompts)]
+            text = sampler.text(records.contexts(group), prompt, options.public_context)
+            return {"prompt": prompt, "text": text}
+
+        texts = charged_texts(run, tokens, records.num_units, options.texts, made)
+        path = run.folder / options.file
+        bar = Phases(Console(stderr=True)).bar(options.texts, "text")
+        with bar as moved, open(path, "x", encoding="utf-8") as file:
+            for text in texts:
+                file.write(json.dumps(text, ensure_ascii=False) + "\n")
+                moved(1)
+        run.release(path)
+    return path
+
+
+def charged_texts(
+    run: QueryRun, tokens: TokenPlan, num_units: int, texts: int, made: Callable[[int, Int64Array], _Text]
+) -> Iterator[_Text]:
+    """Charge all tokens that the texts may have, divide the units in secret, and yield text after text.
+
+    Guarantee: a unit is in one group at most, a group makes at most the texts that were charged, and the charge is on
+    the disk before the first of them.
+
+    Args:
+        run: its plan has the charge of `plan_prediction`.
+        tokens: the public numbers.
+        num_units: N.
+        texts: how many.
+        made: from a text's number and the units of its group to the text.
+    """
+    run.charge(CHARGE, tokens.tokens)
+    groups = secret_groups(num_units, tokens.scoring.units, tokens.groups)
+    for number in range(texts):
+        yield made(number, groups[number % len(groups)])
+
+
+def _sampler(recipe: QueryRecipe, tokens: TokenPlan) -> tuple[GroupSampler, list[str]]:
+    """Return the loaded sampler, and open points about its model."""
+    options = _options(recipe)
+    model, tokenizer, points = load_public_model(recipe)
+    limits = TextLimits(
+        max_new_tokens=options.max_new_tokens,
+        stop=options.stop,
+        rows_per_pass=options.rows_per_pass,
+        rows_per_unit=recipe.privacy.max_rows_per_unit or 1,
+        cached=options.cached,
+    )
+    sampler = GroupSampler(model, tokenizer, tokens.scoring, limits, recipe.data.max_length)
+    sampler.require_room(options.prompts)
+    length = max(map(sampler.length, options.prompts))
+    require_independent_rows(model, length, options.rows_per_pass, options.max_new_tokens)
+    if next(model.parameters()).device.type != "cpu":
+        rows = tokens.scoring.units * limits.rows_per_unit
+        require_memory(model, length + options.max_new_tokens, rows, options.rows_per_pass, options.cached)
+    return sampler, points
+
+
+def _options(recipe: QueryRecipe) -> PredictConfig:
+    assert isinstance(recipe.options, PredictConfig)  # `load_query_recipe` made it
+    return recipe.options

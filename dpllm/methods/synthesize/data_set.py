@@ -1,0 +1,236 @@
+"""A synthetic data set from a privately tuned model: its run, from the counts of labels to the card.
+
+Place in the flow: `dpllm generate RUN --output FOLDER`. The data set is a query run (`dpllm.methods.queries`) that
+builds on the training run: ε is that of both together. Texts cost nothing. Only counting the labels of the private
+records does. It is charged before it happens, and is the only time that private records are read.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dpllm.config import ConfigError
+from dpllm.config.values import integer
+from dpllm.methods.queries import QueryRun, prior_release
+from dpllm.methods.synthesize.counted import COUNTS_FILE, CountedLabels, count_noisily, read_labels
+from dpllm.methods.synthesize.filters import FilterSettings, TextFilter
+from dpllm.methods.synthesize.labels import LabelShares, prompt_of, texts_of_each
+from dpllm.methods.synthesize.making import Made, Wanted, Writer, make_texts, write_records
+from dpllm.models.generation import Prompt, Sampling
+from dpllm.privacy.accounting import epsilon
+from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
+from dpllm.privacy.query_plan import QueryPlan, training_plan
+
+METHOD = "synthetic text"
+FORMATS = ("jsonl", "parquet")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A data set to make: everything in it is public.
+
+    Raises:
+        ConfigError: a number is out of range, or the format is unknown.
+    """
+
+    number: int
+    """Texts in all."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """How texts are drawn."""
+    filters: FilterSettings = field(default_factory=FilterSettings)
+    """Which of them are left out."""
+    batch_size: int = 16
+    """The most texts that are made together."""
+    file_format: str = "jsonl"
+    """Of the file of texts."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        integer("--number", self.number, 1, 100_000_000)
+        integer("--batch-size", self.batch_size, 1)
+        if self.file_format not in FORMATS:
+            raise ConfigError(f"the format of texts is one of {', '.join(FORMATS)}, got {self.file_format!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Labels:
+    """Labels of a data set, with their shares as public or to be counted.
+
+    Raises:
+        ConfigError: neither or both are given.
+    """
+
+    template: str
+    """Prompt of a label, with `{label}` in its place."""
+    shares: LabelShares | None = None
+    """Public shares; None: they are counted."""
+    counted: CountedLabels | None = None
+    """How they are counted; None: they are public."""
+
+    def __post_init__(self) -> None:
+        """Check that the shares have one source, and that the prompt has a place for the label."""
+        if (self.shares is None) == (self.counted is None):
+            raise ConfigError("the shares of the labels are either given as public or counted: give one of them")
+        prompt_of(self.template, "")
+
+
+def run_of(folder: str | Path) -> Path:
+    """Return the folder of the run to which a model's folder belongs: itself, or the one above a copy in it.
+
+    A checkpoint and a merged model in the folder of a run have copies of its ledger, which may lack its last lines.
+    """
+    folder = Path(folder)
+    above = Path(os.path.realpath(folder)).parent
+    try:
+        own, outer = (read_ledger(place / LEDGER_FILE).runs[0]["run"] for place in (folder, above))
+    except LedgerError:
+        return folder
+    return above if own == outer else folder
+
+
+def plan_of(source: str | Path, counted: CountedLabels | None = None) -> QueryPlan:
+    """Return the plan of a data set, with the unit, δ and adjacency of the training run.
+
+    Args:
+        source: folder of the training run, or of a model of it.
+        counted: how labels are counted; None: they are not.
+
+    Raises:
+        ValueError: the run is not private, has not ended, or is no training run.
+    """
+    folder = run_of(source)
+    trained, prior = training_plan(folder, "A synthetic data set"), prior_release(folder)
+    if math.isinf(epsilon(prior.history, trained.delta, trained.adjacency)):
+        raise ConfigError(f"the run in {folder} had no noise, so a data set of its model has no guarantee")
+    return QueryPlan(
+        method=METHOD,
+        unit=trained.unit,
+        unit_column=trained.unit_column,
+        max_rows_per_unit=trained.max_rows_per_unit,
+        rows_kept=trained.rows_kept,
+        adjacency=trained.adjacency,
+        dataset=trained.dataset,
+        num_units=trained.num_units,
+        delta=trained.delta,
+        charges=() if counted is None else (counted.charge,),
+        settings=() if counted is None else counted.settings(trained.max_rows_per_unit or 1),
+        randomness="os" if counted is None else "discrete",
+        after=prior,
+    )
+
+
+def make_data_set(
+    source: str | Path,
+    output: str | Path,
+    model: Writer,
+    wanted: Sequence[Prompt] | Labels,
+    request: Request,
+    *,
+    budget: str | Path | None = None,
+    to_model: Callable[[Prompt], Prompt] = lambda prompt: prompt,
+    say: Callable[[str], None] = lambda _: None,
+    moved: Callable[[int], None] = lambda _: None,
+) -> Made:
+    """Make a synthetic data set: count the labels if asked to, draw the texts, and write them with report and card.
+
+    Guarantee: the folder's ε is that of the training run and of the counts together. No other private value reaches a
+    file of the folder.
+
+    Args:
+        source: folder of the training run, or of a model of it.
+        output: the new folder.
+        model: the model of `source`.
+        wanted: prompts, which share the texts evenly, or labels.
+        request: number of texts, sampling and filters.
+        budget: the budget file of the people; None: none.
+        to_model: from a prompt to the form that the model was trained with, such as a chat.
+        say: gets a line before each part.
+        moved: gets the number of texts that were kept.
+
+    Returns:
+        The texts, and the draws that they took.
+
+    Raises:
+        ValueError: the source is no private run that has ended; the labels do not fit the records. Nothing is charged
+            then.
+        LedgerError: the output folder holds a run.
+    """
+    output = Path(output)
+    counted = wanted.counted if isinstance(wanted, Labels) else None
+    plan = plan_of(source, counted)
+    texts = output / f"texts.{request.file_format}"
+    if texts.exists():
+        raise ConfigError(f"{texts} exists already, and it is not replaced: give another folder")
+    units, exact, doubt = None, None, None
+    if counted is not None:
+        say("reading the labels of the private records")
+        units, doubt = read_labels(run_of(source), plan, counted)
+        exact = units.exact_counts()  # a label that is no class ends the run before anything is charged
+    results = [texts.name, *([COUNTS_FILE] if counted is not None else [])]
+    with QueryRun.begin(output, plan, dataset=plan.dataset, budget=budget, results=results) as run:
+        shares = wanted.shares if isinstance(wanted, Labels) else None
+        if doubt is not None:
+            run.open_point(doubt)
+        if units is not None and exact is not None:
+            shares = count_noisily(run, units, exact)
+        asked = _wanted(wanted, shares, request.number, to_model)
+        say("generating")
+        filters = TextFilter(request.filters)
+        made = make_texts(model, asked, request.sampling, filters, request.batch_size, moved)
+        write_records(texts, made.records)
+        run.release(*([output / COUNTS_FILE] if exact is not None else []), texts)  # at once: all of them or none fit
+        for fact, value in facts_of(request, made).items():
+            run.fact(fact, value)
+    return made
+
+
+def facts_of(request: Request, made: Made) -> dict[str, str | int]:
+    """Return the facts of a data set for report and card: all are public, or follow from what was released."""
+    sampling, filters = request.sampling, request.filters
+    seed = "from the operating system" if sampling.seed is None else f"{sampling.seed}"
+    rules = [f"at least {filters.min_words} words"]
+    rules += [f"at most {filters.max_words} words"] if filters.max_words is not None else []
+    rules += [] if filters.duplicates else ["no text twice"]
+    rules += [f"none of {len(filters.blocked)} blocked words"] if filters.blocked else []
+    dropped = ", ".join(f"{count:,} {reason}" for reason, count in made.dropped.items())
+    missing = {"texts that are missing, since the filters left out too many": made.missing} if made.missing else {}
+    return {
+        "texts": len(made.records),
+        **missing,
+        "texts drawn from the model": made.drawn,
+        "texts left out": dropped or "none",
+        "filters, which read generated texts only": "; ".join(rules),
+        "sampling": f"temperature {sampling.temperature:g}, top-p {sampling.top_p:g}, at most "
+        f"{sampling.max_new_tokens:,} tokens",
+        "seed of the texts, which is no secret and costs nothing": seed,
+    }
+
+
+def _wanted(
+    wanted: Sequence[Prompt] | Labels, shares: LabelShares | None, number: int, to_model: Callable[[Prompt], Prompt]
+) -> list[Wanted]:
+    if isinstance(wanted, Labels) and shares is not None:
+        return of_labels(shares, wanted.template, number, to_model)
+    assert not isinstance(wanted, Labels)  # its shares are public or were counted
+    return shared_out(wanted, number, to_model)
+
+
+def of_labels(
+    shares: LabelShares, template: str, number: int, to_model: Callable[[Prompt], Prompt] = lambda prompt: prompt
+) -> list[Wanted]:
+    """Return the prompt of each label with its number of texts."""
+    counts: Mapping[str, int] = texts_of_each(shares, number)
+    prompts = {label: prompt_of(template, label) for label in counts}
+    return [Wanted(prompts[label], count, label, to_model(prompts[label])) for label, count in counts.items()]
+
+
+def shared_out(
+    prompts: Sequence[Prompt], number: int, to_model: Callable[[Prompt], Prompt] = lambda prompt: prompt
+) -> list[Wanted]:
+    """Return the prompts with their numbers of texts, which differ by at most 1."""
+    each, more = divmod(number, len(prompts))
+    return [Wanted(one, each + (place < more), None, to_model(one)) for place, one in enumerate(prompts)]

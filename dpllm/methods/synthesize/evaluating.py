@@ -1,0 +1,136 @@
+"""`dpllm evaluate`: synthetic text beside real text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dpllm.cli.common import AsJson, one_line_errors, show_json, show_table
+
+_PRIVATE = (
+    "These figures are exact results on real text. ε does not cover them: keep them to yourself, and publish none of "
+    "them unless the real text is public."
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        epilog="Example: dpllm evaluate runs/synthetic --real held_out.jsonl --train private.jsonl "
+        "--model roneneldan/TinyStories-33M"
+    )(evaluate)
+
+
+@one_line_errors
+def evaluate(
+    synthetic: Annotated[
+        Path, typer.Argument(help="The folder of a synthetic data set, or a file of texts.", show_default=False)
+    ],
+    real: Annotated[Path, typer.Option(help="Real texts that the model did not see, as a file.", show_default=False)],
+    train: Annotated[
+        Path | None, typer.Option(help="The records that the model was trained on, for the overlap with them.")
+    ] = None,
+    beside: Annotated[
+        list[Path] | None, typer.Option(help="Another set of synthetic texts for the table; may be repeated.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A public model whose embeddings are compared: a folder or a Hub id.")
+    ] = None,
+    text_column: Annotated[str | None, typer.Option(help="Column of the real texts; text without it.")] = None,
+    label_column: Annotated[str | None, typer.Option(help="Column of the real labels; label without it.")] = None,
+    mauve: Annotated[bool, typer.Option("--mauve/--no-mauve", help="Compute MAUVE of the embeddings.")] = True,
+    classifier: Annotated[
+        bool, typer.Option("--classifier/--no-classifier", help="Train a classifier if the texts have labels.")
+    ] = True,
+    ngram: Annotated[int, typer.Option(help="Words of a phrase that counts as shared.")] = 8,
+    most: Annotated[int, typer.Option(help="The most texts of each set that are compared.")] = 5000,
+    real_is_public: Annotated[
+        bool, typer.Option("--real-is-public", help="Declare that the texts of --real are public.")
+    ] = False,
+    canaries: Annotated[
+        Path | None, typer.Option(help="canaries.json of `dpllm audit prepare`, if the run was trained on its data.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="File of the results, .json; default: not_for_release/evaluation.json in the folder."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare synthetic texts with real ones: distances, a classifier, lengths, and overlap with training records.
+
+    The real texts have rows of their own, as yardsticks. With --model, MAUVE and the Fréchet distance of embeddings are
+    computed; with labels, a classifier is trained on each set and tested on the real texts. Results on private text are
+    exact, and ε does not cover them: they go to not_for_release/, and the ledger of the data set lists that they exist.
+    """
+    from dpllm.config.extras import require
+    from dpllm.methods.synthesize.evaluation import (
+        EVALUATION_FILE,
+        EvaluationSettings,
+        evaluation_table,
+        note_evaluation,
+        require_outside,
+    )
+    from dpllm.methods.synthesize.evaluation import evaluate as compare
+    from dpllm.methods.synthesize.texts import read_texts
+    from dpllm.privacy.ledger import LEDGER_FILE
+
+    settings = EvaluationSettings(most=most, ngram=ngram, with_mauve=mauve, with_classifier=classifier)
+    folder = synthetic if synthetic.is_dir() else synthetic.parent
+    path = output or (synthetic / EVALUATION_FILE if synthetic.is_dir() else None)
+    if path is not None and path.suffix != ".json":
+        raise ValueError(f"--output {path}: results are written as .json, with a table beside them: change the ending")
+    private = not real_is_public or train is not None or canaries is not None
+    if private and path is not None:
+        require_outside(path)
+    if classifier or (mauve and model is not None):
+        require("synthetic", "evaluation by MAUVE and a classifier (--no-mauve --no-classifier does without)")
+    _say(f"reading {synthetic}")
+    sets = [read_texts(one, name=one.name if one.is_dir() else one.stem) for one in (synthetic, *(beside or ()))]
+    held_out = read_texts(real, text_column, label_column, "held-out records")
+    trained = None if train is None else read_texts(train, text_column, label_column, "training records")
+    embedder = None
+    if model is not None:
+        from dpllm.methods.synthesize.embeddings import load_embedder
+        from dpllm.planning.rehearsal import quiet
+
+        _say(f"loading {model}")
+        with quiet():
+            embedder = load_embedder(model)
+    if private and (synthetic.is_dir() or (folder / LEDGER_FILE).is_file()):
+        note_evaluation(folder)  # before there is a result
+    heard = None if canaries is None else _echo(canaries, sets[0].texts)
+    found = compare(sets, held_out, trained, embedder, model, settings, _say)
+    if heard is not None:
+        found = replace(found, notes=(*found.notes, heard))
+    if path is not None:
+        found.save(path)
+    if private:
+        _say(_PRIVATE)
+    if as_json:
+        show_json({**found.to_dict(), "written": None if path is None else str(path)})
+        return
+    head, rows = evaluation_table(found)
+    show_table(head, rows, "")
+    for note in found.notes:
+        typer.echo(note)
+    if path is not None:
+        typer.echo(f"written: {path}, {path.with_suffix('.md')}")
+
+
+def _echo(path: Path, texts: Sequence[str]) -> str:
+    """Return how much of the canaries is in the texts, in words."""
+    from dpllm.audit.canaries import CanarySet
+    from dpllm.methods.synthesize.echo import echo
+
+    made = CanarySet.load(path)
+    own = [" ".join(text for _, text in canary.records) for canary in made.canaries]
+    return str(echo(texts, own, made.included))
+
+
+def _say(text: str) -> None:
+    """Print about the work, apart from the results."""
+    typer.echo(text, err=True)

@@ -1,0 +1,288 @@
+"""Evaluation of synthetic text beside real text: distances, a classifier, lengths, overlap with training records.
+
+Place in the flow: after the generation; `dpllm evaluate` writes the result. Each figure that reads private text
+(held-out or training records) is an exact result on it, so ε does not cover it: such results go to
+``not_for_release/``, and the data set's ledger lists that they were written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dpllm.config import ConfigError
+from dpllm.config.values import integer
+from dpllm.methods.synthesize import distance
+from dpllm.methods.synthesize.classifier import Accuracy, classify
+from dpllm.methods.synthesize.filters import words_of
+from dpllm.methods.synthesize.overlap import Overlap, overlap
+from dpllm.methods.synthesize.texts import LabelledTexts
+from dpllm.privacy.ledger import LEDGER_FILE
+from dpllm.report.model_card import add_disclosure
+
+if TYPE_CHECKING:
+    from dpllm.methods.synthesize.embeddings import Embedder
+
+EVALUATION_FILE = "not_for_release/evaluation.json"
+"""Results in the folder of a data set, relative to it."""
+DISCLOSED = "evaluation of synthetic text on real text"
+"""The report's words for these results, which ε does not cover."""
+_FEWEST = 50  # texts for which a distance says anything
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSettings:
+    """Which texts are compared, and how.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+
+    most: int = 5000
+    """The most texts of each set that are compared; a public constant chooses them."""
+    ngram: int = 8
+    """Words of a phrase that counts as shared."""
+    with_mauve: bool = True
+    """Whether MAUVE is computed; it needs the extra "synthetic"."""
+    with_classifier: bool = True
+    """Whether a classifier is trained, if the texts have labels; it needs the extra "synthetic"."""
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        integer("most", self.most, 2, 1_000_000)
+        integer("ngram", self.ngram, 1, 1000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetFigures:
+    """The figures of one set of texts. One that was not asked for, or has no meaning for this set, is None."""
+
+    name: str
+    num_texts: int
+    words: tuple[float, float, float, float]
+    """Mean, 5 % quantile, median and 95 % quantile of the number of words of a text."""
+    duplicates: float
+    """Share of the texts that are a copy of an earlier one."""
+    mauve: float | None = None
+    """MAUVE to the real held-out texts; 1: alike."""
+    frechet: float | None = None
+    """Fréchet distance of the embeddings to those of the real held-out texts; 0: alike."""
+    classifier: Accuracy | None = None
+    """Of a classifier trained on this set and tested on the real held-out texts."""
+    overlap: Overlap | None = None
+    """With the training records."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        parts = {"classifier": self.classifier, "overlap": self.overlap}
+        values = {name: part.to_dict() if part is not None else None for name, part in parts.items()}
+        return {**vars(self), "words": dict(zip(_WORDS, self.words, strict=True)), **values}
+
+
+_WORDS = ("mean", "5 %", "median", "95 %")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The figures of each set, the synthetic one first."""
+
+    sets: tuple[SetFigures, ...]
+    compared: int
+    """Texts of each set that the distances read."""
+    embedding: str | None
+    """Name of the embedding model; None: no distance was computed."""
+    reads_training: bool
+    """Whether training records were read."""
+    notes: tuple[str, ...] = field(default=())
+    """About figures that are missing."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {
+            "sets": [one.to_dict() for one in self.sets],
+            "compared": self.compared,
+            "embedding": self.embedding,
+            "reads_training": self.reads_training,
+            "notes": list(self.notes),
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write JSON, and a table beside it (``.md``)."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        path.with_suffix(".md").write_text(self.as_markdown() + "\n", encoding="utf-8")
+
+    def as_markdown(self) -> str:
+        """Return `evaluation_table` as Markdown, and the notes."""
+        head, rows = evaluation_table(self)
+        lines = [head, ["---"] * len(head), *rows]
+        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return "\n\n".join([table, *self.notes])
+
+
+_FIGURES: Mapping[str, Callable[[SetFigures], str]] = {
+    "texts": lambda one: f"{one.num_texts:,}",
+    "words of a text: mean": lambda one: f"{one.words[0]:.1f}",
+    "words of a text: 5 % to 95 %": lambda one: f"{one.words[1]:.0f} to {one.words[3]:.0f}",
+    "copies of an earlier text": lambda one: f"{one.duplicates:.1%}",
+    "MAUVE to held-out text (1: alike)": lambda one: "" if one.mauve is None else f"{one.mauve:.3f}",
+    "Fréchet distance to it (0: alike)": lambda one: "" if one.frechet is None else f"{one.frechet:.3g}",
+    "classifier trained on it: accuracy": lambda one: (
+        "" if one.classifier is None else f"{one.classifier.accuracy:.1%}"
+    ),
+    "classifier: macro F1": lambda one: "" if one.classifier is None else f"{one.classifier.macro_f1:.3f}",
+    "n-grams that training records have": lambda one: "" if one.overlap is None else f"{one.overlap.shared:.1%}",
+    "longest common run: median": lambda one: "" if one.overlap is None else f"{one.overlap.longest_median:g} words",
+    "longest common run: largest": lambda one: "" if one.overlap is None else f"{one.overlap.longest} words",
+    "texts that are training records": lambda one: "" if one.overlap is None else f"{one.overlap.whole:.2%}",
+}
+"""Figure, in words -> its value for a set."""
+
+
+def evaluation_table(evaluation: Evaluation) -> tuple[list[str], list[list[str]]]:
+    """Return the table of an evaluation: its head, and a row for each figure that a set has, a column for each set."""
+    rows = [[name, *(value(one) for one in evaluation.sets)] for name, value in _FIGURES.items()]
+    head = ["", *(one.name for one in evaluation.sets)]
+    return head, [row for row in rows if any(row[1:])]
+
+
+def evaluate(
+    synthetic: Sequence[LabelledTexts],
+    real: LabelledTexts,
+    train: LabelledTexts | None = None,
+    embedder: Embedder | None = None,
+    embedding: str | None = None,
+    settings: EvaluationSettings | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Evaluation:
+    """Compare sets of synthetic texts with real ones.
+
+    The real texts have their own rows, so that each figure has its yardstick: the training records (a distance and an
+    accuracy that real text reaches), and the held-out records (the overlap that a text has which the model never saw).
+
+    Args:
+        synthetic: one set or more, each with a row.
+        real: held-out real texts.
+        train: the records that were trained on; None: no overlap is computed.
+        embedder: for the distances; None: none is computed.
+        embedding: its name.
+        settings: of the comparison.
+        say: gets a line before each part.
+
+    Raises:
+        ConfigError: the extra "synthetic" is needed and not installed, or too few texts are given.
+    """
+    settings = settings or EvaluationSettings()
+    if not synthetic:
+        raise ConfigError("there is no set of synthetic texts to evaluate: give one")
+    sets = [*synthetic, *([train] if train is not None else [])]
+    count = min(settings.most, *(len(one.texts) for one in (*sets, real)))
+    notes = []
+    if embedder is not None and count < _FEWEST:
+        notes.append(f"No distance: {count} texts are too few; at least {_FEWEST} of each set are needed.")
+        embedder = None
+    chosen = [_some(one, count) for one in (*sets, real)]
+    found: list[dict[str, Any]] = [{} for _ in (*sets, real)]
+    if embedder is not None:
+        say("embedding the texts")
+        vectors = [embedder.embed(one.texts) for one in chosen]
+        for figures, own in zip(found[:-1], vectors[:-1], strict=True):
+            figures["frechet"] = distance.frechet(vectors[-1], own)
+            if settings.with_mauve:
+                say("computing MAUVE")
+                figures["mauve"] = distance.mauve(vectors[-1], own)
+    if settings.with_classifier:
+        alike = min([settings.most, *(len(one.texts) for one in sets)])
+        notes += _classified(sets, real, found, alike, say)
+    if train is not None:
+        say("comparing the texts with the training records")
+        for figures, one in zip(found, (*sets, real), strict=True):
+            if one is not train:
+                figures["overlap"] = overlap(_some(one, settings.most).texts, train.texts, settings.ngram)
+    return Evaluation(
+        sets=tuple(_figures(one, figures) for one, figures in zip((*sets, real), found, strict=True)),
+        compared=count if embedder is not None else 0,
+        embedding=embedding if embedder is not None else None,
+        reads_training=train is not None,
+        notes=tuple(notes),
+    )
+
+
+def _classified(
+    sets: Sequence[LabelledTexts],
+    real: LabelledTexts,
+    found: list[dict[str, Any]],
+    number: int,
+    say: Callable[[str], None],
+) -> list[str]:
+    """Train a classifier on equally many texts of each set with labels; return a line for each that has none."""
+    if real.labels is None:
+        return [f"No classifier: {real.name} has no labels."]
+    notes = []
+    for figures, one in zip(found, sets, strict=False):
+        if one.labels is None:
+            notes.append(f"No classifier of {one.name}: its texts have no labels.")
+            continue
+        say(f"training a classifier on {one.name}")
+        own = _some(one, number)
+        assert own.labels is not None
+        figures["classifier"] = classify(own.texts, own.labels, real.texts, real.labels)
+    return notes
+
+
+def _some(one: LabelledTexts, most: int) -> LabelledTexts:
+    numbers = distance.some_of(len(one.texts), most)
+    return one.part(numbers)
+
+
+def _figures(one: LabelledTexts, figures: dict[str, Any]) -> SetFigures:
+    lengths = [len(words_of(text)) for text in one.texts]
+    low, median, high = (float(value) for value in np.quantile(lengths, (0.05, 0.5, 0.95)))
+    copies = 1 - len({text.strip() for text in one.texts}) / len(one.texts)
+    return SetFigures(
+        name=one.name, num_texts=len(one.texts), words=(fmean(lengths), low, median, high), duplicates=copies, **figures
+    )
+
+
+def require_outside(path: str | Path) -> None:
+    """Refuse a file of exact results in a folder that people publish.
+
+    Args:
+        path: of the results.
+
+    Raises:
+        ConfigError: a folder above it is that of a release, and the file is not in its ``not_for_release/``.
+    """
+    path, private = Path(path).resolve(), Path(EVALUATION_FILE).parent.name
+    for folder in path.parents:
+        if (folder / LEDGER_FILE).is_file() and path.relative_to(folder).parts[0] != private:
+            raise ConfigError(
+                f"--output {path} is in {folder}, which is for release, and results on private text are not: write "
+                f"them to {folder / EVALUATION_FILE}, or outside of this folder"
+            )
+
+
+def note_evaluation(folder: str | Path) -> None:
+    """Write into the ledger of a data set's folder that results on real text exist, and its report and card again.
+
+    A folder without a ledger has no guarantee, and nothing is written.
+
+    Args:
+        folder: of a synthetic data set.
+
+    Raises:
+        ValueError: the ledger is damaged, or a run is writing it.
+    """
+    folder = Path(folder)
+    if (folder / LEDGER_FILE).is_file():
+        add_disclosure(folder, DISCLOSED)
+    private = folder / Path(EVALUATION_FILE).parent
+    private.mkdir(mode=0o700, exist_ok=True)
+    private.chmod(0o700)

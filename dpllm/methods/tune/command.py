@@ -1,0 +1,164 @@
+"""`dpllm tune`: try settings privately, and release only the best run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dpllm.cli.common import AsJson, Overrides, RecipePath, one_line_errors, show
+
+if TYPE_CHECKING:
+    from dpllm.methods.tune.tune import Tuning
+
+_PRIVATE = (
+    "private: the number of runs, their scores and their models. They stay in not_for_release; keep that folder and "
+    "this screen to yourself"
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(epilog="Example: dpllm tune gpt2_e2e_lora --search search.yaml data.eval_is_public=true")(tune)
+
+
+@one_line_errors
+def tune(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    search: Annotated[
+        Path, typer.Option(help="The search file: the distribution of the number of runs, and the candidates.")
+    ] = Path("search.yaml"),
+    launch: Annotated[
+        str,
+        typer.Option(
+            help="The command that trains a recipe. {recipe} is its file; without it, --config FILE is added."
+        ),
+    ] = "dpllm train {recipe}",
+    plan_only: Annotated[
+        bool, typer.Option("--plan-only", help="Print the ε of the tuning and stop; nothing is drawn.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Take a secret, random number of runs with settings drawn from a list, and release only the best one.
+
+    The ε of the release is higher than that of one run, and far lower than that of all runs added up. The recipe's
+    target ε is that of the release. The runs are compared on held-out rows, which must be public. The same command
+    continues a tuning that was interrupted.
+    """
+    environment = dict(os.environ)  # of the runs; the libraries that check the recipe write into this process's own
+    from dpllm.methods.tune.search import load_search
+    from dpllm.methods.tune.tune import prepare
+    from dpllm.methods.tune.tune import tune as take
+
+    prepared = prepare(recipe, overrides or (), load_search(search))
+    values, rows = _cost(prepared)
+    if plan_only:
+        show(values, rows, f"Private tuning of {recipe}", as_json)
+        return
+    if not as_json:
+        show(values, rows, f"Private tuning of {recipe}", as_json)
+        typer.echo(_PRIVATE)
+    released = take(prepared, _runner(launch, environment), (lambda line: None) if as_json else typer.echo)
+    if as_json:
+        show({**values, "released": None if released is None else str(released)}, [], "", as_json)
+    elif released is None:
+        typer.echo("No run gave a model, so nothing is released. The tuning stays charged.")
+    else:
+        typer.echo(f"Released: {released} (check it with: dpllm verify {released})")
+
+
+def _cost(prepared: Tuning) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """Return the cost of a tuning before it begins: values for programs, rows for people."""
+    from dpllm.privacy.accounting import epsilon
+    from dpllm.privacy.rounding import format_delta, format_epsilon
+
+    plan, selection = prepared.plan, prepared.search.selection
+    one = epsilon(plan.history_of_run, plan.delta, plan.adjacency)
+    often, seldom = selection.number_at(0.5), selection.number_at(0.99)
+    values = {
+        "epsilon": plan.epsilon,
+        "epsilon_of_one_run": one,
+        "delta": plan.delta,
+        "adjacency": plan.adjacency,
+        "noise_multiplier": plan.noise_multiplier,
+        "runs": selection.kind,
+        "mean_runs": selection.mean,
+        "candidates": len(prepared.recipes),
+    }
+    rows = [
+        ("ε of the release", f"{format_epsilon(plan.epsilon)}, {plan.adjacency}"),
+        ("ε of one run by itself", f"{format_epsilon(one)}, {plan.adjacency}"),
+        ("δ", format_delta(plan.delta)),
+        ("noise multiplier σ", f"{plan.noise_multiplier:.6g}"),
+        ("runs", f"{selection.words()}; half of all tunings have at most {often}, 99 of 100 at most {seldom}"),
+        ("candidates, drawn uniformly", f"{len(prepared.recipes):,}"),
+        ("folder", str(prepared.folder)),
+    ]
+    return values, rows
+
+
+def _runner(launch: str, environment: dict[str, str]) -> Callable[[Path, Path], int]:
+    words = shlex.split(launch)
+    if not words:
+        raise ValueError("--launch is empty: give the command that trains a recipe")
+    if words[0] == "dpllm":  # this installation, also where it is not on the path
+        words[:1] = [sys.executable, "-m", "dpllm"]
+    if not any("{recipe}" in word for word in words):
+        words += ["--config", "{recipe}"]
+
+    def run(recipe: Path, log: Path) -> int:
+        with open(log, "ab") as file, _ends_with_us() as started:
+            process = subprocess.Popen(
+                [word.replace("{recipe}", str(recipe)) for word in words],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches it once, through this program
+            )
+            started(process)
+            code = process.wait()
+        return code
+
+    return run
+
+
+@contextlib.contextmanager
+def _ends_with_us() -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
+    """End a run when this program is stopped, and wait until it has saved its checkpoint; the run then does not count.
+
+    It is continued by the next start, since no end is noted for it.
+
+    Raises:
+        KeyboardInterrupt: after the block, if a signal came.
+    """
+    running: list[subprocess.Popen[bytes]] = []
+    received: list[int] = []
+
+    def forward(number: int, _frame: Any) -> None:
+        received.append(number)
+        for process in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)  # not waited for here: a signal may interrupt the waiting itself
+
+    def started(process: subprocess.Popen[bytes]) -> None:
+        running.append(process)
+        if received:
+            forward(received.pop(), None)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield started
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if received:
+        raise KeyboardInterrupt

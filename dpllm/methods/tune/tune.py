@@ -1,0 +1,348 @@
+"""A private tuning: draw the runs, take all of them, and release the best.
+
+Place in the flow: above everything that one run needs; `dpllm tune` calls it. The order is that of the theorem
+(`dpllm.mechanism.selection`): the budget is charged, then the number of runs K and the candidate of each are drawn by
+the operating system's generator and written to the disk, then all K runs are taken. A restart takes the same draws
+again and continues. A run that fails counts, with the worst score, and is not repeated. Nothing stops the runs because
+one of them was good enough.
+
+K, the other runs and all scores are private. They stay in the folder `not_for_release`; the selected model is copied
+into the folder `released`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dpllm.config import PRETRAINED_FOLDER, ConfigError, Recipe, load_recipe, save_recipe
+from dpllm.config.recipe import recipe_to_dict, refuse_trainer
+from dpllm.mechanism.catalogue import to_fields
+from dpllm.mechanism.selection import Selection
+from dpllm.methods.tune.plans import common_plan
+from dpllm.methods.tune.record import RECORD_FILE, DrawnRun, Record, TuningError, create_record, open_record
+from dpllm.methods.tune.search import Search, overrides_of
+from dpllm.privacy.budget import BudgetError, charge_selection, entry_of, mark, read_budget, settle
+from dpllm.privacy.identity import is_finished
+from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, is_being_written, read_ledger
+from dpllm.privacy.ledger_reader import LedgerHead
+from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
+from dpllm.privacy.writer import known_writer
+from dpllm.report.definition import SELECTED
+from dpllm.report.model_card import note_selected
+from dpllm.report.publishing import files_to_publish
+from dpllm.report.statement import JSON_FILE
+from dpllm.report.verify import verify
+
+RELEASED_FOLDER = "released"
+_PARTIAL = f"{RELEASED_FOLDER}.partial"
+Runner = Callable[[Path, Path], int]
+"""Train a recipe (a file), write its output to a log file, and return the exit code."""
+Tell = Callable[[str], None]
+
+
+class SystemDraws:
+    """The random choices of a tuning, by the operating system's generator."""
+
+    def number_of_runs(self, selection: Selection) -> int:
+        """Return K."""
+        return selection.number_at(secrets.SystemRandom().random())
+
+    def below(self, count: int) -> int:
+        """Return a uniform whole number from 0 to ``count`` - 1."""
+        return secrets.randbelow(count)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """A tuning before its draws: the recipes of all candidates, and the plan that they share."""
+
+    folder: Path
+    """train.output_dir of the recipe: the folder of the tuning."""
+    search: Search
+    recipes: tuple[Recipe, ...]
+    """One for each candidate."""
+    plan: PrivacyPlan
+    """The plan of the runs; its ε is that of the release."""
+    budget_file: str | None
+    """The budget file that the tuning is charged to."""
+
+    def words(self, candidate: int) -> str:
+        """Return a candidate for people."""
+        return _words(self.search, candidate)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that a continued tuning must share with its draws, as JSON values."""
+        recipes = json.dumps([recipe_to_dict(recipe) for recipe in self.recipes], sort_keys=True)
+        return {
+            "selected": selected_fields(self.plan),
+            "delta": self.plan.delta,
+            "candidates": [self.words(number) for number in range(len(self.recipes))],
+            "recipes_sha256": hashlib.sha256(recipes.encode()).hexdigest(),
+        }
+
+
+def selected_fields(plan: PrivacyPlan) -> dict[str, Any]:
+    """Return the event of the selection of a plan as plain values, whatever its clip norm."""
+    ((event, count),) = plan.history
+    ((one, _),) = event.rounds(count)
+    return to_fields(one)
+
+
+def prepare(recipe_path: Path, overrides: Sequence[str], search: Search) -> Tuning:
+    """Read the recipe, check it with every candidate, and fix the plan; nothing is drawn or written.
+
+    Args:
+        recipe_path: the recipe. Its target ε is that of the release.
+        overrides: key=value, as for a recipe.
+        search: the search file.
+
+    Raises:
+        ConfigError: no tuning of this recipe is accounted for, or a candidate cannot be trained.
+    """
+    plain = load_recipe(recipe_path, overrides)
+    _check(plain)
+    selection = json.dumps({"kind": search.selection.kind, "mean": search.selection.mean})
+    own = [f"privacy.selection={selection}", "privacy.budget_file=null", "train.resume_from_checkpoint=auto"]
+    recipes = [
+        load_recipe(recipe_path, [*overrides, *overrides_of(candidate), *own]) for candidate in search.candidates
+    ]
+    plan = common_plan(recipes, lambda number: _words(search, number))
+    if not math.isfinite(plan.epsilon):
+        raise ConfigError("privacy.noise_multiplier=0 has no ε, and a tuning of such runs none either: add noise")
+    folder = Path(str(plain.train["output_dir"])).expanduser()
+    return Tuning(folder, search, tuple(recipes), plan, plain.privacy.budget_file)
+
+
+def tune(tuning: Tuning, run: Runner, tell: Tell, draws: SystemDraws | None = None) -> Path | None:
+    """Take all runs of a tuning, or those that are left, and release the best.
+
+    Args:
+        tuning: made by `prepare`.
+        run: trains one recipe.
+        tell: prints a line for the person who started the tuning.
+        draws: the source of all random choices.
+
+    Returns:
+        The folder of the released model; None if every run failed, or none was drawn.
+
+    Raises:
+        TuningError: the record was edited or copied, is of another tuning, or a run is not of the plan.
+        BudgetError: the budget has no room, or has an entry for other draws.
+    """
+    draws = draws or SystemDraws()
+    path = tuning.folder / RECORD_FILE
+    if not path.exists():
+        _draw(tuning, draws, path)
+    else:
+        tell("this tuning has begun: its draws are taken again")
+    with _continued(tuning, path) as record:
+        for number in range(len(record.runs)):
+            if number not in record.scores:
+                again = number in record.begun
+                record.begin(number)
+                # Whoever deletes a run that was begun would get another one, and more runs than were drawn.
+                is_lost = again and not (record.folder_of(number) / LEDGER_FILE).exists()
+                score = None if is_lost else _take(tuning, record, number, run)
+                record.end(number, score)
+                log = record.folder_of(number).with_suffix(".log")
+                tell("a run has ended" if score is not None else f"a run has failed, and counts as such: see {log}")
+        if not record.is_decided:
+            record.decide(best_of(record, draws))
+        released = None if record.selected is None else _release(tuning, record, record.selected)
+        _settle(record)
+    return released
+
+
+def best_of(record: Record, draws: SystemDraws) -> int | None:
+    """Return the number of the run with the best score, a uniform one of several; None if no run has one."""
+    scores = {number: score for number, score in record.scores.items() if score is not None}
+    if not scores:
+        return None
+    best = [number for number, score in sorted(scores.items()) if score == max(scores.values())]
+    return best[draws.below(len(best))]
+
+
+def score_in(folder: Path, selected: Mapping[str, Any]) -> float | None:
+    """Return the score of a run's held-out rows, a larger one is better; None if the run did not finish.
+
+    Args:
+        folder: of the run.
+        selected: the event of the selection to which its plan must belong (`selected_fields`).
+
+    Raises:
+        TuningError: its plan is another one.
+    """
+    try:
+        if not is_finished(folder):
+            return None
+        plan, contents = PrivacyPlan.load(folder / PLAN_FILE), read_ledger(folder / LEDGER_FILE)
+        utility = json.loads((folder / JSON_FILE).read_text(encoding="utf-8"))["utility"] or {}
+    except (LedgerError, OSError, ValueError, KeyError, TypeError):
+        return None
+    if selected_fields(plan) != selected:
+        raise TuningError(
+            f"{folder} was trained under another plan than this tuning accounts for: its data or settings changed "
+            "meanwhile. Restore them, or release nothing of this tuning; it stays charged"
+        )
+    if contents.num_steps != plan.num_steps:
+        return None
+    for name, sign in (("held-out perplexity after", -1), ("held-out accuracy after", 1)):
+        if name in utility:
+            value = float(utility[name])
+            return sign * value if math.isfinite(value) else None
+    return None
+
+
+def _check(recipe: Recipe) -> None:
+    """Refuse a recipe whose runs cannot be compared or kept together privately."""
+    refuse_trainer(recipe, "dpllm tune")
+    if recipe.privacy.selection is not None:
+        raise ConfigError("privacy.selection is set by `dpllm tune` from the search file: leave it out of the recipe")
+    if not recipe.data.eval_is_public:
+        raise ConfigError(
+            "a tuning chooses by a score on held-out rows, and the ε of the release does not cover a score on private "
+            "rows: give public rows as data.eval_path or data.eval_split, and declare them with "
+            "data.eval_is_public=true"
+        )
+    if recipe.train.get("push_to_hub"):
+        raise ConfigError("train.push_to_hub would upload every run of the tuning, and only one is covered: omit it")
+    if recipe.train.get("report_to") not in (None, "none", []):
+        raise ConfigError(
+            "train.report_to would send the logs of every run out of the tuning's folder, and their number must stay "
+            "secret: omit it"
+        )
+    if recipe.train.get("resume_from_checkpoint") not in (None, False):
+        raise ConfigError("a tuning continues its runs by itself: omit train.resume_from_checkpoint")
+
+
+def _words(search: Search, candidate: int) -> str:
+    return ", ".join(overrides_of(search.candidates[candidate]))
+
+
+def _draw(tuning: Tuning, draws: SystemDraws, path: Path) -> None:
+    """Charge the budget, draw K and the candidates, and write them, before anything else."""
+    for name in (RELEASED_FOLDER, _PARTIAL):
+        if (tuning.folder / name).exists():
+            raise TuningError(
+                f"{tuning.folder / name} exists, and {path} does not: the runs of that tuning cannot be drawn again. "
+                "Set train.output_dir to another folder for another tuning, whose ε adds up with this one's"
+            )
+    entry, budget = None, tuning.budget_file
+    if budget is not None:
+        assert tuning.plan.dataset is not None  # the configuration requires it with a budget file
+        entry = {
+            "file": str(Path(budget).expanduser().resolve()),
+            "entry": charge_selection(budget, tuning.plan, tuning.plan.dataset),
+        }
+    count = draws.number_of_runs(tuning.search.selection)
+    runs = [DrawnRun(secrets.token_hex(8), draws.below(len(tuning.recipes))) for _ in range(count)]
+    record = create_record(path, {**tuning.settings, "budget": entry}, runs)
+    _mark(record)
+
+
+def _mark(record: Record) -> None:
+    budget = record.draws["budget"]
+    if budget is not None:
+        mark(budget["file"], budget["entry"], LedgerHead(record.draws_hash, 0))
+
+
+def _settle(record: Record) -> None:
+    budget = record.draws["budget"]
+    if budget is not None:
+        settle(budget["file"], budget["entry"], 1)
+
+
+@contextlib.contextmanager
+def _continued(tuning: Tuning, path: Path) -> Iterator[Record]:
+    """Lock the record, after checking that it is of this tuning and that its draws are those that were charged."""
+    record, file = open_record(path)
+    with contextlib.closing(file):
+        differing = [name for name, value in tuning.settings.items() if record.draws.get(name) != value]
+        if differing:
+            raise TuningError(
+                f"{path} was drawn for other settings ({', '.join(differing)}): continue with the recipe and the "
+                "search file of its start, or set train.output_dir to another folder for another tuning"
+            )
+        require_charged_draws(record)
+        yield record
+
+
+def require_charged_draws(record: Record) -> None:
+    """Make sure that the draws are those that the budget was charged for.
+
+    Raises:
+        BudgetError: its entry holds other draws, or is missing.
+    """
+    budget = record.draws["budget"]
+    if budget is None:
+        return
+    head = entry_of(read_budget(budget["file"]), budget["entry"]).head
+    if head is None:  # a crash before it was marked: no run had begun
+        if record.begun:
+            raise BudgetError(f"{budget['file']} is an older copy without the draws of {record.path}: restore it")
+        _mark(record)
+    elif LedgerHead.of(head).chain != record.draws_hash:
+        raise BudgetError(
+            f"entry {budget['entry']} of {budget['file']} was charged for other draws than those in {record.path}: "
+            "the draws of a tuning are never made again. Restore the record of the first start"
+        )
+
+
+def _take(tuning: Tuning, record: Record, number: int, run: Runner) -> float | None:
+    """Take one run, or continue it; return its score, None if it failed."""
+    drawn, folder = record.runs[number], record.folder_of(number)
+    recipe, log = folder.with_suffix(".yaml"), folder.with_suffix(".log")
+    if (folder / LEDGER_FILE).exists() and is_being_written(folder / LEDGER_FILE):
+        raise TuningError(f"{folder} is being trained now{known_writer(folder)}: wait for its end, and start again")
+    chosen = tuning.recipes[drawn.candidate]
+    save_recipe(dataclasses.replace(chosen, train={**chosen.train, "output_dir": str(folder)}), recipe)
+    code = run(recipe, log)
+    return score_in(folder, tuning.settings["selected"]) if code == 0 else None
+
+
+def run_of(folder: Path) -> Any:
+    """Return the name of the run in a folder's ledger.
+
+    Raises:
+        LedgerError: there is none.
+    """
+    return read_ledger(folder / LEDGER_FILE).runs[0]["run"]
+
+
+def _release(tuning: Tuning, record: Record, number: int) -> Path:
+    """Copy what may be released of the selected run, with a report whose ε is that of the selection."""
+    source, target = record.folder_of(number), tuning.folder / RELEASED_FOLDER
+    if target.exists():
+        if run_of(target) != run_of(source):
+            raise TuningError(f"{target} is not the run that this tuning selected: restore it, or move it away")
+        return target
+    if SELECTED not in read_ledger(source / LEDGER_FILE).notes.facts:
+        note_selected(source, tuning.words(record.runs[number].candidate))
+    half = tuning.folder / _PARTIAL
+    shutil.rmtree(half, ignore_errors=True)
+    for name in files_to_publish(source, adapter=(source / "adapter_config.json").is_file()):
+        place = half / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, place)
+    if (source / PRETRAINED_FOLDER).is_dir():
+        shutil.copytree(source / PRETRAINED_FOLDER, half / PRETRAINED_FOLDER)
+    failed = [check for check in verify(half).checks if not check.ok]
+    if failed:
+        raise TuningError(
+            f"the selected run does not pass `dpllm verify` ({failed[0].what}: {failed[0].detail}), and no other run "
+            "may be released in its place. Restore its files"
+        )
+    os.replace(half, target)
+    return target

@@ -1,0 +1,442 @@
+"""A new recipe for a person's own records: every setting with its reason, from public numbers and their own choices.
+
+Place in the flow: `dpllm init`. The rules are those of `dpllm.planning.rules` and `dpllm.planning.suggested`.
+
+Guarantee: of the private records, only facts that a guarantee treats as public enter a setting: N, and the names and
+kinds of the columns. The lengths of texts and the number of rows of a user are private. They are measured for the
+person at the screen (`Look`), and no setting depends on them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+import numpy as np
+
+from dpllm.config import ConfigError, DataConfig, ModelConfig, PrivacyConfig, Recipe
+from dpllm.config.tasks import TASKS
+from dpllm.data.columns import texts_of
+from dpllm.data.records import DataError, load_records, required_columns
+from dpllm.data.rows import unit_index_of
+from dpllm.data.units import UnitIndex
+from dpllm.models.at_hand import ModelAtHand
+from dpllm.models.starting_point import refuse_private_start
+from dpllm.planning import rules
+from dpllm.planning.recipe_text import recipe_text
+from dpllm.planning.suggest import CLIP_NORM, Setting
+from dpllm.planning.suggested import suggested_run
+from dpllm.planning.weight_size import WeightSize, size_of_model
+from dpllm.privacy.plan import PrivacyPlan
+
+_LOOKED_AT = 500  # records whose lengths are estimated
+_CHARACTERS_OF_A_TOKEN = 4
+_USUAL_SPREAD, _USUAL_WIDTH = 0.02, 2048
+_LARGE = 1_000_000_000
+OWN = "Your choice."
+_OF_PEOPLE = (
+    "Facts for the privacy report that only you know. Each one left out stays an open point of the report.",
+    "data_holder: the organisation that holds the raw data",
+    "audience: the people who will get the model",
+    "other_uses: none   # or the other uses of the same records, such as earlier models",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What a person decided about a new recipe; None: the rule decides."""
+
+    data: DataConfig
+    """The records, their format and their columns; its `max_length` is not used."""
+    model: str
+    """A folder, or a Hub id."""
+    epsilon: float
+    """ε of the whole run."""
+    output_dir: str
+    """The folder of the run."""
+    unit_column: str | None = None
+    """The column of the user's id; None: each record is a unit."""
+    rows: int | None = None
+    """k."""
+    classes: int | list[str] | None = None
+    """Names of the classes, or their number."""
+    adapter: bool | None = None
+    """Whether to train an adapter, or all weights."""
+    rank: int | None = None
+    """Rank of the adapter."""
+    max_length: int | None = None
+    """The most tokens of a row."""
+    held_out: float | None = None
+    """The share of units to hold out."""
+    start_is_independent: bool = False
+    """Declares that the starting weights hold nothing of the private records, where this is in doubt."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What was seen in the private records, for the person at the screen; no setting depends on it.
+
+    Attributes:
+        records: their number.
+        tokens: the median and the 95th percentile of the tokens of a record, to two digits.
+        measured: whether the model's tokenizer counted them; otherwise four characters are a token.
+        cut: the share of records longer than a row.
+        rows: the median and the 95th percentile of the records of a user; None: records are the units.
+    """
+
+    records: int
+    tokens: tuple[int, int]
+    measured: bool
+    cut: float
+    rows: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class NewRecipe:
+    """A recipe, with a reason for each setting.
+
+    Attributes:
+        settings: in the order of the file.
+        notes: remarks, one or two sentences each.
+        plan: its plan.
+        look: what was seen in the private records.
+        population: all units, the held-out ones included.
+    """
+
+    settings: tuple[Setting, ...]
+    notes: tuple[str, ...]
+    plan: PrivacyPlan
+    look: Look
+    population: int
+
+    def value(self, key: str) -> Any:
+        """Return the value of a key."""
+        return next(setting.value for setting in self.settings if setting.key == key)
+
+    def text(self) -> str:
+        """Return the recipe as text, with the reason of each setting above it."""
+        noun = "users" if self.plan.unit == "user" else "records"
+        header = [
+            "A recipe of dpllm, written by dpllm init. Every value can be changed.",
+            f"Dependence on private records: b, T, δ, the held-out share, the noise and the learning rate follow from "
+            f"N = {self.plan.num_units:,}, the number of {noun} that are trained on, which the guarantee treats as "
+            "public. Names and kinds of the columns are taken from the file. No other setting depends on the records: "
+            "their lengths, and the number of records of a user, were not used. If you change a setting because of "
+            "what you saw in private records, ε does not cover this choice.",
+            *self.notes,
+        ]
+        return recipe_text(self.settings, header, {"release": _OF_PEOPLE})
+
+
+def new_recipe(wishes: Wishes, at_hand: ModelAtHand | None) -> NewRecipe:
+    """Return the recipe for a person's wishes; the records are read once.
+
+    Args:
+        wishes: what was decided.
+        at_hand: the model, if it is on this machine.
+
+    Raises:
+        ConfigError: the format, the task and the model do not fit, or the model was trained on private records.
+        DataError: the records cannot be read, a column is missing, or there are too few units.
+    """
+    task = task_of(wishes, at_hand)
+    max_length = _max_length(wishes, at_hand)
+    refuse_private_start(wishes.model, wishes.start_is_independent)
+    split = wishes.data.format in ("text", "chat") and task == "causal_lm"
+    names = wishes.classes if isinstance(wishes.classes, list) else None
+    data = dataclasses.replace(
+        wishes.data,
+        max_length=max_length.value,
+        long_records="split" if split else "truncate",
+        class_names=names,
+    )
+    records = load_records(data)
+    unit = _unit(wishes)
+    bounds = {"max_rows_per_unit": len(records)} if unit["unit"] == "user" else {}
+    index = unit_index_of(records, _privacy(wishes, {**unit, **bounds}, 1))
+    population = index.num_units
+    _refuse_few(population, unit["unit"])
+    share = rules.held_out_share(population) if wishes.held_out is None else wishes.held_out
+    num_units = population - (max(1, round(share * population)) if share else 0)
+    data = dataclasses.replace(data, eval_fraction=share)
+    batch, steps = rules.batch_and_steps(num_units)
+    model = _model_section(wishes, task, at_hand)
+    privacy = dataclasses.replace(_privacy(wishes, unit, batch), delta=rules.delta_for(num_units))
+    train = {"output_dir": wishes.output_dir, "max_steps": steps}
+    draft = Recipe(
+        model=ModelConfig(**{item.key.removeprefix("model."): item.value for item in model}),
+        data=data,
+        privacy=privacy,
+        train=train,
+        microbatch_tokens="auto",
+    )
+    run = suggested_run(draft, UnitIndex.one_row_per_unit(num_units))
+    rate = run.rate_for(_size(draft.model, at_hand))
+    settings = [
+        *model,
+        *_data_settings(data, max_length, wishes.held_out, unit["unit"]),
+        *_privacy_settings(privacy, unit["unit"], num_units, batch, steps),
+        *_of_section("privacy", run.settings),
+        *_train_settings(wishes.output_dir, steps, at_hand, rate),
+        *_of_section("train", run.settings),
+    ]
+    notes = [
+        *rules.need_words(num_units, wishes.epsilon, str(unit["unit"])),
+        rules.range_words(float(rate.value), draft.model.peft is not None, run.step_ratio != 1),
+    ]
+    if at_hand is None:
+        notes.append(
+            f"{wishes.model} is not on this machine, and nothing was downloaded: whether it can be trained, its "
+            "tokenizer, and the size of its weights were not looked at. Once it is here, dpllm plan RECIPE --suggest "
+            "computes the learning rate from its weights."
+        )
+    look = _look(records, data, at_hand, None if unit["unit"] == "sequence" else index)
+    return NewRecipe(_each_once(settings), tuple(notes), run.plan, look, population)
+
+
+def task_of(wishes: Wishes, at_hand: ModelAtHand | None) -> str:
+    """Return the task for a format and a model.
+
+    Raises:
+        ConfigError: the model cannot be trained with this format.
+    """
+    form = wishes.data.format
+    if form == "classification":
+        if wishes.classes is None:
+            raise ConfigError(
+                "the classes are not known: name them, in order, or give their number (--classes negative,positive or "
+                "--classes 2). They are public facts, and are not collected from the private labels"
+            )
+        return "sequence_classification"
+    if at_hand is not None and at_hand.encoder_decoder:
+        if form not in TASKS["seq2seq_lm"].formats:
+            raise ConfigError(
+                f"{wishes.model} has an encoder and a decoder, so records need a prompt and a completion, and the "
+                f"format is {form}: give --format prompt_completion, or another model"
+            )
+        return "seq2seq_lm"
+    if form == "chat" and at_hand is not None and not at_hand.has_template:
+        raise ConfigError(
+            f"the tokenizer of {wishes.model} has no chat template: give the chat version of the model, or store the "
+            "records as prompts and completions (--format prompt_completion)"
+        )
+    return "causal_lm"
+
+
+def _max_length(wishes: Wishes, at_hand: ModelAtHand | None) -> Setting:
+    most = None if at_hand is None else at_hand.longest
+    if wishes.max_length is not None:
+        if most is not None and wishes.max_length > most:
+            raise ConfigError(f"--max-length {wishes.max_length} exceeds the {most} tokens that the model allows")
+        reason = f"{OWN} If you chose it by looking at the lengths of private records, ε does not cover this choice."
+        return Setting("data.max_length", wishes.max_length, reason, None)
+    value = rules.MAX_LENGTH if most is None else min(rules.MAX_LENGTH, most)
+    limit = "" if most is None or value < most else f" The model allows {most}."
+    reason = f"The most tokens of a row, a public constant: the lengths of the records were not used.{limit}"
+    return Setting("data.max_length", value, reason, None)
+
+
+def _unit(wishes: Wishes) -> dict[str, Any]:
+    if wishes.unit_column is None:
+        return {"unit": "sequence"}
+    rows = rules.ROWS_PER_UNIT if wishes.rows is None else wishes.rows
+    return {
+        "unit": "user",
+        "unit_column": wishes.unit_column,
+        "max_rows_per_unit": rows,
+        "rows_kept": "random",
+    }
+
+
+def _privacy(wishes: Wishes, unit: dict[str, Any], batch: int) -> PrivacyConfig:
+    return PrivacyConfig(target_epsilon=wishes.epsilon, clip_norm=CLIP_NORM, expected_batch_size=batch, **unit)
+
+
+def _refuse_few(num_units: int, unit: str) -> None:
+    if num_units < rules.FEWEST_UNITS:
+        noun = "users" if unit == "user" else "records"
+        raise DataError(
+            f"{num_units:,} {noun} are too few: the noise that hides each of them hides their common traits too. "
+            f"At least {rules.FEWEST_UNITS} are needed to begin, and about {rules.units_needed(8.0):,} for a good "
+            "model at ε = 8. Collect more, or train on public records of the same kind"
+        )
+
+
+def _model_section(wishes: Wishes, task: str, at_hand: ModelAtHand | None) -> list[Setting]:
+    found = [Setting("model.name", wishes.model, "", None)]
+    if wishes.start_is_independent:
+        found.append(
+            Setting("model.start_is_independent", True, f"{OWN} The report has an open point about it.", False)
+        )
+    if task != "causal_lm":
+        found.append(Setting("model.task", task, "", "causal_lm"))
+    if isinstance(wishes.classes, int) and task == "sequence_classification":
+        found.append(Setting("model.num_labels", wishes.classes, OWN, None))
+    size = None if at_hand is None else at_hand.parameters
+    adapter = (size is None or size > rules.MOST_TRAINED) if wishes.adapter is None else wishes.adapter
+    if not adapter:
+        small = f"{size:,} parameters are few enough to train all of them" if size else OWN.rstrip(".")
+        reason = (
+            f"All weights are trained: {small}. Where private text differs from the model's own, this was measured far "
+            "better than adapters (docs/correlated_noise.md)."
+        )
+        return [*found, Setting("model.dtype", "float32", reason, None)]
+    rank = rules.RANK if wishes.rank is None else wishes.rank
+    peft = {"r": rank, "lora_alpha": 2 * rank, "lora_dropout": 0.0, "target_modules": "all-linear"}
+    if at_hand is not None and at_hand.transposed:
+        peft["fan_in_fan_out"] = True
+    why = "the size of the model is not known here" if size is None else f"the model has {size:,} parameters"
+    reason = (
+        f"{rules.rank_reason(rank)} An adapter is trained because {why if wishes.adapter is None else 'you chose it'}. "
+        "If the private text is unlike the model's own, train embeddings and head too: modules_to_save: "
+        "[embed_tokens, lm_head] (the names differ between models)."
+    )
+    return [
+        *found,
+        Setting("model.dtype", "auto", "The frozen weights have the type in which they were saved.", None),
+        Setting("model.peft", peft, reason, None),
+    ]
+
+
+def _data_settings(data: DataConfig, max_length: Setting, held_out: float | None, unit: str) -> list[Setting]:
+    path = "Your records. A relative path is seen from the folder in which the training is started."
+    found = [Setting("data.path", data.path, path, None)]
+    for key in ("split", "encoding"):
+        default = {"split": "train", "encoding": "utf-8"}[key]
+        if getattr(data, key) != default:
+            found.append(Setting(f"data.{key}", getattr(data, key), "", default))
+    found.append(Setting("data.format", data.format, "", None))
+    columns = {getattr(data, item.name): item.name for item in dataclasses.fields(data) if item.name.endswith("column")}
+    found += [Setting(f"data.{columns[name]}", name, "", None) for name in required_columns(data)]
+    if data.class_names is not None:
+        found.append(Setting("data.class_names", data.class_names, OWN, None))
+    long = (
+        "A longer record becomes several rows of the same unit, so all of it is used."
+        if data.long_records == "split"
+        else "The rest of a longer record is not used."
+    )
+    found += [max_length, Setting("data.long_records", data.long_records, long, "truncate")]
+    of = "users with all their records" if unit == "user" else "records"
+    rule = OWN if held_out is not None else "5 % of them, at most about 1,000: a function of their public number."
+    found.append(
+        Setting(
+            "data.eval_fraction",
+            data.eval_fraction,
+            f"The share of {of} that is held out and measured before and after the training. {rule} These figures are "
+            "exact results on private records, and ε does not cover them: keep them to yourself, or set 0.",
+            0.0,
+        )
+    )
+    return found
+
+
+def _privacy_settings(privacy: PrivacyConfig, unit: str, num_units: int, batch: int, steps: int) -> list[Setting]:
+    epsilon = (
+        "What the whole run may cost. ε up to 1 is strong, up to 10 reasonable (Ponomareva et al., JAIR 2023, "
+        "arXiv:2303.00654)."
+    )
+    protected = (
+        "All records of one user are protected together."
+        if unit == "user"
+        else "Each record is protected by itself. If one person may have several records, protect users instead: unit: "
+        "user, with the column of their ids."
+    )
+    found = [
+        Setting("privacy.target_epsilon", privacy.target_epsilon, epsilon, None),
+        Setting("privacy.delta", privacy.delta, rules.delta_reason(num_units), None),
+        Setting("privacy.unit", unit, protected, None),
+    ]
+    if unit == "user":
+        rows = int(privacy.max_rows_per_unit or 1)
+        kept = "Which rows of a user with more: by a secret draw before the training."
+        found += [
+            Setting("privacy.unit_column", privacy.unit_column, "", None),
+            Setting("privacy.max_rows_per_unit", rows, rules.rows_reason(rows), None),
+            Setting("privacy.rows_kept", privacy.rows_kept, kept, "first"),
+        ]
+    reason = rules.batch_reason(num_units, batch, steps)
+    return [*found, Setting("privacy.expected_batch_size", batch, reason, None)]
+
+
+def _train_settings(output_dir: str, steps: int, at_hand: ModelAtHand | None, rate: Setting) -> list[Setting]:
+    found = [
+        Setting("train.output_dir", output_dir, "", None),
+        Setting("train.max_steps", steps, "Private steps; see privacy.expected_batch_size.", None),
+        dataclasses.replace(rate, reason=f"{rate.reason} TrainingArguments' own default, 5e-5, is far too low here."),
+    ]
+    if at_hand is None or at_hand.parameters > _LARGE:
+        reason = "Less memory for about a third more time. It changes no number of the guarantee."
+        found.append(Setting("train.gradient_checkpointing", True, reason, False))
+    often = "A checkpoint, so that a run which crashes can go on (train.resume_from_checkpoint=auto)."
+    return [
+        *found,
+        Setting("train.logging_steps", 10, "", None),
+        Setting("train.save_strategy", "steps", often, None),
+        Setting("train.save_steps", max(1, steps // 4), "", None),
+        Setting("train.save_total_limit", 1, "", None),
+        Setting(
+            "microbatch_tokens",
+            "auto",
+            "Tokens that go through the model at once: as many as fit. Models that are sharded over GPUs (FSDP2, "
+            "DeepSpeed) need a number instead, such as 8192. It changes no number of the guarantee.",
+            None,
+        ),
+    ]
+
+
+def _of_section(section: str, settings: Sequence[Setting]) -> list[Setting]:
+    return [item for item in settings if item.key.startswith(f"{section}.") and item.value is not None]
+
+
+def _each_once(settings: Sequence[Setting]) -> tuple[Setting, ...]:
+    """Return the settings; of those with one key the last, and the reason of several neighbours with one only once."""
+    by_key = {item.key: item for item in settings}
+    found: list[Setting] = []
+    for item in by_key.values():
+        said = any(item.reason == one.reason and item.reason for one in found)
+        found.append(dataclasses.replace(item, reason="") if said else item)
+    return tuple(found)
+
+
+def _size(model: ModelConfig, at_hand: ModelAtHand | None) -> WeightSize:
+    """Return the size of the trained weights; a usual one if they are not here."""
+    adapter = model.peft is not None
+    if at_hand is not None and (at_hand.has_weights or adapter):
+        return size_of_model(dataclasses.replace(model, name=at_hand.folder))
+    spread = (3 * _USUAL_WIDTH) ** -0.5 if adapter else _USUAL_SPREAD
+    words = (
+        f"of new adapter weights in a model of width {_USUAL_WIDTH:,}"
+        if adapter
+        else "of the initialisation that most models begin with"
+    )
+    return WeightSize(spread, 0, f"{words} (the weights of this model are not here)")
+
+
+def _look(records: datasets.Dataset, data: DataConfig, at_hand: ModelAtHand | None, index: UnitIndex | None) -> Look:
+    """Return lengths and rows per user, rounded to two digits."""
+    step = max(1, len(records) // _LOOKED_AT)
+    chosen = records.select(range(0, len(records), step)).select_columns(required_columns(data))
+    texts = [" ".join(texts_of(list(record.values()))) for record in chosen]
+    if at_hand is None:
+        lengths = np.array([len(text) / _CHARACTERS_OF_A_TOKEN for text in texts])
+    else:
+        encoded = at_hand.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        lengths = np.array([len(ids) for ids in encoded])
+    rows = None
+    if index is not None:
+        counts = np.diff(np.asarray(index.offsets))
+        rows = _rounded(np.percentile(counts, 50)), _rounded(np.percentile(counts, 95))
+    return Look(
+        records=len(records),
+        tokens=(_rounded(np.percentile(lengths, 50)), _rounded(np.percentile(lengths, 95))),
+        measured=at_hand is not None,
+        cut=round(float(np.mean(lengths > data.max_length)), 2),
+        rows=rows,
+    )
+
+
+def _rounded(value: Any) -> int:
+    return int(float(f"{float(value):.2g}"))

@@ -1,0 +1,283 @@
+"""Tests of dpllm.methods.aggregate.aggregate: plan, charges, groups and release of answers of groups, through a
+recipe."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+from dpllm.cli import app
+from dpllm.config import ConfigError
+from dpllm.config.query_recipe import load_query_recipe
+from dpllm.methods.aggregate import aggregate as module
+from dpllm.methods.aggregate.aggregate import ask_groups, charge_name, plan_aggregate
+from dpllm.methods.predict.asking import Asker
+from dpllm.methods.predict.inputs import read_records
+from dpllm.methods.queries.randomness import Randomness
+from dpllm.privacy.accounting import epsilon
+from dpllm.privacy.budget import BudgetError, create_budget
+from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
+from dpllm.report.verify import verify
+from tests.small_model import WORDS, save_small_model
+
+TARGET = ("privacy.noise_multiplier=null", "privacy.target_epsilon=8")
+QUESTIONS = [
+    {"name": "stars", "kind": "number", "ask": " stars:", "low": 1, "high": 5},
+    {"name": "animal", "kind": "choice", "ask": " the", "answers": ["dog", "man"]},
+    {"name": "thing", "kind": "open", "ask": " a red"},
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_small_model(tmp_path_factory.mktemp("model"), hidden_size=16)
+
+
+@pytest.fixture
+def recipe(tmp_path, model):
+    """Return a function that reads a recipe: 40 records of 20 people, with changes."""
+    records = [{"person": f"p{n % 20}", "text": f"{WORDS[n % 7]} {n}"} for n in range(40)]
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+
+    def read(*overrides):
+        sections = {
+            "model": {"name": str(model)},
+            "data": {"path": str(tmp_path / "records.jsonl"), "max_length": 6},
+            "privacy": {"noise_multiplier": 1.0, "delta": 1e-3},
+            "aggregate": {"groups": 20, "group_size": 2, "questions": QUESTIONS, "max_new_tokens": 3},
+            "output_dir": str(tmp_path / "run"),
+        }
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(sections))
+        return load_query_recipe(tmp_path / "recipe.yaml", overrides, "aggregate")
+
+    return read
+
+
+def carry_out(read):
+    records = read_records(read)
+    plan = plan_aggregate(read, records.num_units)
+    return plan, ask_groups(read, records, plan, lambda _: None)
+
+
+def history(read):
+    return read_ledger(Path(read.output_dir) / LEDGER_FILE).history
+
+
+@pytest.fixture
+def echoed(monkeypatch):
+    """A model that answers with the number in the first record of a group, and votes by it."""
+    monkeypatch.setattr(Asker, "texts", lambda self, groups, ask: [" ".join(group) for group in groups])
+    monkeypatch.setattr(Asker, "likeliest", lambda self, groups, ask, answers: [len("".join(g)) % 2 for g in groups])
+
+
+def test_a_release_that_verifies(recipe, tmp_path):
+    """An answer to each question; plan, ledger, report and card agree; ε is the target's; nothing else is written."""
+    plan, found = carry_out(recipe(*TARGET))
+    assert json.loads((tmp_path / "run" / "answers.json").read_text()) == json.loads(json.dumps(found))
+    assert list(found) == ["stars", "animal", "thing"] and set(found["animal"]["groups"]) == {"dog", "man"}
+    assert 7.9 < plan.epsilon <= 8.0 and plan.epsilon_under("replace-one") == pytest.approx(plan.epsilon, abs=1e-6)
+    result = verify(tmp_path / "run")
+    assert result.ok, [check for check in result.checks if not check.passed]
+    settings = dict(plan.settings)
+    assert settings["stars: largest change of the mean by one unit"] == 4 / 20
+    assert 1 < settings["thing: threshold, groups"] <= 20
+    assert [path.name for path in (tmp_path / "run" / "not_for_release").iterdir()] == ["writer.json"]
+    report = (tmp_path / "run" / "privacy_report.md").read_text()
+    assert "this group may give any other answer" in report and "which is part of δ" in report
+    (tmp_path / "run" / "answers.json").write_text("{}")
+    assert not verify(tmp_path / "run").ok
+
+
+def test_every_question_is_charged_before_a_record_reaches_the_model(recipe, echoed, monkeypatch):
+    """Also those whose answers turn out empty."""
+    charged = []
+    monkeypatch.setattr(Asker, "texts", lambda self, groups, ask: charged.append(history(recipe())) or [""] * 20)
+    plan, found = carry_out(recipe())
+    assert len(charged) == 2 and all(sum(count for _, count in one) == 3 for one in charged)
+    stars = found["stars"]  # in one run of 700 the noise alone looks like enough groups for a mean
+    assert (stars["mean"] is None or stars["groups with a number"] > 0) and found["thing"]["groups"] == {}
+    assert [charge.name for charge in plan.charges] == [f"answer to {name!r}" for name in ("stars", "animal", "thing")]
+    assert epsilon(charged[0], plan.delta) == plan.epsilon
+
+
+def sums_of(recipe, tmp_path, monkeypatch, groups, changed):
+    """The whole numbers of each question before the noise, and their Δ; record 6 has another content."""
+    sums = []
+
+    def noted(self, numbers, noise_multiplier, change):
+        sums.append((list(numbers), change))
+        return [float(number) for number in numbers]
+
+    monkeypatch.setattr(Randomness, "noisy", noted)
+    monkeypatch.setattr(module, "secret_groups", lambda *_: groups)
+    read = recipe(f"output_dir={tmp_path / str(len(list(tmp_path.iterdir())))}")
+    lines = (tmp_path / "records.jsonl").read_text().splitlines()
+    lines[6] = json.dumps({"person": "p6", "text": changed})
+    (tmp_path / "records.jsonl").write_text("\n".join(lines) + "\n")
+    carry_out(read)
+    return sums
+
+
+def test_two_neighbours_through_the_public_api(recipe, echoed, tmp_path, monkeypatch):
+    """A record with another content: the sums before the noise are Δ apart at most, for every question."""
+    groups = list(np.arange(40).reshape(20, 2))
+    first, *others = (sums_of(recipe, tmp_path, monkeypatch, groups, text) for text in ("1", "one 99999", "none", ""))
+    for other in others:
+        for number in (0, 1):
+            assert math.dist(first[number][0], other[number][0]) <= first[number][1]
+        (counts, change), (after, _) = first[2], other[2]
+        assert change == math.sqrt(2) and abs(len(counts) - len(after)) <= 1 and abs(sum(counts) - sum(after)) <= 1
+    assert any(first != other for other in others)
+
+
+def test_a_planted_unit_in_all_groups_is_seen(recipe, echoed, tmp_path, monkeypatch):
+    """Its content then moves the mean by far more than Δ."""
+    groups = [np.array([6, n]) for n in range(7, 27)]
+    first, other = (sums_of(recipe, tmp_path, monkeypatch, groups, text) for text in ("1", "one 99999"))
+    assert math.dist(first[0][0], other[0][0]) > 10 * first[0][1]
+
+
+def test_each_unit_is_in_one_group_at_most(recipe, echoed, monkeypatch):
+    """40 records in 20 groups of 2: all are read once for each question."""
+    seen = []
+    monkeypatch.setattr(Asker, "texts", lambda self, groups, ask: seen.append(groups) or ["3"] * len(groups))
+    carry_out(recipe())
+    for groups in seen:
+        assert [len(group) for group in groups] == [2] * 20
+        assert max(Counter(text for group in groups for text in group).values()) == 1
+    assert seen[0] == seen[1]
+    other = recipe(f"output_dir={recipe().output_dir}2")
+    carry_out(other)
+    assert seen[2] != seen[0]  # the division is drawn again
+
+
+def test_users_enter_with_all_their_records(recipe, echoed, monkeypatch):
+    """Whole users: of each, at most k records, all in one group."""
+    seen = []
+    monkeypatch.setattr(Asker, "texts", lambda self, groups, ask: seen.append(groups) or ["3"] * len(groups))
+    read = recipe(
+        *("privacy.unit=user", "privacy.unit_column=person", "privacy.max_rows_per_unit=2", "aggregate.groups=10"),
+        *('aggregate.context="{person}: {text} "', "data.max_length=4"),
+    )
+    plan, _ = carry_out(read)
+    people = [{text.split(":")[0] for text in group} for group in seen[0]]
+    assert plan.num_units == 20 and all(len(group) == 4 for group in seen[0])
+    assert all(len(names) == 2 for names in people) and len(set.union(*people)) == 20
+
+
+def test_open_questions_share_the_delta_of_their_thresholds(recipe):
+    """Three of them: together a tenth of δ."""
+    questions = [{"name": f"q{n}", "kind": "open", "ask": "a"} for n in range(3)]
+    read = recipe(f"aggregate.questions={json.dumps(questions)}")
+    plan = plan_aggregate(read, 40)
+    assert sum(charge.event.hidden_mass for charge in plan.charges) == pytest.approx(0.1 * plan.delta)
+    assert plan.delta == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["aggregate.questions=[]"], "aggregate.questions is missing"),
+        (["aggregate.groups=21"], "there are 40: take fewer groups"),
+        (["privacy.noise_multiplier=9"], "question 'thing': an open answer is released if"),
+        (['aggregate.context="{name}"'], "aggregate.context names the column 'name'"),
+        (["data.max_length=40"], "the model sees 64"),
+        (["model.peft={r: 4}"], "leave model.task"),
+        (["model=null"], "dpllm aggregate needs a pretrained public model"),
+        (["data.eval_fraction=0.1"], "hold records out"),
+    ],
+)
+def test_refused_before_anything_is_charged(recipe, tmp_path, overrides, words):
+    """No folder, no ledger."""
+    with pytest.raises(ConfigError, match=words):
+        carry_out(recipe(*overrides))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_trained_on_private_records_is_refused(recipe, tmp_path, model):
+    """Its folder has the ledger of a run."""
+    (model / LEDGER_FILE).write_text("{}")
+    try:
+        with pytest.raises(ConfigError, match="independent"):
+            carry_out(recipe())
+    finally:
+        (model / LEDGER_FILE).unlink()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_budget_that_does_not_allow_the_run_ends_it_before_the_model_reads(recipe, tmp_path, monkeypatch):
+    """Nothing is asked."""
+    budget = tmp_path / "budget.json"
+    create_budget(budget, dataset="people", epsilon=1.0, delta=1e-2, unit="sequence", num_units=40)
+    monkeypatch.setattr(Asker, "texts", lambda *_: pytest.fail("a record reached the model"))
+    with pytest.raises(BudgetError):
+        carry_out(recipe("privacy.dataset=people", f"privacy.budget_file={budget}"))
+
+
+def test_a_run_that_fails_is_charged_in_full_and_releases_nothing(recipe, tmp_path, monkeypatch):
+    """The failure may depend on a record."""
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(Asker, "likeliest", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        carry_out(recipe())
+    assert sum(count for _, count in history(recipe())) == 3
+    assert not (tmp_path / "run" / "answers.json").exists()
+    with pytest.raises(LedgerError, match="holds an earlier run"):
+        carry_out(recipe())
+
+
+def test_a_file_in_the_place_of_the_answers_is_neither_replaced_nor_charged_for(recipe, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "answers.json").write_text("my own")
+    with pytest.raises(ValueError, match="exists already, and it is not replaced"):
+        carry_out(recipe())
+    assert [(path.name, path.read_text()) for path in (tmp_path / "run").iterdir()] == [("answers.json", "my own")]
+
+
+def test_an_answer_that_is_missing_is_refused(recipe, echoed, monkeypatch):
+    """The number of groups is public, and so the noise of a mean."""
+    monkeypatch.setattr(Asker, "texts", lambda self, groups, ask: ["3"] * 19)
+    with pytest.raises(ValueError, match="19 of 20 groups have answered"):
+        carry_out(recipe())
+
+
+def test_another_plan_is_refused(recipe):
+    """The charges would be those of other questions or groups."""
+    read = recipe()
+    records = read_records(read)
+    for other in ("aggregate.groups=10", f"aggregate.questions={json.dumps(QUESTIONS[:1])}"):
+        with pytest.raises(ValueError, match="the plan is not that of this recipe"):
+            ask_groups(read, records, plan_aggregate(recipe(other), 40), lambda _: None)
+    assert charge_name(read.options.questions[0]) == "answer to 'stars'"
+
+
+def test_the_commands_plan_and_ask(recipe, tmp_path, echoed):
+    """`dpllm plan` costs nothing; `dpllm aggregate --json` prints one object; mistakes are one line."""
+    recipe()
+    file = str(tmp_path / "recipe.yaml")
+    planned = CliRunner().invoke(app, ["plan", file, "--json"])
+    assert planned.exit_code == 0 and len(json.loads(planned.stdout)["charges"]) == 3
+    assert not (tmp_path / "run").exists()
+    result = CliRunner().invoke(app, ["aggregate", file, "--json"])
+    assert result.exit_code == 0, result.output
+    assert set(json.loads(result.stdout)) == {"folder", "epsilon", "delta", "stars", "animal", "thing"}
+    refused = CliRunner().invoke(app, ["aggregate", file, "aggregate.groups=30", "--output-dir", str(tmp_path / "o")])
+    assert refused.exit_code == 2 and refused.stderr.count("\n") == 1 and not (tmp_path / "o").exists()
+
+
+def test_the_shipped_recipe_is_planned():
+    """At its ε and no more, and its open question can be answered, for the number of records that its header names."""
+    plan = plan_aggregate(load_query_recipe("aggregate_e2e"), 42_061)
+    assert 1.99 < plan.epsilon <= 2 and plan.delta < 1 / (10 * 42_061)
+    assert dict(plan.settings)["food: threshold, groups"] < 400 / 4

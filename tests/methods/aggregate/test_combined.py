@@ -1,0 +1,175 @@
+"""Tests of dpllm.methods.aggregate.combined: one group's answer moves a sum by Δ at most, and rare answers stay
+hidden."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from scipy import stats
+
+from dpllm.methods.aggregate.combined import ANSWERED, STEPS, Mean, OpenVotes, Votes, combined
+from dpllm.methods.aggregate.section import Question
+from dpllm.methods.aggregate.thresholded import ThresholdedCounts
+from dpllm.methods.queries.randomness import Randomness
+from dpllm.privacy.accounting import delta, epsilon
+
+NUMBERS = ["1", "5", "3.3", "-40", "9" * 400, "none", "", "1e99", "٣", "nan", "inf", "-0", "2,500", "4 or 5", "1,23"]
+
+
+def exact(numbers, change):
+    """No noise: for tests of the sums themselves."""
+    return [float(number) for number in numbers]
+
+
+def sums(way, answers):
+    """The whole numbers that get noise, and Δ."""
+    seen = []
+
+    def noted(numbers, change):
+        seen.append((list(numbers), change))
+        return exact(numbers, change)
+
+    way.released(answers, 1.0, noted)
+    ((numbers, change),) = seen
+    assert all(isinstance(number, int) for number in numbers)
+    return numbers, change
+
+
+@pytest.mark.parametrize(("low", "high"), [(1.0, 5.0), (-1e12, 1e12), (0.0, 1e-300), (0.1, 0.3)])
+def test_one_group_moves_the_sums_of_a_mean_by_no_more_than_the_noise_is_for(low, high):
+    """Any answer instead of any other: numbers of any size, words, and nothing."""
+    way, others = Mean(low, high), ["2"] * 5
+    answers = [*NUMBERS, str(low), str(high), f"{high:.300f}"]
+    found = [sums(way, [*others, answer]) for answer in answers]
+    for (first, change), (second, _) in itertools.combinations(found, 2):
+        assert math.dist(first, second) <= change == 2 * STEPS
+    assert math.hypot(STEPS, ANSWERED) <= 2 * STEPS < math.hypot(STEPS, ANSWERED + 1)
+
+
+def test_a_number_is_read_as_people_write_it():
+    """The first one; thousands have commas."""
+    way = Mean(0, 10_000)
+    for text, value in (("It costs 2,500 pounds, or 3", 2500), ("-3", 0), ("4.5 of 5", 4.5), ("20-25", 20)):
+        assert way.contribution(text) == (round((2 * value / 10_000 - 1) * STEPS), ANSWERED)
+    assert way.contribution("five") == (0, 0)
+
+
+def test_the_mean_is_that_of_the_groups_that_gave_a_number():
+    """Without noise; and none is given where too few did."""
+    way = Mean(1, 5)
+    found = way.released(["2", "4", "word", "100"] * 30, 0.01, exact)
+    assert found["mean"] == pytest.approx((2 + 4 + 5) / 3, abs=1e-4) and found["groups with a number"] == 90
+    assert way.released(["2", "4", "word", "100"], 2.0, exact)["mean"] is None
+    assert 1 <= way.released(["1"] * 4, 0.01, lambda n, c: [n[0] * 1.5, n[1]])["mean"] <= 5
+
+
+@pytest.mark.parametrize("way", [Votes(("yes", "no", "it depends")), OpenVotes(5.0, 3)])
+def test_one_group_moves_the_counts_by_the_root_of_two(way):
+    """A vote goes from one answer to another; for open answers, over all answers that there could be."""
+    answers = range(3) if isinstance(way, Votes) else ["thai", "Thai!", "french", "fries", ""]
+    for first, second in itertools.combinations(answers, 2):
+        counts = []
+        for own in (first, second):
+            votes = [*list(answers)[:3], own]
+            numbers, change = sums(way, votes)
+            assert change == math.sqrt(2)
+            keys = range(3) if isinstance(way, Votes) else dict.fromkeys(filter(None, map(way.word, votes)))
+            counts.append(dict(zip(keys, numbers, strict=True)))
+        union = counts[0].keys() | counts[1].keys()
+        assert math.dist(*([count.get(key, 0) for key in union] for count in counts)) <= math.sqrt(2)
+
+
+def test_votes_for_nothing_that_is_listed_are_refused():
+    """A score is no vote."""
+    for wrong in ([3], [-1], [0.5], [True]):
+        with pytest.raises(ValueError, match="a group votes with the number of one of 2 answers"):
+            Votes(("yes", "no")).released(wrong, 1.0, exact)
+
+
+def test_the_counts_of_listed_answers_are_released_with_the_largest():
+    """The noise of all of them is paid for."""
+    found = Votes(("yes", "no")).released([0, 1, 1, 1], 2.0, exact)
+    assert found["answer"] == "no" and found["groups"] == {"yes": 1, "no": 3}
+
+
+def test_open_answers_below_the_threshold_are_not_released():
+    """1 + z s, whatever the answer; noise may hide more."""
+    way = OpenVotes(2.0, 2)
+    least = way.threshold(3.0)
+    assert least == pytest.approx(1 + 2 * 3 * math.sqrt(2), rel=2e-3)
+    answers = ["Thai food, I think."] * 10 + ["thai  FOOD"] * 3 + ["french"] * 9 + ["a secret"]
+    found = way.released(answers, 3.0, exact)
+    assert found["groups"] == {"thai food": 13}
+    assert way.released(["", "?"], 3.0, exact)["groups"] == {}
+    with pytest.raises(ValueError, match="released if 9 groups give it, and there are 8"):
+        way.settings(3.0, 8)
+
+
+def test_the_threshold_hides_an_answer_of_one_group_as_often_as_its_event_says():
+    """Neighbours: an answer of one group, and none. 4000 draws with the noise of a run, against β = 0.159 of z = 1."""
+    way, random_numbers = OpenVotes(1.0, 3), Randomness("discrete")
+    event = way.event(4.0)
+    assert isinstance(event, ThresholdedCounts) and event.hidden_mass == pytest.approx(0.1587, abs=1e-4)
+    words = [f"word{number}" for number in range(4000)]
+    found = way.released(words, 4.0, lambda numbers, change: random_numbers.noisy(numbers, 4.0, change))
+    seen = len(found["groups"]) / len(words)
+    assert 0.13 < seen < event.hidden_mass + 0.02
+
+
+def test_a_planted_histogram_without_threshold_is_seen():
+    """Noise on the counts of the answers that occur: whether the answer is there shows the unit, with every draw."""
+    way, random_numbers = OpenVotes(1e-9, 3), Randomness("discrete")
+    honest = OpenVotes(5.0, 3)
+
+    def seen(one, answers):
+        noisy = one.released(answers, 4.0, lambda numbers, change: random_numbers.noisy(numbers, 4.0, change))
+        return "a secret" in noisy["groups"]
+
+    common = ["thai"] * 60
+    assert not any(seen(honest, [*common, "a secret"]) for _ in range(50))
+    rate = sum(seen(way, [*common, "a secret"]) for _ in range(50)) / 50
+    assert rate > 0.25 and not any(seen(way, common) for _ in range(20))
+    assert rate > delta([(honest.event(4.0), 1)], 5.0)  # it would be a lower bound on δ at every ε
+
+
+def test_a_planted_sum_without_clipping_is_seen(monkeypatch):
+    """A unit in the range moves the noisy mean by less than its noise allows; one outside is seen with certainty."""
+    sigma, m = 4.0, 100
+    way, random_numbers = Mean(0, 1), Randomness("discrete")
+
+    def mean(answers):
+        found = way.released(answers, sigma, lambda numbers, change: random_numbers.noisy(numbers, sigma, change))
+        return found["mean"]
+
+    def far(text):
+        return (round((2 * float(text) - 1) * STEPS), ANSWERED)
+
+    def right(draws):
+        return sum((mean(["0.5"] * (m - 1) + ["100000"]) > 0.9) for _ in range(draws)) / draws
+
+    assert right(100) < 0.1
+    monkeypatch.setattr(Mean, "contribution", lambda self, text: far(text))
+    assert right(20) == 1.0
+
+
+@pytest.mark.parametrize(("count", "sigma"), [(1, 2.0), (10, 10.0)])
+def test_means_and_votes_cost_gaussian_noise(count, sigma):
+    """Under both adjacencies: by the formula of Balle and Wang (arXiv:1805.06530), and little more for Rényi."""
+    mu = math.sqrt(count) / sigma
+
+    def exact_delta(eps):
+        return stats.norm.cdf(mu / 2 - eps / mu) - math.exp(eps) * stats.norm.cdf(-mu / 2 - eps / mu)
+
+    for way in (Mean(0, 5), Votes(("yes", "no"))):
+        for adjacency in ("zero-out", "replace-one"):
+            found = epsilon([(way.event(sigma), count)], 1e-5, adjacency)
+            assert exact_delta(found) <= 1e-5 < exact_delta(found * 0.9)
+
+
+def test_a_question_says_how_it_is_combined():
+    """By its kind."""
+    assert combined(Question(name="a", ask="?", kind="number", low=0, high=1), 5.0, 3) == Mean(0.0, 1.0)
+    assert combined(Question(name="a", ask="?", kind="choice", answers=("x", "y")), 5.0, 3) == Votes(("x", "y"))
+    assert combined(Question(name="a", ask="?", kind="open"), 5.0, 3) == OpenVotes(5.0, 3)

@@ -1,0 +1,4 @@
+"""The small model and recipe of the audits."""
+
+from tests.audit.conftest import base_model as base_model
+from tests.audit.conftest import recipe_file as recipe_file

@@ -1,0 +1,209 @@
+"""Tests of Private Evolution: a whole run from its recipe, what it refuses, and that votes steer the texts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dpllm.config import ConfigError
+from dpllm.config.yaml12 import write_yaml
+from dpllm.methods.evolve.evolution import Evolution, PrivateRecords, evolve
+from dpllm.methods.evolve.evolving import DECLARED
+from dpllm.methods.evolve.section import EvolveConfig
+from dpllm.methods.synthesize.embeddings import Embedder, load_embedder
+from dpllm.methods.synthesize.making import Wanted
+from dpllm.models.generation import Sampling
+from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
+from dpllm.privacy.plan import PLAN_FILE
+from dpllm.privacy.query_plan import load_plan
+from dpllm.report.verify import verify
+from tests.cli.test_generating import invoke
+from tests.report.test_standing import folder_of
+from tests.small_model import save_small_model
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Sixty records of two kinds, and a small public model."""
+    monkeypatch.chdir(tmp_path)
+    save_small_model(tmp_path / "model", hidden_size=16)
+    lines = [{"text": f"the {'dog' if n % 2 else 'man'} sees", "kind": f"k{n % 2}", "who": n // 3} for n in range(60)]
+    (tmp_path / "private.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    plain = {
+        "model": {"name": "model"},
+        "data": {"path": "private.jsonl", "format": "text"},
+        "privacy": {"target_epsilon": 4, "delta": 1e-3},
+        "evolve": {"number": 4, "steps": 3, "variations": 2, "max_new_tokens": 4, "prompts": ["the small", "a red"]},
+        "output_dir": "made",
+    }
+    path = tmp_path / "evolve.yaml"
+    path.write_text(write_yaml(plain))
+    return path
+
+
+def test_a_recipe_becomes_a_folder_that_verifies(recipe):
+    """T votes are charged, ε is the target, and the plan printed the same before."""
+    planned = json.loads(invoke(["plan", str(recipe), "--json"]).stdout)
+    result = invoke(["evolve", str(recipe)])
+    assert result.exit_code == 0, result.output
+    assert "the run costs ε = " in result.output and "step 3 of 3: 4 of 12 candidates" in result.output
+    plan = load_plan(Path("made") / PLAN_FILE)
+    assert plan.hash == planned["hash"] and 3.99 < plan.epsilon <= 4
+    assert read_ledger(Path("made") / LEDGER_FILE).num_steps == 3
+    texts = [json.loads(line) for line in Path("made/texts.jsonl").read_text().splitlines()]
+    assert len(texts) == 4 and all(set(text) == {"text"} for text in texts)
+    assert verify("made").ok, [check for check in verify("made").checks if not check.ok]
+    assert "private evolution" in Path("made/privacy_report.md").read_text().lower()
+
+
+def test_users_and_classes(recipe):
+    """A user has one vote, whatever the number of records; classes share the texts evenly."""
+    users = ["privacy.unit=user", "privacy.unit_column=who", "privacy.max_rows_per_unit=3"]
+    classes = ["evolve.classes=[k0, k1]", "evolve.label_column=kind", "evolve.prompts=['the {label}']"]
+    result = invoke(["evolve", str(recipe), *users, *classes, "evolve.file_format=parquet"])
+    assert result.exit_code == 0, result.output
+    plan = load_plan(Path("made") / PLAN_FILE)
+    assert plan.num_units == 20 and plan.charges[0].count == 3 and dict(plan.settings)["votes of a unit in a step"] == 1
+    assert Path("made/texts.parquet").is_file() and verify("made").ok
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["evolve.classes=[k0, other]", "evolve.label_column=kind", "evolve.prompts=['{label}']"], "2 public classes"),
+        (["evolve.classes=[k0, k1]", "evolve.label_column=sort", "evolve.prompts=['{label}']"], "no column 'sort'"),
+        (["data.format=chat"], "has no column of texts to imitate"),
+        (["model=null"], "evolve needs a public model"),
+        (["model.name=nowhere"], "nowhere"),
+        (["evolve.steps=0"], "steps"),
+        (["evolve.keep_from=0.9"], "above keep_to"),
+        (["evolve.prompts=[]"], "a list of texts"),
+        (["evolve.classes=[a]"], "two different names"),
+        (["evolve.classes=[a, b]"], "needs label_column"),
+        (["evolve.label_column=kind"], "needs classes"),
+        (["evolve.classes=[a, b]", "evolve.label_column=kind"], "one prompt with {label}"),
+        (["evolve.number=0"], "number"),
+        (["evolve.file_format=csv"], "jsonl"),
+        (["privacy.noise_multiplier=1"], "exactly one of target_epsilon"),
+    ],
+)
+def test_mistakes_are_found_before_a_charge(recipe, overrides, words):
+    result = invoke(["evolve", str(recipe), *overrides])
+    assert result.exit_code == 2 and words in result.stderr.splitlines()[-1], result.output
+    assert not (Path("made") / LEDGER_FILE).exists()
+
+
+def test_a_model_of_a_private_run_is_refused(recipe, tmp_path):
+    """Its texts depend on private records, and ε of the votes would not cover them; in a folder inside, too."""
+    (tmp_path / "run").mkdir()
+    folder_of(tmp_path / "run")
+    places = ("run", "run/merged", "run/copies/of/checkpoint-4")
+    for place in places[1:]:
+        save_small_model(tmp_path / place, hidden_size=16)
+    for name in ("model.name", "evolve.embedding"):
+        for place in places:
+            result = invoke(["evolve", str(recipe), f"{name}={place}"])
+            assert result.exit_code == 2 and "a private run (" in result.stderr.splitlines()[-1], result.output
+
+
+@pytest.mark.parametrize("sign", ["recipe.yaml", "README.md"])
+def test_a_model_with_signs_of_private_records_needs_a_declaration(recipe, tmp_path, sign):
+    """The same signs as at the start of a training: a recipe beside the weights, or a card with a guarantee."""
+    model = tmp_path / "tuned"
+    save_small_model(model, hidden_size=16)
+    (model / sign).write_text("---\ndifferential_privacy:\n  epsilon: 8\n---\n")
+    for name in ("model.name", "evolve.embedding"):
+        result = invoke(["evolve", str(recipe), f"{name}={model}"])
+        assert result.exit_code == 2 and "The weights come from" in result.stderr, result.output
+    result = invoke(["evolve", str(recipe), f"model.name={model}", "model.start_is_independent=true"])
+    assert result.exit_code == 0, result.output
+    assert DECLARED in read_ledger(tmp_path / "made" / LEDGER_FILE).notes.open_points
+
+
+def test_records_are_embedded_one_by_one(recipe, monkeypatch):
+    """A record's embedding does not depend on the others, to the last bit: its vote could change by rounding."""
+    sizes = []
+    embed = Embedder.embed
+
+    def seen(self, texts, batch_size=64):
+        if len(texts) == 60:  # the private records
+            sizes.append(batch_size)
+        return embed(self, texts, batch_size)
+
+    monkeypatch.setattr(Embedder, "embed", seen)
+    assert invoke(["evolve", str(recipe)]).exit_code == 0
+    assert sizes == [1]
+
+
+class Run:
+    """A query run whose noise is nearly nothing, to see where exact votes lead."""
+
+    def __init__(self) -> None:
+        self.charged = 0
+        self.randomness = self
+
+    def charge(self, name):
+        self.charged += 1
+
+    def gaussian(self, shape, stddev):
+        return np.random.default_rng(self.charged).normal(0, 1e-6, shape)
+
+    def generator(self):
+        return np.random.default_rng(0)
+
+
+class Digits:
+    """A model that adds a digit to a text."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+    def sample(self, prompts, sampling, batch_size=16):
+        yield [f" {digit}" for digit in self.rng.integers(0, 10, len(prompts))]
+
+
+def mean_digit(texts):
+    return np.array([[np.mean([int(word) for word in text.split() if word.isdigit()] or [0])] for text in texts])
+
+
+def test_votes_steer_the_texts():
+    """Records near 8 lead to texts near 8; each step is charged once."""
+    run, records = Run(), PrivateRecords(np.full((50, 1), 8.0), np.arange(50))
+    settings = Evolution(number=6, steps=8, variations=3, keep=(0.3, 0.9), sampling=Sampling())
+    made = evolve(run, records, Digits(), mean_digit, [Wanted("", 6)], settings, 1.0)
+    assert run.charged == 8 and len(made) == 6
+    first = mean_digit([text for batch in Digits().sample([""] * 100, None) for text in batch]).mean()
+    assert abs(mean_digit([made[0]["text"]])[0, 0] - 8) < abs(first - 8)
+
+
+def test_an_embedding_depends_on_its_text_only(tmp_path):
+    """Not on its batch; a text without a token is a row of zeros."""
+    embedder = load_embedder(str(save_small_model(tmp_path, hidden_size=16)), "cpu")
+    texts = ["the small dog sees a red house", "one", "seven clouds under the bridge"]
+    together, alone = embedder.embed(texts), np.concatenate([embedder.embed([text]) for text in texts])
+    assert together.shape == (3, 16) and np.abs(together - alone).max() < 1e-5
+    assert np.abs(embedder.embed(texts[::-1])[::-1] - together).max() < 1e-5
+    assert len(embedder.embed([])) == 0
+    with pytest.raises(ConfigError, match="nowhere"):
+        load_embedder(str(tmp_path / "nowhere"))
+
+
+def test_a_long_text_does_not_change_the_embedding_of_a_later_one(tmp_path):
+    """Dynamic rotary embeddings keep the longest text so far: tokens beyond the model's own length are not read."""
+    folder = save_small_model(tmp_path, hidden_size=16)
+    config = json.loads((folder / "config.json").read_text())
+    config["max_position_embeddings"] = 8
+    config["rope_parameters"] |= {"rope_type": "dynamic", "factor": 4.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    embedder = load_embedder(str(folder), "cpu")
+    text = "the small dog sees a red house and the old man"
+    before = embedder.embed([text])
+    embedder.embed([f"{text} {text} {text}"])
+    assert embedder.most == 8 and np.array_equal(embedder.embed([text]), before)
+
+
+def test_the_section_has_defaults_that_need_no_thought():
+    assert EvolveConfig().steps == 10 and EvolveConfig().classes is None

@@ -1,0 +1,74 @@
+"""A small federation: the weights are one vector, and each client always sends the same update."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dpllm import PrivacyConfig, make_plan
+from dpllm.methods.federated.local import SharedWeights
+from dpllm.methods.federated.participant import Participant
+from dpllm.methods.federated.rounds import Rounds
+from dpllm.methods.federated.transport import InMemory
+
+SIZE = 40
+
+
+class Vector(torch.nn.Module):
+    """Weights of 0."""
+
+    def __init__(self, size=SIZE):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(size))
+
+
+class Sends:
+    """In place of a training: client u moves the weights by its row, whatever they are."""
+
+    def __init__(self, update_UD):
+        self.update_UD, self.asked = update_UD, []
+
+    def update(self, rows, start, number):
+        self.asked.append((number, rows))
+        return self.update_UD[rows].astype(np.float64)
+
+
+class Charged:
+    """In place of a ledger."""
+
+    num_steps = 0
+    steps_planned = None
+
+    def append_step(self, step_number, step):
+        self.num_steps += 1
+
+
+def plan_of(num_clients=30, batch=10, rounds=4, secure=False, **changes):
+    """A plan over clients."""
+    options = {
+        "noise_multiplier": 1.0,
+        "clip_norm": 1.0,
+        "expected_batch_size": batch,
+        "unit": "user",
+        "unit_column": "client",
+        "max_rows_per_unit": 8,
+        **({"randomness": "discrete", "noise": {"kind": "distributed", "dropouts": 0.2}} if secure else {}),
+        **changes,
+    }
+    return make_plan(PrivacyConfig(**options), num_clients, rounds)
+
+
+def rounds_of(plan, update_UD, clients=lambda inner: inner, rate=1.0):
+    """The rounds over clients that send these updates, the weights, and the training."""
+    model, sends = Vector(update_UD.shape[1]), Sends(update_UD)
+    answer = Participant(plan, sends, lambda client: client).answer
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    there = clients(InMemory(plan.num_units, answer))
+    return Rounds(plan, Charged(), there, SharedWeights(model, "freeze_a"), optimizer), model, sends
+
+
+def files_of(folder: Path) -> set[str]:
+    """Names of the files of a run."""
+    return {path.name for path in folder.iterdir()}

@@ -1,0 +1,174 @@
+"""The training of one client: its result depends on its rows and the server's weights, and on no other client."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from dpllm.config import ConfigError
+from dpllm.data.rows import RowCollator
+from dpllm.methods.federated.local import LocalTraining, SharedWeights
+from dpllm.methods.federated.participant import Participant, bounded
+from dpllm.methods.federated.section import FederateConfig
+from dpllm.methods.federated.secure import ProtocolError
+from tests.methods.federated.small import plan_of
+
+ROWS = [{"input_ids": [number % 17 + 1 for number in range(start, start + 6)]} for start in range(12)]
+OTHERS = [{"input_ids": [3, 3, 3, 9]}] * 5
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=20, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
+    )
+    return LlamaForCausalLM(config)
+
+
+@pytest.fixture
+def adapted(model):
+    adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+    return get_peft_model(copy.deepcopy(model), adapter)
+
+
+def training_of(model, lora="freeze_a", **changes):
+    weights = SharedWeights(model, lora)
+    collator = RowCollator(pad_token_id=0)
+    return LocalTraining(model, weights, collator, FederateConfig(**changes), batch_size=12), weights
+
+
+def test_no_client_changes_the_update_of_another(model):
+    """All rows are in one batch, so the update is a function of rows and weights, whoever trained before."""
+    training, weights = training_of(copy.deepcopy(model), local_steps=3)
+    start = weights.read()
+    first = training.update(ROWS, start, 0)
+    training.update(OTHERS, start + 1, 1)
+    assert np.abs(first).max() > 1e-3
+    assert training.update(ROWS, start, 0) == pytest.approx(first, abs=1e-6)  # float32
+
+
+class Fails(list):
+    """Rows of a client whose second step fails, after the first one was seen."""
+
+    def __getitem__(self, place):
+        if self.pop_count:
+            raise RuntimeError("a record that cannot be read")
+        self.pop_count += 1
+        return super().__getitem__(place)
+
+    pop_count = 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_longest_row_of_a_client_does_not_change_the_update_of_another(fails):
+    """Dynamic rotary embeddings keep the frequencies of the longest row so far: it moved 0.28 of another's update."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    torch.manual_seed(0)
+    small = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=20, max_position_embeddings=8, initializer_range=0.3, rope_parameters=rope, **small)
+    training, weights = training_of(LlamaForCausalLM(config), local_steps=2)
+    rows, start = [{"input_ids": [number % 17 + 1 for number in range(12)]}], weights.read()
+    first = training.update(rows, start, 0)
+    long = [{"input_ids": [number % 19 + 1 for number in range(30)]}]
+    if fails:
+        with pytest.raises(RuntimeError, match="cannot be read"):
+            training.update(Fails(long), start, 0)
+    else:
+        training.update(long, start, 0)
+    assert np.abs(training.update(rows, start, 0) - first).max() < 1e-5 * np.abs(first).max()
+
+
+def test_the_update_is_that_of_plain_training(model):
+    """Three steps of SGD on all rows, in a loop of its own."""
+    training, weights = training_of(copy.deepcopy(model), local_steps=3, local_learning_rate=0.2)
+    start = weights.read()
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.2)
+    ids = torch.tensor([row["input_ids"] for row in ROWS])
+    for _ in range(3):
+        optimizer.zero_grad()
+        reference(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    moved = torch.cat([one.detach().flatten() for one in reference.parameters()]).numpy() - start
+    assert training.update(ROWS, start, 0) == pytest.approx(moved, abs=1e-5)
+
+
+@pytest.mark.parametrize(("lora", "factors"), [("freeze_a", "BBB"), ("alternate", "BAB")])
+def test_a_round_trains_one_factor_of_an_adapter(adapted, lora, factors):
+    """The average of A and of B is not the average of BA: in each round the change is linear in one factor."""
+    _, weights = training_of(adapted, lora)
+    assert weights.size() > weights.size(weights.of_round(0))
+    for number, factor in enumerate(factors):
+        assert {f".lora_{factor}." in name for name in weights.of_round(number)} == {True}
+
+
+def test_the_server_sends_both_factors(adapted):
+    """A client has the server's random A, whatever its own was."""
+    _, weights = training_of(adapted)
+    other = weights.read() + 0.5
+    weights.write(other.astype(np.float32))
+    assert np.array_equal(weights.read(), other.astype(np.float32))
+    with pytest.raises(ValueError, match="Give both the same recipe"):
+        weights.write(other[1:])
+
+
+class Counts(torch.nn.Module):
+    """A model with a buffer that counts, as batch norm's does."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, **inputs):
+        if self.training:
+            self.seen += inputs["input_ids"].sum()
+        return self.inner(**inputs)
+
+
+def test_a_buffer_that_could_carry_records_is_refused(model):
+    training, weights = training_of(Counts(copy.deepcopy(model)))
+    with pytest.raises(ConfigError, match="seen changed in the training of a client"):
+        training.update(ROWS, weights.read(), 0)
+
+
+def test_a_model_without_trained_weights_is_refused(model):
+    frozen = copy.deepcopy(model).requires_grad_(False)
+    with pytest.raises(ConfigError, match="no trainable parameter"):
+        SharedWeights(frozen, "freeze_a")
+
+
+def request_of(plan, changes):
+    return {"task": "update", "round": 0, "plan": plan.hash, "weights": b"", **changes}
+
+
+@pytest.mark.parametrize(
+    ("secure", "changes", "match"),
+    [
+        (False, {"plan": "0" * 64}, "this client agreed to"),
+        (False, {"task": "masked"}, "asks for 'masked'"),
+        (True, {"task": "update"}, "sends masked sums only"),
+        (True, {"task": "shares", "threshold": 2}, "the noise of fewer is too small"),
+        (True, {"task": "keys", "round": 4}, "has the rounds 0 to 3, whose cost"),
+        (False, {"round": -1}, "has the rounds 0 to 3, whose cost"),
+    ],
+)
+def test_a_client_refuses_what_its_plan_does_not_say(secure, changes, match):
+    """Neither a bounded update in the clear, where noise was agreed on, nor sums of fewer clients, nor more rounds."""
+    plan = plan_of(num_clients=40, batch=40, secure=secure, max_batch_size=40)
+    with pytest.raises(ProtocolError, match=match):
+        Participant(plan, None, lambda client: client).answer(0, request_of(plan, changes), {})
+
+
+def test_updates_are_bounded_by_the_clip_norm():
+    plan, rng = plan_of(clip_norm=0.3), np.random.default_rng(0)
+    for size in (1e-3, 0.3, 1e6):
+        update = size * rng.standard_normal(1000) / np.sqrt(1000)
+        assert np.linalg.norm(bounded(update, plan)) <= 0.3
+    assert not bounded(np.array([1.0, np.inf]), plan).any()

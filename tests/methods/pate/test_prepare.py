@@ -1,0 +1,142 @@
+"""The plan of a PATE run, and everything that is refused before a teacher is trained."""
+
+import json
+
+import pytest
+
+from dpllm.config import ConfigError
+from dpllm.config.query_recipe import load_query_recipe
+from dpllm.data.records import DataError
+from dpllm.methods.pate.prepare import prepare
+from dpllm.methods.pate.votes import CHECKS, LABELS, TOKENS
+from tests.small_model import WORDS
+
+
+def test_the_plan_charges_every_text(school):
+    """N, the vote and its settings are in the plan."""
+    plan = school(privacy={"noise_multiplier": 2.0}, teach={"max_prompts": 5}).plan
+    assert [(charge.name, charge.count, charge.event.noise_multiplier) for charge in plan.charges] == [(LABELS, 5, 2.0)]
+    assert plan.num_units == 12 and dict(plan.settings)["teachers"] == 4
+    assert plan.epsilon == pytest.approx(plan.epsilon_under("replace-one"))
+
+
+def test_noise_is_calibrated_to_labels_and_checks(school):
+    """The target holds for both together."""
+    plan = school(
+        privacy={"noise_multiplier": None, "target_epsilon": 2.0}, teach={"threshold": 3.0, "max_answers": 2}
+    ).plan
+    assert {charge.name: charge.count for charge in plan.charges} == {LABELS: 2, CHECKS: 6}
+    assert 1.999 < plan.epsilon <= 2.0
+    assert dict(plan.settings)["votes for a label, threshold"] == 3.0
+
+
+def test_texts_that_hold_private_records_are_refused(school):
+    """They would be published with their labels, by name of the recipe's keys, and without the text."""
+    text = f"{WORDS[0]} {WORDS[0]} small man"
+    prompts = [{"text": text.upper()}, {"text": "one bridge"}]
+    with pytest.raises(
+        DataError, match=r"teach.public_prompts=.* shares 1 of 12 records .*teach.max_shared"
+    ) as refused:
+        school(prompts=prompts)
+    assert text not in str(refused.value)
+    declared = school(prompts=prompts, teach={"max_shared_records": 1})
+    assert any("Up to 1 of the private records" in point for point in declared.points)
+
+
+def test_texts_that_hold_held_out_records_are_refused_unless_these_are_public(school, tmp_path):
+    """N does not count them, so no ε would cover their publication."""
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text('{"text": "a record that was held out", "label": 1}\n')
+    prompts, data = [{"text": "a record that was held out"}, {"text": "one bridge"}], {"eval_path": str(held_out)}
+    with pytest.raises(DataError, match=r"shares 1 of 1 records with data.path=.*held_out.jsonl"):
+        school(prompts=prompts, data=data)
+    school(prompts=prompts, data={**data, "eval_is_public": True})
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"teach": {"teachers": 13}}, "teach.teachers=13 for 12 units"),
+        ({"model": {"task": "causal_lm", "num_labels": None}}, "teachers vote for a class of a text, or for its next"),
+        ({"model": {"num_labels": None}}, "the number of classes is not known"),
+        ({"teach": {"train": {"max_step": 3}}}, "train.max_step is unknown"),
+        ({"teach": {"public_prompts": None}}, "teach.public_prompts is missing"),
+        ({"model": None}, "needs the section model"),
+    ],
+)
+def test_recipes_without_a_vote_are_refused(school, changes, text):
+    """Before anything is trained or charged."""
+    with pytest.raises(ConfigError, match=text):
+        school(**changes)
+
+
+def test_the_plan_of_completions_charges_every_token(writing_school):
+    """The most tokens of every text, or the most by vote; the public numbers of the vote are in the plan."""
+    plan = writing_school(teach={"max_prompts": 2, "public_votes": 3.0}).plan
+    assert [(charge.name, charge.count, charge.event.noise_multiplier) for charge in plan.charges] == [
+        (TOKENS, 10, 2.0)
+    ]
+    settings = dict(plan.settings)
+    assert (settings["tokens of a text, at most"], settings["candidates of a token"]) == (5, 8)
+    assert settings["votes of the public model"] == 3.0
+    assert plan.epsilon == pytest.approx(plan.epsilon_under("replace-one"))
+    changed = {"max_answers": 4, "threshold": 2.0}
+    plan = writing_school(privacy={"noise_multiplier": None, "target_epsilon": 2.0}, teach=changed).plan
+    assert {charge.name: charge.count for charge in plan.charges} == {TOKENS: 4, CHECKS: 15}
+    assert 1.999 < plan.epsilon <= 2.0 and dict(plan.settings)["votes for a token, threshold"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"teach": {"max_new_tokens": None}}, "teach.max_new_tokens is missing"),
+        ({"teach": {"max_new_tokens": 0}}, "max_new_tokens must be"),
+        ({"teach": {"candidates": 1}}, "candidates must be"),
+        ({"teach": {"temperature": -1}}, "temperature must be"),
+        ({"teach": {"public_votes": -1}}, "public_votes must be"),
+        ({"teach": {"rows_per_pass": 0}}, "rows_per_pass must be"),
+        ({"teach": {"threshold": 2.0}}, "threshold needs max_answers"),
+        ({"data": {"format": "chat"}}, "teachers vote for a class of a text, or for its next tokens"),
+    ],
+)
+def test_recipes_without_a_vote_on_tokens_are_refused(writing_school, changes, text):
+    """Before anything is trained or charged."""
+    with pytest.raises(ConfigError, match=text):
+        writing_school(**changes)
+
+
+def test_the_shipped_recipe_of_completions_is_planned(tmp_path):
+    """On local records: its ε and no more, with the tokens that its header names."""
+    names = ("meaning_representation", "human_reference")
+    for file, start in (("private.jsonl", "name"), ("public.jsonl", "place")):
+        rows = [dict(zip(names, (f"{start}[{n}]", f"{start} {n} is open."), strict=True)) for n in range(450)]
+        (tmp_path / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = [f"data.path={tmp_path / 'private.jsonl'}", f"teach.public_prompts={tmp_path / 'public.jsonl'}"]
+    recipe = load_query_recipe("teach_e2e", [*more, "data.eval_split=null", "data.eval_fraction=0.1"], "teach")
+    plan = prepare(recipe).plan
+    assert 7.999 < plan.epsilon <= 8 and plan.charge(TOKENS).count == 2000
+    assert plan.charge(TOKENS).event.noise_multiplier * 2**0.5 == pytest.approx(40, abs=1)
+    assert load_query_recipe("teach_e2e").privacy.delta < 1 / (10 * 42_061)
+
+
+def test_numbers_of_tokens_are_refused_for_classes(school):
+    """They would say nothing."""
+    with pytest.raises(ConfigError, match="max_new_tokens=5 is for completions"):
+        school(teach={"max_new_tokens": 5})
+    with pytest.raises(ConfigError, match="max_answers belongs to threshold"):
+        school(teach={"max_answers": 5})
+
+
+def test_a_launcher_is_refused(school, monkeypatch):
+    """Several processes would each draw their own division."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="start it without a launcher"):
+        school()
+
+
+def test_a_model_of_a_private_run_is_refused(school, tmp_path):
+    """All teachers would depend on its records."""
+    school()
+    (tmp_path / "model" / "privacy_ledger.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match="start_is_independent"):
+        school()

@@ -1,0 +1,109 @@
+"""Tests of dpllm.methods.predict.model: models whose rows depend on each other are refused."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaForCausalLM
+
+from dpllm.config import ConfigError
+from dpllm.methods.predict.model import require_independent_rows
+from dpllm.models.continuation import Continuation
+from tests.conftest import tiny_llama_config
+
+
+def llama():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(tiny_llama_config(vocab_size=48, initializer_range=0.3)).eval()
+
+
+class _Coupled(nn.Module):
+    """Subtracts the mean over the rows of a pass, as batch norm does."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.inner = model
+
+    def get_input_embeddings(self):
+        return self.inner.get_input_embeddings()
+
+    def forward(self, **inputs):
+        found = self.inner(**inputs)
+        found.logits = found.logits - found.logits.mean(dim=0)
+        return found
+
+
+class _Forgetful(_Coupled):
+    """Ignores its cache."""
+
+    def forward(self, **inputs):
+        for name in ("cache", "past_key_values"):  # the second before transformers 5.24
+            inputs.pop(name, None)
+        length = inputs["input_ids"].shape[1]
+        inputs["attention_mask"] = inputs["attention_mask"][:, -length:]
+        return self.inner(**inputs)
+
+
+class _ByTheLongest(_Coupled):
+    """Scales short rows by the longest row of a pass, and the longest row by nothing."""
+
+    def forward(self, **inputs):
+        found = self.inner(**inputs)
+        tokens_R = inputs["attention_mask"].sum(dim=1)
+        found.logits = found.logits * (tokens_R / tokens_R.max())[:, None, None]
+        return found
+
+
+class Linear8bitLt(nn.Module):
+    """Stands in for the module of bitsandbytes, whose outlier columns are chosen over all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = SimpleNamespace(threshold=6.0)
+
+
+def test_independence_is_measured():
+    """A model whose rows couple, and one whose cache is wrong, are refused; a sound one passes."""
+    require_independent_rows(llama(), 8, 4, 2)
+    with pytest.raises(ConfigError, match="on the other rows"):
+        require_independent_rows(_Coupled(copy.deepcopy(llama())), 8, 4, 2)
+    with pytest.raises(ConfigError, match="on the other rows"):
+        require_independent_rows(_ByTheLongest(llama()), 8, 4, 2)
+    coarse = llama()
+    coarse.model.layers[0].mlp.up_proj = Linear8bitLt()
+    with pytest.raises(ConfigError, match=r"up_proj: LLM.int8 chooses outlier columns over all rows"):
+        require_independent_rows(coarse, 8, 4, 2)
+    with pytest.raises(ConfigError, match="on the cache"):
+        require_independent_rows(_Forgetful(llama()), 8, 4, 2)
+
+
+def test_position_embeddings_that_follow_the_longest_row_are_refused_by_name():
+    """With longrope, a record beyond the first length moved the logits of the short rows beside it by 85 %."""
+    rope = {
+        "rope_type": "longrope", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16,
+        "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+    }  # fmt: skip
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    config = tiny_llama_config(vocab_size=48, initializer_range=0.3, rope_parameters=rope, **sizes)
+    model = LlamaForCausalLM(config).eval()
+
+    def beside(other):
+        return next(Continuation(model, [list(range(12)), list(range(other))], 40, 2).logits())[1][0]
+
+    assert (beside(40) - beside(12)).abs().max() > 0.1 * beside(12).abs().max()
+    with pytest.raises(ConfigError, match=r"up to 41 tokens together: beyond 16 this model chooses its position emb"):
+        require_independent_rows(model, 40, 4, 1)
+    require_independent_rows(model, 14, 4, 2)
+
+
+def test_experts_with_a_capacity_are_refused_by_name():
+    """Tokens of other rows use it up; public tokens need not show that."""
+    model = llama()
+    model.model.layers[0].mlp.expert_capacity = 4
+    with pytest.raises(ConfigError, match="an expert drops tokens beyond its capacity"):
+        require_independent_rows(model, 8, 2, 2)
