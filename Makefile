@@ -1,14 +1,12 @@
 # make quickstart   set everything up and run the main job: a language model fine-tuned privately, with its report
 # make test         set everything up and run the checks that every change passes: at most 15 minutes on two idle cores
-# make test-flower  the tests of federated runs over processes, with Flower in a set-up of its own: one or two minutes
 # make test-deep    the same with every test: all mutations, planted bugs and combinations, whole runs on every engine
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-FLOWER := .venv-flower
 RUN := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: quickstart test test-flower test-deep check docs setup format clean
+.PHONY: quickstart test test-deep check docs setup format clean
 
 # Threads that wait for each other sleep instead of spinning: a machine that is busy otherwise stays usable.
 quickstart: $(VENV)/.quickstart
@@ -17,12 +15,8 @@ quickstart: $(VENV)/.quickstart
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not deep"
 
-test-flower: $(FLOWER)/.installed
-	OMP_NUM_THREADS=1 $(FLOWER)/bin/python -m pytest -n 0 tests/methods/federated/test_flower.py -m "not deep"
-
-test-deep: check $(FLOWER)/.installed
+test-deep: check
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
-	OMP_NUM_THREADS=1 $(FLOWER)/bin/python -m pytest -n 0 tests/methods/federated/test_flower.py
 
 check: setup
 	$(BIN)/ruff check .
@@ -54,13 +48,5 @@ $(VENV)/.installed: $(VENV)/.quickstart
 	$(BIN)/pip install --quiet --no-deps 'jax-privacy>=2.0,<3'
 	touch $@
 
-# Flower pins typer, rich, packaging and protobuf. This set-up has these versions, and all else from the first one.
-$(FLOWER)/.installed: $(VENV)/.installed
-	$(PYTHON) -m venv $(FLOWER)
-	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" \
-		> "$$($(FLOWER)/bin/python -c 'import site; print(site.getsitepackages()[0])')/first.pth"
-	$(FLOWER)/bin/pip install --quiet --constraint constraints.txt --editable '.[flower]'
-	touch $@
-
 clean:
-	rm -rf $(VENV) $(FLOWER) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

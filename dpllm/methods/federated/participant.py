@@ -30,7 +30,7 @@ class Updates(Protocol):
 
 
 class Participant:
-    """Answers for the clients whose rows it can read: one in a deployment, all of them in a simulation.
+    """Answers for the clients, each from its own rows.
 
     Guarantee: with distributed noise, no answer holds more of a client's records than its update of norm at most C with
     its share of noise, under masks. With a trusted server the update leaves the client as it is bounded, without noise.

@@ -25,7 +25,6 @@ from dpllm.methods.federated.local import SharedWeights
 from dpllm.methods.federated.participant import Participant
 from dpllm.methods.federated.rounds import Rounds, is_secure, require_federated
 from dpllm.methods.federated.run import check_federated
-from dpllm.methods.federated.secure import require_packages
 from dpllm.methods.federated.transport import Clients, Content, InMemory
 from dpllm.privacy.accounting import History
 from dpllm.privacy.ledger import Ledger
@@ -62,8 +61,6 @@ def small_federation(plan: PrivacyPlan, rounds: int) -> PrivacyPlan:
         ConfigError: it is not a plan of a federated run.
     """
     require_federated(plan)
-    if is_secure(plan):
-        require_packages()
     noise, count = noise_of(plan.noise), _SURVIVORS
     if isinstance(noise, DistributedNoise):
         noise = dataclasses.replace(noise, min_batch_size=_SURVIVORS)

@@ -6,9 +6,6 @@ before a client is asked, whether or not it is given up later.
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,8 +13,6 @@ import torch
 from numpy.typing import NDArray
 
 from dpllm.config import ConfigError, PrivacyConfig
-from dpllm.mechanism.discrete import DiscreteStep
-from dpllm.mechanism.events import Step
 from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Spec
@@ -41,31 +36,6 @@ TOO_MANY_LEFT = (
     "declared, or if leaving depended on the records or on the draw, this ε and δ do not hold."
 )
 """The open point of a run with such rounds."""
-MORE_LEFT = (
-    "More of the clients that were drawn left their rounds than the plan declares (dropouts). No round was given up, "
-    "but δ counts on the declared share. Take a plan that declares as many as leave, or find out why so many left."
-)
-"""The open point of a run whose clients left more often than declared."""
-
-SILENT_NODE = (
-    "A node that was asked for several clients answered for none of them, {count} times: it was late, ended, or "
-    "failed. ε counts on clients that leave by themselves. If the records of one client made the node late (they are "
-    "long) or made it fail (its log has the reason), they silenced the others too, and this ε does not hold. Find out "
-    "why the node was silent; a longer --answer-within, or one client per node, avoids it."
-)
-"""The open point of a deployment in which a node with several clients was silent."""
-
-
-@dataclass
-class Tally:
-    """How many clients of a deployment took part so far."""
-
-    asked: int = 0
-    """How often a client was asked to begin a round."""
-    answered: int = 0
-    """How often a client's sum, or update, of a round came."""
-    silences: int = 0
-    """How often a node was asked for several clients, and answered for none of them."""
 
 
 def require_federated(plan: PrivacyPlan | PrivacyConfig) -> None:
@@ -109,95 +79,30 @@ def against_the_server(plan: PrivacyPlan) -> float:
     """Return ε of the noisy sums for somebody who knows the cohorts, for a client that is in every round.
 
     Args:
-        plan: of a federated run.
-    """
-    event = plan.event
-    assert isinstance(event, Step | DiscreteStep)  # `require_federated` admits no other
-    everybody = dataclasses.replace(event.without_truncation, sampling_rate=1.0)
-    return epsilon([(everybody, plan.num_steps)], plan.delta)
-
-
-def against_a_node(plan: PrivacyPlan, most_clients: int) -> float | None:
-    """Return ε for the operator of a node, of a client of another node that is in every round; None: no bound.
-
-    A node knows its own clients' shares of the noise and can subtract them. In a round of n survivors, the shares of
-    the others remain: of the variance the part (n - k)/n for k clients. It may also know the cohorts.
-
-    Args:
         plan: with distributed noise.
-        most_clients: k, the most clients of one node.
     """
     event = plan.event
     assert isinstance(event, DistributedStep)
-    others = event.min_batch_size - most_clients
-    if others < 1:
-        return None
-    noise = event.noise_multiplier * math.sqrt(others / event.min_batch_size)
-    return epsilon(
-        [(dataclasses.replace(event.against_the_server, noise_multiplier=noise), plan.num_steps)], plan.delta
-    )
+    return epsilon([(event.against_the_server, plan.num_steps)], plan.delta)
 
 
-def words_about_the_server(plan: PrivacyPlan, most_clients: int | None = None) -> str:
+def words_about_the_server(plan: PrivacyPlan) -> str:
     """Return who sees what, for the ledger's fact.
 
     Args:
         plan: of the run.
-        most_clients: the most clients of one node. None: the clients are simulated.
     """
-    simulated = "in this simulation one process sees the records of all clients. In a deployment of its rounds "
-    nodes = "each node reads the records of its own clients, and no process reads those of all. "
-    first = simulated if most_clients is None else nodes
+    words = "in this simulation one process sees the records of all clients. In a deployment of its rounds "
     if not is_secure(plan):
-        words = first + (
+        return words + (
             "a trusted server sees the bounded update of each client of a cohort and adds the noise; ε protects from "
             "those who see the weights that it sends out or releases"
         )
-        return words if most_clients is None else f"{words}. {_words_about_traffic(plan)}"
-    words = first + (
+    return words + (
         "the server sees the sum of a round with the noise of its clients, and no single update (secure aggregation). "
         "It knows the cohorts, and so do their members: for them no sampling hides a client, and for one in all "
         f"{plan.num_steps} rounds ε is at most {up(against_the_server(plan))} at the same δ"
     )
-    if most_clients is None:
-        return words
-    return f"{words}. {_words_about_traffic(plan)}. {_words_about_nodes(plan, most_clients)}"
-
-
-def _words_about_traffic(plan: PrivacyPlan) -> str:
-    return (
-        "The traffic of a node shows when its clients take part, although it is encrypted. For those who watch it no "
-        f"sampling hides a client, and for one in all {plan.num_steps} rounds ε is at most "
-        f"{up(against_the_server(plan))} at the same δ"
-    )
-
-
-def _words_about_nodes(plan: PrivacyPlan, most_clients: int) -> str:
-    found = against_a_node(plan, most_clients)
-    which = "1 client" if most_clients == 1 else f"up to {most_clients} clients"
-    known = f"A node of {which} knows the noise that they added. Against its operator "
-    if found is None:
-        assert isinstance(plan.event, DistributedStep)
-        return known + (
-            f"no ε is stated for the clients of other nodes, because a round may have {plan.event.min_batch_size} "
-            "survivors, and all of the noise may be of that node"
-        )
-    return known + f"ε is at most {up(found)} at the same δ, for a client of another node that is in all rounds"
-
-
-def more_left_than_declared(plan: PrivacyPlan, asked: int, answered: int) -> bool:
-    """Return whether more clients left than declared, by four standard deviations or more.
-
-    Args:
-        plan: of the run.
-        asked: how often a client was asked to begin a round.
-        answered: how often it sent its masked sum.
-    """
-    event = plan.event
-    if not isinstance(event, DistributedStep) or not asked:
-        return False
-    share = event.dropouts
-    return asked - answered > share * asked + 4 * math.sqrt(share * (1 - share) * asked)
 
 
 def require_rounds(plan: PrivacyPlan, clients: Clients, weights: SharedWeights) -> None:

@@ -32,20 +32,15 @@ from dpllm.methods.federated.local import LocalTraining, SharedWeights
 from dpllm.methods.federated.participant import Participant
 from dpllm.methods.federated.rounds import (
     GIVEN_UP,
-    MORE_LEFT,
-    SILENT_NODE,
     TOO_MANY_LEFT,
     Rounds,
-    Tally,
     answers_of_a_round,
     is_secure,
-    more_left_than_declared,
     require_federated,
     require_rounds,
     words_about_the_server,
 )
 from dpllm.methods.federated.section import FederateConfig
-from dpllm.methods.federated.secure import require_packages
 from dpllm.methods.federated.transport import Clients, DroppingOut, InMemory
 from dpllm.models.load import load_base_model, prepare_model
 from dpllm.models.starting_point import check_start
@@ -56,7 +51,7 @@ from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PrivacyPlan, format_plan, make_plan
 from dpllm.privacy.rounding import format_delta, format_epsilon
 from dpllm.privacy.unused import is_used
-from dpllm.report.definition import AT_NODES, FEDERATED, SECURE, TRUSTED, WHO_SEES
+from dpllm.report.definition import FEDERATED, SECURE, TRUSTED, WHO_SEES
 from dpllm.report.disclosures import HELD_OUT
 from dpllm.report.model_card import write_model_card
 from dpllm.report.release_notes import keep_utility
@@ -121,13 +116,11 @@ def check_federated(recipe: Recipe) -> TrainingArguments:
         )
     require_federated(recipe.privacy)
     noise = noise_of(Spec.of(recipe.privacy.noise))
-    if isinstance(noise, DistributedNoise):
-        require_packages()
-        if recipe.federate.simulated_dropouts > noise.dropouts:
-            raise ConfigError(
-                f"federate.simulated_dropouts={recipe.federate.simulated_dropouts:g}, and privacy.noise declares "
-                f"dropouts={noise.dropouts:g} at most: δ counts on it. Declare as many as there are"
-            )
+    if isinstance(noise, DistributedNoise) and recipe.federate.simulated_dropouts > noise.dropouts:
+        raise ConfigError(
+            f"federate.simulated_dropouts={recipe.federate.simulated_dropouts:g}, and privacy.noise declares "
+            f"dropouts={noise.dropouts:g} at most: δ counts on it. Declare as many as there are"
+        )
     check_recipe(recipe)
     return training_arguments({**PLAIN, **recipe.train})
 
@@ -225,7 +218,7 @@ def participant_of(
     tokenizer: PreTrainedTokenizerBase,
     rows_of: Callable[[int], Sequence[Any]],
 ) -> Participant:
-    """Return the clients, or the client, of a recipe.
+    """Return the clients of a recipe, which answer from their rows.
 
     Args:
         recipe: the recipe.
@@ -248,9 +241,6 @@ class Server:
         model: of the server.
         folder: of the run.
         held_out: records to measure before and after. None: there are none.
-        most_clients: the most clients of one node. None: the clients are simulated.
-        ready: says before each round whether enough clients are there, whoever is drawn later.
-        tally: of the clients of a deployment; those of a simulation are not counted.
 
     Args:
         recipe: the recipe.
@@ -268,9 +258,6 @@ class Server:
         self._recipe, self._args, self._plan, self._start = recipe, args, plan, start
         self.model, self.folder = model, Path(str(args.output_dir))
         self.held_out: HeldOut | None = None
-        self.most_clients: int | None = None
-        self.ready: Callable[[], bool] = lambda: True
-        self.tally = Tally()
         self._points = [*start.declared, *check_start(model, self.folder, recipe.model.start_is_independent)]
 
     def with_dropouts(self, clients: Clients) -> Clients:
@@ -314,9 +301,8 @@ class Server:
         return exit_code(request.number) if request.number is not None else 0
 
     def _note(self, ledger: SharedLedger) -> None:
-        kind = SECURE if is_secure(self._plan) else TRUSTED
-        ledger.append_fact(FEDERATED, kind if self.most_clients is None else f"{kind}, {AT_NODES}")
-        ledger.append_fact(WHO_SEES, words_about_the_server(self._plan, self.most_clients))
+        ledger.append_fact(FEDERATED, SECURE if is_secure(self._plan) else TRUSTED)
+        ledger.append_fact(WHO_SEES, words_about_the_server(self._plan))
         for point in self._points:
             ledger.append_open_point(point)
 
@@ -326,8 +312,6 @@ class Server:
         given_up = 0
         with phases.bar(self._plan.num_steps, "round") as moved:
             for _ in range(self._plan.num_steps):
-                if not self.ready():
-                    break
                 if not rounds.take():
                     given_up += 1
                 moved(1)
@@ -336,10 +320,6 @@ class Server:
         if given_up:
             ledger.append_diagnostic(GIVEN_UP, given_up)
             ledger.append_open_point(TOO_MANY_LEFT)
-        elif more_left_than_declared(self._plan, self.tally.asked, self.tally.answered):
-            ledger.append_open_point(MORE_LEFT)
-        if self.tally.silences:
-            ledger.append_open_point(SILENT_NODE.format(count=self.tally.silences))
         phases.end(f"{ledger.num_steps} rounds charged, {given_up} of them given up")
         return given_up
 

@@ -24,16 +24,18 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from numpy.typing import NDArray
 
-from dpllm.config.extras import require
+from dpllm.mechanism.keys import SecretKey
 from dpllm.methods.federated.transport import Clients, Content, State
-
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 STAGES = ("keys", "shares", "masked", "unmask")
 _PRIME = 2**521 - 1
@@ -42,15 +44,6 @@ _SECRET_BYTES, _SHARE_BYTES = 32, 66
 
 class ProtocolError(ValueError):
     """A request that a client of secure aggregation must not answer."""
-
-
-def require_packages() -> None:
-    """Make sure that the cryptography of secure aggregation is installed.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    require("federated", "secure aggregation (privacy.noise=distributed)")
 
 
 # ----------------------------------------------------------------------------------------------------------- client
@@ -313,9 +306,6 @@ def recover(shares: Mapping[int, bytes]) -> bytes:
 
 def stream(key: bytes, size: int) -> NDArray[np.uint64]:
     """Return (size,) numbers modulo 2^64 from the key stream of ChaCha20; a key is used for one round."""
-    from cryptography.hazmat.primitives.ciphers import Cipher
-    from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
-
     cipher = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor()
     return np.frombuffer(cipher.update(bytes(8 * size)), "<u8").astype(np.uint64)
 
@@ -327,24 +317,15 @@ def _pair(private: bytes, public: bytes, number: int, one: int, other: int) -> b
 
 def _common(private: bytes, public: bytes, purpose: str, number: int, first: int, second: int) -> bytes:
     """Return 32 bytes that only two clients can compute, for one purpose, round and direction."""
-    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
-
-    from dpllm.mechanism.keys import SecretKey
-
     agreed = _key(private).exchange(X25519PublicKey.from_public_bytes(public))
     return SecretKey(agreed).derive(f"secure aggregation, {purpose}", number, first, second)
 
 
 def _seal(key: bytes, text: bytes) -> bytes:
-    from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
-
     return ChaCha20Poly1305(key).encrypt(bytes(12), text, None)  # the key is of one message
 
 
 def _open(key: bytes, sealed: bytes) -> bytes:
-    from cryptography.exceptions import InvalidTag
-    from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
-
     try:
         return ChaCha20Poly1305(key).decrypt(bytes(12), sealed, None)
     except InvalidTag as error:
@@ -352,14 +333,10 @@ def _open(key: bytes, sealed: bytes) -> bytes:
 
 
 def _new_key() -> Any:
-    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
-
     return X25519PrivateKey.generate()
 
 
 def _key(private: bytes) -> X25519PrivateKey:
-    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
-
     return X25519PrivateKey.from_private_bytes(private)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import torch
 
@@ -67,8 +65,3 @@ def rounds_of(plan, update_UD, clients=lambda inner: inner, rate=1.0):
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     there = clients(InMemory(plan.num_units, answer))
     return Rounds(plan, Charged(), there, SharedWeights(model, "freeze_a"), optimizer), model, sends
-
-
-def files_of(folder: Path) -> set[str]:
-    """Names of the files of a run."""
-    return {path.name for path in folder.iterdir()}

@@ -31,7 +31,6 @@ def test_rounds_are_consistent_and_unclipped_updates_refuted(monkeypatch):
 
 def test_the_noise_of_secure_rounds_is_that_of_the_fewest_survivors():
     """Half of the clients leave, so two of four send; their shares together are σC, and the claim has no sampling."""
-    pytest.importorskip("cryptography")
     plan = small_federation(plan_of(noise_multiplier=0.8, clip_norm=0.5, **SECURE), 60)
     found = run_rounds(plan, RoundProbe, 60)
     apart = found.scores - np.where(found.included, 0.5, 0.0)

@@ -67,8 +67,6 @@ def test_the_sum_is_divided_by_the_public_size():
 @pytest.mark.parametrize("secure", [False, True])
 def test_no_client_moves_the_sum_by_more_than_the_clip_norm(secure):
     """Through the public rounds, with an update of norm 100, of infinity, and of NaN; the noise is taken away."""
-    if secure:
-        pytest.importorskip("cryptography")
     noise = {"noise": {"kind": "distributed", "dropouts": 0.0, "min_batch_size": 6}} if secure else {}
     plan = plan_of(6, 6, 3, secure, clip_norm=0.5, noise_multiplier=0.001, max_batch_size=6, **noise)
     for bad, norm in ((100.0, 0.5), (np.inf, 0.0), (np.nan, 0.0), (0.01, 0.01)):
@@ -112,7 +110,6 @@ def secure_plan(**changes):
 
 def test_the_fewest_survivors_have_the_noise_of_the_plan():
     """Shares of σC/√(cohort) each would leave too little when clients drop out."""
-    pytest.importorskip("cryptography")
     plan = secure_plan(clip_norm=0.5, noise={"kind": "distributed", "dropouts": 0.2, "min_batch_size": 10})
     found = []
     for staying in (10, 40):
@@ -125,7 +122,6 @@ def test_the_fewest_survivors_have_the_noise_of_the_plan():
 
 def test_a_round_of_too_few_is_given_up_and_stays_charged():
     """The weights do not move, and the next round follows."""
-    pytest.importorskip("cryptography")
     plan = secure_plan(noise={"kind": "distributed", "dropouts": 0.2, "min_batch_size": 10})
     rounds, model, _ = rounds_of(plan, np.ones((40, SIZE)), lambda inner: Leaving(inner, 9))
     for number in range(6):

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 from scipy import stats
 
-pytest.importorskip("cryptography")
-
 from dpllm.methods.federated import secure
 from dpllm.methods.federated.secure import ProtocolError, divide, recover, secure_sum
 from dpllm.methods.federated.transport import DroppingOut, InMemory
