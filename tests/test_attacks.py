@@ -16,7 +16,7 @@ from dpllm.cli import app
 from dpllm.privacy.budget import create_budget
 from dpllm.privacy.ledger import read_ledger
 from dpllm.report.verify import verify
-from tests.training.test_trainer import arguments, privacy, rows
+from tests.training.test_trainer import arguments, privacy
 from tests.training.test_trainer import small_trainer as trainer
 
 pytestmark = pytest.mark.usefixtures("rows_not_compared")
@@ -128,16 +128,6 @@ def test_a_plan_that_was_changed_is_found_by_the_resume(change, tmp_path):
         trainer(run, args=saving(run)).train(resume_from_checkpoint=True)
 
 
-def test_a_resume_on_other_text_is_refused(tmp_path):
-    """With as many records of the same lengths; nothing is charged."""
-    run = tmp_path / "run"
-    interrupted(run)
-    other = rows().map(lambda row: {"input_ids": row["input_ids"][::-1], "labels": row["labels"][::-1]})
-    with pytest.raises(ValueError, match="The rows differ from those at the start"):
-        trainer(run, dataset=other, args=saving(run)).train(resume_from_checkpoint=True)
-    assert read_ledger(run / LEDGER).num_steps == 2
-
-
 def other_weights(folder):
     path = folder / "model.safetensors"
     data = bytearray(path.read_bytes())
@@ -185,11 +175,3 @@ def test_rows_of_one_length_without_their_record_are_an_open_point(tmp_path):
     report = run.privacy_report()
     assert any("the same 32 tokens" in str(point) for point in report["open_points"])
     assert "A record" not in report["definition"]["unit"]
-
-
-def test_a_run_without_logging_lists_the_loss_that_is_printed_at_its_end(tmp_path):
-    """The report says that ε does not cover it."""
-    run = trainer(tmp_path, args=arguments(tmp_path, max_steps=1, logging_strategy="no"))
-    run.train()
-    listed = run.privacy_report()["definition"]["written_out_and_not_covered"]
-    assert any("loss" in item["what"] and item["count"] == 1 for item in listed)

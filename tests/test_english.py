@@ -24,7 +24,7 @@ TEXTS = sorted(
         *(ROOT / name / "README.md" for name in ("recipes", "launch", "benchmarks")),
         *(ROOT / "docs").rglob("*.md"),
     )
-    if path.exists() and path.name != "attacks.md"  # a list of found cases, in the words of its tests
+    if path.exists()
 )
 LONG = ("docs/models.md", "docs/correlated_noise.md")
 SHORT = [name for name in TEXTS if name.startswith("docs/") and name not in LONG]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
-import hashlib
 import io
 import json
 import secrets
@@ -22,7 +20,6 @@ from dpllm.cli import app
 from dpllm.config import PrivacyConfig
 from dpllm.privacy.budget import charge, create_budget, read_budget
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, read_ledger
-from dpllm.privacy.ledger_reader import CHAIN_START, next_chain
 from dpllm.privacy.plan import PLAN_FILE, make_plan
 from dpllm.report.statement import JSON_FILE, write_report
 from tests import children
@@ -138,42 +135,9 @@ def test_a_bad_value_is_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
 
 
-BUDGET_CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "text for epsilon": lambda values: values.update(epsilon="eight"),
-    "text for delta": lambda values: values.update(delta="1e-5"),
-    "no units": lambda values: values.update(num_units=0),
-    "epsilon missing": lambda values: values.pop("epsilon"),
-    "entries a number": lambda values: values.update(entries=3),
-    "an entry a number": lambda values: values.update(entries=[3]),
-    "a step a number": lambda values: values.update(entries=[{"step": 3}]),
-    "unknown adjacency": lambda values: values.update(adjacency="none"),
-    "delta out of range": lambda values: values.update(delta=7.0),
-    "an entry's steps a text": lambda values: values["entries"][0].update(steps_reserved="ten"),
-    "an entry's steps negative": lambda values: values["entries"][0].update(steps_reserved=-3),
-    "an entry of an unknown field": lambda values: values["entries"][0].update(colour="red"),
-    "an entry's head a text": lambda values: values["entries"][0].update(head="x"),
-    "another format": lambda values: values.update(format=99),
-}
 PLAN = make_plan(
     PrivacyConfig(noise_multiplier=2.0, clip_norm=1.0, expected_batch_size=10, dataset="mail", delta=1e-5), 500, 3
 )
-
-
-@pytest.mark.parametrize("change", BUDGET_CHANGES.values(), ids=list(BUDGET_CHANGES))
-def test_a_budget_file_with_values_of_other_kinds_is_one_line(
-    tmp_path: Path, change: Callable[[dict[str, Any]], Any]
-) -> None:
-    """Its hash may be right all the same."""
-    path = tmp_path / "b.json"
-    create_budget(path, dataset="mail", epsilon=8, delta=1e-5, unit="sequence", num_units=500)
-    charge(path, PLAN, "mail")
-    values = json.loads(path.read_text())
-    values.pop("sha256")
-    change(values)
-    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-    path.write_text(json.dumps({**values, "sha256": digest}))
-    line = refused(["budget", "show", str(path)])
-    assert str(path) in line and ("latest copy" in line or "Give the file" in line)
 
 
 @pytest.fixture
@@ -186,45 +150,6 @@ def folder(tmp_path: Path) -> Path:
         ledger.append_end("completed")
     write_report(tmp_path, PLAN, read_ledger(tmp_path / LEDGER_FILE))
     return tmp_path
-
-
-def chained(path: Path, change: Callable[[list[dict[str, Any]]], Any]) -> None:
-    """Edit the lines of a ledger as another version would have written them, with hashes that fit."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for line in lines:
-        line.pop("chain")
-    change(lines)
-    chain, text = CHAIN_START, ""
-    for line in lines:
-        body = json.dumps(line)
-        chain = next_chain(chain, body)
-        text += f'{body[:-1]}, "chain": "{chain}"}}\n'
-    path.write_text(text)
-
-
-LEDGER_CHANGES: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
-    "a disclosure without count": lambda lines: lines.insert(1, {"kind": "disclosure", "what": "x"}),
-    "a count that is a text": lambda lines: lines.insert(1, {"kind": "disclosure", "what": "x", "count": "two"}),
-    "a fact without value": lambda lines: lines.insert(1, {"kind": "fact", "name": "x"}),
-    "an unknown kind": lambda lines: lines.insert(1, {"kind": "weather"}),
-    "a run without entropy": lambda lines: lines[0].pop("entropy"),
-    "a run without plan": lambda lines: lines[0].pop("plan_hash"),
-    "a run without public facts": lambda lines: lines[0].pop("public"),
-    "public facts that are a number": lambda lines: lines[0].update(public=3),
-    "a step of an unknown field": lambda lines: lines[1].update(colour="red"),
-    "a step with noise as text": lambda lines: lines[1].update(noise_multiplier="two"),
-}
-
-
-@pytest.mark.parametrize("change", LEDGER_CHANGES.values(), ids=list(LEDGER_CHANGES))
-def test_a_ledger_with_values_of_other_kinds_is_one_line(
-    folder: Path, change: Callable[[list[dict[str, Any]]], Any]
-) -> None:
-    """The chain of hashes may be right all the same, as in a file of another version."""
-    chained(folder / LEDGER_FILE, change)
-    assert str(folder / LEDGER_FILE) in refused(["report", str(folder)])
-    verified = CliRunner().invoke(app, ["verify", str(folder)])
-    assert verified.exit_code == 1 and "FAILED" in verified.stdout and "Traceback" not in verified.output
 
 
 DAMAGED: dict[str, Callable[[str], str]] = {
@@ -256,16 +181,10 @@ def test_a_damaged_report_or_plan_is_one_line(folder: Path, name: str, change: C
 
 
 CANARY_CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "canaries a number": lambda values: values.update(canaries=3),
     "a canary a number": lambda values: values.update(canaries=[3]),
-    "records a number": lambda values: values["canaries"][0].update(records=3),
-    "records missing": lambda values: values["canaries"][0].pop("records"),
     "candidates missing": lambda values: values.pop("candidates"),
-    "candidates a text": lambda values: values.update(candidates="x"),
     "an unknown field": lambda values: values.update(colour="red"),
     "delta a text": lambda values: values.update(delta="small"),
-    "a recipe that is a list": lambda values: values.update(recipe=[]),
-    "no nonce": lambda values: values.pop("nonce"),
 }
 
 
@@ -293,12 +212,6 @@ def test_a_file_of_canaries_with_values_of_other_kinds_is_one_line(
     change(values)
     path.write_text(json.dumps(values))
     assert str(path) in refused(["audit", "run", str(folder), "--canaries", str(path)])
-
-
-def test_the_canaries_of_the_table_are_fit_for_an_audit() -> None:
-    """Unchanged they would be read: each refusal above is due to its change."""
-    names = {field.name for field in dataclasses.fields(CanarySet)}
-    assert {"canaries", "candidates", "delta", "recipe", "nonce"} <= names
 
 
 def test_whoever_waits_for_a_budget_is_told_who_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

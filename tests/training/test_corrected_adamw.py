@@ -288,27 +288,6 @@ def test_the_workload_is_that_of_adamw_but_for_the_bias_correction(tmp_path):
     assert dataclasses.replace(low, bias_correction=True) == own == corrected
 
 
-def test_a_loop_that_lets_the_known_noise_follow_the_loss_is_an_open_point(tmp_path):
-    """The progress in the groups changes within each step; a change between two steps is a decision of the loop."""
-    for follows in (False, True):
-        plan, model = plan_for(4), torch.nn.Linear(40, 2)
-        optimizer = CorrectedAdamW(model.parameters(), KnownNoise.of(plan.mechanism, 4), "corrected")
-        run = PrivateRun.start(tmp_path / str(follows), plan, rows_of())
-        run.attach(model, optimizer)
-        for units in run.draws(4):
-            done = run.step(units, lambda model, inputs: model(inputs["rows"]).square().mean(dim=1))
-            optimizer.step()
-            optimizer.zero_grad()
-            if follows:
-                optimizer.param_groups[0]["expected"] = done.mean_loss
-        points = run.finish()["open_points"]
-        assert any("The hyperparameter expected of the optimizer was changed" in point for point in points) is follows
-    with pytest.raises(AttributeError):
-        optimizer.noise = KnownNoise((1.0,), done.mean_loss)
-    with pytest.raises(AttributeError):
-        optimizer.second_moment = "low_passed"
-
-
 def test_moments_of_an_earlier_run_do_not_enter_another_one(tmp_path):
     """As with every optimizer: they hold its gradients, and the ε of the new run does not state them."""
     plan, model = plan_for(4), torch.nn.Linear(40, 2)

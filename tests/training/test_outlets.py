@@ -10,7 +10,7 @@ import pytest
 import torch
 from huggingface_hub import HfApi
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaForCausalLM, Trainer, TrainerCallback
+from transformers import LlamaForCausalLM, TrainerCallback
 
 from dpllm import DPTrainer
 from dpllm.config import ConfigError
@@ -67,24 +67,6 @@ def test_methods_of_ones_own_that_run_within_training_are_an_open_point(tmp_path
     assert [point.split()[2].rpartition(".")[2] for point in points] == ["log", "training_step"]
     plain = trainer(tmp_path / "plain", model, start_is_independent=True, args=arguments(tmp_path / "plain"))
     assert own_methods(plain) == []
-
-
-def test_methods_of_ones_own_are_found_in_every_base_and_where_they_choose_public_rows():
-    """A class may come after DPTrainer; a schedule follows the rows that get_eval_dataloader chooses."""
-
-    class Logging(Trainer):
-        def log(self, *args):
-            return None
-
-    class Both(DPTrainer, Logging):
-        def get_eval_dataloader(self, *args):
-            return None
-
-    run = Both.__new__(Both)
-    run.eval_is_public = False
-    assert [name.rpartition(".")[2] for name in own_methods(run)] == ["log"]
-    run.eval_is_public = True
-    assert [name.rpartition(".")[2] for name in own_methods(run)] == ["get_eval_dataloader", "log"]
 
 
 class OnTrainingRows(TrainerCallback):

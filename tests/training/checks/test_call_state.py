@@ -85,34 +85,11 @@ class Nested(torch.nn.Module):
         return self.parts(of_rows(outputs, labels))
 
 
-class Known:
-    """Counts a row by a tenth if it has seen it already."""
-
-    def __init__(self):
-        self.rows = set()
-
-    def __call__(self, outputs, labels):
-        weights = []
-        for row in labels.tolist():
-            key = tuple(token for token in row if token >= 0)
-            weights.append(0.1 if key in self.rows else 1.0)
-            self.rows.add(key)
-        return of_rows(outputs, labels) * torch.tensor(weights)
-
-
-def in_turn():
-    factors = itertools.cycle([1.0, 5.0])
-    return lambda outputs, labels: of_rows(outputs, labels) * next(factors)
-
-
 LOSSES = {
-    "running mean of 0.99": lambda: Running(0.99),
-    "running mean of 0.999": lambda: Running(0.999),
+    "running mean": lambda: Running(0.999),
     "memory bank": Bank,
     "warm-up by calls": lambda: warming,
     "module with a running mean": Nested,
-    "factors in turn": in_turn,
-    "rows that it knows": Known,
 }
 
 
