@@ -22,6 +22,7 @@ from dpllm.privacy.stated import planned_steps, stated_history, steps_allowed
 from dpllm.report.statement import privacy_report, write_report
 from dpllm.report.verify import verify
 from dpllm.training.shared_ledger import SharedLedger
+from tests.mutations import kills
 from tests.tiers import deep_case
 
 pytestmark = pytest.mark.usefixtures("rows_not_compared")
@@ -71,6 +72,18 @@ def test_a_plan_of_banded_noise_is_saved_and_read_back(tmp_path: Path) -> None:
     assert len({PLAN.hash, plain.hash, plan_of(clipping="automatic").hash}) == 3
 
 
+@kills(
+    "a resumed run goes on with the cycle before",
+    "dpllm/privacy/ledger_reader.py",
+    "not (begins and step.restarts)",
+    "True",
+)
+@kills(
+    "a run that is resumed exceeds its target",
+    "dpllm/privacy/stated.py",
+    "    return None if fits == left else taken + fits\n",
+    "    return None\n",
+)
 def test_a_resume_begins_a_new_cycle(tmp_path: Path) -> None:
     """Its steps are counted by themselves: 5 and 3 steps are 2 and 1 rounds, and 8 in one go are 2."""
     run_for(tmp_path, PLAN, 5)
@@ -282,6 +295,12 @@ def test_a_budget_without_room_for_the_plan_refuses_a_resume_that_would_be_cheap
         SharedLedger.open(ledger.path, plan, Processes(), str(file))
 
 
+@kills(
+    "the budget of a run that a resume cuts short counts the steps that it may take",
+    "dpllm/privacy/budget_entry.py",
+    "taken, self.steps_planned or self.steps_reserved)",
+    "taken)",
+)
 @pytest.mark.parametrize("starts", [(2,), (2, 2)])
 def test_the_budget_of_a_blt_run_that_resumes_cut_short_counts_its_report(tmp_path: Path, starts: tuple) -> None:
     """The report states at least the ε of all planned steps without a resume. After 2 and 2 steps more fit than after

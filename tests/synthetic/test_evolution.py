@@ -21,6 +21,7 @@ from dpllm.synthetic.evolution import Evolution, PrivateRecords, evolve
 from dpllm.synthetic.evolving import DECLARED
 from dpllm.synthetic.making import Wanted
 from tests.cli.test_generating import invoke
+from tests.mutations import kills
 from tests.report.test_standing import folder_of
 from tests.small_model import save_small_model
 
@@ -96,6 +97,12 @@ def test_mistakes_are_found_before_a_charge(recipe, overrides, words):
     assert not (Path("made") / LEDGER_FILE).exists()
 
 
+@kills(
+    "an evolution takes a model that a private run trained",
+    "dpllm/synthetic/evolving.py",
+    "        refuse_private_start(name, recipe.model is not None and recipe.model.start_is_independent)\n",
+    "        pass\n",
+)
 def test_a_model_of_a_private_run_is_refused(recipe, tmp_path):
     """Its texts depend on private records, and ε of the votes would not cover them; in a folder inside, too."""
     (tmp_path / "run").mkdir()

@@ -22,6 +22,7 @@ from dpllm.teaching import teach as teaching
 from dpllm.teaching.prepare import prepare
 from dpllm.teaching.probe import vote_probe
 from dpllm.teaching.votes import NO_LABEL, VOTE_CHANGE, Ballots
+from tests.mutations import kills
 from tests.small_model import WORDS
 from tests.teaching.school import TEACHERS, write_recipe
 
@@ -71,6 +72,9 @@ def test_another_unit_changes_the_votes_of_one_teacher(tmp_path, monkeypatch):
     assert np.linalg.norm((counts - others).astype(float), axis=1).max() <= VOTE_CHANGE
 
 
+@kills(
+    "a teacher goes on where the one before ended", "dpllm/teaching/trainings.py", "tensor.copy_(values[name])", "pass"
+)
 def test_a_teacher_starts_where_every_teacher_starts(school, tmp_path):
     """Whatever was trained before: otherwise later teachers would have seen earlier units."""
     classroom = rooms.Classroom(school(model={"peft": {"r": 2, "target_modules": "all-linear"}}))
@@ -92,6 +96,12 @@ def test_scores_that_are_not_finite_are_still_one_vote(school):
     assert classes.dtype == np.int64 and set(classes) <= {0, 1}
 
 
+@kills(
+    "one label of all is charged",
+    "dpllm/teaching/release.py",
+    "run.charge(vote.answers, vote.most_labels)",
+    "run.charge(vote.answers)",
+)
 @pytest.mark.parametrize("confident", [False, True])
 def test_labels_are_charged_before_they_are_drawn_with_the_planned_noise(school, monkeypatch, confident):
     """All texts, or all checks and the planned labels; noise of σ on every count, and of σ₁ on every check."""
