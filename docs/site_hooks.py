@@ -10,6 +10,7 @@ import ast
 import posixpath
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,7 @@ def _calls(places: str, name: str) -> int:
     return sum(isinstance(node.func, ast.Name) and node.func.id == name for node in calls)
 
 
+@cache
 def _parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 

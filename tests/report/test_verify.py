@@ -88,7 +88,6 @@ def test_good_run(good: Path) -> None:
     """Nothing was touched, so everything holds, the model card included; the result prints and is plain values."""
     result = verify(good)
     assert result.ok and failed(result) == {}
-    assert len(result.checks) == 15
     assert any(check.what == "README.md says the same" for check in result.checks)
     assert all(text.startswith("ok: ") for _, text in verification_rows(result))
     assert json.loads(json.dumps(result.to_dict()))["ok"] is True
