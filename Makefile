@@ -22,6 +22,7 @@ test-flower: $(FLOWER)/.installed
 
 test-deep: check $(FLOWER)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutations
 	OMP_NUM_THREADS=1 $(FLOWER)/bin/python -m pytest -n 0 tests/methods/federated/test_flower.py
 
 check: setup
