@@ -17,6 +17,7 @@ test: check
 
 test-deep: check
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutations
 
 check: setup
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ import secrets
 import sys
 import threading
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from dpllm.cli import app
 from dpllm.config import PrivacyConfig
 from dpllm.privacy.budget import charge, create_budget, read_budget
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, read_ledger
-from dpllm.privacy.plan import PLAN_FILE, make_plan
+from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan, make_plan
 from dpllm.report.statement import JSON_FILE, write_report
 from tests import children
 
@@ -135,20 +136,21 @@ def test_a_bad_value_is_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
 
 
-PLAN = make_plan(
-    PrivacyConfig(noise_multiplier=2.0, clip_norm=1.0, expected_batch_size=10, dataset="mail", delta=1e-5), 500, 3
-)
+@cache
+def plan_of_mail() -> PrivacyPlan:
+    options = {"noise_multiplier": 2.0, "clip_norm": 1.0, "expected_batch_size": 10, "dataset": "mail", "delta": 1e-5}
+    return make_plan(PrivacyConfig(**options), 500, 3)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """The output folder of a run of three steps."""
-    PLAN.save(tmp_path / PLAN_FILE)
-    with Ledger.create(tmp_path / LEDGER_FILE, PLAN) as ledger:
+    plan_of_mail().save(tmp_path / PLAN_FILE)
+    with Ledger.create(tmp_path / LEDGER_FILE, plan_of_mail()) as ledger:
         for number in range(3):
-            ledger.append_step(number, PLAN.event)
+            ledger.append_step(number, plan_of_mail().event)
         ledger.append_end("completed")
-    write_report(tmp_path, PLAN, read_ledger(tmp_path / LEDGER_FILE))
+    write_report(tmp_path, plan_of_mail(), read_ledger(tmp_path / LEDGER_FILE))
     return tmp_path
 
 
@@ -229,7 +231,7 @@ def test_whoever_waits_for_a_budget_is_told_who_holds_it(tmp_path: Path, monkeyp
     with open(path.with_name("b.json.lock"), "r+b") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         entries: list[str] = []
-        waiting = threading.Thread(target=lambda: entries.append(charge(path, PLAN, "mail")))
+        waiting = threading.Thread(target=lambda: entries.append(charge(path, plan_of_mail(), "mail")))
         waiting.start()
         try:
             assert told.wait(timeout=children.LIMIT) and entries == []
