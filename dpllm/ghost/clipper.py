@@ -70,7 +70,6 @@ class GhostClipper(UnitClipper):
             self._group_P = torch.tensor([numbers[id(p)] for p in self.parameters.values()])
         self._held = HeldClipping(self.clipping, shapes_of(self.parameters))
         self._replay = Replay(model, self._book) if self._book.norm_method.replay else None
-        self._note()
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -204,7 +203,6 @@ class GhostClipper(UnitClipper):
 
     def remove(self) -> None:
         """Remove the hooks; the model is as before."""
-        super().remove()
         self._book.remove()
 
 

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dpllm.mechanism.events import Event
-    from dpllm.mechanism.normals import NormalGenerator, Normals, SkippingGenerator
-    from dpllm.mechanism.starts import Start
+    from dpllm.mechanism.normals import Normals, SkippingGenerator
     from dpllm.mechanism.workload import Workload
 
 
@@ -35,7 +34,7 @@ class Sampler(Protocol):
 
         A run, or a resume, uses one iterator and never restarts it. An iterator that is made again, for instance in
         each epoch, is another start, which costs more where noise is correlated over steps: pass the steps of each to
-        `Mechanism.history`, or take draws and noise from one `Mechanism.start`.
+        `Mechanism.history`.
 
         Args:
             rng: `dpllm.mechanism.sampling.secret_rng`.
@@ -528,37 +527,6 @@ class Mechanism:
         """Return the standard deviations of the noise in the first and in the last of ``num_steps`` releases."""
         first, last = (self.noise.variance(step, num_steps) for step in (0, num_steps - 1))
         return self.noise_stddev * math.sqrt(first), self.noise_stddev * math.sqrt(last)
-
-    def start(
-        self,
-        num_steps: int,
-        generator: NormalGenerator,
-        rng: np.random.Generator | None = None,
-        *,
-        for_tests: bool = False,
-    ) -> Start:
-        """Return a start: its draws, its noise, and the count of its steps (`dpllm.mechanism.starts`).
-
-        Args:
-            num_steps: T of the plan.
-            generator: of the noise, for instance ``dpllm.NoiseSource()``.
-            rng: of the draws; only for tests. None: from the operating system's entropy.
-            for_tests: declares that nothing is private, which seeds need. The history then has ε = inf.
-
-        Raises:
-            ValueError: a source of randomness has a seed, or is not known to have none; or the clipping's threshold
-                moves during a run. The loop would have to move it, and nothing could see whether by a noisy count or
-                by the norms themselves.
-        """
-        from dpllm.mechanism.starts import Start  # it takes a mechanism
-
-        if isinstance(self.clipping, AdaptiveClipping):
-            raise ValueError(
-                f"clipping {self.clipping.kind!r} moves its threshold by a noisy count of each step, which only a "
-                "PrivateRun or a DPTrainer makes. Use one of them, or clipping: flat or automatic"
-            )
-
-        return Start(self, num_steps, generator, rng, for_tests=for_tests)
 
     def history(self, num_steps: int | Sequence[int]) -> list[tuple[Event, int]]:
         """Return the charge of steps, for `dpllm.epsilon`.
