@@ -20,7 +20,7 @@ from dpllm.ghost.kernels import accumulation_dtype
 from dpllm.ghost.own_sums import OwnSums
 from dpllm.ghost.sums import Finish, Sum
 from dpllm.mechanism.clipping import FlatClipping
-from dpllm.mechanism.parts import AdaptiveClipping, Clipping
+from dpllm.mechanism.parts import AdaptiveClipping, Clipping, frozen_copy
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class UnitClipper(abc.ABC):
         one_unit: whether each call of the model gets the rows of one unit only.
 
     Raises:
-        ValueError: both of ``clip_norm`` and ``clipping``, or neither.
+        ValueError: both of ``clip_norm`` and ``clipping``, or neither; or the clipping is not a frozen dataclass.
     """
 
     one_unit: ClassVar[bool] = False
@@ -67,7 +67,7 @@ class UnitClipper(abc.ABC):
         """Choose the clipping."""
         if (clip_norm is None) == (clipping is None):
             raise ValueError("Give one of clip_norm (flat clipping) and clipping (another kind).")
-        self.clipping: Clipping = FlatClipping(clip_norm) if clip_norm is not None else clipping  # type: ignore[assignment]
+        self.clipping: Clipping = FlatClipping(clip_norm) if clip_norm is not None else frozen_copy(clipping)  # type: ignore[arg-type]
         self._sums = OwnSums()
         self._calls = 0  # of `backward`; engines call `clip`, and the run's watch sees other gradients
 
