@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpllm.config.python_names import OF_LOOP, named_in_python
 from dpllm.ghost.book import Book
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.factors import GroupFactors, clip_factors
@@ -51,7 +50,6 @@ class GhostClipper(UnitClipper):
     >>> clipper.remove()
     """
 
-    @named_in_python(OF_LOOP)
     def __init__(
         self,
         model: nn.Module,

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dpllm.config.python_names import OF_LOOP, named_in_python
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.kernels import accumulation_dtype
 from dpllm.ghost.own_sums import OwnSums
@@ -81,7 +80,6 @@ class UnitClipper(abc.ABC):
         """The norm above which a gradient is scaled down: C, or the present threshold of an adaptive clipping."""
         return self.clipping.threshold if isinstance(self.clipping, AdaptiveClipping) else self.clipping.clip_norm
 
-    @named_in_python(OF_LOOP)
     def backward(self, losses: Tensor, unit_index: Tensor | None = None) -> ClipResult:
         """Differentiate, clip each unit, and add the clipped sum to ``.grad``.
 
