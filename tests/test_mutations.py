@@ -1405,10 +1405,10 @@ MUTATIONS = [
     ),
     Mutation(
         "a unit in a fixed order comes again in the next step",
-        "dpllm/mechanism/fixed_order.py",
+        "dpllm/mechanism/sampling.py",
         "            first = (first + self.batch_size) % self.num_units\n",
         "            first = (first + 1) % self.num_units\n",
-        ("tests/mechanism/test_fixed_order.py", "tests/mechanism/test_blt.py"),
+        ("tests/mechanism/test_sampling.py", "tests/mechanism/test_blt.py"),
     ),
     Mutation(
         "a draw without a step has no correlated noise",

@@ -8,11 +8,10 @@ import pytest
 
 from dpllm.mechanism.banded import BandedNoise, CyclicPoissonSampler
 from dpllm.mechanism.blt import BltNoise
-from dpllm.mechanism.fixed_order import FixedOrderSampler
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.order import UnitsApart
 from dpllm.mechanism.parts import Draw, Spec
-from dpllm.mechanism.sampling import TruncatedPoissonSampler, seeded_rng
+from dpllm.mechanism.sampling import FixedOrderSampler, TruncatedPoissonSampler, seeded_rng
 from dpllm.training.run import PrivateRun
 from tests.training.test_run import plan_of, rows_of
 
