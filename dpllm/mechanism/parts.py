@@ -51,7 +51,7 @@ class FixedBatch(Sampler, Protocol):
 
 
 class Clipping(Protocol):
-    """Bounds the contribution of one unit to the sum of a step."""
+    """Bounds the contribution of one unit to the sum of a step; a frozen dataclass (`frozen_copy`)."""
 
     kind: ClassVar[str]
 
