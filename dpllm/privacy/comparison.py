@@ -14,6 +14,7 @@ factor of 2 in the sensitivity under replace-one (google/differential-privacy, n
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -174,9 +175,10 @@ def fine_library_epsilon(history: History, delta: float) -> tuple[float, float]:
     (0.9638, 0.0001)
     """
     found, ours = library_epsilon(history, delta), accounting.epsilon(history, delta)
-    if found <= max(ours + _COARSE, ours * 1.005):
-        return found, _COARSE
-    return library_epsilon(history, delta, discretization=DISCRETIZATION), DISCRETIZATION
+    if found > max(ours + _COARSE, ours * 1.005):
+        with contextlib.suppress(ValueError):  # too large for memory: such an ε is so large that the coarse grid tells
+            return library_epsilon(history, delta, discretization=DISCRETIZATION), DISCRETIZATION
+    return found, _COARSE
 
 
 def _plain(history: History) -> list[tuple[Step, int]] | None:
