@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpllm.config.python_names import OF_LOOP, named_in_python
 from dpllm.ghost.book import Book
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.factors import GroupFactors, clip_factors
@@ -51,7 +50,6 @@ class GhostClipper(UnitClipper):
     >>> clipper.remove()
     """
 
-    @named_in_python(OF_LOOP)
     def __init__(
         self,
         model: nn.Module,
@@ -70,7 +68,6 @@ class GhostClipper(UnitClipper):
             self._group_P = torch.tensor([numbers[id(p)] for p in self.parameters.values()])
         self._held = HeldClipping(self.clipping, shapes_of(self.parameters))
         self._replay = Replay(model, self._book) if self._book.norm_method.replay else None
-        self._note()
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -204,7 +201,6 @@ class GhostClipper(UnitClipper):
 
     def remove(self) -> None:
         """Remove the hooks; the model is as before."""
-        super().remove()
         self._book.remove()
 
 

@@ -30,8 +30,7 @@ from numpy.typing import NDArray
 from dpllm.mechanism.correlated import CorrelatedStream
 from dpllm.mechanism.events import Event, EventWords, Numbers, Round, Step
 from dpllm.mechanism.noise import IndependentNoise
-from dpllm.mechanism.normals import Normals, SkippingGenerator
-from dpllm.mechanism.parts import Draw, NoiseStream
+from dpllm.mechanism.parts import Draw, NoiseStream, Normals, SkippingGenerator
 from dpllm.mechanism.strategies import (
     best_ratio,
     coefficients,

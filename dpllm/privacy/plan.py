@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.config import PrivacyConfig
-from dpllm.config.python_names import OF_LOOP, named_in_python
 from dpllm.mechanism.catalogue import clipping_of, noise_of, spec_of, with_randomness
 from dpllm.mechanism.discrete import DiscreteStep
 from dpllm.mechanism.events import Event
@@ -198,7 +197,6 @@ class PrivacyPlan(PlannedNoise, PlannedDraw):
         return plan
 
 
-@named_in_python(OF_LOOP)
 def make_plan(
     privacy: PrivacyConfig,
     num_units: int,

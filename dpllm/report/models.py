@@ -148,8 +148,8 @@ class CrossCheck(Part):
 
     name: str = Field(description="Which.")
     epsilon: Epsilon | None = Field(description="Its ε; null where it does not apply.")
-    bounds: tuple[Epsilon, Epsilon] | None = Field(
-        description="Lower and upper bound of an estimate; null where ε is an upper bound itself."
+    must_agree: bool = Field(
+        description="Whether it must agree with ours within 1 %; false: an upper bound that is looser by nature."
     )
     pld_of_the_same_steps: Epsilon | None = Field(
         description="The ε of this report's accountant that it is held against; null where it does not apply."
@@ -347,7 +347,6 @@ class Versions(Part):
     dpllm: str = Field(description="dpllm.")
     python: str = Field(description="Python.")
     dp_accounting: str | None = Field(description="dp_accounting.")
-    prv_accountant: str | None = Field(description="prv_accountant.")
     numpy: str | None = Field(description="numpy.")
     scipy: str | None = Field(description="scipy.")
     matplotlib: str | None = Field(description="matplotlib.")

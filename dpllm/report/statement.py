@@ -343,12 +343,8 @@ def _steps(plan: PrivacyPlan, contents: LedgerContents) -> Steps:
 
 @lru_cache(maxsize=8)
 def _cross_checks(history: tuple[tuple[Event, int], ...], delta: float) -> tuple[CrossCheck, ...]:
-    """Return ε under zero-out by other ways.
-
-    The PRV accountant knows no truncation, so it is held against the PLD of the same steps without truncation.
-    """
+    """Return ε under zero-out by other ways."""
     plain = accounting.untruncated(history)
-    prv = comparison.prv_epsilon(history, delta)
     renyi = comparison.renyi_epsilon(history, delta)
     discrete = any(isinstance(one, DiscreteStep) for one, _ in history)
     no_renyi = "does not apply: it has no event for the rows of a user drawn each by itself"
@@ -356,31 +352,11 @@ def _cross_checks(history: tuple[tuple[Event, int], ...], delta: float) -> tuple
         no_renyi = "does not apply: ε itself is by Rényi divergences, at whole orders"
     selected = any(isinstance(one, SelectedRun) for one, _ in history)
     return (
-        CrossCheck(
-            name="PRV",
-            epsilon=prv.estimate if prv else None,
-            bounds=(prv.lower, prv.upper) if prv else None,
-            pld_of_the_same_steps=accounting.epsilon(plain, delta) if prv else None,
-            note="an estimate with bounds, under zero-out, without the effect of truncation (arXiv:2106.02848); "
-            "held against the PLD of the same steps without truncation"
-            if prv
-            else "does not apply to these steps",
-        ),
-        CrossCheck(
-            name="PLD of dp_accounting",
-            epsilon=None if selected or discrete else comparison.library_epsilon(history, delta),
-            bounds=None,
-            pld_of_the_same_steps=None if selected or discrete else accounting.epsilon(history, delta),
-            note="does not apply: it has no distribution of a selection"
-            if selected
-            else "does not apply: it has no distribution of discrete noise"
-            if discrete
-            else "an upper bound by that library's own accountant, under zero-out, on the coarser grid 0.001",
-        ),
+        _by_dp_accounting(history, delta, "a selection" if selected else "discrete noise" if discrete else None),
         CrossCheck(
             name="Rényi",
             epsilon=renyi,
-            bounds=None,
+            must_agree=False,
             pld_of_the_same_steps=None if renyi is None else accounting.epsilon(plain, delta),
             note=no_renyi
             if renyi is None
@@ -388,6 +364,24 @@ def _cross_checks(history: tuple[tuple[Event, int], ...], delta: float) -> tuple
             if selected
             else "an upper bound, looser by nature, under zero-out, without the effect of truncation",
         ),
+    )
+
+
+def _by_dp_accounting(history: tuple[tuple[Event, int], ...], delta: float, without: str | None) -> CrossCheck:
+    """Return ε by dp_accounting's own accountant; ``without`` is that of which it has no distribution."""
+    found, note = None, f"does not apply: it has no distribution of {without}"
+    if without is None:
+        try:
+            found, grid = comparison.fine_library_epsilon(history, delta)
+            note = f"by that library's own accountant, under zero-out, on the grid {grid:g}; it must agree within 1 %"
+        except ValueError as error:
+            note = f"does not apply: {error}"
+    return CrossCheck(
+        name="PLD of dp_accounting",
+        epsilon=found,
+        must_agree=True,
+        pld_of_the_same_steps=None if found is None else accounting.epsilon(history, delta),
+        note=note,
     )
 
 

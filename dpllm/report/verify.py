@@ -65,7 +65,7 @@ made up to 3e-6. A report names no such instructions, so that every report is co
 
 _THRESHOLDS = "each step in the ledger carries the clip threshold of a clipping that adapts"
 
-_NUMERIC = ("dp_accounting", "prv_accountant", "numpy", "scipy", "python")
+_NUMERIC = ("dp_accounting", "numpy", "scipy", "python")
 
 
 @dataclass(frozen=True)

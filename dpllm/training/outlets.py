@@ -20,7 +20,6 @@ from transformers import Trainer
 from transformers.utils import logging
 
 from dpllm.config import TASKS, ConfigError
-from dpllm.config.python_names import OF_TRAINER, named_in_python
 from dpllm.engines.processes import Processes
 from dpllm.models.tasks import task_of
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
@@ -344,7 +343,6 @@ class Outlets(Trainer):
         )
         self.hub_model_id, self.push_in_progress = url.repo_id, None
 
-    @named_in_python(OF_TRAINER)
     def push_to_hub(  # type: ignore[override]  # the Trainer swallows any keyword
         self,
         commit_message: str | None = "End of training",

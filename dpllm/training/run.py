@@ -25,7 +25,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from dpllm.config import ConfigError
-from dpllm.config.python_names import OF_LOOP, named_in_python
 from dpllm.engines import DeepSpeedZero
 from dpllm.engines.division import Division
 from dpllm.engines.processes import Processes, found_by
@@ -123,7 +122,6 @@ class PrivateRun:
         _TAKEN.add(ledger)
 
     @classmethod
-    @named_in_python(OF_LOOP)
     def start(
         cls,
         folder: str | Path,
@@ -163,7 +161,6 @@ class PrivateRun:
         return run
 
     @classmethod
-    @named_in_python(OF_LOOP)
     def resume(
         cls,
         folder: str | Path,
@@ -185,7 +182,6 @@ class PrivateRun:
             run._files_before = snapshot(folder)
         return run
 
-    @named_in_python(OF_LOOP)
     def attach(
         self,
         model: Any,
@@ -258,7 +254,6 @@ class PrivateRun:
                 by_engine = isinstance(self._attached.engine, DeepSpeedZero)
                 self._attached.steering = Steering(optimizer, self.ledger, schedule_is_independent, by_engine, again)
 
-    @named_in_python(OF_LOOP)
     def freeze_unused(self, model: Any, loss_of: LossOf) -> list[str]:
         """Freeze the trainable parameters that no loss reaches, before the optimizer is made; the report names them.
 
@@ -338,7 +333,6 @@ class PrivateRun:
             )
         return self._draws.chosen(np.asarray(unit_ids, dtype=np.int64))
 
-    @named_in_python(OF_LOOP)
     def step(self, unit_ids: np.ndarray, loss_of: LossOf, progress: Progress = unseen) -> StepDiagnostics:
         """Take a private step over these units; see `dpllm.training.step.private_step`.
 
@@ -447,7 +441,6 @@ class PrivateRun:
             self._attached.remove()
         self._attached = None
 
-    @named_in_python(OF_LOOP)
     def finish(self, reason: str = COMPLETED, stopped_independently: bool = False) -> dict[str, Any] | None:
         """End the run: undo the hooks, close the ledger, and write the privacy report beside it.
 

@@ -317,7 +317,7 @@ def test_the_list_of_wheels_is_exact_and_without_torch():
     packages = [name for name, _ in names]
     assert len(packages) == len(set(packages))
     assert not {"torch", "triton", "transformers", "accelerate", "peft"} & set(packages)
-    assert {"dp-accounting", "prv-accountant", "datasets", "jsonschema", "deepspeed"} <= set(packages)
+    assert {"dp-accounting", "datasets", "jsonschema", "deepspeed"} <= set(packages)
 
 
 def test_pip_fetches_no_dependency_and_takes_a_folder_for_a_folder(tmp_path, monkeypatch):

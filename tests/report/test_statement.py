@@ -216,7 +216,7 @@ def test_what_the_reporting_guide_asks_for(tmp_path: Path) -> None:
         "without the model",
         "out of a million equally likely",
         "1 in 10,000",
-        "| PRV | 0.14",
+        "| PLD of dp_accounting | 0.14",
         "Steps: 20 of 20 planned steps were taken; the run ended: completed",
         "dpllm verify .",
         "dpllm report .",
@@ -281,7 +281,7 @@ def test_no_noise_is_infinite_in_words(tmp_path: Path) -> None:
     plain = report.to_dict()
     assert plain["statement"]["epsilon"] == "inf" and not report.statement.private
     assert plain["accounting"]["epsilon"] == {"zero-out": "inf", "replace-one": "inf"}
-    assert [check["epsilon"] for check in plain["accounting"]["cross_checks"]] == ["inf"] * 3
+    assert [check["epsilon"] for check in plain["accounting"]["cross_checks"]] == ["inf"] * 2
     assert plain["accounting"]["zcdp_rho"] == "inf" and plain["curves"]["tradeoff"]["true_positive_rate"] == []
     assert report.strength.tier == "none" and report.strength.advantage == 1.0
     page = render_markdown(report)
@@ -300,23 +300,22 @@ def test_seeded_run_is_not_private_first_thing(tmp_path: Path) -> None:
 
 
 def test_cross_checks(tmp_path: Path) -> None:
-    """The looser accountants lie above the stated ε, and the estimate's bounds hold it: nothing disagrees."""
+    """The other accountants lie above the stated ε, dp_accounting's by very little: nothing disagrees."""
     report = report_of(tmp_path)
     epsilon = report.accounting.epsilon.zero_out
-    prv, library, renyi = report.accounting.cross_checks
-    assert prv.bounds[0] < epsilon < prv.bounds[1]
-    assert prv.epsilon == pytest.approx(epsilon, abs=2e-3)
+    library, renyi = report.accounting.cross_checks
+    assert library.must_agree and library.epsilon == pytest.approx(epsilon, abs=2e-3)
     assert epsilon < library.epsilon < epsilon + 5e-3 and epsilon < renyi.epsilon
     assert not [point for point in report.open_points if "disagree" in point]
-    assert f"| {prv.name} | {prv.epsilon:.3f}"[:-1] in render_markdown(report)
+    assert f"| {library.name} | {library.epsilon:.3f}"[:-1] in render_markdown(report)
 
 
 def test_truncation_is_not_taken_for_a_disagreement(tmp_path: Path) -> None:
-    """A maximal batch that costs a lot of ε is unknown to the estimate, which is held against the same without it."""
+    """dp_accounting knows a maximal batch that costs a lot of ε; Rényi accounting is compared without it."""
     report = report_of(tmp_path, max_batch_size=22)
-    prv = report.accounting.cross_checks[0]
-    assert report.accounting.epsilon.zero_out > 2 * prv.epsilon
-    assert prv.pld_of_the_same_steps == pytest.approx(prv.epsilon, abs=2e-3)
+    library, renyi = report.accounting.cross_checks
+    assert library.epsilon == pytest.approx(report.accounting.epsilon.zero_out, abs=2e-3)
+    assert report.accounting.epsilon.zero_out > 2 * renyi.pld_of_the_same_steps
     assert not [point for point in report.open_points if "disagree" in point]
 
 
@@ -411,8 +410,8 @@ def test_rows_drawn_each_by_itself(tmp_path: Path) -> None:
         [(Step(num_units=1000, sampling_rate=plan.sampling_rate, noise_multiplier=2.0, clip_norm=0.5), NUM_STEPS)],
         plan.delta,
     )
-    prv, library, renyi = report.accounting.cross_checks
-    assert prv.epsilon is None and renyi.epsilon is None and "does not apply" in renyi.note
+    library, renyi = report.accounting.cross_checks
+    assert renyi.epsilon is None and "does not apply" in renyi.note
     assert library.epsilon == pytest.approx(report.statement.epsilon, abs=5e-3)
     command = report.checkable.recompute_from_the_numbers
     assert "--rows-per-unit 4" in command and "--max-batch-size" not in command
