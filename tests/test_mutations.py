@@ -1629,13 +1629,6 @@ MUTATIONS = [
         ("tests/training/checks/test_watch.py",),
     ),
     Mutation(
-        "weights enter an average before the watch has confirmed them",
-        "dpllm/training/averaging.py",
-        "        source.watch.confirm()\n",
-        "",
-        ("tests/training/test_averaging.py",),
-    ),
-    Mutation(
         "the values of a saved average are not compared",
         "dpllm/training/averaging.py",
         "        if sums != state",
