@@ -34,8 +34,8 @@ from dpllm.report.definition import RELEASED_WEIGHTS, TRAINED_MODEL
 from dpllm.training.averaging import Averaging
 from dpllm.training.checks import agreement
 from dpllm.training.checks.independence import IndependenceCheck, IndependenceError
+from dpllm.training.checks.learning_rates import LearningRates
 from dpllm.training.checks.randomness import refuse_own_generators
-from dpllm.training.checks.steering import Steering
 from dpllm.training.checks.watch import Watch
 from dpllm.training.corrected_adamw import SECOND_MOMENT_FACT, refuse_other_second_moment, teller, words_of
 from dpllm.training.gradients import METHOD, chosen, clipper_for, in_words, rows_of_calls
@@ -75,7 +75,7 @@ class Attached:
         independence: check of the rows' independence.
         watch: watch over weights and buffers.
         weights: initial and final weights of the run.
-        steering: watch over hyperparameters in a custom loop; the Trainer notes its callbacks instead.
+        rates: record of the learning rates.
         is_noted: whether it is recorded that the run trains this model.
         averaging: average of the weights; None: the weights after the last step are released.
         reach_checked: whether it was checked that losses reach every trained parameter.
@@ -89,7 +89,7 @@ class Attached:
     independence: IndependenceCheck
     watch: Watch
     weights: RunWeights
-    steering: Steering | None = None
+    rates: LearningRates
     is_noted: bool = False
     averaging: Averaging | None = None
     reach_checked: bool = False
@@ -98,19 +98,7 @@ class Attached:
     def make_ready(self) -> None:
         """Check that weights and gradients are unchanged since the last update; checks this process only."""
         self.watch.before_step()
-        if self.averaging is not None:
-            self.averaging.check(waits=False)
         refuse_leftovers(self.clipper, self.engine)
-
-    def begin_step(self, drawn: int) -> None:
-        """Look at how the loop used the last step, before a loss of this one is known."""
-        if self.steering is not None:
-            self.steering.before_step(drawn)
-
-    def end(self, drawn: int, steps_planned: int) -> None:
-        """Look at how the loop used the last step, while the ledger is open."""
-        if self.steering is not None:
-            self.steering.end(drawn, is_last=drawn >= steps_planned)
 
     def loss(self, loss_of: LossOf) -> Callable[[Mapping[str, Any]], Tensor]:
         """Return the function from a microbatch's inputs to one loss per row (B,)."""
@@ -146,14 +134,14 @@ class Attached:
         self.is_noted = True
 
     def before_update(self, number: int) -> None:
-        """Compare weights and hyperparameters with those of the last update, and begin the update.
+        """Compare the weights with those of the last update, and begin the update.
 
         Args:
             number: of the step, counted from the start or resume.
         """
         self.watch.complete()
-        if self.steering is not None:
-            self.steering.before_update()
+        if isinstance(self.engine, DeepSpeedZero):
+            self.rates.note()
         if self.tell is not None:
             self.tell(number)
 
@@ -162,8 +150,6 @@ class Attached:
         self.watch.note_gradients()
         if self.averaging is not None and isinstance(self.engine, DeepSpeedZero):  # its step has updated the weights
             self.averaging.update()
-        if self.steering is not None:
-            self.steering.after_step()
 
     def refuse_unreached(self) -> None:
         """Check, after the first step of this process, that losses reach every trained parameter, on any process.
@@ -208,23 +194,20 @@ class Attached:
         return fewest * int(rows.lengths[units.rows].max())
 
     def check_everything(self) -> None:
-        """Check before a save that nothing but the noisy gradient has changed weights, buffers or the average."""
+        """Check before a save that nothing but the noisy gradient has changed weights or buffers."""
         if self.averaging is None:
             self.watch.check_everything()
             return
         with self.averaging.hidden():  # a loop may end its run while the model holds the average
             self.watch.check_everything()
-        self.averaging.check()
 
     def sums(self) -> dict[str, Any]:
         """Return checksums of the trained weights for a checkpoint; weights that an engine shards have none."""
         return {} if isinstance(self.engine, DeepSpeedZero) else sums_of_trained(self.model)
 
     def take_restored(self) -> None:
-        """Use the weights and hyperparameters that a checkpoint has just restored for later comparisons."""
+        """Use the weights that a checkpoint has just restored for later comparisons."""
         self.watch.rebase()
-        if self.steering is not None:
-            self.steering.loaded()
 
     def remove(self) -> None:
         """Remove the hooks and restore the model."""
@@ -233,8 +216,7 @@ class Attached:
         self.watch.remove()
         if self.averaging is not None:
             self.averaging.detach()
-        if self.steering is not None:
-            self.steering.remove()
+        self.rates.remove()
 
 
 def attach(
@@ -310,6 +292,8 @@ def attach(
         hands_in = (lambda: engine.handing_in) if isinstance(engine, DeepSpeedZero) else None
         watch = Watch(inside, optimizer, clipper.parameters, hands_in, processes.size > 1)
         undo.callback(watch.remove)
+        rates = LearningRates(optimizer, ledger, isinstance(engine, DeepSpeedZero))
+        undo.callback(rates.remove)
         attached = Attached(
             model=inside,
             optimizer=optimizer,
@@ -320,6 +304,7 @@ def attach(
             ),
             watch=watch,
             weights=RunWeights(inside, name, watch.is_written),
+            rates=rates,
             averaging=averaging,
             tell=tell,
         )
@@ -352,7 +337,6 @@ def _attach_average(
         attached.model,
         attached.optimizer,
         deepspeed=model if isinstance(attached.engine, DeepSpeedZero) else None,
-        watch=attached.watch,
         weights=attached.weights,
         ledger=ledger,
         num_steps=plan.num_steps,
