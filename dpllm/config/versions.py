@@ -37,8 +37,8 @@ class CodeVersion(NamedTuple):
 def code_version() -> CodeVersion:
     """Return the version of the running package: of its git checkout, or of the checkout from which it was built.
 
-    A process reads it once, when it is first asked for. Where git is missing or refuses to read the checkout
-    (``safe.directory``), the version is unknown: an installation's metadata may be older than the code.
+    A process reads it once, when it is first asked for. In a checkout that git cannot read, because there is no git or
+    it refuses (``safe.directory``), the version is unknown: the metadata of an installation may be older than the code.
     """
     return version_of(_PACKAGE)
 
@@ -50,8 +50,9 @@ def version_of(package: Path) -> CodeVersion:
     Args:
         package: the folder ``dpllm``.
     """
-    if (package.parent / ".git").exists():
-        return _of_checkout(package) or CodeVersion(_UNKNOWN, None, False)
+    found = _of_checkout(package) if (package.parent / ".git").exists() else None
+    if found is not None:
+        return found
     try:
         built = json.loads((package / COMMIT_FILE).read_text(encoding="utf-8"))
         return CodeVersion(str(built["version"]), built["commit"], bool(built["changed"]))

@@ -39,7 +39,7 @@ from dpllm.privacy.rounding import up
 from dpllm.report.checklist import SETTLE_OPTION, is_sampled
 from dpllm.report.definition import SELECTED
 from dpllm.report.models import PlanOfQueries, PrivacyReport
-from dpllm.report.pages import part, template, write_pages
+from dpllm.report.pages import part, replace_file, template, write_pages
 from dpllm.report.query_front import method_of
 from dpllm.report.query_metadata import queries_metadata
 from dpllm.report.release_notes import ReleaseNotes, require_own_words
@@ -47,6 +47,8 @@ from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, notes_in
 
 CARD_FILE = "README.md"
 CARD_TEMPLATE = "model_card.md"
+BLOCK = "differential_privacy"
+"""The block of a card's metadata with the guarantee for programs."""
 TAGS = ("differential-privacy", "dp-sgd", "dpllm")
 """Tags of a private model; one that is not private has the last alone."""
 
@@ -55,7 +57,7 @@ _MECHANISM = {
     "unit": "DP-SGD: Gaussian noise on clipped sums over truncated Poisson samples",
     "example": "DP-SGD: Gaussian noise on sums of singly clipped rows over Poisson samples of rows",
 }
-_NOT_KEPT = ("differential_privacy", "model-index", "metrics", "base_model", "base_model_relation", "library_name")
+_NOT_KEPT = (BLOCK, "model-index", "metrics", "base_model", "base_model_relation", "library_name")
 _BASE_TAG = re.compile(r"base_model:(?:[a-z]+:)?(.+)")
 _PRIVACY_HEADING = "## Privacy"
 _FILES = (MARKDOWN_FILE, HTML_FILE, JSON_FILE, PLAN_FILE, LEDGER_FILE)
@@ -154,7 +156,7 @@ def write_release_card(folder: str | Path, report: PrivacyReport) -> Path:
         "language": list(report.noted.language) or None,
         **license_metadata(report.noted.license),
         "tags": [tag for tag in _tags(None, report.statement.private) if tag != "dp-sgd"],
-        "differential_privacy": privacy_metadata(report),
+        BLOCK: privacy_metadata(report),
     }
     data = ModelCardData(**{key: value for key, value in own.items() if value is not None})
     write_pages(folder, {CARD_FILE: template(CARD_TEMPLATE).render(metadata=data.to_yaml(), report=report)})
@@ -384,7 +386,10 @@ def renew_card(folder: str | Path, before: PrivacyReport, after: PrivacyReport, 
         card = path.read_text(encoding="utf-8")
         renewed = _renewed(card, before, after)
         if renewed != card:
-            write_pages(folder, {CARD_FILE: renewed}, ledger)
+            if BLOCK in renewed:
+                write_pages(folder, {CARD_FILE: renewed}, ledger)
+            else:  # a card that people wrote, which has dpllm's open points only
+                replace_file(path, renewed.encode("utf-8"))
 
 
 def _renewed(card: str, before: PrivacyReport, after: PrivacyReport) -> str:
@@ -396,8 +401,8 @@ def _renewed(card: str, before: PrivacyReport, after: PrivacyReport) -> str:
     if old != new:
         card = card.replace(where, (f"{new}\n\n" if new else "") + ("" if old else where), 1)
     card = card.replace(before.checkable.ledger_sha256, after.checkable.ledger_sha256)
-    metadata = {"differential_privacy": privacy_metadata(after), **_noted_metadata(after)}
-    if metadata == {"differential_privacy": privacy_metadata(before), **_noted_metadata(before)}:
+    metadata = {BLOCK: privacy_metadata(after), **_noted_metadata(after)}
+    if metadata == {BLOCK: privacy_metadata(before), **_noted_metadata(before)}:
         return card
     parsed = ModelCard(card, ignore_metadata_errors=True)
     for key, value in metadata.items():
@@ -429,7 +434,7 @@ def keep_own_card(folder: str | Path) -> Path | None:
         metadata = metadata_in(path)
     except ValueError:  # not readable as a card, so not ours
         metadata = {}
-    if "differential_privacy" in metadata:
+    if BLOCK in metadata:
         return None
     names = ("README.own.md", *(f"README.own.{number}.md" for number in range(2, 10_000)))
     kept = next(path.with_name(name) for name in names if not path.with_name(name).exists())
@@ -487,7 +492,7 @@ def _metadata(
         "datasets": data_sets or None,
     }
     known = {key: value for key, value in own.items() if value is not None}
-    return ModelCardData(**{**known, **kept, **known, "differential_privacy": privacy_metadata(report)})
+    return ModelCardData(**{**known, **kept, **known, BLOCK: privacy_metadata(report)})
 
 
 def _tags(earlier: Any, private: bool) -> list[str]:

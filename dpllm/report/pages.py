@@ -107,15 +107,21 @@ def write_pages(folder: str | Path, texts: Mapping[str, str], ledger: Any = None
     """
     folder, digests = Path(folder), {}
     for name, text in texts.items():
-        content, temporary = text.encode("utf-8"), folder / f"{name}.tmp"
-        temporary.write_bytes(content)
-        os.replace(temporary, folder / name)
+        content = text.encode("utf-8")
+        replace_file(folder / name, content)
         digests[name] = hashlib.sha256(content).hexdigest()
     if ledger is not None:
         ledger.append_pages(digests)
     elif (folder / LEDGER_FILE).is_file():
         with Ledger.annotate(folder / LEDGER_FILE) as opened:
             opened.append_pages(digests)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file such that a reader sees the old one or the new one."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)
 
 
 def in_folder(text: str, folder: str | Path) -> str:

@@ -26,6 +26,7 @@ from dpllm.privacy.query_plan import QueryPlan, load_plan
 from dpllm.privacy.rounding import format_epsilon
 from dpllm.report.checklist import completed
 from dpllm.report.model_card import (
+    BLOCK,
     CARD_FILE,
     guarantee_section,
     metadata_in,
@@ -463,10 +464,10 @@ def _card_check(path: Path, due: PrivacyReport | None, contents: LedgerContents 
     if path.name not in contents.notes.pages:
         return Check(what, None, "dpllm wrote no card here")
     right = json.loads(json.dumps(privacy_metadata(due)))
-    found = metadata.get("differential_privacy", _ABSENT)
+    found = metadata.get(BLOCK, _ABSENT)
     if found is _ABSENT:
-        return Check(what, False, "its block differential_privacy is missing")
-    lines = [_difference(*one) for one in _differences(found, right, "differential_privacy", 0.0)]
+        return Check(what, False, f"its block {BLOCK} is missing")
+    lines = [_difference(*one) for one in _differences(found, right, BLOCK, 0.0)]
     same = hashlib.sha256(text.encode("utf-8")).hexdigest() == contents.notes.pages[path.name]
     blocks = guarantee_section(due)
     if same_code:
