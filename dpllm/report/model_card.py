@@ -81,7 +81,7 @@ def write_model_card(
 
     Of an earlier card the metadata are kept: its tags, and every key that isn't set here, such as a license, with four
     exceptions. ``model-index`` and ``metrics`` may come from evaluation on private records, which ε doesn't cover;
-    ``differential_privacy`` is written anew; a base model and data sets that are no Hub ids are dropped. Its text is
+    ``differential_privacy`` is written again; a base model and data sets that are no Hub ids are dropped. Its text is
     replaced. The report's utility figures and diagnostics are not repeated, for the first reason.
 
     Args:
@@ -164,7 +164,7 @@ def write_release_card(folder: str | Path, report: PrivacyReport) -> Path:
 
 
 def add_notes(folder: str | Path, noted: Mapping[str, Any]) -> PrivacyReport:
-    """Fill in what people, or an audit, know about a run: its report is written anew, and the card's open points.
+    """Fill in what people, or an audit, know about a run: its report is written again, and the card's open points.
 
     Args:
         folder: of a run.

@@ -461,23 +461,23 @@ def _card_check(path: Path, due: PrivacyReport | None, contents: LedgerContents 
         return Check(what, False, _in_words(error))
     if due is None or contents is None:
         return Check(what, False, "there is nothing to compare it with, since plan or ledger cannot be used")
-    if path.name not in contents.notes.pages:
-        return Check(what, None, "dpllm wrote no card here")
     right = json.loads(json.dumps(privacy_metadata(due)))
-    found = metadata.get(BLOCK, _ABSENT)
+    found, written = metadata.get(BLOCK, _ABSENT), contents.notes.pages.get(path.name)
+    own = [*own_lines(due, metadata.get("base_model")), *(f"epsilon: {value}" for value in _epsilons(right))]
+    claims = [f"another claim: {claim}" for claim in other_claims(text, own)]
+    if found is _ABSENT and written is None and not claims:
+        return Check(what, None, "dpllm wrote no card here")
     if found is _ABSENT:
-        return Check(what, False, f"its block {BLOCK} is missing")
+        return Check(what, False, listed([f"its block {BLOCK} is missing", *claims]))
     lines = [_difference(*one) for one in _differences(found, right, BLOCK, 0.0)]
-    same = hashlib.sha256(text.encode("utf-8")).hexdigest() == contents.notes.pages[path.name]
+    same = hashlib.sha256(text.encode("utf-8")).hexdigest() == written
     blocks = guarantee_section(due)
     if same_code:
         lines += [f"its text lacks {_short(block)}" for block in blocks if block not in text]
     if same_code or not same:
         points = points_listed(due) if same_code else due.open_points
         lines += [f"its open points lack {_short(point)}" for point in missing_points(text, points)]
-    if not same:
-        own = [*own_lines(due, metadata.get("base_model")), *(f"epsilon: {value}" for value in _epsilons(right))]
-        lines += [f"another claim: {claim}" for claim in other_claims(text, own)]
+    lines += [] if same else claims
     if lines:
         return Check(what, False, listed(lines))
     return Check(what, True, "as dpllm wrote it" if same else "people edited the rest of it, which is not checked")

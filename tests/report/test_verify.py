@@ -329,6 +329,10 @@ def test_a_card_where_dpllm_wrote_none(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("# A model\n")
     (check,) = [check for check in verify(tmp_path).checks if check.what == CARD]
     assert verify(tmp_path).ok and check.passed is None
+    (tmp_path / "README.md").write_text("# A model\n\nIt has ε = 0.01.\n")
+    assert "another claim: ε = 0.01" in failed(verify(tmp_path))[CARD]
+    (tmp_path / "README.md").write_text("---\ndifferential_privacy: {epsilon: 0.01}\n---\n# A model\n")
+    assert "differential_privacy.epsilon is 0.01" in failed(verify(tmp_path))[CARD]
 
 
 @pytest.mark.parametrize("name", [PLAN_FILE, LEDGER_FILE, JSON_FILE, MARKDOWN_FILE, HTML_FILE])
