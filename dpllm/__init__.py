@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from dpllm.training.sft_trainer import DPSFTTrainer as DPSFTTrainer
     from dpllm.training.trainer import DPTrainer as DPTrainer
 
-__version__ = "0.1.0"
+    __version__: str
 
 _HOME = {
     "Mechanism": "dpllm.mechanism.parts",
@@ -74,6 +74,8 @@ __all__ = [*_HOME, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":  # asks git, so not at import
+        return import_module("dpllm.config.versions").code_version().version
     if name not in _HOME:
         raise AttributeError(f"module 'dpllm' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

@@ -86,19 +86,16 @@ def head_of(checkpoint: str | Path) -> LedgerHead:
     """Return the head of the ledger when a checkpoint was made.
 
     Raises:
-        LedgerError: the checkpoint names no head, and holds no copy of the ledger.
+        LedgerError: the checkpoint names no head.
         CheckpointError: it has no manifest.
     """
     noted = checkpoints.ledger_of(checkpoint)
-    if noted is not None:
-        return LedgerHead.of(noted)
-    copy = Path(checkpoint) / LEDGER_FILE  # of a checkpoint made before manifests named the ledger
-    if not copy.is_file():
+    if noted is None:
         raise LedgerError(
             f"{checkpoint} names no ledger, so its steps cannot be found in one. Resume from a checkpoint of a private "
             "run"
         )
-    return read_ledger(copy).head
+    return LedgerHead.of(noted)
 
 
 def steps_of_weights(folder: str | Path) -> int | None:
@@ -152,7 +149,7 @@ def adopt(folder: str | Path) -> int:
     if (folder / checkpoints.MANIFEST_FILE).is_file():
         raise LedgerError(
             f"{folder} is a checkpoint: it is resumed with the ledger of its run's folder, and its own copy of the "
-            f"ledger never changes. Run `dpllm adopt {folder.parent}`, the folder in which the run continues"
+            f"ledger never changes. Adopt the folder in which the run continues: `dpllm verify {folder.parent} --adopt`"
         )
     path = folder / LEDGER_FILE
     if is_being_written(path):
@@ -280,7 +277,7 @@ def refuse_other_run(folder: str | Path, ledger: Any) -> None:
     if ledger is None or not path.is_file():
         return
     there = read_ledger(path)
-    if there.notes.file is None or there.runs[0]["run"] == read_ledger(ledger.path).runs[0]["run"]:
+    if there.runs[0]["run"] == read_ledger(ledger.path).runs[0]["run"]:
         return
     try:
         require_own_file(there)

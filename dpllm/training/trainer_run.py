@@ -181,7 +181,7 @@ class TrainerRun:
         try:
             self.ledger.append_end(reason, independent=self._prepared.privacy.stop == "independent")
             if self.private.is_main:
-                write_report(folder, self._prepared.plan, read_ledger(self.ledger.path), notes)
+                write_report(folder, self._prepared.plan, read_ledger(self.ledger.path), notes, opened=self.ledger)
         except (OSError, ValueError) as error:
             if reason != "failed":
                 raise

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dpllm.config import PrivacyConfig
+from dpllm.mechanism.catalogue import to_fields
 from dpllm.privacy.ledger import LedgerContents
 from dpllm.privacy.plan import make_plan
 from dpllm.report.checklist import completed, disagreements, settled_by
@@ -22,11 +23,11 @@ from tests.mutations import kills
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> PrivacyReport:
     plan = make_plan(PrivacyConfig(noise_multiplier=2.0, clip_norm=1.0, expected_batch_size=20), 1000, 5)
-    planned = {"num_units": 1000, "sampling_rate": 0.02, "max_batch_size": 52, "noise_multiplier": 2.0}
-    run = {"run": "a", "plan_hash": plan.hash, "version": "0", "started_at": "now", "entropy": "operating system"}
+    run = {"run": "a", "plan_hash": plan.hash, "version": "0", "commit": None, "changed": False, "file": "a"}
+    run |= {"started_at": "now", "entropy": "operating system", "planned_step": to_fields(plan.event)}
     contents = LedgerContents(
         path=tmp_path_factory.mktemp("run"),
-        runs=[{**run, "public": [], "planned_step": planned, "budget": None}],
+        runs=[{**run, "public": [], "budget": None}],
         history=[(plan.event, 5)],
         end="completed",
         sha256="0" * 64,
