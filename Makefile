@@ -1,5 +1,5 @@
 # make quickstart   set everything up and run the main job: a language model fine-tuned privately, with its report
-# make test         set everything up and run the checks that every change passes: at most 15 minutes on two idle cores
+# make test         set everything up and run the checks that every change passes: about 20 minutes on two idle cores
 # make test-random the same tests in a random order: none may depend on another
 # make test-flower  the tests of federated runs over processes, with Flower in a set-up of its own: one or two minutes
 # make test-deep    the same with every test: all mutations, planted bugs and combinations, whole runs on every engine
