@@ -10,6 +10,7 @@ import ast
 import posixpath
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +86,14 @@ def with_links(markdown: str, source: str, page: str) -> str:
     return "".join(part if number % 2 else LINK.sub(rewritten, part) for number, part in enumerate(parts))
 
 
-def _calls(place: str, name: str) -> int:
-    """Count the calls of a class or a function in a file."""
-    calls = (node for node in ast.walk(_parsed(ROOT / place)) if isinstance(node, ast.Call))
+def _calls(places: str, name: str) -> int:
+    """Count the calls of a class or a function in files that a pattern names."""
+    nodes = (node for path in ROOT.glob(places) for node in ast.walk(_parsed(path)))
+    calls = (node for node in nodes if isinstance(node, ast.Call))
     return sum(isinstance(node.func, ast.Name) and node.func.id == name for node in calls)
 
 
+@cache
 def _parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
@@ -112,7 +115,7 @@ def _attacks() -> int:
 
 COUNTS: dict[str, Callable[[], int]] = {
     "attacks": _attacks,
-    "mutations": lambda: _calls("tests/test_mutations.py", "Mutation"),
+    "mutations": lambda: _calls("tests/**/test_*.py", "kills"),
     "planted_bugs": lambda: _calls("tests/audit/test_planted_bugs.py", "Bug"),
     "raises": _raises,
     "tests": _tests,

@@ -11,6 +11,7 @@ from dpllm import GhostClipper, PrivacyConfig, PrivateRun, TrainingRows, make_pl
 from dpllm.data import transfer
 from dpllm.data.units import UnitIndex
 from tests import host_waits
+from tests.mutations import kills
 
 
 @pytest.mark.parametrize("name", host_waits.CASES)
@@ -54,6 +55,12 @@ def test_what_does_not_wait_is_not_counted():
         x + torch.ones(3)
 
 
+@kills(
+    "rows that are not finite are not zeroed on a device",
+    "dpllm/ghost/sums.py",
+    "value.masked_fill(zero.view(-1, *[1] * (value.ndim - 1)), 0)",
+    "value",
+)
 @pytest.mark.parametrize("name", ["full", "LoRA", "several rows a unit", "packed rows", "two passes"])
 def test_a_unit_that_is_not_finite_contributes_nothing_on_the_device(name):
     """The device zeroes rows that the CPU leaves out; the other units' norms and sum are the same."""
@@ -93,6 +100,12 @@ def test_inputs_are_sent_in_their_own_class_and_nothing_of_the_collator_changes(
     assert transfer.send(given, torch.device("cpu")) is given
 
 
+@kills(
+    "packed lengths that were changed after they were sent are taken from the host",
+    "dpllm/data/transfer.py",
+    " or version != x._version",
+    "",
+)
 def test_what_the_host_knows_is_not_read_back_unless_it_was_changed():
     """The loss may move the inputs again; a tensor that was written to has other values."""
     with host_waits.Waits() as waits:

@@ -122,7 +122,7 @@ def test_every_tutorial_has_something_to_run():
 @pytest.mark.parametrize(
     "command",
     [
-        deep_case(line) if "--sweep" in line or "--suggest" in line else line
+        line if line.startswith("dpllm verify") else deep_case(line)
         for line in dict.fromkeys(COMMANDS)
         if "--rehearse" not in line
     ],
@@ -177,8 +177,7 @@ def test_every_file_it_names_exists():
     named = set(re.findall(r"\]\((?!http)([^)#]+)[^)]*\)", PROSE)) | set(
         re.findall(r"^dpllm/\S+", PROSE, flags=re.MULTILINE)
     )
-    assert len(named) >= 30
-    assert not [name for name in named if not (ROOT / name).exists()]
+    assert named and not [name for name in named if not (ROOT / name).exists()]
 
 
 def test_the_models_of_readme_are_those_of_the_table():

@@ -1,6 +1,6 @@
 """The gradient audit refutes the claim of a broken package, and finds nothing against the sound one.
 
-Each bug is planted in a copy of the package, as `tests.test_mutations` does it, and the audit runs on the copy.
+Each bug is planted in a copy of the package, as `tests.mutations` does it, and the audit runs on the copy.
 ``python -m tests.audit.test_planted_bugs`` prints the table.
 
 A run notices some of these bugs by itself: its guard stops the first update that no private step could have made, the

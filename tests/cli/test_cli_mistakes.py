@@ -11,6 +11,7 @@ import secrets
 import sys
 import threading
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from dpllm.config import PrivacyConfig
 from dpllm.privacy.budget import charge, create_budget, read_budget
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, read_ledger
 from dpllm.privacy.ledger_reader import CHAIN_START, next_chain
-from dpllm.privacy.plan import PLAN_FILE, make_plan
+from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan, make_plan
 from dpllm.report.statement import JSON_FILE, write_report
 from tests import children
 
@@ -154,9 +155,12 @@ BUDGET_CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "an entry's head a text": lambda values: values["entries"][0].update(head="x"),
     "another format": lambda values: values.update(format=99),
 }
-PLAN = make_plan(
-    PrivacyConfig(noise_multiplier=2.0, clip_norm=1.0, expected_batch_size=10, dataset="mail", delta=1e-5), 500, 3
-)
+
+
+@cache
+def plan_of_mail() -> PrivacyPlan:
+    options = {"noise_multiplier": 2.0, "clip_norm": 1.0, "expected_batch_size": 10, "dataset": "mail", "delta": 1e-5}
+    return make_plan(PrivacyConfig(**options), 500, 3)
 
 
 @pytest.mark.parametrize("change", BUDGET_CHANGES.values(), ids=list(BUDGET_CHANGES))
@@ -166,7 +170,7 @@ def test_a_budget_file_with_values_of_other_kinds_is_one_line(
     """Its hash may be right all the same."""
     path = tmp_path / "b.json"
     create_budget(path, dataset="mail", epsilon=8, delta=1e-5, unit="sequence", num_units=500)
-    charge(path, PLAN, "mail")
+    charge(path, plan_of_mail(), "mail")
     values = json.loads(path.read_text())
     values.pop("sha256")
     change(values)
@@ -179,12 +183,12 @@ def test_a_budget_file_with_values_of_other_kinds_is_one_line(
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """The output folder of a run of three steps."""
-    PLAN.save(tmp_path / PLAN_FILE)
-    with Ledger.create(tmp_path / LEDGER_FILE, PLAN) as ledger:
+    plan_of_mail().save(tmp_path / PLAN_FILE)
+    with Ledger.create(tmp_path / LEDGER_FILE, plan_of_mail()) as ledger:
         for number in range(3):
-            ledger.append_step(number, PLAN.event)
+            ledger.append_step(number, plan_of_mail().event)
         ledger.append_end("completed")
-    write_report(tmp_path, PLAN, read_ledger(tmp_path / LEDGER_FILE))
+    write_report(tmp_path, plan_of_mail(), read_ledger(tmp_path / LEDGER_FILE))
     return tmp_path
 
 
@@ -316,7 +320,7 @@ def test_whoever_waits_for_a_budget_is_told_who_holds_it(tmp_path: Path, monkeyp
     with open(path.with_name("b.json.lock"), "r+b") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         entries: list[str] = []
-        waiting = threading.Thread(target=lambda: entries.append(charge(path, PLAN, "mail")))
+        waiting = threading.Thread(target=lambda: entries.append(charge(path, plan_of_mail(), "mail")))
         waiting.start()
         try:
             assert told.wait(timeout=children.LIMIT) and entries == []

@@ -15,6 +15,7 @@ from dpllm.models import generation
 from dpllm.models.generation import Sampling, TextGenerator, load_generator
 from tests.cli.test_cli import run
 from tests.models.test_generation import TEMPLATE
+from tests.mutations import kills
 from tests.report.test_standing import edit, folder_of
 from tests.small_model import WORDS, save_small_model
 
@@ -102,6 +103,12 @@ def test_without_a_prompt_a_text_begins_from_nothing(folder, generator):
     assert result.stdout == f"{text}\n\n"
 
 
+@kills(
+    "texts are generated from a folder that does not verify, beside its ε",
+    "dpllm/cli/generating.py",
+    "    failed = standing.failed\n",
+    "    failed = None\n",
+)
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -21,6 +21,7 @@ from dpllm.report.model_card import add_notes, adopt_run, write_model_card
 from dpllm.report.publishing import GUARANTEE_FILES
 from dpllm.report.verify import verify
 from dpllm.training import finetune
+from tests.mutations import kills
 from tests.small_model import WORDS, save_small_model
 
 RECIPE = """
@@ -106,6 +107,12 @@ def test_a_merged_model_computes_the_same_and_has_its_own_guarantee(run, tmp_pat
     assert again.exit_code == 2 and "exists already and is not replaced" in again.stderr
 
 
+@kills(
+    "weights that the ledger does not name are merged under its guarantee",
+    "dpllm/training/merge_run.py",
+    "    failed = [check for check in verify(run).checks if not check.ok]\n",
+    "    failed: list[Any] = []\n",
+)
 @pytest.mark.parametrize(
     ("change", "error"),
     [
@@ -124,6 +131,12 @@ def test_a_folder_that_is_not_that_of_a_run_with_an_adapter_is_refused(run, chan
     assert sorted(path.name for path in run.iterdir()) == before
 
 
+@kills(
+    "an adapter is merged with any weights",
+    "dpllm/training/merge_run.py",
+    "        _refuse_another_base(run, recipe.model)\n",
+    "",
+)
 def test_an_adapter_is_not_added_to_other_weights(run, tmp_path, monkeypatch):
     """The merged model would have the guarantee of a run that did not make it; a relative name is no other one."""
     recipe = run / "recipe.yaml"
@@ -145,6 +158,18 @@ def test_an_adapter_is_not_added_to_other_weights(run, tmp_path, monkeypatch):
     assert call("merge", run).exit_code == 0
 
 
+@kills(
+    "starting weights that were replaced are not noticed by a merge",
+    "dpllm/training/merge_run.py",
+    "    refuse_other_start(run / LEDGER_FILE, str(model.name))\n",
+    "",
+)
+@kills(
+    "starting weights that were replaced are not noticed by a sampling from the adapter",
+    "dpllm/models/start_files.py",
+    "        refuse_other_start(ledger, str(base))\n",
+    "        pass\n",
+)
 def test_starting_weights_that_were_replaced_are_noticed(run):
     """Only the ledger can tell: the folder has the same name, and no card or ledger of its own."""
     base = load_recipe(run / "recipe.yaml").model.name
@@ -230,6 +255,12 @@ def test_an_uploaded_adapter_has_no_path_of_this_machine(run, hub, tmp_path, not
     assert complaints(copy)
 
 
+@kills(
+    "the command publishes without looking at the report",
+    "dpllm/report/publishing.py",
+    "    require_publishable(folder, force_open_points=force_open_points)\n    names = published_files(",
+    "    names = published_files(",
+)
 def test_open_points_and_changed_files_are_refused_before_anything_is_created(run, hub):
     """Open points can be forced, and nothing else."""
     report = json.loads((run / "privacy_report.json").read_text())

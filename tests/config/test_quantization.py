@@ -4,6 +4,7 @@ import pytest
 
 from dpllm.config import ConfigError, ModelConfig, load_recipe
 from dpllm.config.quantization import Quantization
+from tests.mutations import kills
 
 LORA = {"r": 2, "target_modules": "all-linear"}
 
@@ -23,6 +24,12 @@ def test_words_and_mappings(value, expected):
     assert ModelConfig(name="m", peft=LORA, quantization=value).quantization == value
 
 
+@kills(
+    "a recipe may ask for outlier columns of LLM.int8",
+    "dpllm/config/quantization.py",
+    "if self.outlier_threshold:",
+    "if False:",
+)
 @pytest.mark.parametrize(
     ("value", "message"),
     [

@@ -6,11 +6,18 @@ from torch.utils.data import ConcatDataset, Subset
 
 from dpllm.data.own_rows import refuse_own_rows
 from dpllm.data.records import DataError
+from tests.mutations import kills
 
 PRIVATE = Dataset.from_dict({"input_ids": [[n, n + 1, 7] for n in range(20)], "labels": [[0, 0, 0]] * 20})
 PUBLIC = Dataset.from_dict({"input_ids": [[n, 8] for n in range(10)]})
 
 
+@kills(
+    "the training rows may be declared public for evaluation",
+    "dpllm/data/own_rows.py",
+    "if shared and 2 * shared > len(dataset):",
+    "if False:",
+)
 @pytest.mark.parametrize(
     ("evaluation", "says"),
     [
@@ -71,6 +78,12 @@ def test_parts_of_rows_that_are_computed_are_recognised_by_their_places():
             refuse_own_rows(evaluation, private)
 
 
+@kills(
+    "private pairs may be declared public",
+    "dpllm/data/own_rows.py",
+    'sorted(name for name in row if name.endswith("_input_ids"))',
+    "[]",
+)
 def test_pairs_of_the_private_data_are_found():
     """A row of preferences has the tokens of two answers."""
     pairs = {"chosen_input_ids": [[1, 2], [3]] * 5, "rejected_input_ids": [[3], [1, 2]] * 5}

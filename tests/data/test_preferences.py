@@ -14,6 +14,7 @@ from dpllm.data.lengths import Limits  # noqa: E402
 from dpllm.data.preferences import PairCollator, Preferences, reference_in, shares_prompts  # noqa: E402
 from dpllm.data.records import DataError  # noqa: E402
 from tests import trl_data  # noqa: E402
+from tests.mutations import kills  # noqa: E402
 
 SHAPES = trl_data.preferences()
 SIDES = ("chosen", "rejected")
@@ -56,6 +57,12 @@ def test_each_pair_is_made_of_its_own_example_and_has_its_number():
     assert list(rows) == alone
 
 
+@kills(
+    "the reference of a pair is that of the first pair of its microbatch",
+    "dpllm/data/preferences.py",
+    "self.reference[numbers]",
+    "self.reference[numbers[:1].repeat(len(numbers))]",
+)
 def test_the_collator_makes_a_pair_of_its_row_only():
     """Padding excepted, a pair is the same beside others; the reference is that of its number."""
     rows, collate = list(made(SHAPES["prompt"])), PairCollator(0)
@@ -72,6 +79,12 @@ def test_the_collator_makes_a_pair_of_its_row_only():
             assert whole[f"{side}_attention_mask"][place].sum() == own
 
 
+@kills(
+    "a pair's second sequence is not counted in its tokens",
+    "dpllm/data/preferences.py",
+    "return longest * self.SEQUENCES",
+    "return longest",
+)
 def test_a_row_counts_the_tokens_of_both_sequences_padded_to_the_longer():
     """A microbatch of these many tokens fits where one of a single sequence does; limits are those of one sequence."""
     rows, collate = made(SHAPES["prompt"]), PairCollator(0)

@@ -21,6 +21,7 @@ from dpllm.config import ConfigError, DataConfig, PrivacyConfig
 from dpllm.data.records import DataError, has_many_copies, load_records, load_train_and_eval, sources_of
 from dpllm.data.rows import unit_index_of
 from dpllm.data.scratch import PREFIX, private_folder, remove_private_folder
+from tests.mutations import kills
 
 SHARED = Path(os.environ.get("DPLLM_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data"))
 needs_shared_data = pytest.mark.skipif(
@@ -275,6 +276,12 @@ class TestHeldOut:
 class TestText:
     """Cells are text: no reader guesses the kind of a value."""
 
+    @kills(
+        "ids in a CSV file are read as numbers",
+        "dpllm/data/readers.py",
+        "pa.array([cell or None for cell in column], pa.string())",
+        "pa.array([str(int(cell)) if cell.isdigit() else cell or None for cell in column], pa.string())",
+    )
     def test_ids_of_a_csv_stay_as_they_are_written(self, tmp_path):
         """2 401 patients are 2 401 units, in more than 10 000 lines, the first of which holds a lettered id."""
         lines = ["patient,text", "A17,a note of another one"]

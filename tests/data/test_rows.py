@@ -31,6 +31,7 @@ from dpllm.privacy.plan import make_plan
 from dpllm.report.definition import define
 from dpllm.report.release_notes import ReleaseNotes
 from dpllm.training.noted import note_data, note_units
+from tests.mutations import kills
 
 SHARED = Path(os.environ.get("DPLLM_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data"))
 needs_shared_data = pytest.mark.skipif(
@@ -228,6 +229,12 @@ class TestChat:
         with pytest.raises(ConfigError, match=r"draws random numbers .*leave random and lipsum out of the template"):
             rows_of([{"messages": CHAT}], chatty, format="chat", max_length=200)
 
+    @kills(
+        "a chat has the keys of other chats",
+        "dpllm/data/chat.py",
+        "return [own_value(message) for message in chat]",
+        "return [{k: v for k, v in message.items() if v is not None} for message in chat]",
+    )
     @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["unmarked", "marked"])
     def test_no_chat_has_keys_or_kinds_of_numbers_of_another(self, chatty, template):
         """A table gives each object the keys of all rows, in the order of the first, and makes 1 of one row 1.0."""

@@ -11,6 +11,7 @@ from dpllm.data.examples import Tokens, is_chat  # noqa: E402
 from dpllm.data.records import DataError  # noqa: E402
 from dpllm.data.supervised import Supervised  # noqa: E402
 from tests import trl_data  # noqa: E402
+from tests.mutations import kills  # noqa: E402
 
 SHAPES = trl_data.shapes()
 
@@ -62,6 +63,12 @@ def test_token_ids_keep_their_labels_or_get_those_of_their_masks():
     assert made(ids, max_length=2, keep_end=True)["input_ids"][:] == [[6, 7]]
 
 
+@kills(
+    "a column 'record' of raw examples makes one unit of several",
+    "dpllm/data/supervised.py",
+    "        if parts is None:  # tokenized",
+    "        if True:  # tokenized",
+)
 def test_columns_of_units_are_kept_and_the_record_only_beside_token_ids():
     """A column `record` of examples is the user's own, and would make one unit of several."""
     people = SHAPES["text"].add_column("person", list("aabbcc")).add_column("record", [0] * 6)
@@ -85,6 +92,12 @@ TOOLS = (
 )
 
 
+@kills(
+    "an example has the keys of other examples",
+    "dpllm/data/examples.py",
+    "own_value(value) if _has_objects(value) else value",
+    "value",
+)
 def test_no_row_has_keys_or_kinds_of_numbers_of_another_example():
     """A table gives each object the keys of all rows, in the order of the first, and makes 1 of one row 1.0."""
 
@@ -114,6 +127,12 @@ def test_the_format_of_a_data_set_does_not_matter(form, shape):
     assert list(made(SHAPES[shape].with_format(form))) == list(made(SHAPES[shape]))
 
 
+@kills(
+    "the shape of the first example is taken for that of all",
+    "dpllm/data/examples.py",
+    "if conversational not in (None, chats[0]):",
+    "if False:",
+)
 def test_all_examples_have_one_shape():
     """TRL takes the shape of all from the first one: a row would change how others are read."""
     chat = trl_data.says("user", "the")

@@ -9,6 +9,7 @@ from dpllm.training.evaluation import measure
 from dpllm.training.run import PrivateRun
 from tests.distributed import world
 from tests.distributed.checks import EVALUATED, STEPS, model_and_rows
+from tests.mutations import kills
 from tests.training.test_run import flat, ledger_of, loss_of, network, plan_of, rows_of
 
 
@@ -89,6 +90,12 @@ def test_a_step_that_rank_zero_cannot_charge_is_taken_by_nobody(seen, folder):
     assert read_ledger(folder / "ledger_errors" / "full" / LEDGER_FILE).num_steps == 1
 
 
+@kills(
+    "each process draws units of its own",
+    "dpllm/training/checks/turns.py",
+    "return self._processes.int64s_from_main(drawn, count)",
+    "return draw_on_main()",
+)
 @pytest.mark.parametrize("name", ["noisy", "noiseless"])
 def test_every_rank_draws_the_same_units_and_takes_its_share(seen, name):
     """One draw per step over all units; the rows of each unit go to one rank, and none is left out."""

@@ -14,6 +14,7 @@ from tests import tiers
 from tests.distributed.matrix import NUM_ROWS, Job
 from tests.distributed.setups import ENGINES, VARIANTS
 from tests.distributed.world import ROOT, run
+from tests.mutations import kills
 from tests.reference.zoo import Case
 
 SHARED = ROOT.parent / "shared" / "data"
@@ -82,6 +83,12 @@ def check_reach(jobs: list[Job], results: list, table: Callable[..., None]) -> N
         assert 0.99 < one_unit <= 1 + rounding, job
 
 
+@kills(
+    "FSDP2 forgets the reduced sums of earlier microbatches",
+    "dpllm/engines/fsdp2.py",
+    "before = self._parts.pop(bucket, None)",
+    "before = None",
+)
 def test_every_engine_releases_the_clipped_sum_of_one_process(tmp_path, table):
     """Every engine with every option; all combinations are in `test_the_reduced_clipped_sum_is_that_of_one_process`.
 
@@ -125,6 +132,13 @@ MIXTURES: dict[str, tuple[tuple[str, str, str, int, int], ...]] = {
 }
 
 
+@kills(
+    "a stack of experts with LoRA is not gathered by the module that computes it",
+    "dpllm/engines/zero3.py",
+    "deepspeed.zero.register_external_parameter(wrapper.get_base_layer(), stack)",
+    "pass",
+    case="zero3-unfetched",
+)
 @pytest.mark.deep
 @pytest.mark.parametrize("engine", MIXTURES)
 def test_mixtures_of_experts_are_exact_on_engines(engine, tmp_path, table):
@@ -220,6 +234,27 @@ def test_one_unit_at_a_time_is_refused_for_shards_by_name(engine, tmp_path):
         assert "per_unit needs the whole gradient of a unit on one process" in refused
 
 
+@kills(
+    "every process draws all of the noise",
+    "dpllm/training/release.py",
+    "rank, size = self._engine.division.of_noise(parameter)",
+    "rank, size = 0, 1",
+    case="ddp",
+)
+@kills(
+    "the sums of the processes are not added up",
+    "dpllm/engines/ddp.py",
+    "return reduce_scatter(own, flat, async_op=True)",
+    "return reduce_scatter(own, flat * (self.processes.rank == 0), async_op=True)",
+    case="ddp",
+)
+@kills(
+    "DeepSpeed's mean over processes is not undone",
+    "dpllm/engines/deepspeed.py",
+    "engine.backward(self.processes.size * scale * ",
+    "engine.backward(scale * ",
+    case="zero2",
+)
 @pytest.mark.parametrize("engine", [*ENGINES, tiers.deep_case("fsdp2-hybrid"), tiers.deep_case("zero3-offload")])
 def test_noise_is_drawn_exactly_once(engine, tmp_path, table):
     """Variance σ²C² per entry, independent between the processes' slices and between steps, equal on replicas."""
@@ -293,6 +328,13 @@ def test_other_mechanisms_hold_on_every_engine(engine, size, tmp_path, table):
         assert refusal.startswith("UpdateError: The gradient that reaches the optimizer is not the private sum: its")
 
 
+@kills(
+    "discrete noise is added to a whole bucket for each of its parameters",
+    "dpllm/engines/ddp.py",
+    "                to_total(parameter, part)\n",
+    "                to_total(parameter, own)\n",
+    case="ddp",
+)
 @pytest.mark.parametrize("engine", [*map(tiers.deep_case, ("fsdp2", "ddp", "fsdp2-hybrid"))])
 def test_discrete_noise_is_added_once_to_complete_sums(engine, tmp_path, table):
     """Every entry of the sum over microbatches and processes gets it from one process, and all replicas are equal."""
@@ -319,6 +361,12 @@ def test_regenerated_noise_is_stored_noise_on_every_engine(engine, tmp_path):
         assert found["stored"] == found["regenerated"] == found["auto"] == stored
 
 
+@kills(
+    "every process adds noise to the count of a quantile",
+    "dpllm/training/adapting.py",
+    "add_share_(STATISTIC, total, deviation, processes.rank, processes.size)",
+    "add_share_(STATISTIC, total, deviation, 0, 1)",
+)
 def test_the_count_of_a_clipping_that_adapts_gets_its_noise_from_one_process(tmp_path, table):
     """N(0, σ_b²) once, and one threshold everywhere; a process that moved its own stops all."""
     results = run(tmp_path, "tests.distributed.matrix:count")

@@ -7,6 +7,7 @@ from dpllm.engines.checksums import Checksum
 from dpllm.engines.processes import Processes
 from dpllm.engines.replicas import _replicated, differing
 from tests.distributed import world
+from tests.mutations import kills
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +152,12 @@ def test_meshes_that_split_a_unit_are_refused_by_their_dimensions(seen):
         assert kind == "EngineError" and f"with the dimension {dimension}: tensor, pipeline, context" in message
 
 
+@kills(
+    "replicas are not compared",
+    "dpllm/engines/replicas.py",
+    "if any(first_of.setdefault(triple[0], triple) != triple for triple in triples):",
+    "if False:",
+)
 def test_only_processes_with_the_same_shard_are_compared():
     """Shards differ; replicas of one may not."""
     assert not differing([[1, 5, 5], [2, 6, 6], [1, 5, 5]])

@@ -8,6 +8,7 @@ from torch import nn
 from dpllm.engines import EngineError, private_config
 from dpllm.engines.deepspeed import _NEEDED, _REFUSED
 from dpllm.engines.zero3 import refuse_leaves
+from tests.mutations import kills
 
 # For each option that private training sets, a value that a configuration may ask for instead.
 OTHER_VALUES = {
@@ -114,6 +115,12 @@ def test_optimizers_that_compress_gradients_are_refused(kind):
     private_config({**config_with(), "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}})
 
 
+@kills(
+    "DeepSpeed makes a leaf module of a mixture of experts",
+    "dpllm/engines/zero3.py",
+    'leaves.setdefault("classes", [])',
+    "pass",
+)
 def test_the_leaf_modules_that_deepspeed_chooses_by_itself_are_switched_off():
     """It takes the gradients of trained experts in them in the wrong pass; a user's own are kept, and checked later."""
     config = config_with(stage=3)
@@ -125,6 +132,12 @@ def test_the_leaf_modules_that_deepspeed_chooses_by_itself_are_switched_off():
     assert config["zero_optimization"]["leaf_module"] == own
 
 
+@kills(
+    "trained parameters in a leaf module of ZeRO-3 are accepted",
+    "dpllm/engines/zero3.py",
+    "if leaf is not None and parameter.requires_grad:",
+    "if False:",
+)
 def test_trained_parameters_in_a_leaf_module_are_refused_by_name():
     """Frozen ones are accepted."""
     model = nn.Sequential(nn.Linear(2, 2, bias=False))

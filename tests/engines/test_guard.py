@@ -17,6 +17,7 @@ from dpllm.mechanism.noise import IndependentStream
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.training.microbatches import Microbatch
 from dpllm.training.step import private_step
+from tests.mutations import kills
 
 FEATURES, OUTPUTS, EXPECTED = 24, 12, 8
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
@@ -121,6 +122,7 @@ def test_gradients_that_are_not_clipped_pass():
         run.optimizer.step()
 
 
+@kills("the guard looks away", "dpllm/engines/guard.py", "            raise _refusal(", "            _refusal(")
 def test_wrappers_around_the_optimizer_are_looked_through(accelerator):
     """accelerate's optimizer is an Optimizer itself; the guard watches the one that makes the update."""
 

@@ -10,6 +10,7 @@ from dpllm.ghost.book import Book
 from dpllm.ghost.contributions import Instance
 from dpllm.ghost.norm_method import NormMethod
 from tests.conftest import tiny_llama_config
+from tests.mutations import kills
 from tests.scarce import Interrupted
 
 
@@ -488,6 +489,12 @@ def test_losses_without_rows_are_refused():
         clipper.backward(net(torch.randint(0, 7, (4,))))
 
 
+@kills(
+    "padding rows stay in the sum",
+    "dpllm/ghost/passes.py",
+    "torch.where(unit_B >= 0, factor_U[unit_B.clamp_min(0)] if factor_U.numel() else 0, 0)",
+    "torch.where(unit_B >= 0, factor_U[unit_B.clamp_min(0)] if factor_U.numel() else 1.0, 1.0)",
+)
 def test_padding_rows_get_no_gradient_even_if_they_are_not_finite():
     """unit_index -1: weight 0, also for a row whose forward pass overflows."""
     net, inputs = Net(), x(3)
@@ -502,6 +509,12 @@ def test_padding_rows_get_no_gradient_even_if_they_are_not_finite():
         torch.testing.assert_close(p.grad, a)
 
 
+@kills(
+    "padding rows get weight 1",
+    "dpllm/ghost/book.py",
+    "weight_B = (one.rows.unit_B >= 0).to(loss_B.dtype)",
+    "weight_B = torch.ones_like(loss_B)",
+)
 def test_the_loss_of_a_padding_row_has_weight_zero():
     """The backward pass gives it no gradient, before any factor is applied."""
     net = Net()

@@ -6,6 +6,7 @@ import torch
 from dpllm.ghost.contributions import Instance, Lookup, Outer, RowGradients, Rows, held, merge, squared_norms
 from dpllm.ghost.norm_method import NormMethod
 from dpllm.ghost.sums import Sum, Weights
+from tests.mutations import kills
 
 V, R, B = 11, 3, 6
 UNITS = {
@@ -57,6 +58,27 @@ def units_of(gradient_B, unit_of_row, num_units):
     return gradient_U
 
 
+@kills(
+    "what a sum's memory held before is released with its first addend",
+    "dpllm/ghost/kernels.py",
+    "beta=0 if is_empty else 1",
+    "beta=1",
+)
+@kills(
+    "the cross term of a tied head is deleted",
+    "dpllm/ghost/contributions.py",
+    "sq_norm_U = sq_norm_U + 2 * _cross(x, y, rows, sq_norm_U)",
+    "pass",
+)
+@kills(
+    "the cross term between a unit's rows is deleted",
+    "dpllm/ghost/contributions.py",
+    "    both = norm_method.outer_norms(units.fold(uses[0].input), [units.fold(one.grad) for one in uses])\n",
+    (
+        "    both = norm_method.outer_norms(uses[0].input, [one.grad for one in uses])\n"
+        "    both = tuple(x_B[units.rows_GN].sum(1) for x_B in both)\n"
+    ),
+)
 @pytest.mark.parametrize("norm_method", METHODS.values(), ids=METHODS.keys())
 @pytest.mark.parametrize("uses", USES.values(), ids=USES.keys())
 @pytest.mark.parametrize("unit_of_row", UNITS.values(), ids=UNITS.keys())

@@ -15,6 +15,7 @@ from dpllm.ghost import NormMethod
 from dpllm.ghost.experts import NAME, experts_forward
 from dpllm.ghost.grouped import grouped_product
 from tests.ghost.loop import assert_is_the_loop, perturbed, row_gradients
+from tests.mutations import kills
 from tests.reference.oracle import compare
 from tests.reference.test_clipped_sum import check_float64
 from tests.reference.zoo import FAMILIES, Case, enable_checkpointing
@@ -106,6 +107,12 @@ def test_lora_on_experts_is_exact(make, algorithm):
     assert_is_the_loop(lora_on_experts(make()), losses, batch(), NormMethod(algorithm), UNITS)
 
 
+@kills(
+    "the gradient of LoRA factors of experts is not scaled",
+    "dpllm/ghost/expert_adapters.py",
+    "_times(use, use.right_BTR, rhs_EKR.mT) * scaling",
+    "_times(use, use.right_BTR, rhs_EKR.mT)",
+)
 @pytest.mark.parametrize("case", ["rslora", "one stack", "with attention", "two passes"])
 def test_variants_of_lora_on_experts_are_exact(case):
     """Another scaling, one stack only, beside adapters of linear layers, and two backward passes."""
@@ -232,6 +239,12 @@ def test_our_function_computes_what_transformers_computes(transposed, has_bias, 
         torch.testing.assert_close(one, other)
 
 
+@kills(
+    "the backward pass reads the stack of experts as it was before ZeRO-3 released it",
+    "dpllm/ghost/grouped.py",
+    "ctx.save_for_backward(stack, ",
+    "ctx.save_for_backward(stack.detach(), ",
+)
 @pytest.mark.parametrize("outputs_first", [False, True])
 def test_a_stack_that_is_released_after_the_forward_pass_is_read_again(outputs_first):
     """ZeRO-3 gives the parameter other data until it is needed: a view of the first data would keep its memory."""
@@ -280,6 +293,12 @@ def refused(model, match):
         GhostClipper(model, 1.0)
 
 
+@kills(
+    "frozen experts that ZeRO-3 partitioned call as many modules as experts have tokens",
+    "dpllm/ghost/hooks.py",
+    "self._handles += attach_partitioned(model, host)",
+    "pass",
+)
 def test_frozen_experts_that_are_partitioned_call_the_same_modules_for_any_tokens():
     """The eager function calls a module for each expert with tokens; DeepSpeed compares the calls of processes."""
     model = only(mixtral(), "q_proj")
@@ -314,6 +333,12 @@ def test_experts_spread_over_processes_are_refused():
     refused(model, r"layers\.1.*expert parallelism")
 
 
+@kills(
+    "adapters of experts that are switched off get a gradient",
+    "dpllm/ghost/expert_adapters.py",
+    '        if name not in getattr(module, "parametrizations", {}) or',
+    "        if",
+)
 def test_adapters_that_are_switched_off_are_refused():
     """They have no part in the loss, and a gradient for them would be wrong."""
     model = lora_on_experts(mixtral())

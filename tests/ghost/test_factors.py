@@ -12,14 +12,33 @@ from dpllm.ghost.factors import clip_factors
 from dpllm.mechanism.clipping import FlatClipping, sensitivity_of
 from dpllm.mechanism.parts import OneGroup
 from tests.mechanism.kinds import CLIPPING_KINDS, clipping
+from tests.mutations import kills
 
 
+@kills(
+    "the clip is deleted",
+    "dpllm/mechanism/clipping.py",
+    "return (self.clip_norm / norm_GU).clamp_max(1)",
+    "return 0 * norm_GU + 1",
+)
 def test_a_unit_is_scaled_to_the_clip_norm_or_left_alone():
     """min(1, C / norm)."""
     factors = clip_factors(FlatClipping(2.0), torch.tensor([[16.0, 4.0, 1.0, 0.0]]))
     torch.testing.assert_close(factors[0], torch.tensor([0.5, 1.0, 1.0, 1.0]), rtol=1e-5, atol=0)
 
 
+@kills(
+    "gradients below the threshold keep their length while the others are scaled",
+    "dpllm/mechanism/quantile.py",
+    "self.clip_norm / norm_GU.clamp_min(self.threshold)",
+    "self.clip_norm / norm_GU.clamp_max(self.threshold)",
+)
+@kills(
+    "adaptive scaling divides by less than the norm",
+    "dpllm/mechanism/automatic.py",
+    "(norm_GU + self.stability / (norm_GU + self.stability))",
+    "(norm_GU - self.stability / (norm_GU + self.stability)).clamp_min(1e-9)",
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", CLIPPING_KINDS, ids=str)
 def test_the_scaled_norm_never_exceeds_the_bound(kind, dtype):
@@ -51,6 +70,12 @@ def test_slack_lowers_the_factor():
     assert float(clip_factors(FlatClipping(1.0), sq_norm, torch.tensor([[5.0]]))) == pytest.approx(1 / 3, rel=1e-5)
 
 
+@kills(
+    "non-finite units stay in the sum",
+    "dpllm/ghost/factors.py",
+    "finite_GU = torch.isfinite(upper_GU)\n",
+    "finite_GU = torch.ones_like(upper_GU, dtype=torch.bool)\n",
+)
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("kind", CLIPPING_KINDS, ids=str)
 def test_a_nonfinite_unit_counts_exactly_zero(kind, bad):

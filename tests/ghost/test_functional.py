@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from dpllm import GhostClipper, GhostError
 from dpllm.ghost import NormMethod
 from tests.ghost.loop import assert_is_the_loop, perturbed
+from tests.mutations import kills
 
 TOKENS, WIDTH = 6, 4
 UNITS = torch.tensor([0, 1, 0, 2])
@@ -132,6 +133,12 @@ def only_used(net):
     return net
 
 
+@kills(
+    "the parts of a value that was expanded have each the gradient of all rows",
+    "dpllm/ghost/origins.py",
+    "            alone = torch.zeros_like(grad)\n",
+    "            alone = grad.clone()\n",
+)
 @pytest.mark.parametrize("name", USES)
 def test_every_way_of_using_a_parameter_is_the_loop(name):
     """Norms and sum, with units of several rows, over several microbatches."""
@@ -139,6 +146,12 @@ def test_every_way_of_using_a_parameter_is_the_loop(name):
     assert_is_the_loop(net, losses, batch_of(), unit_index=UNITS, microbatches=2)
 
 
+@kills(
+    "a value computed from a parameter counts as one use, however often it is used",
+    "dpllm/ghost/uses.py",
+    "self._host.note_uses(parameters + parameters)",
+    "self._host.note_uses(parameters)",
+)
 @pytest.mark.parametrize("name", ["one value twice", "product", "convolution by hand", "steps", "sinks", "positions"])
 def test_two_passes_are_the_loop(name):
     """Where the number of uses must be known."""
@@ -247,6 +260,18 @@ KERNELS = {
 }
 
 
+@kills(
+    "a use that begins between watched calls is not seen",
+    "dpllm/ghost/uses.py",
+    "                raise unseen_use(name) if self.active else late_use(name)\n",
+    "                pass\n",
+)
+@kills(
+    "a gradient that reaches a parameter past all rules is dropped",
+    "dpllm/ghost/origins.py",
+    "            raise unseen_use(self.name)\n",
+    "            pass\n",
+)
 @pytest.mark.parametrize("how", ["plain", "recomputed", "recomputed, reentrant"])
 @pytest.mark.parametrize("name", KERNELS)
 def test_an_operation_that_cannot_be_seen_is_refused(name, how):
@@ -293,6 +318,12 @@ def test_rows_that_are_written_into_a_shared_value_are_refused():
         clipper.backward(net(batch_of()["x"]))
 
 
+@kills(
+    "a module may be called with another tensor in place of its weight",
+    "dpllm/ghost/rules.py",
+    "            if live is not own and not isinstance(own, DTensor):\n",
+    "            if False:\n",
+)
 @pytest.mark.parametrize("derived", [False, True])
 def test_a_module_that_is_called_with_another_tensor_in_place_of_its_weight_is_refused(derived):
     """The rule of the module would take the gradient of that tensor for the one of the weight."""
@@ -327,6 +358,12 @@ def test_a_use_that_begins_between_watched_calls_is_refused(call, where):
         clipper.backward(value)
 
 
+@kills(
+    "a value of the form of a matrix is taken for the matrix",
+    "dpllm/ghost/experiments.py",
+    "            if turned(usage.tensors[place]) is None:\n",
+    "            if False:\n",
+)
 def test_a_value_of_the_form_of_a_parameter_is_not_taken_for_it():
     """A product was known for the matrix itself; the same function then gets a slice of it, and its tanh."""
 
@@ -337,6 +374,12 @@ def test_a_value_of_the_form_of_a_parameter_is_not_taken_for_it():
     assert_is_the_loop(only_used(perturbed(Net(use))), losses, batch_of(), unit_index=UNITS)
 
 
+@kills(
+    "a function that begins later is not measured for rows that depend on each other",
+    "dpllm/ghost/functional.py",
+    "            self.host.measure_rows_again()\n",
+    "            pass\n",
+)
 def test_a_function_that_begins_later_is_served_and_its_rows_are_measured():
     """Rows that depend on each other through it are found in that pass."""
     net = only_used(Net(USES["two parameters"]).double())

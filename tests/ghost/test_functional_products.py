@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from dpllm import GhostClipper, GhostError
 from dpllm.ghost import NormMethod
 from tests.ghost.loop import assert_is_the_loop, perturbed
+from tests.mutations import kills
 
 ALGORITHMS = ("gram", "instance")
 UNITS = torch.tensor([0, 1, 0, 2, 1])
@@ -133,6 +134,12 @@ def partitioned(net, there=True):
     return net
 
 
+@kills(
+    "a use within a function of another library is taken for ZeRO-3's own",
+    "dpllm/ghost/twins.py",
+    "            raise unseen_use(found.names[0])\n",
+    "            pass\n",
+)
 @pytest.mark.parametrize("there", [False, True])
 @pytest.mark.parametrize("dimensions", [2, 3])
 def test_a_product_within_a_function_of_another_library_is_refused(dimensions, there):

@@ -20,6 +20,7 @@ from tests.ghost.loop import flat, row_gradients
 from tests.ghost.test_groups import Halves
 from tests.mechanism.kinds import CLIPPING_KINDS
 from tests.mechanism.kinds import clipping as clipping_of_kind
+from tests.mutations import kills
 from tests.reference.oracle import LOSSES, relative_error
 from tests.reference.zoo import Case, build_model, enable_checkpointing, make_batch
 from tests.tiers import deep_case
@@ -77,6 +78,12 @@ def losses_of(net, inputs):
     return net(inputs).square().sum((1, 2))
 
 
+@kills(
+    "a group that is clipped during the backward pass is not weighted",
+    "dpllm/ghost/passes.py",
+    "self._pass.weigh_group(group, self._factors.one(group, *self.norms[group]))",
+    "self._pass.weigh_group(group, self._factors.one(group, *self.norms[group]) * 0 + 1)",
+)
 @pytest.mark.parametrize("unit_index", UNITS, ids=["a row is a unit", "several rows"])
 @pytest.mark.parametrize("clipping", [PerLayerClipping(0.1), GroupClipping(0.1, {"a": "*0.*", "b": "*"})], ids=str)
 def test_norms_factors_and_sum_are_those_of_the_loop(monkeypatch, clipping, unit_index):

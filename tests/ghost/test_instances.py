@@ -10,6 +10,7 @@ from dpllm import GhostClipper
 from dpllm.ghost import NormMethod, instances
 from dpllm.ghost.instances import Pool, Widths
 from tests.ghost.loop import flat, row_gradients
+from tests.mutations import kills
 
 CPU = torch.device("cpu")
 KIND = (0, torch.float64, CPU)
@@ -32,6 +33,12 @@ def losses(net, batch):
     return net(batch["x"]).square().sum((1, 2))
 
 
+@kills(
+    "rows in another order than their units are taken for them",
+    "dpllm/ghost/contributions.py",
+    "in_order = np.array_equal(unit, np.arange(num_units))",
+    "in_order = len(unit) == num_units",
+)
 @pytest.mark.parametrize("unit_of_row", [[0, 1, 2], [2, 0, 1], [1, 0, 1], [0, -1, 1]])
 def test_norms_and_sums_of_several_microbatches_are_those_of_a_loop(unit_of_row):
     """The first microbatch teaches the widths; then rows of another length change which parameters have a place."""

@@ -8,6 +8,7 @@ from dpllm import GhostClipper, GhostError, per_sequence_loss
 from dpllm.ghost.checks import refuse_shared_media
 from tests.ghost.loop import assert_is_the_loop, perturbed
 from tests.ghost.media import TOKEN, batch_of, freeze_tower, gemma3, idefics3, llava
+from tests.mutations import kills
 
 
 def losses(model, batch):
@@ -28,6 +29,12 @@ def test_the_text_part_is_clipped_as_by_a_loop(make, lora):
     assert_is_the_loop(model, losses, batch_of(model))
 
 
+@kills(
+    "rows may take each other's images",
+    "dpllm/ghost/hooks.py",
+    "        refuse_shared_media(kwargs, self._placeholders)\n",
+    "",
+)
 def test_rows_with_other_numbers_of_placeholders_are_refused():
     """The first row's image went on to the second: with an image of other pixels its loss was another."""
     torch.manual_seed(0)

@@ -5,6 +5,7 @@ import torch
 
 from dpllm import GhostClipper
 from dpllm.ghost import NormMethod, kernels, triton_kernels
+from tests.mutations import kills
 
 needs_triton = pytest.mark.skipif(not triton_kernels.available(), reason="Triton is not installed")
 
@@ -14,6 +15,12 @@ def exact(a, grads):
     return sum(torch.einsum("btd,btp->bdp", a.double(), g.double()).square().sum((1, 2)) for g in grads)
 
 
+@kills(
+    "a norm's strips are not mirrored",
+    "dpllm/ghost/kernels.py",
+    "2 * terms[:, :, :start].sum((1, 2))",
+    "terms[:, :, :start].sum((1, 2))",
+)
 @pytest.mark.parametrize("fused", [False, pytest.param(True, marks=needs_triton)])
 @pytest.mark.parametrize("norm", ["auto", "gram", "tiled"])
 @pytest.mark.parametrize("tokens", [1, 17, 130, 300])
@@ -50,6 +57,12 @@ class Scaled(torch.nn.Module):
         return sum(1e18 * self.layer(1e-24 * (x + use)) for use in range(self.uses))
 
 
+@kills(
+    "a norm whose products underflow has no slack",
+    "dpllm/ghost/kernels.py",
+    "_diagonal(gram, start).clamp_min(least)",
+    "_diagonal(gram, start).clamp_min(0)",
+)
 @pytest.mark.parametrize("uses", [1, 2])
 @pytest.mark.parametrize("norm_method", [NormMethod("gram"), NormMethod("tiled"), NormMethod(backward_passes=2)])
 def test_a_unit_whose_squares_underflow_is_clipped(norm_method, uses):

@@ -9,6 +9,7 @@ from dpllm import GhostClipper, GhostError, packed_sequence_loss
 from dpllm.data.rows import PackedCollator
 from dpllm.ghost.packed import PackedRows
 from dpllm.models.packing import attention_by_row
+from tests.mutations import kills
 from tests.reference.zoo import Case, build_model
 
 LENGTHS = (5, 3, 2, 1)
@@ -149,6 +150,12 @@ def losses(model, inputs):
 LEAKS = {"convolution": TokenConvolution, "long convolution": LongConvolution, "state": State, "backwards": Backwards}
 
 
+@kills(
+    "of packed rows the first alone is probed",
+    "dpllm/ghost/checks.py",
+    "[real[::2], real[1::2], real[-1:]] if packed",
+    "[real[:1]] if packed",
+)
 @pytest.mark.parametrize("lengths", [(5, 3), (4, 4, 4), (5, 3, 2, 2, 2), (2, 2, 2), (6, 3, 1, 1)], ids=str)
 @pytest.mark.parametrize("middle", LEAKS.values(), ids=LEAKS.keys())
 def test_a_model_that_mixes_tokens_across_rows_is_refused(middle, lengths):
@@ -191,6 +198,12 @@ def test_a_cache_that_makes_transformers_forget_the_rows_is_found():
         clipper.backward(losses(model, {**inputs, "use_cache": True}))
 
 
+@kills(
+    "values that aren't finite may pass from one packed row to another",
+    "dpllm/ghost/clipper.py",
+    "            self._book.probe_spread(losses_of_row, unit_B, num_units)\n",
+    "            pass\n",
+)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_attention_that_multiplies_what_it_masks_is_refused_by_measurement(attention):
     """A mask over all pairs of tokens separates finite rows, but a NaN passes through."""

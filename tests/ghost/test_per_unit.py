@@ -13,6 +13,7 @@ from dpllm.mechanism.clipping import FlatClipping
 from dpllm.mechanism.per_layer import PerLayerClipping
 from tests.conftest import tiny_llama_config
 from tests.ghost.loop import flat, perturbed
+from tests.mutations import kills
 
 FEATURES = 6
 
@@ -96,6 +97,12 @@ def summed(model, clipper, rows_of_units):
     return results, flat([p.grad for p in parameters], parameters)
 
 
+@kills(
+    "one unit at a time, a unit is not clipped",
+    "dpllm/ghost/per_unit.py",
+    "total.add_(gradient.to(total.dtype), alpha=factor)",
+    "total.add_(gradient.to(total.dtype))",
+)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_norms_and_sums_are_those_of_a_loop_for_structures_without_a_rule(recompute):
     """Tied weights count once, a unit's rows are summed first, and an expert without tokens has gradient 0."""
@@ -113,6 +120,12 @@ def test_norms_and_sums_are_those_of_a_loop_for_structures_without_a_rule(recomp
     assert 0 < int((norms > clip_norm).sum()) < len(norms)
 
 
+@kills(
+    "one unit at a time, the rows that a unit had before are forgotten",
+    "dpllm/ghost/per_unit.py",
+    "                held[key] += wide",
+    "                held[key] = wide",
+)
 def test_a_unit_in_several_calls_is_one_unit():
     """Its gradients are added before the norm is taken; what `hold` took is kept through a call that failed."""
     model, (ids,) = perturbed(Odd()), [torch.tensor([[1, 2, 3], [4, 5, 6], [0, 1, 1]])]
@@ -134,6 +147,12 @@ def test_a_unit_in_several_calls_is_one_unit():
     torch.testing.assert_close(again / again.norm(), flat(calls[2], parameters) / flat(calls[2], parameters).norm())
 
 
+@kills(
+    "one unit at a time, the product is rounded to the parameters' dtype",
+    "dpllm/ghost/per_unit.py",
+    "total.add_(gradient.to(total.dtype), alpha=factor)",
+    "total.add_((gradient * factor).to(total.dtype))",
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_contribution_never_exceeds_the_clip_norm(dtype):
     """In float32, before it is rounded to the parameters' dtype, and for a unit with a large gradient it is C."""
@@ -181,6 +200,12 @@ def test_groups_are_clipped_apart_as_by_the_clipping():
                 torch.testing.assert_close(dict(model.named_parameters())[name].grad, factor * gradients[name])
 
 
+@kills(
+    "one unit at a time, a unit that is not finite stays in the sum",
+    "dpllm/ghost/per_unit.py",
+    "        if factor == 0:",
+    "        if False:",
+)
 def test_a_unit_that_is_not_finite_contributes_exactly_zero_and_the_next_one_its_share():
     model = nn.Linear(3, 1)
     clipper = PerUnitClipper(model, 1.0)
@@ -191,6 +216,12 @@ def test_a_unit_that_is_not_finite_contributes_exactly_zero_and_the_next_one_its
     assert 0.99 < float(torch.cat([p.grad.flatten() for p in model.parameters()]).norm()) <= 1.0
 
 
+@kills(
+    "one unit at a time, padding rows get weight 1",
+    "dpllm/ghost/per_unit.py",
+    "(unit_B >= 0).to(losses)",
+    "torch.ones_like(losses)",
+)
 def test_padding_rows_have_weight_zero():
     """A padding row beside a unit's rows, and a call of padding rows only."""
     model = perturbed(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
@@ -227,6 +258,12 @@ def test_nothing_is_left_in_grad_but_the_clipped_sum():
     assert isinstance(result, ClipResult) and not seen and all(p.grad is None for p in model.parameters())
 
 
+@kills(
+    "running statistics are kept from unit to unit",
+    "dpllm/ghost/per_unit.py",
+    'elif getattr(module, "track_running_stats", False):',
+    "elif False:",
+)
 @pytest.mark.parametrize(
     ("make", "match"),
     [

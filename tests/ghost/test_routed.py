@@ -10,6 +10,7 @@ from dpllm.ghost import NormMethod
 from dpllm.ghost.contributions import Outer, RowGradients, Rows, join, merge, squared_norms
 from dpllm.ghost.routed import Routed, Slots
 from dpllm.ghost.sums import Sum, Weights
+from tests.mutations import kills
 
 EXPERTS, LEFT, RIGHT, CHOICES = 3, 4, 5, 2
 UNIT_B = torch.tensor([0, 2, 0, -1, 1])
@@ -45,6 +46,24 @@ def unit_gradients(use):
     return grads.new_zeros(3, *grads.shape[1:]).index_add(0, UNIT_B[keep], grads[keep])
 
 
+@kills(
+    "the norm of experts is deleted",
+    "dpllm/ghost/routed.py",
+    "both_U2.index_add_(0, part.number_M // self.num_experts, torch.stack([sq_norm_M, slack * mass_M], 1))",
+    "pass",
+)
+@kills(
+    "a unit's tokens in different experts are one segment",
+    "dpllm/ghost/routed.py",
+    "unit_B1 * self.num_experts + self.index_BS, -1",
+    "unit_B1 * self.num_experts + 0 * self.index_BS, -1",
+)
+@kills(
+    "the tokens of an expert all get the factor of the first row",
+    "dpllm/ghost/routed.py",
+    "weights.factor[row_N]",
+    "weights.factor[0 * row_N]",
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_norms_sums_and_instances_are_those_of_the_slots(layout):
     """Rows of one unit in one expert are one segment; a padding row belongs to none."""
@@ -61,6 +80,12 @@ def test_norms_sums_and_instances_are_those_of_the_slots(layout):
     torch.testing.assert_close(total - 1, torch.tensordot(factor_B, row_gradients(use), dims=1))
 
 
+@kills(
+    "a second use of experts is forgotten",
+    "dpllm/ghost/routed.py",
+    "        if not rest:\n            return first\n",
+    "        return first\n",
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_uses_are_one_with_the_slots_of_both(layout):
     """Cross terms of experts that two layers share, or two calls of the model, are part of the norm."""

@@ -8,6 +8,7 @@ import transformers
 from torch import nn
 
 from dpllm import GhostClipper, GhostError
+from tests.mutations import kills
 from tests.reference.zoo import FAMILIES
 
 SMALL = {"vocab_size": 60, "d_model": 16, "d_ff": 16, "num_layers": 2, "num_heads": 2, "d_kv": 8}
@@ -71,6 +72,12 @@ REFUSED = {
 }
 
 
+@kills(
+    "experts with a capacity are accepted",
+    "dpllm/ghost/routing.py",
+    '        if _above_zero(held.get(name)):\n            return (\n                f"an expert drops',
+    '        if False:\n            return (\n                f"an expert drops',
+)
 @pytest.mark.parametrize(("make", "match"), REFUSED.values(), ids=REFUSED.keys())
 def test_a_choice_of_experts_that_couples_rows_is_refused(make, match):
     """The path, the option and the remedy; also where nothing of it is trained."""

@@ -15,6 +15,7 @@ from dpllm.engines import SingleProcess
 from dpllm.ghost import NormMethod, triton_kernels
 from dpllm.ghost.sums import Sum
 from dpllm.mechanism.generators import NoiseSource
+from tests.mutations import kills
 
 
 class Operations(TorchDispatchMode):
@@ -85,6 +86,12 @@ def test_a_gradient_of_the_dtype_of_the_sum_takes_its_memory(begun):
     assert gradient.data_ptr() == place and bool((gradient == 0.5).all())
 
 
+@kills(
+    "the first of two uses of a parameter finishes its sum",
+    "dpllm/ghost/sums.py",
+    "finish, self._finish = self._finish, None",
+    "finish = self._finish",
+)
 @pytest.mark.skipif(not triton_kernels.INTERPRETED, reason="the kernels need Triton's interpreter")
 @pytest.mark.parametrize("uses", [1, 2])
 @pytest.mark.parametrize("microbatches", [1, 3])

@@ -19,6 +19,7 @@ from dpllm.ghost.contributions import Lookup, Outer, Rows
 from dpllm.ghost.kernels import sum_tokens
 from dpllm.ghost.triton_tiles import Tile, Tiles
 from tests import children
+from tests.mutations import kills
 
 needs_triton = pytest.mark.skipif(
     not triton_kernels.available(),
@@ -58,6 +59,18 @@ def assert_close(actual, expected, rtol, atol=0.0):
 # ------------------------------------------------------------------------ Gram
 
 
+@kills(
+    "the kernels read the memory behind a number that was expanded",
+    "dpllm/ghost/triton_kernels.py",
+    "x.stride(-1) != 1",
+    "x.stride(-1) > 1",
+)
+@kills(
+    "the last token of a row is counted again for each place that is left in its tile",
+    "dpllm/ghost/triton_programs.py",
+    "    gram_ST = tl.where((block_T[:, None] < tokens - s) & (block_T[None, :] < tokens - t), gram_ST, 0.0)\n",
+    "",
+)
 @needs_triton
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "tokens", "width", "grad_widths"), GRAM_SHAPES)

@@ -9,6 +9,7 @@ from dpllm import GhostClipper
 from dpllm.ghost import GhostError
 from tests.invariant.test_invariance import CASES as OTHER_CASES
 from tests.invariant.test_invariance import NUM_ROWS
+from tests.mutations import kills
 from tests.reference.oracle import (
     LOSSES,
     clipped_sum,
@@ -45,6 +46,12 @@ def in_passes(model, case: Case, batch: Batch, sizes: list[int], clip_norm: floa
     return norms, released(model)
 
 
+@kills(
+    "rows of a large unit are forgotten",
+    "dpllm/ghost/passes.py",
+    "join(self._contributions.get(key, []), contributions, one.norm_method)",
+    "join([], contributions, one.norm_method)",
+)
 @pytest.mark.parametrize("sizes", [[2, 2, 2], [4, 2], [1] * 6], ids=str)
 @EVERY_CASE
 def test_the_unit_is_that_of_the_float64_loop(case, sizes):

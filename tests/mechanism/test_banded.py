@@ -22,6 +22,7 @@ from dpllm.privacy.accounting import epsilon, merge
 from dpllm.privacy.calibration import calibrate
 from dpllm.privacy.plan import format_plan, make_plan
 from dpllm.report import definition
+from tests.mutations import kills
 
 # Of jax_privacy 2.0 and an independent computation, for T = 410 (E2E: N = 42 061, B = 1024, δ = 1e-6).
 COEFFICIENTS = {
@@ -129,6 +130,18 @@ def released(bands, num_steps, entries=4, stddev=1.0, seed=0, **strategy):
     return torch.stack(rows).numpy()
 
 
+@kills(
+    "the noise before is added and not taken back",
+    "dpllm/mechanism/banded.py",
+    "noise.sub_(before, alpha=coefficient)",
+    "noise.add_(before, alpha=coefficient)",
+)
+@kills(
+    "geometric noise forgets the cycle before",
+    "dpllm/mechanism/banded.py",
+    ".mul_(self._ratio**self._bands)",
+    ".mul_(0.0)",
+)
 @pytest.mark.parametrize(
     ("bands", "strategy"),
     [
@@ -181,6 +194,15 @@ def drawn(bands, num_steps, num_units=60, size=5, most=60, seed=0):
     return [set(units.tolist()) for units in itertools.islice(steps, num_steps)]
 
 
+@kills(
+    "units are drawn from all groups in every step",
+    "dpllm/mechanism/banded.py",
+    "                size = min(int(rng.binomial(len(group), self.sampling_rate)), self.max_batch_size)\n",
+    (
+        "                group = np.arange(self.num_units)\n"
+        "                size = min(int(rng.binomial(len(group), self.sampling_rate)), self.max_batch_size)\n"
+    ),
+)
 def test_a_unit_enters_only_steps_that_are_whole_cycles_apart():
     """And each step draws from a group of ⌊N/b⌋ or ⌈N/b⌉ units."""
     steps = drawn(7, 4000)
@@ -225,6 +247,12 @@ def test_groups_smaller_than_a_batch_and_single_rows_are_refused():
         BandedNoise(4).event(rows, 1.0, 1.0)
 
 
+@kills(
+    "the columns of a strategy may have any norm",
+    "dpllm/mechanism/strategies.py",
+    "    if norm**2 > 1 + _NORM_SLACK:\n",
+    "    if norm > 2:\n",
+)
 @pytest.mark.parametrize(
     ("options", "text"),
     [

@@ -23,6 +23,7 @@ from dpllm.mechanism.workload import Workload
 from dpllm.privacy.accounting import delta, epsilon, merge
 from dpllm.privacy.noise_choice import prediction
 from dpllm.privacy.plan import PrivacyPlan, format_plan, make_plan
+from tests.mutations import kills
 
 DECAYS, WEIGHTS, SCALE = (0.97, 0.6, 0.1), (0.2, 0.3, 0.1), 0.25
 NOISE = BltNoise(3, DECAYS, WEIGHTS, SCALE)
@@ -51,6 +52,12 @@ def released(num_steps, entries=4, seed=0, dtype=torch.float64):
     return torch.stack(rows).numpy()
 
 
+@kills(
+    "the buffers of earlier noise are added and not taken back",
+    "dpllm/mechanism/blt.py",
+    "noise.sub_(buffer, alpha=weight)",
+    "noise.add_(buffer, alpha=weight)",
+)
 def test_the_stream_is_the_inverse_of_the_strategy():
     """M applied to the noise gives the independent draws, in float64."""
     generator = NoiseSource(seed=0)
@@ -94,6 +101,12 @@ def gaussian_epsilon(moved, at):
     return optimize.brentq(excess, 1e-9, 500)
 
 
+@kills(
+    "steps in a fixed order cost as if a run were complete",
+    "dpllm/mechanism/blt.py",
+    "self.noise_multiplier / self.sensitivity(num_steps)",
+    "self.noise_multiplier",
+)
 @pytest.mark.parametrize(("adjacency", "factor"), [("zero-out", 1), ("replace-one", 2)])
 @pytest.mark.parametrize("starts", [[40], [1], [25], [15, 25], [1] * 5])
 def test_epsilon_is_that_of_one_gaussian_release_for_each_start(starts, adjacency, factor):

@@ -14,6 +14,7 @@ from scipy import linalg, optimize
 from dpllm.mechanism import buffered
 from dpllm.mechanism.buffered import best_numbers, error, inverse_numbers, product, require_numbers, sensitivity
 from dpllm.mechanism.workload import Workload
+from tests.mutations import kills
 
 GOLDEN = ((0.9, 0.5, 0.001), (0.1, 0.2, 0.5))
 
@@ -52,6 +53,12 @@ def test_products_are_those_of_the_dense_matrix(numbers):
     assert buffered.variances(*numbers, 60) == pytest.approx((np.linalg.inv(matrix) ** 2).sum(axis=1))
 
 
+@kills(
+    "the sensitivity of a fixed order counts one pass",
+    "dpllm/mechanism/buffered.py",
+    "    visits[: separation * participations : separation] = 1.0\n",
+    "    visits[0] = 1.0\n",
+)
 @pytest.mark.parametrize(
     ("num_steps", "separation", "participations", "square"),
     [
@@ -119,6 +126,9 @@ def test_the_conditions_are_needed(numbers):
         require_numbers(*numbers)
 
 
+@kills(
+    "the column of a buffered strategy may rise", "dpllm/mechanism/buffered.py", " or math.fsum(weights) > 1:\n", ":\n"
+)
 @pytest.mark.parametrize(
     ("decays", "weights", "text"),
     [

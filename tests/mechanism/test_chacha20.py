@@ -8,6 +8,7 @@ from scipy import stats
 
 from dpllm.mechanism import chacha20
 from dpllm.mechanism.chacha20 import ChaCha20Normals, box_muller, keystream, keystream_by_numpy
+from tests.mutations import kills
 
 KEY = bytes(range(32))
 BOTH = pytest.mark.parametrize("stream", [keystream, keystream_by_numpy])
@@ -117,6 +118,9 @@ def test_the_numbers_are_normal_and_independent(dtype):
             assert abs(z) < 4.5, (lag, z)
 
 
+@kills(
+    "ChaCha20 draws the same blocks again", "dpllm/mechanism/chacha20.py", "            self._block += len(part)\n", ""
+)
 def test_a_stream_goes_on_where_it_was_and_keys_are_independent():
     """Two draws of one key share no number; the numbers of two keys do not correlate."""
     stream = ChaCha20Normals(KEY)

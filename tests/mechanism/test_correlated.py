@@ -12,6 +12,7 @@ from dpllm.mechanism.banded import BandedNoise
 from dpllm.mechanism.blt import BltNoise
 from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.regenerated import stream_of
+from tests.mutations import kills
 from tests.scarce import BreaksOff
 
 NOISES = {
@@ -33,6 +34,12 @@ def added(stream, shape=4, dtype=torch.float32, rank=0, size=1, name="w"):
     return total
 
 
+@kills(
+    "a draw without a step has no correlated noise",
+    "dpllm/mechanism/correlated.py",
+    "for _ in range(skipped):",
+    "for _ in range(0):",
+)
 @each_noise
 def test_a_draw_without_a_step_has_noise_all_the_same(noise):
     """The units' order advanced, so the noise does too: the step after it is row t of M⁻¹ z, not row t - 1."""

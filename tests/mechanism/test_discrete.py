@@ -20,6 +20,7 @@ from dpllm.mechanism.parts import Mechanism
 from dpllm.privacy.accounting import delta
 from dpllm.privacy.calibration import calibrate
 from dpllm.privacy.comparison import library_epsilon, zcdp_rho
+from tests.mutations import kills
 
 
 class Silent:
@@ -48,6 +49,12 @@ def test_rounding_moves_two_sums_apart_by_half_a_step_of_each_entry():
     assert step * (rounded(edge + 0.002 * step, step) - rounded(edge, step)).norm() == step * 100
 
 
+@kills(
+    "the sum below discrete noise is not rounded",
+    "dpllm/mechanism/generators.py",
+    "    block.copy_(torch.from_numpy(whole * step))\n",
+    "    block.add_(torch.from_numpy((whole - rounded) * step))\n",
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_release_is_a_whole_multiple_of_the_grid(dtype):
     """The sum itself is not in it: only its nearest multiple. In float32 the last bits are rounded off afterwards."""
@@ -69,6 +76,12 @@ def test_sums_beyond_the_grid_are_cut():
     assert abs(float(total[2])) < 10
 
 
+@kills(
+    "rounding to the grid and in sums is left out of the sensitivity",
+    "dpllm/mechanism/discrete.py",
+    "return 1 + SUM_SHARE * max_batch_size + GRID_SHARE * noise_multiplier",
+    "return 1.0",
+)
 def test_the_sensitivity_counts_the_grid_and_the_sums():
     """2^40 entries of γ = σC 2^-40 each, and 16 units in the last place for each of B_max contributions, twice."""
     assert sensitivity(2.0, 1000) == 1 + 2 * 16 * 2**-24 * 1000 + math.sqrt(2**40) * 2.0 * 2**-40
@@ -124,6 +137,12 @@ def test_epsilon_is_that_of_renyi_accounting_at_whole_orders(count):
     assert resumed == found
 
 
+@kills(
+    "a truncated draw of discrete noise costs nothing",
+    "dpllm/mechanism/discrete.py",
+    "lambda epsilons: failure * (1 + np.exp(epsilons))",
+    "lambda epsilons: 0 * epsilons",
+)
 def test_a_truncated_draw_counts_as_a_failure():
     """It adds (1 + e^ε) T P[Binomial > B_max] to δ, which convexity may lessen."""
     numbers = {"num_units": 1000, "sampling_rate": 0.02, "noise_multiplier": 1.0, "sensitivity": 1.003}

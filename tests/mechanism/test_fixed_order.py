@@ -8,6 +8,7 @@ import pytest
 from dpllm.mechanism.fixed_order import FixedOrderSampler
 from dpllm.mechanism.parts import FixedBatch
 from dpllm.mechanism.sampling import TruncatedPoissonSampler, secret_rng, seeded_rng
+from tests.mutations import kills
 
 
 def visits(sampler, num_steps, seed=0):
@@ -18,6 +19,12 @@ def visits(sampler, num_steps, seed=0):
     return [[t for t, units in enumerate(steps) if unit in units] for unit in range(sampler.num_units)]
 
 
+@kills(
+    "a unit in a fixed order comes again in the next step",
+    "dpllm/mechanism/fixed_order.py",
+    "            first = (first + self.batch_size) % self.num_units\n",
+    "            first = (first + 1) % self.num_units\n",
+)
 @pytest.mark.parametrize(("num_units", "batch_size"), [(12, 4), (12, 12), (13, 4), (10, 7), (7, 1), (11, 6), (25, 8)])
 def test_visits_of_a_unit_are_apart_and_few(num_units, batch_size):
     """The two facts of the accounting; the distance and the number are attained, so neither is loose."""

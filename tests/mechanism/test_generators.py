@@ -8,10 +8,12 @@ from scipy import stats
 from dpllm.mechanism.chacha20 import ChaCha20Normals
 from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.limits import RANDOMNESS
+from tests.mutations import kills
 
 LEVELS = pytest.mark.parametrize("level", RANDOMNESS)
 
 
+@kills("the noise is deleted", "dpllm/mechanism/generators.py", "block.add_(draw(block), alpha=noise_stddev)", "pass")
 @LEVELS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_noise_is_gaussian_with_the_given_deviation(dtype, level):

@@ -21,6 +21,7 @@ from dpllm.report.definition import mechanism
 from dpllm.training.step import private_step
 from tests.conftest import tiny_llama_config
 from tests.mechanism.test_per_layer import METHODS, QUICKSTART
+from tests.mutations import kills
 from tests.training.test_step import Rows, engine_of, loss_of
 
 PARAMETERS = {"rest": "*", "embeddings": ["*embed_tokens*", "lm_head.*"], "norms": "*norm.weight"}
@@ -57,6 +58,12 @@ def norms_of(of_unit, names):
     return sum(of_unit[name].flatten(1).square().sum(1) for name in names).sqrt()
 
 
+@kills(
+    "each group of parameters has the whole clip norm",
+    "dpllm/mechanism/group_clipping.py",
+    "self.clip_norm * math.sqrt(share / whole)",
+    "self.clip_norm",
+)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("method", METHODS, ids=["default", "instance", "two passes"])
 def test_the_sum_is_that_of_a_loop_over_single_units(method, tied):
@@ -106,6 +113,7 @@ def test_the_bound_over_all_groups_holds_after_rounding(dtype):
     assert factors[3, 1] == 0 and (factors[:, 0] > 0).all() and int((factors[:, 0] != factors[:, 1]).sum()) == 1
 
 
+@kills("a parameter may be in two groups", "dpllm/mechanism/group_clipping.py", "if len(found) > 1:", "if False:")
 @pytest.mark.parametrize(
     ("parameters", "text"),
     [

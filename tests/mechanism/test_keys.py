@@ -11,6 +11,7 @@ import torch
 
 from dpllm.mechanism.keys import SecretKey, hkdf_expand, hkdf_extract
 from tests import children
+from tests.mutations import kills
 
 
 @pytest.mark.parametrize(
@@ -75,6 +76,12 @@ def test_a_key_does_not_leave_the_process():
                 copied(held)
 
 
+@kills(
+    "a fork draws the noise of its parent",
+    "dpllm/mechanism/keys.py",
+    "        if os.getpid() != self._process:\n",
+    "        if False:\n",
+)
 def test_a_key_is_refused_in_a_fork():
     """Parent and child would draw the same noise."""
     code = """

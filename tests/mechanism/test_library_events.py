@@ -8,7 +8,7 @@ from dpllm.config import PrivacyConfig
 from dpllm.mechanism.events import Step, StepOfRows
 from dpllm.mechanism.library_events import from_dp_event
 from dpllm.privacy.accounting import epsilon
-from dpllm.privacy.plan import make_plan
+from dpllm.privacy.plan import PrivacyPlan, make_plan
 
 POISSON = dp_event.PoissonSampledDpEvent(0.02, dp_event.GaussianDpEvent(1.0))
 
@@ -79,19 +79,23 @@ def test_steps_of_a_composition_are_bounded_too():
         epsilon([(dp_event.SelfComposedDpEvent(GAUSSIAN, 20_000_000), 1)], 1e-5)
 
 
-PLAN = make_plan(PrivacyConfig(noise_multiplier=1.0, clip_norm=1.0, expected_batch_size=10), num_units=200, num_steps=4)
+@pytest.fixture(scope="module")
+def plan() -> PrivacyPlan:
+    config = PrivacyConfig(noise_multiplier=1.0, clip_norm=1.0, expected_batch_size=10)
+    return make_plan(config, num_units=200, num_steps=4)
 
 
-@pytest.mark.parametrize("wrong", [PLAN, PLAN.mechanism, "x", 3, None, [1], [(PLAN.event,)]])
-def test_what_is_no_history_is_refused_in_one_line(wrong):
+@pytest.mark.parametrize("kind", ["plan", "mechanism", "event alone", "x", 3, None, [1]])
+def test_what_is_no_history_is_refused_in_one_line(plan, kind):
     """The error shows a history."""
+    named = {"plan": plan, "mechanism": plan.mechanism, "event alone": [(plan.event,)]}
     with pytest.raises(TypeError, match=r"a history is a list of \(event, count\) pairs") as raised:
-        epsilon(wrong, 1e-5)
+        epsilon(named.get(kind, kind) if isinstance(kind, str) else kind, 1e-5)
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("wrong", [PLAN, "x", Step])
-def test_what_is_no_event_is_refused_in_one_line(wrong):
+@pytest.mark.parametrize("kind", ["plan", "x", Step])
+def test_what_is_no_event_is_refused_in_one_line(plan, kind):
     """The error says where a plan has its event."""
     with pytest.raises(TypeError, match=r"a history holds events or mechanisms, .* the event of a plan is plan\.event"):
-        epsilon([(wrong, 2)], 1e-5)
+        epsilon([(plan if kind == "plan" else kind, 2)], 1e-5)

@@ -10,8 +10,15 @@ from dpllm.mechanism.banded import BandedNoise
 from dpllm.mechanism.blt import BltNoise
 from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.noise import IndependentNoise, IndependentStream
+from tests.mutations import kills
 
 
+@kills(
+    "noise that is written is zero",
+    "dpllm/mechanism/generators.py",
+    "torch.mul(draw(block), noise_stddev, out=block)",
+    "block.zero_()",
+)
 @pytest.mark.parametrize("randomness", ["os", "chacha20"])
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (1, 3)])
 @pytest.mark.parametrize("stddev", [0.0, 0.7])
@@ -62,6 +69,12 @@ def test_the_sum_over_ranks_has_the_variance_of_one_draw():
         assert stats.kstest(noise.numpy() / 0.7, "norm").pvalue > 1e-3
 
 
+@kills(
+    "the processes draw one stream of noise",
+    "dpllm/mechanism/generators.py",
+    "np.random.SeedSequence([seed, stream])",
+    "np.random.SeedSequence([seed, 0])",
+)
 def test_streams_of_a_seed_and_fresh_entropy_differ_between_ranks():
     """Equal noise on two shards would cancel in a difference."""
     for source in (lambda rank: NoiseSource(seed=3, stream=rank), lambda rank: NoiseSource()):

@@ -14,6 +14,7 @@ from dpllm.mechanism.order import UnitsApart
 from dpllm.mechanism.parts import Draw, Mechanism, Spec
 from dpllm.mechanism.sampling import TruncatedPoissonSampler, seeded_rng
 from dpllm.training.run import PrivateRun
+from tests.mutations import kills
 from tests.training.test_run import plan_of, rows_of
 
 DRAW = Draw(num_units=40, population=40, expected_batch_size=8, max_batch_size=40)
@@ -57,6 +58,18 @@ REFUSED = (
 )
 
 
+@kills(
+    "a run does not compare the units of its draws",
+    "dpllm/training/draws.py",
+    "        self._apart.check(drawn)",
+    "        ",
+)
+@kills(
+    "a unit is twice in a draw of independent noise",
+    "dpllm/mechanism/order.py",
+    "        if len(np.unique(unit_ids)) < len(unit_ids):",
+    "        if False:",
+)
 @pytest.mark.parametrize("sampler", WRONG.values(), ids=WRONG)
 def test_a_sampler_that_brings_a_unit_back_too_early_is_refused(sampler, monkeypatch, tmp_path):
     """In a run, before the draw is charged and handed out, at every attempt; and in a loop of one's own."""

@@ -23,6 +23,7 @@ from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.report.definition import mechanism
 from dpllm.training.step import private_step
 from tests.conftest import tiny_llama_config
+from tests.mutations import kills
 from tests.training.test_step import Rows, engine_of, loss_of
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml"
@@ -73,6 +74,12 @@ def ids_of(num_units):
     return torch.randint(3, 61, (num_units, 7), generator=torch.Generator().manual_seed(1))
 
 
+@kills(
+    "each layer may have the norm of all layers together",
+    "dpllm/mechanism/per_layer.py",
+    "self.clip_norm / math.sqrt(num_groups) / norm_U",
+    "self.clip_norm / norm_U",
+)
 @pytest.mark.parametrize("method", METHODS, ids=["default", "instance", "two passes"])
 @pytest.mark.parametrize("kind", list(LAYERS))
 def test_the_sum_is_that_of_a_loop_over_single_units(kind, method):

@@ -35,6 +35,7 @@ from dpllm.report.verify_thresholds import thresholds_found
 from dpllm.training.adapting import StepStatistic, Threshold
 from dpllm.training.rows import TrainingRows
 from dpllm.training.run import PrivateRun
+from tests.mutations import kills
 from tests.training.test_run import loss_of, network, plan_of, rows_of
 
 pytestmark = pytest.mark.usefixtures("rows_not_compared")
@@ -73,6 +74,12 @@ def test_the_noise_multiplier_of_the_gradients(sigma, count_noise, expected):
     assert gradient_noise_multiplier(sigma, count_noise) == pytest.approx(expected, abs=5e-7)
 
 
+@kills(
+    "the count of a quantile is not charged",
+    "dpllm/mechanism/parts.py",
+    "return self.gradient_noise_multiplier * self.clipping.clip_norm",
+    "return self.noise_multiplier * self.clipping.clip_norm",
+)
 def test_gradients_and_count_are_together_one_event_of_sigma_by_dp_accounting():
     """A Poisson sample of the composition of both Gaussians, 0.8 as large a σ_b as refused to make the count dear."""
     sigma, count_noise, rate, steps, delta = 0.9, 0.55, 0.05, 60, 1e-5
@@ -139,6 +146,12 @@ def test_options_out_of_range_are_refused(options):
         )
 
 
+@kills(
+    "a unit that is not finite counts as below the threshold",
+    "dpllm/mechanism/quantile.py",
+    "(norm_U <= self.threshold)",
+    "(~(norm_U > self.threshold))",
+)
 def test_a_unit_that_is_not_finite_counts_as_clipped_and_contributes_nothing():
     """-½, and the factor 0; at the threshold a unit counts as below it."""
     clipping = QuantileClipping(C, start=2.0)
@@ -171,6 +184,18 @@ STEPS = [[0, 1, 2, 7, 11, 23, 30], [5, 8, 12], [], list(range(20)), [3, 39, 14, 
 """Realised sizes that differ from b = 8."""
 
 
+@kills(
+    "the count of a quantile is divided by the realised batch",
+    "dpllm/training/adapting.py",
+    ".clamp(-0.5, 0.5).sum()",
+    ".clamp(-0.5, 0.5).mean().nan_to_num() * self._plan.expected_batch_size",
+)
+@kills(
+    "a step is clipped to another threshold than it is charged with",
+    "dpllm/training/run.py",
+    "            self._threshold.give_to(attached.clipper, self.plan)\n",
+    "            pass\n",
+)
 def test_each_step_is_that_of_a_loop_that_clips_to_the_threshold_and_divides_by_it(tmp_path):
     """Users of several rows; the count is divided by b, not by the size of the batch; the threshold moves after it."""
     model, same = network().double(), network().double()  # hooks keep autograd from the weights of the first
@@ -243,6 +268,12 @@ def test_one_unit_moves_gradients_and_count_by_at_most_one_standard_deviation_ov
     assert max(moved) > 0.999 / sigma and max(replaced) > 1.09 / sigma
 
 
+@kills(
+    "the count of a quantile gets no noise",
+    "dpllm/training/adapting.py",
+    "        self._noise.add_share_(STATISTIC, total, deviation, processes.rank, processes.size)\n",
+    "",
+)
 def test_the_count_gets_noise_of_its_standard_deviation_once():
     """Empty steps: the movement of the threshold is only noise, N(0, σ_b²); that of the gradients is σ_g C."""
     steps, deviation = 150, B / 20
@@ -363,6 +394,12 @@ def test_a_ledger_whose_threshold_is_none_is_refused(tmp_path):
         read_ledger(ledger_with(tmp_path, quantile_plan(0.7), C, 0.25, -1.0))
 
 
+@kills(
+    "a second run may move the threshold",
+    "dpllm/training/shared_ledger.py",
+    "        if self._handed_over:\n",
+    "        if False:\n",
+)
 def test_only_the_run_moves_the_threshold_of_its_ledger(tmp_path):
     """A loop's own value may depend on private rows. No public name of the ledger takes one, and no second run does."""
     run, _ = run_of(tmp_path, quantile_plan(0.7), network().double())
@@ -389,6 +426,12 @@ FURTHEST = math.exp(0.2 * (30 / 2 + 10 * 0.4) / B)
 """The factor by which a step can move the threshold: half of B_max units, and ten standard deviations of the noise."""
 
 
+@kills(
+    "verify takes any movement of a threshold",
+    "dpllm/report/verify_thresholds.py",
+    "    return (wrong is None, f",
+    "    return (True, f",
+)
 @pytest.mark.parametrize(
     ("thresholds", "found"),
     [

@@ -18,6 +18,7 @@ from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.limits import NOISE_MEMORIES
 from dpllm.mechanism.noise import IndependentNoise, IndependentStream
 from dpllm.mechanism.regenerated import BlockStream, NoiseMemory, memory_of, stream_of
+from tests.mutations import kills
 
 BLOCK = 16
 
@@ -109,6 +110,18 @@ def strategy(noise, steps):
     return np.linalg.inv(np.array(columns).T)
 
 
+@kills(
+    "two processes with one key draw the same noise",
+    "dpllm/mechanism/regenerated.py",
+    "self._numbers.at(name, *of, number)",
+    "self._numbers.at(name, number)",
+)
+@kills(
+    "a regenerated block begins at the present step",
+    "dpllm/mechanism/regenerated.py",
+    "            if self._order.step:\n",
+    "            if False:\n",
+)
 @pytest.mark.parametrize("strategy_of", [{}, GEOMETRIC])
 @pytest.mark.parametrize("memory", ["stored", "regenerated"])
 @pytest.mark.parametrize("steps", [[0, 1, 2, 3, 4, 5, 6], [2, 3, 6]])
@@ -143,6 +156,12 @@ def test_white_noise_is_normal_and_independent_over_entries_steps_parameters_and
             assert abs((values[:, lag:] * values[:, :-lag]).mean() / values.var()) < 6 / math.sqrt(values[:, lag:].size)
 
 
+@kills(
+    "noise that can be drawn again is that of the first step in every step",
+    "dpllm/mechanism/generators.py",
+    "        self._draw += 1\n",
+    "",
+)
 def test_no_number_is_drawn_for_two_places():
     """Other steps, names, blocks, ranks and numbers of processes; names that end in a number; two streams, two runs."""
     source = NoiseSource(3)

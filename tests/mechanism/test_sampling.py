@@ -11,6 +11,7 @@ import pytest
 from scipy import stats
 
 from dpllm.mechanism.sampling import TruncatedPoissonSampler, default_max_batch_size, secret_rng, seeded_rng
+from tests.mutations import kills
 
 
 def _draws(sampler: TruncatedPoissonSampler, num_steps: int, seed: int = 0) -> np.ndarray:
@@ -21,6 +22,12 @@ def _draws(sampler: TruncatedPoissonSampler, num_steps: int, seed: int = 0) -> n
     return drawn
 
 
+@kills(
+    "the sampler ignores the sampling rate",
+    "dpllm/mechanism/sampling.py",
+    "rng.binomial(self.num_units, self.sampling_rate)",
+    "rng.binomial(self.num_units, 0.5)",
+)
 def test_inclusion_frequency() -> None:
     """Each unit enters with probability q, by a chi-square test over units."""
     sampler = TruncatedPoissonSampler(num_units=50, sampling_rate=0.1, max_batch_size=50)

@@ -22,6 +22,7 @@ from transformers import (
 from dpllm.config import ConfigError
 from dpllm.data.chat import encode_chats
 from dpllm.models.generation import Sampling, TextGenerator, load_generator
+from tests.mutations import kills
 from tests.small_model import save_small_model
 
 TEMPLATE = (
@@ -64,6 +65,12 @@ def likeliest(generator: TextGenerator, prompt: str, count: int) -> str:
     return generator.tokenizer.decode(ids[begin:], skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
+@kills(
+    "the padding of a batch of prompts is seen",
+    "dpllm/models/generation.py",
+    "[0] * (longest - len(row)) + [1] * len(row)",
+    "[1] * longest",
+)
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_text_does_not_depend_on_the_batch(request, kind):
     """Of any size: padding is on the left, is masked, and moves no position."""

@@ -18,8 +18,15 @@ from dpllm.models.losses import (
     span_loss,
     token_classification_loss,
 )
+from tests.mutations import kills
 
 
+@kills(
+    "the loss is averaged over the batch's tokens",
+    "dpllm/models/losses.py",
+    "(target_BT != IGNORE).sum(1).clamp_min(1)",
+    "(target_BT != IGNORE).sum().clamp_min(1)",
+)
 def test_each_row_is_averaged_over_its_own_targets():
     """Not over the batch's tokens: a row's loss must not depend on the lengths of others."""
     logits, labels = torch.randn(3, 5, 7), torch.randint(0, 7, (3, 5))
@@ -39,6 +46,12 @@ def test_a_row_alone_has_the_loss_it_has_in_the_batch():
     torch.testing.assert_close(per_sequence_loss(logits, labels)[:1], alone)
 
 
+@kills(
+    "a place without a target has a gradient",
+    "dpllm/models/losses.py",
+    "grad_MV.masked_fill_(~counts_M[:, None], 0)",
+    "grad_MV",
+)
 def test_a_row_without_targets_has_loss_zero_and_no_gradient():
     """A padding row must not turn into NaN."""
     logits = torch.randn(2, 4, 7, requires_grad=True)
@@ -49,6 +62,12 @@ def test_a_row_without_targets_has_loss_zero_and_no_gradient():
     assert float(losses[1].detach()) == 0 and not logits.grad[1].any()
 
 
+@kills(
+    "a packed row's last token predicts the next row's first",
+    "dpllm/models/losses.py",
+    ".index_fill(0, boundaries[1:] - 1, IGNORE)",
+    "",
+)
 def test_packed_rows_have_the_losses_of_padded_ones():
     """The last token of a row predicts nothing, for every first label of the next row."""
     lengths = [4, 1, 3, 5]
@@ -216,6 +235,12 @@ def test_logits_that_change_before_the_backward_pass_are_an_error():
         grad.square().sum().backward()
 
 
+@kills(
+    "the loss of an answer includes padding",
+    "dpllm/models/losses.py",
+    "logits_BT.masked_fill(~own_BT, torch.finfo(logits_BT.dtype).min).log_softmax(1)",
+    "logits_BT.log_softmax(1)",
+)
 def test_the_loss_of_an_answer_ignores_padding():
     """The softmax of transformers' heads includes it; here a row's loss is that of the row alone."""
     start, end = torch.randn(3, 6, dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
@@ -261,6 +286,12 @@ def test_classes_of_tokens_are_averaged_over_the_labelled_tokens_of_a_row():
     )
 
 
+@kills(
+    "labels that do not fit the outputs are broadcast over the rows",
+    "dpllm/models/losses.py",
+    "if logits.ndim != 2 or labels.shape != logits.shape:",
+    "if logits.ndim != 2:",
+)
 @pytest.mark.parametrize("loss", [regression_loss, multi_label_loss])
 def test_labels_of_another_shape_than_the_outputs_are_refused(loss):
     """They would be broadcast over the rows."""

@@ -8,6 +8,7 @@ import torch
 from dpllm.config import ConfigError
 from dpllm.models.preference import COUPLED, DIVERGENCES, KINDS, PairLoss
 from tests import trl_data
+from tests.mutations import kills
 
 SMOOTHED = {"exo_pair": 1e-3, "robust": 0.1}
 OF_DIFFERENCES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop")
@@ -106,6 +107,12 @@ def test_a_pairs_loss_has_no_gradient_in_other_pairs(kind, divergence):
     torch.testing.assert_close(alone, whole, rtol=1e-12, atol=0)
 
 
+@kills(
+    "a loss that sorts all pairs is accepted",
+    "dpllm/models/preference.py",
+    "            if kind in COUPLED:",
+    "            if False:",
+)
 @pytest.mark.parametrize("kind", COUPLED)
 def test_losses_that_couple_pairs_are_refused_with_the_reason(kind):
     """They sort the batch, or average over its tokens."""

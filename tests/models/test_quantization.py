@@ -18,6 +18,7 @@ from dpllm.training.checks.fixed import FixedTensors
 from dpllm.training.checks.watch import WatchError
 from tests.ghost.loop import flat, row_gradients
 from tests.models.quantized import KINDS, adapted, batch, losses, save_model
+from tests.mutations import kills
 
 bnb = pytest.importorskip("bitsandbytes", reason="pip install 'dpllm[quantization]'")
 pytestmark = [
@@ -105,6 +106,12 @@ def test_a_bias_is_converted_before_the_run(tmp_path):
     }
 
 
+@kills(
+    "scales of quantised weights are not watched",
+    "dpllm/training/checks/fixed.py",
+    "for attribute, tensor in scales_of(module).items():",
+    "for attribute, tensor in ():",
+)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_scales_of_quantised_weights_are_watched_like_the_weights(folder, kind):
     """They are neither parameters nor buffers, and decide the values of the weights."""
@@ -132,6 +139,7 @@ def test_weights_in_a_layout_without_a_backward_pass_are_refused(folder):
         make_ready(model)
 
 
+@kills("a quantised weight may be trained", "dpllm/ghost/rules.py", "if is_packed(parameter):", "if False:")
 def test_a_quantised_weight_is_never_trained():
     """Packed values may have a floating type (bnb_4bit_quant_storage), with which PyTorch allows a gradient."""
     layer = bnb.nn.Linear4bit(64, 64, quant_storage=torch.float32).to("cpu")

@@ -16,6 +16,7 @@ from dpllm.models.starting_point import check_start, refuse_shared_records, shar
 from dpllm.privacy.ledger import read_ledger
 from dpllm.training.run import PrivateRun
 from tests.conftest import tiny_llama_config
+from tests.mutations import kills
 from tests.test_attacks import Stop
 from tests.training.test_run import ledger_of, loss_of, network, plan_of, rows_of
 from tests.training.test_trainer import arguments, rows, trainer
@@ -144,6 +145,12 @@ def test_weights_of_an_earlier_run_below_the_own_folder_are_those_of_another_run
     assert own == check_start(warm, tmp_path / "runs" / "first", False) == []
 
 
+@kills(
+    "a model in a folder inside that of a private run passes for a public one",
+    "dpllm/models/starting_point.py",
+    "for above in (place, *place.parents):",
+    "for above in (place,):",
+)
 def test_a_model_inside_the_folder_of_a_private_run_is_one_of_its(tmp_path):
     """A copied checkpoint or a student has no ledger beside it. A run counts its own; public weights are free."""
     (run := tmp_path / "run").mkdir()
@@ -211,6 +218,12 @@ def test_shared_records_are_counted_by_content(public, shared):
         assert "patient" not in str(error.value).lower()
 
 
+@kills(
+    "private records in the public text are not counted",
+    "dpllm/models/starting_point.py",
+    "return sum(any(key in known for key in _keys(texts, _SHORTEST_LINE))",
+    "return sum(False",
+)
 def test_one_of_many_records_in_the_public_text_is_refused():
     """Even a tiny share of the records is refused."""
     private = texts(*(f"record {number}" for number in range(1000)))

@@ -20,6 +20,7 @@ from dpllm.planning.new_recipe import NewRecipe, Wishes, new_recipe, task_of
 from dpllm.planning.suggest import Setting
 from dpllm.training.arguments import plan_for, training_arguments
 from dpllm.training.preflight import to_plan
+from tests.mutations import kills
 from tests.small_model import WORDS
 
 
@@ -69,6 +70,12 @@ def chosen(made: NewRecipe) -> list[tuple[str, Any, str]]:
     return [(item.key, item.value, item.reason) for item in made.settings]
 
 
+@kills(
+    "the batch of a new recipe follows the number of records of a user",
+    "dpllm/planning/new_recipe.py",
+    "batch, steps = rules.batch_and_steps(num_units)",
+    "batch, steps = rules.batch_and_steps(len(records))",
+)
 @pytest.mark.parametrize("unit_column", [None, "who"])
 def test_settings_do_not_depend_on_lengths_or_on_rows_per_user(tmp_path, base_model, here, unit_column):
     """Two data sets with the same N and other contents give the same recipe, to the letter; the look differs."""
@@ -198,6 +205,12 @@ def test_a_row_longer_than_the_model_is_refused(tmp_path, base_model, here):
         new_recipe(wishes(tmp_path / "absent.jsonl", base_model, max_length=65), here)
 
 
+@kills(
+    "a new recipe is computed from the weights of a private run",
+    "dpllm/planning/new_recipe.py",
+    "    refuse_private_start(wishes.model, wishes.start_is_independent)\n",
+    "",
+)
 def test_a_model_that_saw_private_records_is_refused(tmp_path, base_model, here):
     """The learning rate follows its weights; the declaration is that of the run, and the recipe has it."""
     trained = tmp_path / "trained"

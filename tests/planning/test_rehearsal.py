@@ -22,6 +22,7 @@ from dpllm.privacy.budget import read_budget
 from dpllm.training.trainer import DPTrainer
 from tests.cli.test_cli import run as command
 from tests.methods.tune.conftest import base_model  # noqa: F401
+from tests.mutations import kills
 from tests.small_model import WORDS
 
 RECIPE = """
@@ -86,6 +87,12 @@ def test_a_shorter_run_keeps_the_noise_of_a_step_and_of_the_released_weights(pat
     assert "40 of 160 steps" in short.words()[0] and len(short.words()) == 2
 
 
+@kills(
+    "a rehearsal takes a smaller batch without less noise",
+    "dpllm/planning/rehearsal.py",
+    "noise_multiplier=plan.noise_multiplier * batch / plan.expected_batch_size,",
+    "noise_multiplier=plan.noise_multiplier,",
+)
 def test_a_small_public_text_has_smaller_batches_with_the_same_noise_of_the_mean(path):
     """Batch and σ shrink by one factor, and the report of it says so."""
     run = suggested(path, *BANDS)
@@ -138,6 +145,12 @@ def test_a_fourth_rate_lies_beyond_the_better_edge(monkeypatch):
 # -------------------------------------------------------------- what may enter
 
 
+@kills(
+    "a rehearsal takes the private file for public text",
+    "dpllm/planning/public_text.py",
+    "    if same is not None:",
+    "    if False:",
+)
 def test_public_text_that_is_the_private_data_is_refused_by_name(path, tmp_path):
     """By any name of the file, without opening it; also the private held-out rows."""
     (tmp_path / "private.jsonl").write_text("{not JSON")

@@ -27,28 +27,30 @@ def swept(**change) -> NoiseSweep:
     return sweep_noise(**{**settings, "target_epsilon": 3.0, **change})
 
 
-MADE = swept()
+@pytest.fixture(scope="module")
+def made() -> NoiseSweep:
+    return swept()
 
 
-def test_bands_turn_the_recommended_batch_around():
+def test_bands_turn_the_recommended_batch_around(made):
     """At ε = 3 independent noise asks for the largest batches, and many bands for the smallest, at one compute."""
-    assert MADE.recommended_independent.expected_batch_size == 4096
-    chosen = MADE.recommended
+    assert made.recommended_independent.expected_batch_size == 4096
+    chosen = made.recommended
     assert chosen.expected_batch_size == 256 and chosen.options["bands"] >= 8
-    assert chosen.num_steps == 1640 and chosen.predicted_noise < MADE.recommended_independent.predicted_noise * 1.01
-    assert all(point.expected_batch_size * point.num_steps <= MADE.compute for point in MADE.points)
+    assert chosen.num_steps == 1640 and chosen.predicted_noise < made.recommended_independent.predicted_noise * 1.01
+    assert all(point.expected_batch_size * point.num_steps <= made.compute for point in made.points)
 
 
-def test_points_are_those_of_the_prediction_of_a_plan():
+def test_points_are_those_of_the_prediction_of_a_plan(made):
     """By σ‖w M⁻¹‖ over the signal b Σw; the least comes first."""
-    values = [point.predicted_noise for point in MADE.points]
-    assert values == sorted(values) and len(MADE.points) == 3 + 7 + 7 + 5 + 3
+    values = [point.predicted_noise for point in made.points]
+    assert values == sorted(values) and len(made.points) == 3 + 7 + 7 + 5 + 3
     draw = Draw(num_units=42_061, population=42_061, expected_batch_size=1024, max_batch_size=42_061)
     signal = 1024 * sum(linear(410).response)
     for bands in (1, 8):
         options = next(
             point
-            for point in MADE.points
+            for point in made.points
             if point.expected_batch_size == 1024
             and (point.options == "independent" if bands == 1 else point.options != "independent")
             and (bands == 1 or point.options.get("bands") == bands)
@@ -56,13 +58,13 @@ def test_points_are_those_of_the_prediction_of_a_plan():
         noise = noise_of(Spec.of(options.options))
         expected = predicted_noise(noise, draw, linear(410), 3.0, 410, 1e-6, "zero-out")
         assert options.predicted_noise == pytest.approx(expected / signal)
-    plain = next(p for p in MADE.independent if p.expected_batch_size == 1024)
+    plain = next(p for p in made.independent if p.expected_batch_size == 1024)
     assert plain.relative == 1.0 and plain.tensors_kept == 0
 
 
-def test_the_rule_takes_the_smallest_batch_and_then_the_least_memory():
+def test_the_rule_takes_the_smallest_batch_and_then_the_least_memory(made):
     """Of the points within 10 % of the least noise."""
-    (point, *_) = MADE.points
+    (point, *_) = made.points
     points = [
         dataclasses.replace(point, predicted_noise=noise, expected_batch_size=size, tensors_kept=kept)
         for noise, size, kept in ((1.0, 400, 2), (1.05, 200, 8), (1.1, 200, 4), (1.2, 100, 0))
@@ -79,15 +81,15 @@ def test_a_noise_of_given_bands_is_compared_with_independent_noise():
     assert {point.noise for point in plain.points if point.sampled} == {"independent"}
 
 
-def test_text_and_values_have_the_recommendation():
+def test_text_and_values_have_the_recommendation(made):
     """As an override of a recipe; every point is in the JSON."""
-    text, (head, rows) = noise_text(MADE), noise_rows(MADE)
-    bands = MADE.recommended.options["bands"]
+    text, (head, rows) = noise_text(made), noise_rows(made)
+    bands = made.recommended.options["bands"]
     assert f"1,640 steps of 256 units with privacy.noise={{kind: banded, bands: {bands}, strategy: geometric}}" in text
     assert "With independent noise: 102 steps of 4,096 units" in text and "25 points were compared" in text
     assert [row[0] for row in rows].count("→") == 1 and len(rows[0]) == len(head)
     assert [row[2] for row in rows].count("independent") == 3
-    values = json.loads(json.dumps(MADE.to_dict()))
+    values = json.loads(json.dumps(made.to_dict()))
     assert len(values["points"]) == 25 and values["recommended"]["expected_batch_size"] == 256
 
 

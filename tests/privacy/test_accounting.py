@@ -22,6 +22,7 @@ from dpllm.privacy.accounting import (
     merge,
 )
 from dpllm.privacy.calibration import calibrate_noise_multiplier, choose_max_batch_size
+from tests.mutations import kills
 
 RELATIONS = {
     "zero-out": dp_accounting.NeighboringRelation.REPLACE_SPECIAL,
@@ -82,6 +83,12 @@ VECTORS = [
 ]
 
 
+@kills(
+    "the Fourier transform is not tilted",
+    "dpllm/privacy/accounting.py",
+    "pld.compose(parts, pld.tilt_for(parts, delta=delta))",
+    "pld.compose(parts)",
+)
 @pytest.mark.parametrize(("sigma", "rate", "steps", "at", "zero", "replace", "coarse", "advantage", "renyi"), VECTORS)
 def test_reference_vectors(
     sigma: float,

@@ -49,6 +49,7 @@ from dpllm.report.statement import JSON_FILE, ReleaseNotes, write_report
 from dpllm.report.verify import verify
 from dpllm.training.shared_ledger import SharedLedger
 from tests import children
+from tests.mutations import kills
 
 # Full batches are the quickest to account for.
 FULL: dict[str, Any] = {"expected_batch_size": 1000, "noise_multiplier": 22.0}
@@ -77,6 +78,12 @@ def test_new_budget_reads_back(path: Path) -> None:
     assert dict(budget_rows(budget))["left"].startswith("ε = 3.0000 by subtraction")
 
 
+@kills(
+    "the budget of the data set is not asked",
+    "dpllm/privacy/budget.py",
+    "        _check_fits(budget, plan.event, plan.num_steps)\n        entry = ",
+    "        entry = ",
+)
 def test_runs_are_charged_until_the_budget_is_exhausted(path: Path) -> None:
     """Two runs fit, composed; the third is refused and leaves the file as it was; one as short as was said fits."""
     plan, other = make(**FULL), make(noise_multiplier=1.2)

@@ -21,6 +21,7 @@ from dpllm.privacy.plan import PLAN_FILE
 from dpllm.report.verify import verify
 from dpllm.training.shared_ledger import SharedLedger
 from tests.engines.test_guard import plan_of
+from tests.mutations import kills
 
 PLAN = dataclasses.replace(plan_of(0.8), num_steps=10, dataset="mail")
 
@@ -45,6 +46,12 @@ def resume(folder: Path, budget: Path | None = None) -> SharedLedger:
     return SharedLedger.open(folder / LEDGER_FILE, PLAN, Processes(), str(budget) if budget else None)
 
 
+@kills(
+    "a checkpoint's place in the ledger is not compared",
+    "dpllm/privacy/identity.py",
+    "    if steps_at(ledger, head.chain) == head.num_steps:\n",
+    "    if True:\n",
+)
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     """Its steps are not charged here, whether there are more of them or fewer."""
     begin(tmp_path / "a", 3)

@@ -19,6 +19,7 @@ from dpllm.mechanism.events import Step
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import ENTROPY_SEEDED, ENTROPY_SYSTEM, Ledger, LedgerError, is_being_written, read_ledger
 from dpllm.privacy.ledger_reader import steps_at
+from tests.mutations import kills
 
 STEP = Step(num_units=1000, sampling_rate=0.02, max_batch_size=52, noise_multiplier=1.0, clip_norm=0.5)
 
@@ -447,6 +448,7 @@ def test_a_ledger_that_another_process_writes_or_cuts_is_an_error(path: Path) ->
             ledger.append_step(1, PLAN.event)
 
 
+@kills("a copied ledger goes on", "dpllm/privacy/ledger.py", "    if noted not in possible:\n", "    if False:\n")
 def test_a_copied_ledger_is_not_continued_unless_adopted(path: Path) -> None:
     """Two copies that both go on would each state the ε of their own steps."""
     write(path, 2, end=None)

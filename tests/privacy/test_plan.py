@@ -16,6 +16,7 @@ from dpllm.mechanism.sampling import TruncatedPoissonSampler
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.plan import PrivacyPlan, format_plan, make_plan
 from dpllm.privacy.plan_parts import PlannedDraw, PlannedNoise, PlannedUnit, PlanPart
+from tests.mutations import kills
 
 
 def privacy(**change: Any) -> PrivacyConfig:
@@ -231,6 +232,12 @@ def by_example(**change: Any) -> PrivacyConfig:
     return privacy(**users, **change)
 
 
+@kills(
+    "rows that are drawn singly are accounted for as whole units",
+    "dpllm/mechanism/noise.py",
+    "rows_per_unit=draw.rows_per_unit or 1,",
+    "rows_per_unit=1,",
+)
 def test_rows_drawn_singly_are_planned_over_rows() -> None:
     """q is over the rows, nothing is truncated, and a step is charged for a unit with all its k rows."""
     plan = make_plan(by_example(), num_units=500, num_steps=50, num_examples=1000)

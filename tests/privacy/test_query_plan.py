@@ -17,6 +17,7 @@ from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerError
 from dpllm.privacy.plan import PLAN_FILE
 from dpllm.privacy.query_plan import Charge, QueryPlan, calibrated, load_plan, training_plan
 from tests.methods.queries.making import DELTA, OTHER, UNITS, VOTE, query_plan, train
+from tests.mutations import kills
 
 
 def test_a_plan_is_read_back_and_costs_all_its_charges(tmp_path: Path) -> None:
@@ -106,6 +107,12 @@ def test_impossible_charges_are_refused(fields, text: str) -> None:
         Charge(**{"name": "votes", "event": VOTE, "count": 1, **fields})
 
 
+@kills(
+    "a query run states only its own answers, and not the model that it builds on",
+    "dpllm/privacy/query_plan.py",
+    "        return [*(() if self.after is None else self.after.history), *self.own_history]",
+    "        return self.own_history",
+)
 def test_a_run_on_a_model_costs_both(tmp_path: Path) -> None:
     """ε is that of the training and of the answers together, from the ledger of the trained run."""
     trained = train(tmp_path / "trained")

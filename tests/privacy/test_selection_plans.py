@@ -19,6 +19,7 @@ from dpllm.privacy.ledger import Ledger, read_ledger
 from dpllm.privacy.plan import PrivacyPlan, format_plan, make_plan
 from dpllm.privacy.stated import claimed_history, stated_history, steps_allowed
 from dpllm.report.statement import privacy_report
+from tests.mutations import kills
 
 TEN = {"kind": "logarithmic", "mean": 10}
 
@@ -93,6 +94,18 @@ def test_a_truncated_plan_is_refused():
         dataclasses.replace(plan_of(), max_batch_size=60)
 
 
+@kills(
+    "a run of a selection states its own cost",
+    "dpllm/privacy/stated.py",
+    "if plan.selection is not None and contents.num_steps:",
+    "if plan.selection is None and contents.num_steps < 0:",
+)
+@kills(
+    "a run that no tuning selected has no open point",
+    "dpllm/report/definition.py",
+    "if plan.selection is None or SELECTED in contents.notes.facts:",
+    "if plan.selection is None or SELECTED:",
+)
 @pytest.mark.parametrize(("steps", "resumed"), [(20, 0), (7, 0), (7, 13)])
 def test_the_stated_steps_are_those_of_the_selection(tmp_path, steps, resumed):
     """Whether the run was complete, stopped early, or was resumed; a declaration of independence changes nothing."""

@@ -24,6 +24,8 @@ from dpllm.privacy.unused import is_used
 from dpllm.training.shared_ledger import SharedLedger
 from tests.conftest import tiny_llama_config
 from tests.methods.queries.making import budget_in, query_plan
+from tests.mutations import kills
+from tests.tiers import deep_case
 from tests.training.test_trainer import arguments, privacy, trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,6 +59,12 @@ def test_a_failure_before_the_first_step_gives_back_what_was_reserved(tmp_path: 
     assert is_used(path)
 
 
+@kills(
+    "of two new runs in a folder, one removes the ledger of the other",
+    "dpllm/privacy/unused.py",
+    "    with _locked(path) as held:",
+    "    path.unlink(missing_ok=True)\n    with _locked(path) as held:",
+)
 def test_of_two_new_runs_one_removes_the_unused_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other found it unused, too, and must not remove the ledger that the first one made in its place."""
     path = tmp_path / "run" / LEDGER_FILE
@@ -117,7 +125,7 @@ shared_ledger.SharedLedger.create(path, plan(), Processes(), budget_file=budget)
 
 @pytest.mark.parametrize(
     ("kind", "moment", "settled"),
-    [("answers", "after", False), ("training", "after", True), ("training", "before", False)],
+    [deep_case("answers", "after", False), ("training", "after", True), deep_case("training", "before", False)],
 )
 def test_a_kill_while_a_run_charges_leaves_no_entry_that_nobody_can_settle(
     tmp_path: Path, kind: str, moment: str, settled: bool

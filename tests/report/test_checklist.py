@@ -16,6 +16,7 @@ from dpllm.report.disclosures import DESTINATIONS, EVALUATION_DURING, TRAINING_L
 from dpllm.report.models import CrossCheck, Fact, PrivacyReport, WrittenOut
 from dpllm.report.models_front import SECTIONS, Settled
 from dpllm.report.statement import ReleaseNotes, privacy_report
+from tests.mutations import kills
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +86,12 @@ def test_people_settle_only_what_they_are_asked_to_check(report: PrivacyReport) 
             settled_by(asked, [answer])
 
 
+@kills(
+    "people settle a point that says that an audit refutes the claim",
+    "dpllm/report/checklist.py",
+    'Do not release it (see below).", _REPORT_IT)',
+    'Do not release it (see below).", None)',
+)
 def test_a_refuted_or_unselected_run_is_never_settled(report: PrivacyReport) -> None:
     """A statement about a point that nothing clears changes nothing."""
     refuted = completed(

@@ -24,6 +24,7 @@ from dpllm.report.models_front import SECTIONS
 from dpllm.report.pages import shown_beside
 from dpllm.report.statement import ReleaseNotes, notes_in, notes_of, privacy_report, render_markdown, write_report
 from dpllm.report.verify import verify
+from tests.mutations import kills
 
 NUM_STEPS = 20
 NOTES = ReleaseNotes(
@@ -109,6 +110,12 @@ def rows_drawn(**change: Any) -> PrivacyPlan:
     return PrivacyPlan(**{**fields, **change})
 
 
+@kills(
+    "a run that stops early states the steps it took",
+    "dpllm/privacy/stated.py",
+    "    return (*before, (event, taken + left))\n",
+    "    return tuple(history)\n",
+)
 @pytest.mark.parametrize("end", ["interrupted", "completed", "stopped early", None])
 def test_a_run_that_stops_early_states_the_epsilon_of_its_plan(tmp_path: Path, end: str | None) -> None:
     """Who stops because of what the run showed has used a mechanism of all planned steps; it is never "completed"."""

@@ -35,6 +35,7 @@ from dpllm.report.statement import (
     write_report,
 )
 from dpllm.report.verify import Verification, verification_rows, verify
+from tests.mutations import kills
 
 NUM_STEPS = 6
 NOTES = ReleaseNotes(data_holder="the clinic", utility={"perplexity": 12.5})
@@ -87,7 +88,6 @@ def test_good_run(good: Path) -> None:
     """Nothing was touched, so everything holds, the model card included; the result prints and is plain values."""
     result = verify(good)
     assert result.ok and failed(result) == {}
-    assert len(result.checks) == 15
     assert any(check.what == "README.md says the same" for check in result.checks)
     assert all(text.startswith("ok: ") for _, text in verification_rows(result))
     assert json.loads(json.dumps(result.to_dict()))["ok"] is True
@@ -486,6 +486,12 @@ def test_a_released_folder_is_what_its_ledger_says(released: Path) -> None:
     assert any("An audit of this model refutes the claim" in point for point in report["open_points"])
 
 
+@kills(
+    "released weights are not compared",
+    "dpllm/report/verify_release.py",
+    "for name, difference in checkpoints.differing(folder, named).items()",
+    "for name, difference in {}.items()",
+)
 def test_other_weights_in_the_folder(released: Path) -> None:
     """Edited, missing and added weights are named."""
     what = "the model's files are those that were saved"

@@ -21,6 +21,7 @@ from dpllm.training.argument_table import (
 )
 from dpllm.training.arguments import private_arguments, refuse_options
 from tests.conftest import tiny_llama_config
+from tests.mutations import kills
 
 pytestmark = pytest.mark.usefixtures("rows_not_compared")
 
@@ -211,6 +212,12 @@ def test_defaults_are_never_refused(tmp_path):
         refuse_options(kind(output_dir=str(tmp_path), use_cpu=True))
 
 
+@kills(
+    "options of TrainingArguments that break the guarantee are accepted",
+    "dpllm/training/argument_table.py",
+    "if entry.kind == REFUSED and hasattr(args, name):",
+    "if False:",
+)
 @pytest.mark.parametrize("name", [name for name, entry in ARGUMENTS.items() if entry.kind == REFUSED])
 def test_a_refused_option_is_refused_before_data_are_read(tmp_path, name):
     """By name, with the reason of the table. It is set on finished arguments, whose class refuses some itself."""
@@ -283,6 +290,12 @@ class Later(TrainingArguments):
         self.filled_in = self.filled_in or 8
 
 
+@kills(
+    "an option that nobody has looked at is accepted",
+    "dpllm/training/argument_table.py",
+    "    for name in unlisted(type(args), table):",
+    "    for name in ():",
+)
 def test_an_unknown_option_is_refused_unless_it_has_its_default(tmp_path):
     """Its effect on the guarantee is not known."""
     refuse_by_table(options(tmp_path, Later))

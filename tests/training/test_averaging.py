@@ -26,6 +26,7 @@ from dpllm.report.verify import verify as verify_folder
 from dpllm.training.averaging import AVERAGE_FOLDER, CHANGED, AverageError, Averaging
 from dpllm.training.checks.watch import WatchError
 from tests.conftest import tiny_llama_config
+from tests.mutations import kills
 from tests.training.test_trainer import arguments, privacy, rows, trainer
 
 pytestmark = pytest.mark.usefixtures("rows_not_compared")
@@ -212,6 +213,12 @@ def attack(folder, action, **more):
     return run
 
 
+@kills(
+    "weights enter an average before the watch has confirmed them",
+    "dpllm/training/averaging.py",
+    "        source.watch.confirm()\n",
+    "",
+)
 def test_weights_before_the_noise_cannot_enter(tmp_path):
     """Planted: the update without noise is written into the model, averaged, and the weights are put back."""
 
@@ -372,6 +379,12 @@ def test_the_average_of_another_run_is_refused(tmp_path):
     assert all(torch.equal(second.averaging._values[name], value) for name, value in kept.items())
 
 
+@kills(
+    "the values of a saved average are not compared",
+    "dpllm/training/averaging.py",
+    "        if sums != state",
+    "        if False and sums != state",
+)
 def test_values_that_were_edited_in_a_saved_average_are_refused(tmp_path):
     """One bit of one entry, two entries that change places, or a number of steps that the run has not taken."""
     run = trainer(tmp_path, args=arguments(tmp_path, save_strategy="steps", save_steps=4), average=EMA)

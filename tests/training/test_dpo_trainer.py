@@ -28,6 +28,7 @@ from dpllm.training.dpo_trainer import (  # noqa: E402
 )
 from dpllm.training.pair_losses import PairLosses  # noqa: E402
 from tests import trl_data  # noqa: E402
+from tests.mutations import kills  # noqa: E402
 from tests.tiers import deep_case  # noqa: E402
 
 C = 1e-3
@@ -140,6 +141,12 @@ def test_the_comparison_of_rows_finds_a_loss_that_follows_other_pairs(couples, t
         run.train()
 
 
+@kills(
+    "a reference that came with the data raises no question",
+    "dpllm/training/dpo_trainer.py",
+    "self._reference_points = [GIVEN_REFERENCE]",
+    "pass",
+)
 def test_the_reference_is_the_model_at_the_start_or_another_one_or_given(tmp_path):
     """Each number is computed of its pair alone; with an adapter the start is the base under it."""
     model, other = trl_data.model_and_reference()
@@ -156,6 +163,12 @@ def test_the_reference_is_the_model_at_the_start_or_another_one_or_given(tmp_pat
     assert GIVEN_REFERENCE in run.privacy_report()["open_points"]
 
 
+@kills(
+    "a reference of a private run needs no declaration",
+    "dpllm/training/dpo_trainer.py",
+    "self._reference_points += check_start(ref_model, args.output_dir, independent)",
+    "pass",
+)
 def test_a_reference_that_was_trained_privately_is_refused_unless_declared(tmp_path):
     """Its ledger may be of these pairs: it would bring them into every loss."""
     first = dpo(tmp_path / "first", privacy=trl_data.privacy(4, noise_multiplier=1.0, seed=None))
@@ -190,6 +203,12 @@ def test_a_run_leaves_a_report_that_names_the_loss_and_verifies(tmp_path):
     assert SHARED_PROMPTS not in json.loads((tmp_path / "privacy_report.json").read_text())["open_points"]
 
 
+@kills(
+    "prompts that pairs share raise no question",
+    "dpllm/training/dpo_trainer.py",
+    "*([SHARED_PROMPTS] if self._shares_prompts else [])",
+    "",
+)
 def test_prompts_that_pairs_share_are_an_open_point_unless_users_are_units(tmp_path):
     """A prompt in k pairs is protected k times less."""
     twice = SHAPES["prompt"].select([0, 0, 1, 2])

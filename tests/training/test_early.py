@@ -29,6 +29,7 @@ from dpllm.training.step import private_step
 from tests.conftest import tiny_llama_config
 from tests.ghost.test_group_wise import always
 from tests.mechanism.test_per_layer import model_of, named_layers, trainable
+from tests.mutations import kills
 from tests.scarce import BreaksOff, Gate
 from tests.training.test_step import Rows, loss_of
 
@@ -129,6 +130,12 @@ def test_the_gradients_are_those_of_a_loop_over_single_units(tmp_path, monkeypat
     assert run.engine.early.count == 2 * (len(run.parameters) - late)
 
 
+@kills(
+    "a gradient that is finished in the backward pass gets no noise",
+    "dpllm/training/release.py",
+    "self._hand_in(parameter, total, add, last=True)",
+    "self._hand_in(parameter, total, add, last=False)",
+)
 def test_an_empty_step_is_noise(tmp_path, monkeypatch):
     """A step without units has a microbatch of padding."""
     always(monkeypatch)
@@ -179,6 +186,12 @@ def scarce(run, tokens, when):
     return refused
 
 
+@kills(
+    "gradients of a pass that ran out of memory are kept",
+    "dpllm/training/step.py",
+    "                    release.drop()\n",
+    "",
+)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("is_checked", [True, False], ids=["first step", "later step"])
 def test_after_memory_ran_out_each_unit_and_each_noise_is_there_once(tmp_path, monkeypatch, is_checked, method):

@@ -10,6 +10,7 @@ from transformers import TrainingArguments
 from dpllm import DPTrainer, PrivacyConfig
 from dpllm.config import ConfigError
 from tests.ghost.media import SIDE, TOKEN, freeze_tower, llava, whisper
+from tests.mutations import kills
 
 
 def image_rows(count=40):
@@ -67,6 +68,12 @@ def test_a_run_counts_its_rows_and_keeps_its_tower(kind, gradients, tmp_path):
     assert moved and not any("vision" in name for name in moved)
 
 
+@kills(
+    "a row with several images beside one with none",
+    "dpllm/training/microbatches.py",
+    "    _check_media(inputs, rows, collate)\n",
+    "",
+)
 def test_a_row_that_would_take_the_image_of_another_is_refused(tmp_path):
     """The collator lists all images one after the other: beside a row with two, a row without gets one of them."""
     rows = [dict(row) for row in image_rows()]

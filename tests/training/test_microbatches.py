@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from dpllm.data.units import UnitIndex
 from dpllm.training.microbatches import PADDING_UNIT, TOKENS_PER_MICROBATCH, best_cuts, deal, microbatches
+from tests.mutations import kills
 
 
 def collate(rows):
@@ -304,6 +305,12 @@ def test_a_microbatch_needs_a_bound(max_rows, max_tokens):
         cut(UnitIndex.one_row_per_unit(2), [1, 1], [0], max_rows, max_tokens=max_tokens)
 
 
+@kills(
+    "rows that fill a microbatch up count for its last unit",
+    "dpllm/training/microbatches.py",
+    "(0, more), constant_values=PADDING_UNIT)",
+    '(0, more), "edge")',
+)
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_in_steps_rows_are_added_and_no_unit_changes(data):

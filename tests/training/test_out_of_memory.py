@@ -23,6 +23,7 @@ from dpllm.training.microbatches import Microbatch, RowsTaken, microbatches
 from dpllm.training.out_of_memory import MicrobatchTooLargeError, OutOfMemory, attempt
 from dpllm.training.step import private_step
 from tests.conftest import tiny_llama_config
+from tests.mutations import kills
 from tests.reference.zoo import enable_checkpointing
 from tests.scarce import Gate, more_than
 
@@ -133,6 +134,18 @@ def single_units(owners):
     return total
 
 
+@kills(
+    "half of a microbatch on which memory ran out is lost",
+    "dpllm/training/out_of_memory.py",
+    "self._waiting.extendleft(reversed(halves))",
+    "self._waiting.appendleft(halves[0])",
+)
+@kills(
+    "a unit whose rows are divided for lack of memory is clipped part by part",
+    "dpllm/training/microbatches.py",
+    "self.taken[:cut].microbatch(unit_B[:cut], 0, True, share)",
+    "self.taken[:cut].microbatch(unit_B[:cut], 1, share=share)",
+)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("limit", [30, 8])  # of up to 48 tokens: memory runs out once, and until rows are single
 @pytest.mark.parametrize("owners", OWNERS.values(), ids=OWNERS.keys())
@@ -297,6 +310,12 @@ class Coupled(nn.Module):
         return x - x.mean(0, keepdim=True)
 
 
+@kills(
+    "a pass on which memory ran out counts as watched",
+    "dpllm/ghost/hooks.py",
+    "        output = self.uses.end(output)\n",
+    "        output = self.uses.end(output)\n        self.uses.proved = True\n",
+)
 def test_a_first_pass_that_broke_off_has_not_shown_that_every_use_is_seen():
     """The pass after it is watched: a weight used out of sight would be missing from the norms."""
     model = Functional(model_with(more_than(30))[0])

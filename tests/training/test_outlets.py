@@ -23,6 +23,7 @@ from dpllm.report.statement import ReleaseNotes
 from dpllm.report.verify import verify
 from dpllm.training.outlets import LOST_NOTES
 from tests.conftest import tiny_llama_config
+from tests.mutations import kills
 from tests.training.test_trainer import arguments, privacy, rows, trainer
 
 pytestmark = pytest.mark.usefixtures("rows_not_compared")
@@ -47,6 +48,12 @@ STRAY_WEIGHTS = {
 }
 
 
+@kills(
+    "methods of a Trainer of one's own are no open point",
+    "dpllm/training/outlets.py",
+    "for name in own_methods(self):",
+    "for name in ():",
+)
 def test_methods_of_ones_own_that_run_within_training_are_an_open_point(tmp_path):
     """They read losses, as callbacks do."""
 
@@ -217,6 +224,12 @@ def test_create_model_card_keeps_the_guarantee(finished):
         finished.create_model_card(dataset_args="test")
 
 
+@kills(
+    "everything in the folder is uploaded",
+    "dpllm/report/publishing.py",
+    "    return sorted(names)\n",
+    "    return sorted(path.name for path in folder.iterdir() if path.is_file())\n",
+)
 def test_pushing_takes_an_allow_list(finished, hub):
     """A run whose losses stayed with it has no open point; no file that ε does not cover is uploaded."""
     report = finished.privacy_report()

@@ -13,6 +13,7 @@ from dpllm.engines.errors import EngineError
 from dpllm.ghost import NoRuleError
 from dpllm.training.checks.independence import IndependenceError
 from dpllm.training.checks.stamps import WatchError
+from tests.mutations import kills
 from tests.training.test_run import FEATURES, ledger_of, loss_of, network, plan_of, rows_of
 
 
@@ -36,6 +37,12 @@ def gradients_of(run, optimizer, model, units, loss=loss_of):
     return torch.stack(found)
 
 
+@kills(
+    "one unit at a time, a call gets rows of several units",
+    "dpllm/training/microbatches.py",
+    "return [(unit, unit + 1) for unit in range(len(rows_U))]",
+    "return [(0, len(rows_U))] if len(rows_U) else []",
+)
 @pytest.mark.parametrize("max_rows", [5, 1])
 def test_a_run_releases_the_sums_of_ghost_norms(max_rows, tmp_path):
     """Units of one to three rows, in one call or in three; a step without a unit; the report names the method."""
@@ -231,6 +238,12 @@ def test_a_unit_that_is_not_finite_is_counted_and_the_step_goes_on(tmp_path):
     run.detach()
 
 
+@kills(
+    "one unit at a time, no noise is added",
+    "dpllm/training/release.py",
+    "            if last:  # each",
+    "            if last and not self._clipper.one_unit:  # each",
+)
 def test_the_noise_is_added_once(tmp_path):
     """With several units in a step, and without one: as many deviations in each entry as the plan says."""
     found = []
@@ -337,6 +350,12 @@ def released_by_two_tables(folder, units, noise_multiplier):
     return 8 * found.view(2, FEATURES)
 
 
+@kills(
+    "one unit at a time, a gradient that autograd shares between parameters is taken as a sum",
+    "dpllm/ghost/per_unit.py",
+    "total.add_(gradient.to(total.dtype), alpha=factor)",
+    "total.take_(gradient.to(total.dtype) if factor == 1 else gradient.to(total.dtype) * factor)",
+)
 def test_parameters_whose_gradient_is_one_tensor_have_sums_of_their_own(tmp_path):
     """The gradient of a unit below the clip norm was taken as the sum of both: others entered it twice (2.5 C)."""
 

@@ -43,6 +43,7 @@ from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.step import private_step
 from tests.conftest import tiny_llama_config
 from tests.distributed.matrix import NoLedger
+from tests.mutations import kills
 from tests.scarce import Gate, more_than
 
 UNITS, ROWS, LIMIT = 12, 3, 20  # seconds after which a thread that should have been called was not
@@ -263,6 +264,12 @@ def test_a_data_set_that_only_its_own_thread_can_read_is_refused_before_the_star
     free.close()
 
 
+@kills(
+    "a collator's own tensors wait to be run",
+    "dpllm/training/microbatches.py",
+    "own_copy(by_name(collate(own_rows(rows))))",
+    "by_name(collate(own_rows(rows)))",
+)
 def test_a_collator_that_fills_the_same_tensors_again_does_not_move_rows():
     """The next rows would replace those of a microbatch that waits or runs, and their units would count twice."""
     usual, filled = Data(), Data()
@@ -367,6 +374,12 @@ def draws(rows):
     return torch.stack(rows) + 0 * torch.rand(len(rows), 4)
 
 
+@kills(
+    "a data set that seeds the generators runs next to the model",
+    "dpllm/training/prefetch.py",
+    "self.shares |= found.shares",
+    "pass",
+)
 @pytest.mark.parametrize("make", [seeds, runs_a_model, draws])
 def test_a_collator_that_shares_numbers_or_a_model_with_the_pass_does_not_run_next_to_it(make, tmp_path):
     """Dropout would be drawn from the collator's public seed, and a checkpoint recompute another mask."""

@@ -17,6 +17,7 @@ from dpllm.models.merging import MERGED_FOLDER
 from dpllm.report.verify import verify
 from dpllm.training.checks.watch import WatchError
 from tests.models.quantized import batch, save_model
+from tests.mutations import kills
 from tests.tiers import deep_case
 from tests.training.test_trainer import arguments, privacy
 
@@ -101,6 +102,12 @@ def test_a_run_with_evaluations_ends_with_an_adapter_and_a_merged_model_that_ver
     torch.testing.assert_close(whole, adapted, rtol=0, atol=1e-4 if exact else 0.2)
 
 
+@kills(
+    "the merged model is not named in the ledger",
+    "dpllm/training/trainer.py",
+    "note_release(self.ledger, folder / MERGED_FOLDER, {})",
+    "pass",
+)
 def test_a_changed_merged_model_is_found(tmp_path, base):
     """Its files are named by hash, in the ledger of the run and in its own copy."""
     run = trainer(tmp_path, model_of(base, **NF4), merge_adapter=True)
@@ -186,6 +193,12 @@ def test_frozen_weights_that_are_written_end_the_run(tmp_path, base, callback):
         run.train()
 
 
+@kills(
+    "weights that were calibrated with texts raise no question",
+    "dpllm/models/starting_point.py",
+    "points += calibration_points(model)",
+    "pass",
+)
 def test_a_base_quantised_with_texts_is_an_open_point(tmp_path, base):
     """GPTQ and AWQ choose the weights by activations of sample texts."""
     model = model_of(base, **NF4)

@@ -1,6 +1,7 @@
 """Rows of another kind are refused in one line."""
 
 import dataclasses
+from functools import cache
 
 import numpy as np
 import pytest
@@ -16,7 +17,12 @@ from dpllm.training.rows import TrainingRows
 from dpllm.training.run import PrivateRun
 
 TEXT = [[token % 7, 1, 2] for token in range(40)]
-PLAN = make_plan(PrivacyConfig(noise_multiplier=1.0, clip_norm=1.0, expected_batch_size=8), num_units=40, num_steps=4)
+
+
+@cache
+def small_plan():
+    config = PrivacyConfig(noise_multiplier=1.0, clip_norm=1.0, expected_batch_size=8)
+    return make_plan(config, num_units=40, num_steps=4)
 
 
 def rows_of(**change):
@@ -62,13 +68,13 @@ def test_a_field_of_another_kind_is_refused_in_one_line(change, says):
 def test_a_fetch_of_another_kind_is_refused_before_the_folder_is_made(fetch, says, tmp_path):
     """No ledger, and so no budget, is begun."""
     with pytest.raises(ConfigError, match=says):
-        PrivateRun.start(tmp_path / "run", PLAN, rows_of(fetch=fetch))
+        PrivateRun.start(tmp_path / "run", small_plan(), rows_of(fetch=fetch))
     assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
 
 
 def begun(folder, **change):
     model = nn.Linear(3, 1)
-    run = PrivateRun.start(folder, PLAN, rows_of(**change))
+    run = PrivateRun.start(folder, small_plan(), rows_of(**change))
     return run, model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
@@ -100,11 +106,11 @@ def test_a_run_is_finished_once_and_a_resume_beside_it_names_the_process(tmp_pat
     run.attach(model, optimizer)
     next(run.draws(1))
     with pytest.raises(LedgerError, match=r"It is a run of this process: call finish\("):
-        PrivateRun.resume(tmp_path / "run", PLAN, rows_of())
+        PrivateRun.resume(tmp_path / "run", small_plan(), rows_of())
     run.finish("failed")
     with pytest.raises(LedgerError, match=r"finish\(\) was called before .*|has ended: finish"):
         run.finish()
-    again = PrivateRun.resume(tmp_path / "run", PLAN, rows_of())
+    again = PrivateRun.resume(tmp_path / "run", small_plan(), rows_of())
     assert again.ledger.num_steps == 1
     again.finish("failed")
 

@@ -31,6 +31,7 @@ from dpllm.training.rows import TrainingRows
 from dpllm.training.run import PrivateRun
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.step import private_step
+from tests.mutations import kills
 
 pytestmark = pytest.mark.usefixtures("rows_not_compared")
 
@@ -440,6 +441,15 @@ def _with_optimizer(model):
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
+@kills(
+    "a draw can be stepped over twice",
+    "dpllm/training/checks/outstanding.py",
+    (
+        "        drawn, charged, self._unit_ids, self._charged = self._unit_ids, self._charged, None, None\n"
+        "        return drawn, charged\n"
+    ),
+    "        return self._unit_ids, Charged(self._charged.num_steps, self._charged.step)\n",
+)
 def test_only_the_outstanding_draw_is_stepped_over_and_once(tmp_path):
     """Chosen units, a draw that was used, one that was changed and an older one are refused."""
     run, _, optimizer = attached(tmp_path, plan_of(num_steps=6))
@@ -660,6 +670,12 @@ def test_discrete_noise_is_refused_before_a_charge_where_an_engine_has_no_comple
     assert read_ledger(tmp_path / LEDGER_FILE).num_steps == 0
 
 
+@kills(
+    "a run with discrete noise does not count the trained parameters",
+    "dpllm/training/attached.py",
+    "        plan.mechanism.require_entries(sum(parameter.numel() for parameter in clipper.parameters.values()))\n",
+    "",
+)
 def test_discrete_noise_is_refused_before_a_charge_for_more_parameters_than_its_accounting_covers(
     tmp_path, monkeypatch
 ):

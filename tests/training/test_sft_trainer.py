@@ -14,6 +14,7 @@ from dpllm.config import ConfigError  # noqa: E402
 from dpllm.data.records import DataError  # noqa: E402
 from dpllm.training.trainer import DPTrainer  # noqa: E402
 from tests import trl_data  # noqa: E402
+from tests.mutations import kills  # noqa: E402
 
 SHAPES = trl_data.shapes(8)
 C = 1e-2
@@ -66,6 +67,12 @@ def test_leaving_out_an_example_moves_the_sum_by_the_bound_at_most(tmp_path):
     assert 0.99 * C < trl_data.distance(*sums) <= C * (1 + 1e-5)
 
 
+@kills(
+    "the column of users is lost when examples are prepared",
+    "dpllm/training/sft_trainer.py",
+    "keep = [privacy.unit_column] if privacy.unit_column else []",
+    "keep = []",
+)
 def test_users_are_units_and_the_model_may_be_a_folder_with_an_adapter(tmp_path):
     """The column of users comes through the preparation; a name, and peft_config, as in TRL."""
     trl_data.model().save_pretrained(tmp_path / "base")
@@ -104,6 +111,12 @@ def test_token_ids_may_be_taken_as_they_are(tmp_path):
         sft(tmp_path, ids, config={"dataset_kwargs": {"add_special_tokens": False}})
 
 
+@kills(
+    "the mark that a tokenizer cut long texts is lost when rows are prepared",
+    "dpllm/data/supervised.py",
+    "for name in MARKS_OF_UNITS if",
+    "for name in MARKS_OF_UNITS[:1] if",
+)
 def test_pieces_of_longer_texts_need_the_number_of_their_text(tmp_path):
     """Each piece would be a unit; the mark of a tokenizer comes through the preparation."""
     pieces = Dataset.from_dict({"input_ids": [[5, 6, 7]] * 4, "overflow_to_sample_mapping": [0, 0, 1, 2]})
@@ -120,6 +133,12 @@ class Unread:
         raise AssertionError(f"the data were read: {name}")
 
 
+@kills(
+    "options of TRL that couple rows are accepted",
+    "dpllm/training/argument_table.py",
+    "if entry.kind == REFUSED and hasattr(args, name):",
+    "if False:",
+)
 @pytest.mark.parametrize(
     ("config", "says"),
     [

@@ -13,6 +13,7 @@ from dpllm.privacy.ledger import Ledger, read_ledger
 from dpllm.training.microbatches import microbatches
 from dpllm.training.step import private_step
 from tests.ghost.test_two_passes import Growing
+from tests.mutations import kills
 
 N, T = 40, 3
 
@@ -71,6 +72,12 @@ def step(model, plan, ledger, unit_ids, seed=None, max_rows=3):
     return done, torch.cat([p.grad.flatten().double() for p in model.parameters()])
 
 
+@kills(
+    "the sum is divided by the realised batch",
+    "dpllm/training/release.py",
+    "last=last, scale=self._scale, to_total",
+    "last=last, scale=1 / max(1, microbatch.num_units), to_total",
+)
 def test_without_noise_the_gradient_is_the_clipped_sum_over_the_expected_batch_size(tiny_llama, tmp_path):
     """Divided by b of the plan, not by the number of units that were drawn."""
     plan, ledger = make(tmp_path, noise_multiplier=0.0)
@@ -85,6 +92,18 @@ def test_without_noise_the_gradient_is_the_clipped_sum_over_the_expected_batch_s
     assert done.num_units == 3 and done.num_clipped == 3 and done.num_nonfinite == 0 and done.mean_loss > 0
 
 
+@kills(
+    "the noise is not added in the step",
+    "dpllm/training/release.py",
+    "        if self._wants_total:\n            return\n        name, stddev",
+    "        if True:\n            return\n        name, stddev",
+)
+@kills(
+    "the noise is added in every microbatch",
+    "dpllm/training/release.py",
+    "            if last:  # each",
+    "            if True:  # each",
+)
 def test_the_noise_has_deviation_sigma_c_over_b_and_is_added_once(tiny_llama, tmp_path):
     """The noise is on every trainable entry, for any number of microbatches."""
     plan, ledger = make(tmp_path, noise_multiplier=2.0)
@@ -100,6 +119,13 @@ def test_the_noise_has_deviation_sigma_c_over_b_and_is_added_once(tiny_llama, tm
     assert abs(float(noise.mean())) < 5 * expected / noise.numel() ** 0.5
 
 
+@kills(
+    "the noise of a step with one microbatch is not written",
+    "dpllm/training/release.py",
+    "self._noise.write_share_(name, total.total, stddev, rank, size)",
+    "total.total.zero_()",
+)
+@kills("the step is not charged", "dpllm/training/step.py", "    ledger.append_step(number, plan.event)\n", "")
 def test_an_empty_step_is_taken_with_noise_alone(tiny_llama, tmp_path):
     """Skipping it would reveal that no unit was drawn."""
     plan, ledger = make(tmp_path)
@@ -222,6 +248,12 @@ def test_after_a_step_that_failed_half_way_the_engine_takes_no_other(tiny_llama,
     assert ledger.num_steps == 1
 
 
+@kills(
+    "the comparison of a second backward pass is not read before the update",
+    "dpllm/training/step.py",
+    "        clipper.settle()\n",
+    "",
+)
 @pytest.mark.parametrize("grows", [1, 2, 3])
 def test_a_second_pass_that_is_not_repeatable_reaches_no_update(grows, tiny_llama, tmp_path):
     """The host reads the comparison once a step, before the update, whichever microbatch it is of."""

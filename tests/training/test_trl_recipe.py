@@ -12,6 +12,7 @@ from dpllm.config.recipe import refuse_trainer
 from dpllm.data.units import UnitIndex
 from dpllm.report.verify import verify
 from tests import tiers, trl_data
+from tests.mutations import kills
 
 FORMATS = {"sft": "prompt_completion", "dpo": "preference"}
 
@@ -96,6 +97,12 @@ def test_sections_that_contradict_each_other_are_refused(trainer, overrides, say
         recipe(tmp_path, trainer, *overrides)
 
 
+@kills(
+    "options of TRL's trainers are not checked before the records are read",
+    "dpllm/training/preflight.py",
+    'refuse_options(args, table_of(section.get("trainer")))',
+    "pass",
+)
 @pytest.mark.parametrize(
     ("trainer", "override", "says"),
     [
@@ -119,6 +126,12 @@ def test_options_are_refused_before_anything_is_read(trainer, override, says, tm
             check_recipe(made, to_train)
 
 
+@kills(
+    "a recipe with rows of TRL's shapes is audited on other rows",
+    "dpllm/config/recipe.py",
+    "    if trainer is not None:",
+    "    if False:",
+)
 def test_programs_that_make_rows_themselves_refuse_such_a_recipe(tmp_path):
     """They would train on other rows and losses than the recipe says."""
     made = recipe(tmp_path, "dpo")

@@ -25,6 +25,7 @@ from dpllm.data.rows import tokenize_records
 from dpllm.privacy.ledger import read_ledger
 from dpllm.training.checks.watch import WatchError
 from tests.conftest import tiny_llama_config
+from tests.mutations import kills
 from tests.small_model import WORDS, save_small_model
 
 pytestmark = pytest.mark.usefixtures("rows_not_compared")
@@ -169,6 +170,12 @@ def test_neighbours_move_the_sum_by_at_most_2_c(tmp_path, folder, tokenizer, for
     assert 0 < float((ends[0][1] - ends[1][1]).norm()) <= 2 * 0.01 / 6 * (1 + 1e-4)
 
 
+@kills(
+    "the ids of users are lost when raw columns become rows",
+    "dpllm/training/rows_trainer.py",
+    'keep = [privacy.unit_column] if privacy.unit == "user" and privacy.unit_column else []',
+    "keep = []",
+)
 def test_users_of_raw_rows_are_units(tmp_path, folder):
     """Their ids travel with the rows; a long record that is cut is one unit."""
     rows = texts().add_column("who", [1, 1, 2, 2, 3, 3])
@@ -340,6 +347,12 @@ def test_string_labels_have_the_numbers_of_their_names(tmp_path, folder, tokeniz
             made(tmp_path, head(folder), rows, data={"class_names": ["a", "no"]}, processing_class=tokenizer)
 
 
+@kills(
+    "the function that makes the model may read the private rows",
+    "dpllm/models/given.py",
+    "if any(_is_one_of(value, private) for value in _read_by(model_init)):",
+    "if False:",
+)
 def test_model_init_is_called_once_and_may_not_read_the_data(tmp_path, folder):
     """Its weights would depend on rows; and a second call would make another model than the checked one."""
     calls, rows = [], texts()
@@ -392,6 +405,12 @@ def accuracy(prediction):
     return {"accuracy": float((guesses == labels)[labels != -100].mean())}
 
 
+@kills(
+    "functions for metrics that see private rows within training are not an open point",
+    "dpllm/training/outlets.py",
+    "for name in own_metrics(self):",
+    "for name in ():",
+)
 @pytest.mark.parametrize("public", [False, True])
 def test_metrics_are_computed_and_counted(tmp_path, folder, public):
     """On private rows each evaluation is a disclosure; on rows that are declared public none is."""
@@ -457,6 +476,12 @@ def test_metrics_steer_nothing_on_private_rows(tmp_path, folder):
         made(tmp_path, folder, texts(), args=args, eval_dataset=texts(), compute_metrics=accuracy)
 
 
+@kills(
+    "raw rows that are set later are not compared with the private rows",
+    "dpllm/training/trainer.py",
+    "        self._make_later_rows()\n",
+    "",
+)
 def test_raw_rows_of_the_training_are_not_declared_public(tmp_path, folder):
     """They are compared as rows, also where they are set later."""
     raw = texts()

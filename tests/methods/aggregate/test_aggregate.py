@@ -26,6 +26,7 @@ from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.budget import BudgetError, create_budget
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.report.verify import verify
+from tests.mutations import kills
 from tests.small_model import WORDS, save_small_model
 
 TARGET = ("privacy.noise_multiplier=null", "privacy.target_epsilon=8")
@@ -96,6 +97,12 @@ def test_a_release_that_verifies(recipe, tmp_path):
     assert not verify(tmp_path / "run").ok
 
 
+@kills(
+    "questions are charged after the groups have answered",
+    "dpllm/methods/aggregate/aggregate.py",
+    "    for question, _ in ways:\n        run.charge(charge_name(question))\n",
+    "",
+)
 def test_every_question_is_charged_before_a_record_reaches_the_model(recipe, echoed, monkeypatch):
     """Also those whose answers turn out empty."""
     charged = []
@@ -173,6 +180,12 @@ def test_users_enter_with_all_their_records(recipe, echoed, monkeypatch):
     assert all(len(names) == 2 for names in people) and len(set.union(*people)) == 20
 
 
+@kills(
+    "each open question takes the whole share of δ for thresholds",
+    "dpllm/methods/aggregate/aggregate.py",
+    "/ max(num_open, 1)",
+    "/ 1",
+)
 def test_open_questions_share_the_delta_of_their_thresholds(recipe):
     """Three of them: together a tenth of δ."""
     questions = [{"name": f"q{n}", "kind": "open", "ask": "a"} for n in range(3)]
@@ -245,6 +258,12 @@ def test_a_file_in_the_place_of_the_answers_is_neither_replaced_nor_charged_for(
     assert [(path.name, path.read_text()) for path in (tmp_path / "run").iterdir()] == [("answers.json", "my own")]
 
 
+@kills(
+    "a group that gave no answer is left out of the number of groups",
+    "dpllm/methods/aggregate/aggregate.py",
+    "if len(answers) != num_groups:",
+    "if False:",
+)
 def test_an_answer_that_is_missing_is_refused(recipe, echoed, monkeypatch):
     """The number of groups is public, and so the noise of a mean."""
     monkeypatch.setattr(Asker, "texts", lambda self, groups, ask: ["3"] * 19)

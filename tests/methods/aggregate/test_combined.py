@@ -14,6 +14,7 @@ from dpllm.methods.aggregate.section import Question
 from dpllm.methods.aggregate.thresholded import ThresholdedCounts
 from dpllm.methods.queries.randomness import Randomness
 from dpllm.privacy.accounting import delta, epsilon
+from tests.mutations import kills
 
 NUMBERS = ["1", "5", "3.3", "-40", "9" * 400, "none", "", "1e99", "٣", "nan", "inf", "-0", "2,500", "4 or 5", "1,23"]
 
@@ -37,6 +38,18 @@ def sums(way, answers):
     return numbers, change
 
 
+@kills(
+    "the number that a group answers is not clipped to its range",
+    "dpllm/methods/aggregate/combined.py",
+    'value = min(max(float(found[0].replace(",", "")), self.low), self.high)',
+    'value = min(float(found[0].replace(",", "")), 1e300)',
+)
+@kills(
+    "whether a group gave a number moves the sums by more than the noise is for",
+    "dpllm/methods/aggregate/combined.py",
+    "ANSWERED = math.isqrt(3 * STEPS * STEPS)",
+    "ANSWERED = 4 * STEPS",
+)
 @pytest.mark.parametrize(("low", "high"), [(1.0, 5.0), (-1e12, 1e12), (0.0, 1e-300), (0.1, 0.3)])
 def test_one_group_moves_the_sums_of_a_mean_by_no_more_than_the_noise_is_for(low, high):
     """Any answer instead of any other: numbers of any size, words, and nothing."""
@@ -65,6 +78,12 @@ def test_the_mean_is_that_of_the_groups_that_gave_a_number():
     assert 1 <= way.released(["1"] * 4, 0.01, lambda n, c: [n[0] * 1.5, n[1]])["mean"] <= 5
 
 
+@kills(
+    "the noise of votes is that of a vote which one answer gains and none loses",
+    "dpllm/methods/aggregate/combined.py",
+    "VOTE_CHANGE = math.sqrt(2)",
+    "VOTE_CHANGE = 1.0",
+)
 @pytest.mark.parametrize("way", [Votes(("yes", "no", "it depends")), OpenVotes(5.0, 3)])
 def test_one_group_moves_the_counts_by_the_root_of_two(way):
     """A vote goes from one answer to another; for open answers, over all answers that there could be."""
@@ -94,6 +113,12 @@ def test_the_counts_of_listed_answers_are_released_with_the_largest():
     assert found["answer"] == "no" and found["groups"] == {"yes": 1, "no": 3}
 
 
+@kills(
+    "open answers are released whatever their counts are",
+    "dpllm/methods/aggregate/combined.py",
+    "if pair[1] >= least",
+    "if True",
+)
 def test_open_answers_below_the_threshold_are_not_released():
     """1 + z s, whatever the answer; noise may hide more."""
     way = OpenVotes(2.0, 2)

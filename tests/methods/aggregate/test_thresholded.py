@@ -11,6 +11,7 @@ from dpllm.mechanism.query import Query
 from dpllm.methods.aggregate.thresholded import ThresholdedCounts
 from dpllm.privacy import comparison
 from dpllm.privacy.accounting import delta, epsilon
+from tests.mutations import kills
 
 DELTA = 1e-5
 SPREAD = 40
@@ -67,6 +68,12 @@ def test_without_a_threshold_the_answer_itself_is_seen():
     assert exact_delta(first, second, 4.0) > 0.999 > 10 * delta([(event, 1)], 4.0)
 
 
+@kills(
+    "the threshold of open answers is no part of δ",
+    "dpllm/methods/aggregate/thresholded.py",
+    "return [(_with_failure(pmf, count, beta), times) for",
+    "return [(pmf, times) for",
+)
 def test_the_threshold_is_part_of_delta():
     """β of each answer is in δ for every ε, and no ε is left when it exceeds δ."""
     event = ThresholdedCounts(noise_multiplier=10.0, margin=4.0)

@@ -21,6 +21,7 @@ from dpllm.privacy.plan import PLAN_FILE
 from dpllm.privacy.query_plan import load_plan
 from dpllm.report.verify import verify
 from tests.cli.test_generating import invoke
+from tests.mutations import kills
 from tests.report.test_standing import folder_of
 from tests.small_model import save_small_model
 
@@ -96,6 +97,12 @@ def test_mistakes_are_found_before_a_charge(recipe, overrides, words):
     assert not (Path("made") / LEDGER_FILE).exists()
 
 
+@kills(
+    "an evolution takes a model that a private run trained",
+    "dpllm/methods/evolve/evolving.py",
+    "        refuse_private_start(name, recipe.model is not None and recipe.model.start_is_independent)\n",
+    "        pass\n",
+)
 def test_a_model_of_a_private_run_is_refused(recipe, tmp_path):
     """Its texts depend on private records, and ε of the votes would not cover them; in a folder inside, too."""
     (tmp_path / "run").mkdir()

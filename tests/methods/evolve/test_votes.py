@@ -13,6 +13,7 @@ from dpllm.config import ConfigError
 from dpllm.methods.evolve.evolution import sigma_for
 from dpllm.methods.evolve.votes import exact_votes, nearest, noisy_votes, votes_charge
 from dpllm.privacy.accounting import epsilon
+from tests.mutations import kills
 
 
 @st.composite
@@ -28,6 +29,12 @@ def people(draw):
     return records, units, labels, rng.normal(size=(num_candidates, 2)), [str(n % 2) for n in range(num_candidates)]
 
 
+@kills(
+    "a unit with several records votes several times in a step",
+    "dpllm/methods/evolve/votes.py",
+    "share_N = 1.0 / rows_of_unit[units] if",
+    "share_N = np.ones(len(units)) if",
+)
 @given(people(), st.booleans())
 @settings(deadline=None, max_examples=60)
 def test_a_unit_votes_once(made, labelled):
@@ -46,6 +53,12 @@ def test_a_unit_votes_once(made, labelled):
         assert change.min() >= -1e-9 and change.sum() <= 1 + 1e-9
 
 
+@kills(
+    "a unit moves the votes of others by rounding",
+    "dpllm/methods/evolve/votes.py",
+    "return np.rint(np.clip(vectors / largest, -_FARTHEST, _FARTHEST) * steps)",
+    "return vectors",
+)
 @pytest.mark.parametrize("labelled", [False, True])
 def test_a_unit_moves_no_vote_of_another(labelled):
     """Where two candidates are the same text, or their distances differ by rounding only: a product of matrices rounds
@@ -101,6 +114,13 @@ class Run:
         return np.random.default_rng().normal(0, stddev, shape)
 
 
+@kills(
+    "votes of an evolution have no noise",
+    "dpllm/methods/evolve/votes.py",
+    "return exact + run.randomness.gaussian(len(exact), stddev)",
+    "return exact",
+)
+@kills("votes of an evolution are not charged", "dpllm/methods/evolve/votes.py", "    run.charge(CHARGE)\n", "")
 def test_votes_are_charged_and_then_get_their_noise():
     """The noise has the deviation of the plan; votes never leave without it."""
     run = Run()

@@ -19,6 +19,7 @@ from dpllm.mechanism.parts import Draw, Spec
 from dpllm.mechanism.workload import Workload
 from dpllm.methods.federated.distributed import DistributedNoise, DistributedStep
 from dpllm.privacy.accounting import delta, epsilon
+from tests.mutations import kills
 
 NUMBERS = {"num_units": 100, "sampling_rate": 0.5, "noise_multiplier": 1.5}
 ROUND = DistributedStep(**NUMBERS, max_batch_size=100, min_batch_size=11, dropouts=0.2)
@@ -28,6 +29,12 @@ def draw_of(num_units=100, batch=50):
     return Draw(num_units=num_units, population=num_units, expected_batch_size=batch, max_batch_size=num_units)
 
 
+@kills(
+    "the rounds that are given up cost nothing",
+    "dpllm/methods/federated/distributed.py",
+    "return super().failure + float(",
+    "return super().failure + 0 * float(",
+)
 def test_the_cost_is_that_of_discrete_noise_and_of_the_rounds_given_up():
     """With a sensitivity of exactly C: there is no floating-point sum. A failure adds (1 + e^ε) β to δ."""
     plain = DiscreteStep(**NUMBERS, sensitivity=1.0)

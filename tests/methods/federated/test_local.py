@@ -17,6 +17,7 @@ from dpllm.methods.federated.participant import Participant, bounded
 from dpllm.methods.federated.section import FederateConfig
 from dpllm.methods.federated.secure import ProtocolError
 from tests.methods.federated.small import plan_of
+from tests.mutations import kills
 
 ROWS = [{"input_ids": [number % 17 + 1 for number in range(start, start + 6)]} for start in range(12)]
 OTHERS = [{"input_ids": [3, 3, 3, 9]}] * 5
@@ -148,6 +149,12 @@ def request_of(plan, changes):
     return {"task": "update", "round": 0, "plan": plan.hash, "weights": b"", **changes}
 
 
+@kills(
+    "a client answers a server with another plan",
+    "dpllm/methods/federated/participant.py",
+    'if request["plan"] != self._plan.hash:',
+    "if False:",
+)
 @pytest.mark.parametrize(
     ("secure", "changes", "match"),
     [

@@ -14,6 +14,7 @@ from dpllm.methods.federated.rounds import Rounds, against_the_server, require_f
 from dpllm.methods.federated.transport import DroppingOut, InMemory
 from dpllm.privacy.accounting import epsilon
 from tests.methods.federated.small import SIZE, Charged, Vector, plan_of, rounds_of
+from tests.mutations import kills
 
 
 class Counting:
@@ -37,6 +38,12 @@ def moved(model):
     return model.weight.detach().numpy().astype(np.float64)
 
 
+@kills(
+    "the cohort of a federated round has a fixed size",
+    "dpllm/methods/federated/rounds.py",
+    "plan.mechanism.sampler.steps(secret_rng())",
+    "iter(lambda: secret_rng().permutation(plan.num_units)[: plan.expected_batch_size], None)",
+)
 def test_a_cohort_is_a_poisson_sample_of_all_clients():
     """Every client enters with probability q, independently of the others: sizes vary as those of a binomial."""
     plan, made = plan_of(num_clients=20, batch=6, rounds=600), []
@@ -52,6 +59,12 @@ def test_a_cohort_is_a_poisson_sample_of_all_clients():
     assert abs(again) < 5 / np.sqrt(600 * 20)
 
 
+@kills(
+    "the sum of a federated round is divided by the realised cohort",
+    "dpllm/methods/federated/rounds.py",
+    "mean = total / self._plan.expected_batch_size",
+    "mean = total / max(1, len(drawn))",
+)
 def test_the_sum_is_divided_by_the_public_size():
     """Whatever the cohort: with the realised size the mean of equal updates would always be the same."""
     plan, made = plan_of(num_clients=30, batch=10, rounds=12, noise_multiplier=0.0), []
@@ -64,6 +77,12 @@ def test_the_sum_is_divided_by_the_public_size():
     assert len({len(cohort) for cohort in made[0].cohorts}) > 1
 
 
+@kills(
+    "the update of a client is not bounded",
+    "dpllm/methods/federated/participant.py",
+    "return update if size <=",
+    "return update if size >",
+)
 @pytest.mark.parametrize("secure", [False, True])
 def test_no_client_moves_the_sum_by_more_than_the_clip_norm(secure):
     """Through the public rounds, with an update of norm 100, of infinity, and of NaN; the noise is taken away."""
@@ -79,6 +98,12 @@ def test_no_client_moves_the_sum_by_more_than_the_clip_norm(secure):
         assert np.linalg.norm(moved(model) * 6) == pytest.approx(norm, abs=0.02)
 
 
+@kills(
+    "a trusted server adds no noise to the sum of the updates",
+    "dpllm/methods/federated/rounds.py",
+    "self._noise.add_share_(",
+    "(lambda *_, **__: None)(",
+)
 def test_a_trusted_server_adds_the_noise_of_the_plan_once():
     """Also to an empty cohort, of which nothing else tells."""
     plan = plan_of(num_clients=2000, batch=1, rounds=60, clip_norm=0.5, noise_multiplier=1.5)

@@ -17,6 +17,7 @@ from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.report.verify import verify
 from dpllm.training import finetune
+from tests.mutations import kills
 from tests.small_model import WORDS, save_small_model
 from tests.tiers import deep_case
 
@@ -99,6 +100,12 @@ def test_a_run_says_what_it_was_and_verifies(recipe_file, secure, tmp_path, caps
     assert not verify(output).ok
 
 
+@kills(
+    "a client gets the rows that have the numbers of its records",
+    "dpllm/methods/federated/run.py",
+    "return rows, unit_index_of(rows, ",
+    "return rows, unit_index_of(records, ",
+)
 def test_a_client_has_rows_of_its_own_split_records_only(recipe_file, tmp_path, monkeypatch):
     """The numbers of records were taken for those of rows: pieces of one person's texts trained several clients."""
     seen = []

@@ -11,6 +11,7 @@ pytest.importorskip("cryptography")
 from dpllm.methods.federated import secure
 from dpllm.methods.federated.secure import ProtocolError, divide, recover, secure_sum
 from dpllm.methods.federated.transport import DroppingOut, InMemory
+from tests.mutations import kills
 
 
 class Seen:
@@ -64,6 +65,12 @@ def test_the_sum_is_exact_whenever_clients_leave(stage):
     assert np.array_equal(total, vector_UD[summed].sum(0))
 
 
+@kills(
+    "a round with fewer survivors than have noise enough is released",
+    "dpllm/methods/federated/secure.py",
+    "    if len(masked) < threshold:",
+    "    if len(masked) < 2:",
+)
 @pytest.mark.parametrize("stage", secure.STAGES)
 def test_a_round_of_too_few_is_given_up(stage):
     clients = Seen(InMemory(6, answering(vectors())), dict.fromkeys(range(3), stage))
@@ -169,6 +176,12 @@ def test_a_client_masks_for_no_cohort_of_its_own_and_believes_no_changed_share()
             secure.mask(wrong, dict(states[0]), np.zeros(3, np.uint64))
 
 
+@kills(
+    "a client of secure aggregation reveals both secrets of another client",
+    "dpllm/methods/federated/secure.py",
+    "len(everyone) != len(survivors) + len(dropouts) or not",
+    "not",
+)
 @pytest.mark.parametrize(
     "change",
     [
@@ -193,6 +206,12 @@ def test_a_client_reveals_once():
         secure.reveal({**request, "survivors": [0, 1, 3], "dropouts": [2]}, states[0])
 
 
+@kills(
+    "a client answers a round again, with fresh noise",
+    "dpllm/methods/federated/secure.py",
+    "    if number <= last:",
+    "    if False:",
+)
 @pytest.mark.parametrize("stage", ["shares", "unmask", "answered"])
 def test_a_client_begins_a_round_once(stage):
     """Its update with fresh noise would be one more release, and two shares of one round let a server cancel noise."""

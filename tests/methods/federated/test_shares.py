@@ -10,6 +10,7 @@ from scipy import stats
 
 from dpllm.methods.federated.shares import Shares
 from tests.methods.federated.small import plan_of
+from tests.mutations import kills
 
 
 @pytest.mark.parametrize("size", [1, 37, 5000])
@@ -31,6 +32,12 @@ def test_a_sum_modulo_2_64_is_read_as_the_sum():
     assert shares.read(total) == pytest.approx(updates.sum(0), abs=9 * 2.0**-13)
 
 
+@kills(
+    "clients share the noise of a round among the whole cohort, so that dropouts take their part with them",
+    "dpllm/methods/federated/shares.py",
+    "math.sqrt(event.min_batch_size)",
+    "math.sqrt(event.max_batch_size)",
+)
 def test_the_noise_of_a_client_is_its_share():
     """Discrete Gaussian of 2^16 steps, whatever the update; n of them have σC."""
     plan = plan_of(num_clients=40, batch=40, secure=True, clip_norm=2.0, max_batch_size=40)

@@ -11,6 +11,7 @@ from dpllm.methods.pate.panel import Panel
 from dpllm.methods.pate.section import VotedTokens
 from dpllm.methods.pate.trainings import OneBase
 from tests.conftest import tiny_llama_config
+from tests.mutations import kills
 
 VOCABULARY, BARRED = 44, (0, 7)
 PROMPTS = [[1, 5, 9, 20], [1, 3], [2]]
@@ -75,6 +76,12 @@ def test_no_row_of_a_teacher_changes_another_teacher_or_a_candidate(kind):
         assert torch.equal(alone, after)
 
 
+@kills(
+    "the candidates of a token are those of a teacher",
+    "dpllm/methods/pate/panel.py",
+    "self._scores(self._public, None)",
+    "self._scores(self._public, self._teachers[0])",
+)
 @pytest.mark.parametrize("candidates", [6, None])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_a_teacher_votes_as_it_would_by_itself(candidates, temperature):

@@ -7,8 +7,15 @@ import pytest
 
 from dpllm.data.units import UnitIndex
 from dpllm.methods.pate.partition import Partition
+from tests.mutations import kills
 
 
+@kills(
+    "teachers share units",
+    "dpllm/methods/pate/partition.py",
+    "np.flatnonzero(self.teacher_of == teacher)",
+    "np.flatnonzero(self.teacher_of >= teacher)",
+)
 @pytest.mark.parametrize(("num_units", "num_teachers"), [(10, 3), (7, 7), (1000, 50)])
 def test_every_unit_has_one_teacher_and_teachers_share_none(num_units, num_teachers):
     """The whole guarantee rests on it: a unit changes one vote."""

@@ -9,6 +9,7 @@ from dpllm.config.query_recipe import load_query_recipe
 from dpllm.data.records import DataError
 from dpllm.methods.pate.prepare import prepare
 from dpllm.methods.pate.votes import CHECKS, LABELS, TOKENS
+from tests.mutations import kills
 from tests.small_model import WORDS
 
 
@@ -30,6 +31,12 @@ def test_noise_is_calibrated_to_labels_and_checks(school):
     assert dict(plan.settings)["votes for a label, threshold"] == 3.0
 
 
+@kills(
+    "the public texts may hold private records",
+    "dpllm/methods/pate/prepare.py",
+    "    refuse_shared_records(private, recipe.data, prompts, prompts_data, options.max_shared_records, _KEYS)\n",
+    "",
+)
 def test_texts_that_hold_private_records_are_refused(school):
     """They would be published with their labels, by name of the recipe's keys, and without the text."""
     text = f"{WORDS[0]} {WORDS[0]} small man"
@@ -43,6 +50,12 @@ def test_texts_that_hold_private_records_are_refused(school):
     assert any("Up to 1 of the private records" in point for point in declared.points)
 
 
+@kills(
+    "held-out private records are published with labels of teachers",
+    "dpllm/methods/pate/prepare.py",
+    "    if held_out is not None and not recipe.data.eval_is_public:",
+    "    if False:",
+)
 def test_texts_that_hold_held_out_records_are_refused_unless_these_are_public(school, tmp_path):
     """N does not count them, so no ε would cover their publication."""
     held_out = tmp_path / "held_out.jsonl"

@@ -23,6 +23,7 @@ from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.report.verify import verify
 from tests.methods.pate.school import TEACHERS, write_recipe
+from tests.mutations import kills
 from tests.small_model import WORDS
 
 
@@ -71,6 +72,12 @@ def test_another_unit_changes_the_votes_of_one_teacher(tmp_path, monkeypatch):
     assert np.linalg.norm((counts - others).astype(float), axis=1).max() <= VOTE_CHANGE
 
 
+@kills(
+    "a teacher goes on where the one before ended",
+    "dpllm/methods/pate/trainings.py",
+    "tensor.copy_(values[name])",
+    "pass",
+)
 def test_a_teacher_starts_where_every_teacher_starts(school, tmp_path):
     """Whatever was trained before: otherwise later teachers would have seen earlier units."""
     classroom = rooms.Classroom(school(model={"peft": {"r": 2, "target_modules": "all-linear"}}))
@@ -92,6 +99,12 @@ def test_scores_that_are_not_finite_are_still_one_vote(school):
     assert classes.dtype == np.int64 and set(classes) <= {0, 1}
 
 
+@kills(
+    "one label of all is charged",
+    "dpllm/methods/pate/release.py",
+    "run.charge(vote.answers, vote.most_labels)",
+    "run.charge(vote.answers)",
+)
 @pytest.mark.parametrize("confident", [False, True])
 def test_labels_are_charged_before_they_are_drawn_with_the_planned_noise(school, monkeypatch, confident):
     """All texts, or all checks and the planned labels; noise of σ on every count, and of σ₁ on every check."""

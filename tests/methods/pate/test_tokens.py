@@ -15,6 +15,7 @@ from dpllm.methods.queries.randomness import Randomness
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from tests.methods.pate.school import TEACHERS
+from tests.mutations import kills
 
 END = 9
 
@@ -65,6 +66,16 @@ def _all_vote(candidate, texts=3, places=5):
     return np.full((TEACHERS, texts, places), candidate)
 
 
+@kills(
+    "the realised length of texts is charged",
+    "dpllm/methods/pate/release.py",
+    "        _charge(vote, run)\n        self.left",
+    (
+        "        winners = self.winners\n"
+        "        self.winners = lambda own: run.charge(vote.answers, len(own.counts_NC)) or winners(own)\n"
+        "        self.left"
+    ),
+)
 def test_every_planned_token_is_charged_though_texts_end_at_once(started, monkeypatch):
     """How long a text is depends on the votes; a charge of that length would be no bound."""
     _without_noise(monkeypatch)
@@ -129,6 +140,12 @@ def test_votes_of_the_public_model_are_added_to_its_token(started, monkeypatch):
         assert written_tokens(Known(_all_vote(1)), votes, 1) == [[5]] * 3
 
 
+@kills(
+    "more tokens are released than are charged",
+    "dpllm/methods/pate/release.py",
+    "if places > min(self.left, self._places):",
+    "if False:",
+)
 def test_more_places_than_are_charged_are_refused(started):
     """Whoever asks: the charge was fixed beforehand."""
     run, prepared = started(max_answers=2)

@@ -9,6 +9,7 @@ from scipy import stats
 from dpllm.audit.bounds import trial_bounds
 from dpllm.methods.pate.votes import CHECKS, LABELS, NO_LABEL, VOTE_CHANGE, Ballots, Vote
 from dpllm.privacy.accounting import epsilon
+from tests.mutations import kills
 
 
 def _history(vote, noise_multiplier):
@@ -23,6 +24,12 @@ def test_the_reference_numbers(queries, stddev, expected, adjacency):
     assert found == pytest.approx(expected, abs=0.005)
 
 
+@kills(
+    "a vote is thought to change the counts by 1",
+    "dpllm/methods/pate/votes.py",
+    "VOTE_CHANGE = math.sqrt(2)",
+    "VOTE_CHANGE = 1.0",
+)
 def test_checks_and_labels_compose_to_the_gaussian_of_their_sum():
     """The charge of confident GNMax: n/σ₁² + 2M/σ², as one Gaussian mechanism (analytic δ)."""
     vote = Vote(300, threshold=30.0, max_answers=80, check_noise=2.0)
@@ -34,6 +41,12 @@ def test_checks_and_labels_compose_to_the_gaussian_of_their_sum():
     assert exact == pytest.approx(1e-6, rel=5e-3)
 
 
+@kills(
+    "checks whether teachers agree are not charged",
+    "dpllm/methods/pate/votes.py",
+    "return [labels, (CHECKS, check, self.num_prompts)]",
+    "return [labels]",
+)
 def test_every_text_is_charged():
     """One label each, or every check and all planned labels, however many are given."""
     assert [(name, count) for name, _, count in Vote(7).charges(1.0)] == [(LABELS, 7)]
@@ -60,6 +73,12 @@ def test_one_teacher_moves_the_counts_by_the_square_root_of_two():
     assert np.abs(counts[0].max(axis=1) - counts[1].max(axis=1)).max() <= 1  # the check
 
 
+@kills(
+    "teachers vote with their scores",
+    "dpllm/methods/pate/votes.py",
+    'if classes_N.dtype.kind != "i" or classes_N.shape != (num_prompts,):',
+    "if False:",
+)
 @pytest.mark.parametrize(
     "votes",
     [
@@ -83,6 +102,12 @@ def test_a_vote_is_for_a_class(votes):
         Ballots(3, 2).add(np.array(votes))
 
 
+@kills(
+    "votes get no noise",
+    "dpllm/methods/pate/votes.py",
+    "np.argmax(counts_NC + noise_NC, axis=1)",
+    "np.argmax(counts_NC, axis=1)",
+)
 def test_the_largest_noisy_count_wins():
     """The noise decides, not only the counts."""
     counts = np.array([[10, 9, 0], [3, 2, 5]])
@@ -99,6 +124,12 @@ def test_noise_of_another_shape_is_refused():
         Vote(2, 1.0, 1).winners(counts, np.zeros((2, 2)), np.zeros(1))
 
 
+@kills(
+    "labels are given that are not charged",
+    "dpllm/methods/pate/votes.py",
+    "within_N = np.cumsum(passed_N) <= self.most_labels",
+    "within_N = passed_N",
+)
 def test_no_more_labels_than_are_charged():
     """The check decides by the largest count with its own noise, and labels end when all are given."""
     vote = Vote(5, threshold=6.0, max_answers=2)

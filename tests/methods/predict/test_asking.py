@@ -9,6 +9,7 @@ from dpllm.config import ConfigError, ModelConfig
 from dpllm.methods.predict import asking as module
 from dpllm.methods.predict.asking import Asker, Limits
 from dpllm.models.load import load_tokenizer
+from tests.mutations import kills
 from tests.small_model import WORDS, save_small_model
 
 GROUPS = [
@@ -84,6 +85,12 @@ def test_the_listed_answer_is_the_one_that_the_records_make_likelier(loaded):
     assert len(set(found)) > 1
 
 
+@kills(
+    "the prompts of a pass are as long as its longest record makes them",
+    "dpllm/methods/predict/asking.py",
+    "self._greedy(part, self.length(ask))",
+    "self._greedy(part, max(map(len, part)))",
+)
 def test_no_shape_depends_on_a_record(loaded, monkeypatch):
     """Every pass has the public length and number of rows, so other groups' answers cannot follow from a record."""
     shapes = []

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dpllm.methods.predict.groups import checked_groups, secret_groups
+from tests.mutations import kills
 
 
 def test_groups_are_disjoint_and_secret():
@@ -30,6 +31,12 @@ def test_too_few_units(num_units, size, count):
         secret_groups(num_units, size, count)
 
 
+@kills(
+    "a unit may be in two groups of a private prediction",
+    "dpllm/methods/predict/groups.py",
+    "if len(np.unique(units)) < len(units):",
+    "if False:",
+)
 @pytest.mark.parametrize("groups", [[[0, 1], [1, 2]], [[0, 0], [1, 2]]])
 def test_a_record_in_two_groups_is_refused(groups):
     """Planted: parallel composition would not hold."""

@@ -14,6 +14,7 @@ from dpllm.config import ConfigError
 from dpllm.methods.predict.model import require_independent_rows
 from dpllm.models.continuation import Continuation
 from tests.conftest import tiny_llama_config
+from tests.mutations import kills
 
 
 def llama():
@@ -66,6 +67,12 @@ class Linear8bitLt(nn.Module):
         self.state = SimpleNamespace(threshold=6.0)
 
 
+@kills(
+    "a model whose rows depend on each other predicts privately",
+    "dpllm/methods/predict/model.py",
+    "if not apart <= _RELATIVE:",
+    "if False:",
+)
 def test_independence_is_measured():
     """A model whose rows couple, and one whose cache is wrong, are refused; a sound one passes."""
     require_independent_rows(llama(), 8, 4, 2)

@@ -22,6 +22,7 @@ from dpllm.methods.predict.run import CHARGE, FREE_TEXTS, plan_prediction, predi
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.report.verify import verify
+from tests.mutations import kills
 from tests.small_model import WORDS, save_small_model
 from tests.tiers import deep_case
 
@@ -69,6 +70,12 @@ def test_a_release_that_verifies(recipe, kind):
     assert result.ok, [check for check in result.checks if not check.passed]
 
 
+@kills(
+    "a private prediction charges fewer tokens than its texts may have",
+    "dpllm/methods/predict/run.py",
+    "run.charge(CHARGE, tokens.tokens)",
+    "run.charge(CHARGE, 1)",
+)
 def test_every_token_is_charged_before_the_first_whatever_the_texts_become(recipe, monkeypatch):
     """Planted: a charge of the realised length. Each text ends at once here, and all T tokens are charged before."""
     charged = []
@@ -118,6 +125,12 @@ def test_users_enter_with_all_their_records(recipe, monkeypatch):
     assert len({name for group in people for names in group for name in names}) == 20
 
 
+@kills(
+    "the plan of a private prediction charges one text of each group, and the groups make several",
+    "dpllm/methods/predict/plan.py",
+    "return self.texts_of_group * self.max_new_tokens",
+    "return self.max_new_tokens",
+)
 def test_more_texts_than_groups_cost_more(recipe):
     """Two texts of each group: twice the tokens are charged to a unit, and the target still holds."""
     one, two = (plan_prediction(recipe(f"predict.texts={texts}"), 40) for texts in (4, 8))

@@ -12,6 +12,7 @@ from dpllm.methods.predict import sampler as module
 from dpllm.methods.predict.prompts import Template
 from dpllm.methods.predict.sampler import GroupSampler, TextLimits
 from dpllm.methods.predict.scores import Scoring
+from tests.mutations import kills
 from tests.small_model import save_small_model
 
 RECORDS = [["the small dog"], ["a red house and the old man"], ["one bridge"], ["seven clouds under one bridge"]]
@@ -65,6 +66,12 @@ def test_neighbours_through_model_and_tokenizer(loaded, drawn, scoring, one):
     assert 0 < moved.max() - moved.min() <= 2 / scoring.noise_multiplier
 
 
+@kills(
+    "the number of a user's records shows in the shape of a pass",
+    "dpllm/methods/predict/sampler.py",
+    "            empty = most - len(unit)",
+    "            empty = 0 if unit else most",
+)
 def test_the_rows_of_the_passes_are_public(loaded, monkeypatch):
     """Users with other numbers of records, or none, leave the shapes of all passes and the places of others alone."""
     given = []

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dpllm.methods.predict.scores import MOST, STEPS, Scoring
+from tests.mutations import kills
 
 V = 40
 EXTREME = [float("inf"), float("-inf"), float("nan"), 1e30, -1e30, 0.0, 3.7]
@@ -32,6 +33,18 @@ def some_logits(rows, seed):
     return logits_RV
 
 
+@kills(
+    "the scores of a private prediction are not clipped",
+    "dpllm/methods/predict/scores.py",
+    ".round().clamp(-MOST, MOST).long()",
+    ".clamp(-1e15, 1e15).round().long()",
+)
+@kills(
+    "each record of a user adds to the scores as much as a whole user may",
+    "dpllm/methods/predict/scores.py",
+    'torch.div(steps_RV, rows_of_unit_R[:, None], rounding_mode="trunc")',
+    "steps_RV",
+)
 @pytest.mark.parametrize("scoring", scorings())
 @pytest.mark.parametrize("rows_of_unit", [1, 3])
 def test_a_unit_is_bounded_and_moves_the_average_by_no_more(scoring, rows_of_unit):

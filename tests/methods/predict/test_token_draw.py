@@ -12,8 +12,15 @@ from dp_accounting import rdp
 from dpllm.mechanism.catalogue import from_fields, to_fields
 from dpllm.methods.predict.token_draw import TokenDraw, rho_within
 from dpllm.privacy.accounting import delta, epsilon
+from tests.mutations import kills
 
 
+@kills(
+    "ρ of a token is half of what the range of its scores has",
+    "dpllm/methods/predict/token_draw.py",
+    "return 0.5 * (moved / self.noise_multiplier) ** 2",
+    "return 0.25 * (moved / self.noise_multiplier) ** 2",
+)
 @pytest.mark.parametrize(
     ("tokens", "clip", "size", "temperature", "figure"),
     [(100, 10.0, 250, 2.0, 0.900), (500, 10.0, 1000, 2.0, 0.484), (500, 0.62774, 8, 1.0, 10.000)],

@@ -26,6 +26,7 @@ from dpllm.privacy.query_plan import Charge
 from dpllm.privacy.stated import stated_history
 from dpllm.report.verify import verify
 from tests.methods.queries.making import DELTA, OTHER, VOTE, budget_in, query_plan, train
+from tests.mutations import kills
 
 
 def asked(folder: Path, votes: int = 4, others: int = 2, independent: bool = False, **more) -> QueryRun:
@@ -54,6 +55,12 @@ def test_a_charge_is_on_the_disk_before_the_answer(tmp_path: Path) -> None:
     assert read_ledger(tmp_path / "run" / LEDGER_FILE).end == "stopped early"
 
 
+@kills(
+    "a query run charges more answers than it planned",
+    "dpllm/methods/queries/run.py",
+    "        if count > self._left[name]:",
+    "        if False:",
+)
 @pytest.mark.parametrize(
     ("name", "count", "text"),
     [
@@ -77,6 +84,12 @@ def test_no_more_than_planned_is_charged(tmp_path: Path, name: str, count, text:
         run.charge("others")
 
 
+@kills(
+    "a second query run in a folder hides the first",
+    "dpllm/methods/queries/run.py",
+    "        if is_used(path) or",
+    "        if",
+)
 def test_a_second_run_in_the_folder_is_refused(tmp_path: Path) -> None:
     """It would hide the answers of the first: also where only its plan is left, or another process writes there."""
     asked(tmp_path / "run")
@@ -115,6 +128,12 @@ def test_a_run_that_asked_nothing_makes_way(tmp_path: Path) -> None:
     assert spent(budget) == query_plan().epsilon
 
 
+@kills(
+    "a query run drops the disclosures of the run whose place it takes",
+    "dpllm/methods/queries/run.py",
+    "            ledger.append_disclosure(what, count)\n        plan.save",
+    "            pass\n        plan.save",
+)
 def test_what_a_run_without_answers_wrote_out_is_listed_by_the_run_in_its_place(tmp_path: Path) -> None:
     """Exact results were shown before a charge, or `dpllm evaluate` measured in the folder: ε covers neither."""
     with pytest.raises(RuntimeError), QueryRun.begin(tmp_path / "run", query_plan(), dataset="chats") as bad:
@@ -125,6 +144,18 @@ def test_what_a_run_without_answers_wrote_out_is_listed_by_the_run_in_its_place(
     assert "exact figures" in (tmp_path / "run" / "privacy_report.md").read_text()
 
 
+@kills(
+    "the answers of a query run are charged to no budget",
+    "dpllm/privacy/query_budget.py",
+    "        put((*budget.entries, *prior, entry))",
+    "        put((*budget.entries, *prior))",
+)
+@kills(
+    "a query run that stopped early states the answers that it gave",
+    "dpllm/privacy/stated.py",
+    "    if contents.notes.stopped_independently and not contents.torn_steps:",
+    "    if True:",
+)
 def test_the_whole_plan_is_charged_to_the_budget_before_the_first_answer(tmp_path: Path) -> None:
     """It stays charged after a stop that may follow from the answers, and after an error."""
     budget, plan = budget_in(tmp_path), query_plan()
@@ -205,6 +236,12 @@ def test_a_run_names_the_data_set_of_its_plan(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@kills(
+    "the model that a query run builds on is not in the budget",
+    "dpllm/privacy/query_budget.py",
+    "        prior = _prior_entry(budget, plan)",
+    "        prior = ()",
+)
 def test_a_trained_model_is_in_the_budget_exactly_once(tmp_path: Path) -> None:
     """By its own entry, or by one that the first run on it adds; the run states both together."""
     full = {"expected_batch_size": 1000, "noise_multiplier": 60.0}
@@ -338,6 +375,12 @@ def test_a_file_of_a_later_call_that_was_edited_is_found(tmp_path: Path) -> None
     assert not verify(tmp_path / "run").ok
 
 
+@kills(
+    "a composition counts the steps that a model had at the first run on it, and not those taken since",
+    "dpllm/privacy/compose.py",
+    "            if known is None or cost(plan.after.history) > cost(known):",
+    "            if known is None:",
+)
 def test_a_model_that_was_trained_on_between_two_runs_is_composed_with_all_its_steps(tmp_path: Path) -> None:
     """The first run knows 5 steps of it, and the second one 20: whoever has both has seen the result of 20."""
     trained = train(tmp_path / "trained", steps=20, stop_after=5)

@@ -23,6 +23,7 @@ from dpllm.privacy.query_plan import load_plan
 from dpllm.privacy.same_rows import KEY_FILE, remember_records
 from dpllm.report.verify import verify
 from tests.methods.synthesize.test_making import Parrot
+from tests.mutations import kills
 from tests.report.test_standing import folder_of
 
 CLASSES = ("pub", "cafe", "bar")
@@ -56,6 +57,12 @@ def counted(noise: float = 20.0) -> Labels:
     )
 
 
+@kills(
+    "the histogram of labels of a synthetic data set is exact",
+    "dpllm/methods/synthesize/counted.py",
+    "noisy = charge_and_count(run, units, exact)",
+    "noisy = dict(zip(units.classes, exact, strict=True))",
+)
 def test_the_counts_are_charged_with_the_training(run, tmp_path):
     """ε is that of both together; the folder verifies, and one changed text does not."""
     output = tmp_path / "made"
@@ -95,6 +102,12 @@ def test_public_labels_and_prompts_cost_nothing(run, tmp_path):
         assert "No answer" not in (output / "README.md").read_text()
 
 
+@kills(
+    "an evaluation on real text is not in the ledger of the data set",
+    "dpllm/methods/synthesize/evaluation.py",
+    "add_disclosure(folder, DISCLOSED)",
+    "pass",
+)
 def test_an_evaluation_is_listed_as_not_covered(run, tmp_path):
     """The ledger of the finished data set gets a line, and report and card still fit it."""
     output = tmp_path / "made"
@@ -123,6 +136,12 @@ def test_the_budget_holds_training_and_counts(run, tmp_path):
     assert not (tmp_path / "b" / "texts.jsonl").exists()
 
 
+@kills(
+    "labels are counted in other records than those of the training",
+    "dpllm/methods/synthesize/counted.py",
+    "if units.num_units != plan.num_units or",
+    "if",
+)
 @pytest.mark.parametrize(
     ("change", "words"),
     [

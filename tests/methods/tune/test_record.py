@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dpllm.methods.tune.record import DrawnRun, Record, TuningError, create_record, open_record, read_record
+from tests.mutations import kills
 
 RUNS = [DrawnRun("aa", 1), DrawnRun("bb", 0), DrawnRun("cc", 1)]
 
@@ -34,6 +35,12 @@ def test_it_is_read_as_it_was_written(record):
     assert record.path.stat().st_mode & 0o077 == 0 and record.path.parent.stat().st_mode & 0o077 == 0
 
 
+@kills(
+    "the draws of a tuning can be made again",
+    "dpllm/methods/tune/record.py",
+    "os.link(half, path)",
+    "os.replace(half, path)",
+)
 def test_the_draws_are_made_once(record):
     """A second creation fails, and changes nothing."""
     before = record.path.read_bytes()
@@ -89,6 +96,12 @@ def test_a_torn_last_line_is_left_out(record):
     assert read_record(record.path).scores == {0: -2.0}
 
 
+@kills(
+    "a copy of a tuning's record is continued",
+    "dpllm/methods/tune/record.py",
+    'if record.draws["file"] not in possible:',
+    "if not possible:",
+)
 def test_a_copy_is_not_continued(record, tmp_path):
     """Two continuations would release two selections."""
     copy = tmp_path / "copy" / "tuning.jsonl"

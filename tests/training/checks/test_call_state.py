@@ -18,6 +18,7 @@ from dpllm.data.rows import RowCollator
 from dpllm.data.units import UnitIndex
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.training.checks.independence import IndependenceError
+from tests.mutations import kills
 from tests.training.checks.test_independence import llama, privacy, rows_of, steps, trainer, unequal
 from tests.training.test_run import ledger_of, plan_of
 
@@ -125,6 +126,9 @@ def test_a_loss_that_follows_earlier_calls_is_refused_in_the_first_step(name, ba
     assert read_ledger(tmp_path / LEDGER_FILE).num_steps == 1
 
 
+@kills(
+    "a row is not run again after all others", "dpllm/training/checks/independence.py", "        seen += again\n", ""
+)
 @pytest.mark.parametrize("rows", [40, 5])
 def test_a_slow_drift_is_seen_over_all_passes_of_a_check(rows, tmp_path):
     """Between two passes it is smaller than rounding: a warm-up of a million calls. A check runs all of 5 rows."""
@@ -253,6 +257,12 @@ def with_own():
     return lambda outputs, labels: of_rows(outputs, labels) * (1 + float(torch.rand((), generator=own) < 0.05))
 
 
+@kills(
+    "a loss may keep its own random generator",
+    "dpllm/training/checks/independence.py",
+    "        kind = own_generator(source)\n",
+    "        kind = None\n",
+)
 @pytest.mark.parametrize(
     "loss",
     [lambda outputs, labels: of_rows(outputs, labels) * (1 + (OWN.random() < 0.05)), with_own()],
@@ -341,6 +351,12 @@ def test_caches_of_functions_of_a_row_are_nothing(tmp_path):
     assert model.size == LENGTHS[4]  # of the last row: nothing is put back
 
 
+@kills(
+    "a value that a model chose by its first rows stays in its configuration",
+    "dpllm/training/checks/independence.py",
+    'if names else None, "the model',
+    'if False else None, "the model',
+)
 def test_reformer_chooses_its_buckets_by_the_first_row_and_is_refused(tmp_path):
     """The choice would be saved in config.json, too."""
     from transformers import ReformerConfig, ReformerModelWithLMHead

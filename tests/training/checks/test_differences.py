@@ -16,6 +16,7 @@ from dpllm.training.checks import differences
 from dpllm.training.checks.companies import Company
 from dpllm.training.checks.differences import TOLERANCE, Bound, Precision, Seen, compare, counting_norm, finding_of
 from dpllm.training.checks.independence import IndependenceError
+from tests.mutations import kills
 from tests.training.checks.test_independence import DEPENDS, llama, lm_loss, rows_of, steps, unequal
 from tests.training.test_run import plan_of
 
@@ -57,6 +58,12 @@ def test_a_difference_counts_by_what_it_adds_to_the_sum(loss, norms, counting, i
     assert (worst is not None) is is_found
 
 
+@kills(
+    "in bfloat16, a small loss allows any difference of norms",
+    "dpllm/training/checks/differences.py",
+    "min(_LOOSEST, _LARGEST / tolerance)",
+    "_LOOSEST",
+)
 @pytest.mark.parametrize(
     ("arithmetic", "norms", "counting", "is_found"),
     [

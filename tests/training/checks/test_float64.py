@@ -13,6 +13,7 @@ from dpllm.data.units import UnitIndex
 from dpllm.training.checks.float64 import float64_operations
 from dpllm.training.checks.independence import IndependenceError
 from tests import host_waits
+from tests.mutations import kills
 from tests.test_host_waits import collate, losses
 
 UNITS, WIDTH = 24, 512
@@ -94,6 +95,12 @@ def test_rounding_of_an_ill_conditioned_model_is_an_open_point(tmp_path):
     assert not any("float64" in point for point in well.finish()["open_points"])
 
 
+@kills(
+    "a difference between rows that remains in float64 counts as rounding",
+    "dpllm/training/checks/independence.py",
+    "vanishes = self._differing(passes, exact)[1] is None and agree",
+    "vanishes = agree",
+)
 @pytest.mark.parametrize(("least", "most"), [(0, 1e9), (0, 12), (0, 30), (0, 60), (3, 30), (12, 1e9)])
 def test_a_coupling_hides_in_no_rounding(least, most, tmp_path):
     """It moves norms by 1e-4, a tenth of what rounding does, for good or up to some pass of the check."""
@@ -114,6 +121,12 @@ def test_a_loss_that_treats_new_rows_differently_hides_in_no_rounding(tmp_path):
         first_step(tmp_path, new_rows_count_more)
 
 
+@kills(
+    "a difference between rows counts as rounding where float64 gives no numbers",
+    "dpllm/training/checks/independence.py",
+    " and agree(results, exact, NEAR)\n",
+    "\n",
+)
 def test_a_loss_without_a_value_in_float64_is_refused(tmp_path):
     """Results that are no numbers do not differ, and show nothing."""
 

@@ -61,6 +61,7 @@ from dpllm.training.checks.independence import IndependenceError
 from dpllm.training.checks.repeatable import Repeatable, same_randomness
 from dpllm.training.shared_ledger import SharedLedger
 from tests.conftest import tiny_llama_config
+from tests.mutations import kills
 from tests.training.test_run import plan_of
 from tests.training.test_trainer import arguments, privacy
 
@@ -234,6 +235,12 @@ def test_a_collator_that_mixes_rows_in_some_microbatches_is_refused(chance, tmp_
         run.train()
 
 
+@kills(
+    "the independence of rows is not measured",
+    "dpllm/training/checks/independence.py",
+    "        if self._steps & (self._steps - 1) and not is_last and not self._has_failed:\n",
+    "        if True:\n",
+)
 @pytest.mark.parametrize(("steps", "found"), [(7, 7), (10, 8)], ids=["before the last step", "by the next check"])
 def test_a_coupling_that_starts_later_is_refused(steps, found, tmp_path):
     """Steps 1, 2 and 4 pass. It starts with the 6th; the next check is before the 8th or the last. All stay charged."""

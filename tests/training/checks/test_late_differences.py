@@ -13,6 +13,7 @@ from dpllm.report.model_card import settle
 from dpllm.report.publishing import PublishError, require_publishable
 from dpllm.report.verify import verify
 from dpllm.training.checks.independence import IndependenceError
+from tests.mutations import kills
 from tests.training.checks.test_independence import llama, lm_loss, rows_of, trainer, unequal
 from tests.training.test_outlets import settled
 from tests.training.test_run import plan_of
@@ -43,6 +44,12 @@ def run_of(folder, steps, begins):
     return run
 
 
+@kills(
+    "rows that differ late raise no question",
+    "dpllm/training/checks/independence.py",
+    "        self.found.points.append(point)\n",
+    "",
+)
 def test_a_run_whose_rows_differ_first_after_step_8_ends_with_one_open_point(tmp_path, caplog):
     """Found before steps 16 and 32 and the last one. Push refuses until people have answered the point."""
     run = run_of(tmp_path, steps=34, begins=12)
@@ -62,6 +69,12 @@ def test_a_run_whose_rows_differ_first_after_step_8_ends_with_one_open_point(tmp
     require_publishable(tmp_path)
 
 
+@kills(
+    "rows that differ in the first steps are only an open point",
+    "dpllm/training/checks/independence.py",
+    "                if self._must_pass:\n",
+    "                if False:\n",
+)
 @pytest.mark.parametrize("begins", [1, 2, 4, 7])
 def test_rows_that_differ_in_the_first_8_steps_are_refused(begins, tmp_path):
     run = run_of(tmp_path, steps=20, begins=begins)

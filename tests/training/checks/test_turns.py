@@ -5,6 +5,7 @@ import pytest
 
 from dpllm.engines.processes import DisagreementError
 from dpllm.training.checks.turns import Turns
+from tests.mutations import kills
 
 
 class Two:
@@ -46,6 +47,12 @@ def test_processes_that_agree_go_on():
     turns.step(UNITS, 3, "training")
 
 
+@kills(
+    "the processes' places in the run are not compared",
+    "dpllm/training/checks/turns.py",
+    "        if any(one[:2] != everywhere[0][:2] for one in everywhere):\n",
+    "        if False:\n",
+)
 @pytest.mark.parametrize(
     ("call", "changes", "says"),
     [
@@ -74,6 +81,12 @@ def test_a_process_that_is_ahead_stops_all_before_the_draw(changes, says):
         Turns(Two(changes)).draw(lambda: UNITS, 3)
 
 
+@kills(
+    "the processes' units are not compared",
+    "dpllm/training/checks/turns.py",
+    "            if any(one[part] != everywhere[0][part] for one in everywhere):\n",
+    "            if False:\n",
+)
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

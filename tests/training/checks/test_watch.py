@@ -18,6 +18,7 @@ from dpllm.training.checks.watch import WatchError
 from dpllm.training.rows import TrainingRows
 from dpllm.training.run import PrivateRun
 from tests.conftest import tiny_llama_config
+from tests.mutations import kills
 from tests.reference import zoo
 from tests.training.test_run import FEATURES, ledger_of, loss_of, network, plan_of, rows_of
 from tests.training.test_trainer import arguments, trainer
@@ -160,6 +161,12 @@ class Tokens(nn.Module):
         return self.head(self.table(x[:, :2].abs().long().clamp(max=49)).mean(1))
 
 
+@kills(
+    "buffers and frozen weights may change within a step",
+    "dpllm/training/checks/watch.py",
+    "        self._fixed.check(_DURING, everything=due)\n",
+    "",
+)
 def test_a_frozen_embedding_with_max_norm_is_refused(tmp_path):
     """Exactly the tokens of the private text would change."""
     run, optimizer = run_of(tmp_path, Tokens())
@@ -167,6 +174,15 @@ def test_a_frozen_embedding_with_max_norm_is_refused(tmp_path):
         take(run, optimizer)
 
 
+@kills(
+    "nothing is watched between the steps",
+    "dpllm/training/checks/watch.py",
+    (
+        "        self._raise_deferred()\n        self._check_trainable_set()\n"
+        '        self._fixed.check("between two private steps")\n'
+    ),
+    "        return\n",
+)
 def test_a_frozen_parameter_written_between_steps_is_refused(tmp_path):
     """By a callback, for instance."""
     model = network()
@@ -461,6 +477,12 @@ def test_an_optimizer_that_lacks_parameters_is_refused_when_it_is_attached(tmp_p
     assert run.ledger.num_steps == 0
 
 
+@kills(
+    "a gradient after a step that failed reaches the weights",
+    "dpllm/training/checks/watch.py",
+    "            if given:  # the guard",
+    "            if False:  # the guard",
+)
 @pytest.mark.parametrize("cause", ["the step failed", "a checkpoint was loaded"])
 def test_a_gradient_of_ones_own_where_no_private_step_left_one_is_refused(cause, tmp_path):
     """Such as that of an ordinary backward pass, to which a loop falls back when a step fails."""
