@@ -35,6 +35,7 @@ def options(folder: Path, *extra: str) -> list[str]:
     return [*places, str(folder / "dev.csv"), *sizes, "--max-length", "48", "--max-tokens", "384", *extra]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "arms", [["non-private", "banded, average", "low-passed"], deep_case([*benchmark.ARMS])], ids=["three", "all"]
 )
@@ -72,6 +73,7 @@ def test_adapters_with_embeddings_and_head(material, tmp_path, capsys):
     assert "lora" in capsys.readouterr().out
 
 
+@pytest.mark.deep
 def test_a_run_that_a_signal_ended_is_not_stored(material, tmp_path, monkeypatch):
     """DPTrainer ends such a run early and without an error; its model would count as that of all steps."""
     file = tmp_path / "runs.json"
@@ -120,6 +122,7 @@ def test_the_best_rate_of_each_arm_is_compared():
     ]
 
 
+@pytest.mark.deep
 def test_the_page_of_results_has_the_table_and_the_picture_of_the_stored_runs(tmp_path):
     """The page has the table of the file of runs, and the picture has its arms and axes."""
     report = json.loads((FOLDER / "utility.json").read_text())

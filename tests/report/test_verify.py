@@ -226,6 +226,12 @@ def test_json_that_is_no_report(run: Path, text: str) -> None:
     assert any(JSON_FILE in what for what in found)
 
 
+@kills(
+    "a page of the report is not compared with its hash",
+    "dpllm/report/verify.py",
+    "    if digest != written:\n",
+    "    if False:\n",
+)
 @pytest.mark.parametrize("name", [JSON_FILE, MARKDOWN_FILE, HTML_FILE])
 def test_edited_page(run: Path, name: str) -> None:
     """One character changed in a page, also in one of its pictures, and a page cut short are found by the hash."""
