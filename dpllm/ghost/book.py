@@ -248,37 +248,7 @@ class Book:
             else:
                 tally = functools.partial(self._tally, one, None)
                 sq_norm_GU, slack_GU = self.shards.norms(one, loss_B, self.num_groups, tally)
-        one.is_whole = not self._held
         return self._settled(unit_B, sq_norm_GU), slack_GU
-
-    # ----------------------------------------------------------------------- replays
-
-    @property
-    def is_recordable(self) -> bool:
-        """Whether the last pass can be replayed; see `dpllm.ghost.replay`."""
-        watched = self._hooks.uses.active or not self._hooks.uses.proved
-        return self._pass is not None and self._pass.is_whole and not (self.sharded or self.is_packed or watched)
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether activation checkpointing is on."""
-        return self._memory.recomputes
-
-    @property
-    def holds_rows(self) -> bool:
-        """Whether rows of a unit are held, which the next pass completes."""
-        return bool(self._held)
-
-    def last_pass(self) -> Pass:
-        """Return the last pass."""
-        return self._of_now()
-
-    def take_pass(self, one: Pass) -> None:
-        """Put a replayed pass in the place of the last one; the calls of the model before it belong to no loss."""
-        self._hooks.break_off()
-        self._forget_pass()
-        self._hooks.calls.counts.spend()
-        self._pass = one
 
     def _by_groups(self, loss_B: Tensor, finish: Finish | None) -> bool:
         """Whether the sums of groups are formed during the backward pass."""

@@ -15,7 +15,6 @@ from dpllm.ghost.factors import GroupFactors, clip_factors
 from dpllm.ghost.groups import numbered, shapes_of
 from dpllm.ghost.held_clipping import HeldClipping
 from dpllm.ghost.norm_method import NormMethod
-from dpllm.ghost.replay import Parts, Replay
 from dpllm.ghost.sums import Finish, Sum
 from dpllm.ghost.unit_clipper import ClipResult, UnitClipper
 from dpllm.mechanism.parts import Clipping
@@ -69,7 +68,6 @@ class GhostClipper(UnitClipper):
             self._num_groups, numbers = numbered(groups, self.parameters)
             self._group_P = torch.tensor([numbers[id(p)] for p in self.parameters.values()])
         self._held = HeldClipping(self.clipping, shapes_of(self.parameters))
-        self._replay = Replay(model, self._book) if self._book.norm_method.replay else None
         self._note()
 
     @property
@@ -111,31 +109,12 @@ class GhostClipper(UnitClipper):
         finish: Finish | None = None,
     ) -> tuple[Tensor, ClipResult]:
         """See `UnitClipper.run`."""
-        if self._replay is None or unit_index is None or self._book.holds_rows or not self._book.checked.rows:
-            losses = loss_of(inputs)
-            return losses.detach(), self._clip(losses, unit_index, finish)
-        clipping = self._held.for_model(self.clipping)
-        early = GroupFactors.of(clipping, self._book.num_groups) if self._group_P is None else None
-        units_B, num_units = self._check_units(unit_index, unit_index.shape)
-
-        def run(unit_B: Tensor) -> Parts:
-            losses = loss_of(inputs)
-            self._check_losses(losses)
-            if losses.shape != unit_B.shape:
-                self._check_units(unit_index, losses.shape)  # raises
-            return losses.detach(), *self._book.backward(losses, unit_B, num_units, early, finish)
-
-        losses, sq_norm_GU, slack_GU = self._replay.norms(loss_of, inputs, units_B, run)
-        return losses, self._weighed(sq_norm_GU, slack_GU, clipping, early)
+        losses = loss_of(inputs)
+        return losses.detach(), self._clip(losses, unit_index, finish)
 
     def settle(self) -> None:
         """See `UnitClipper.settle`."""
         self._book.settle()
-
-    @property
-    def replays(self) -> int:
-        """The number of shapes of microbatches whose passes run from a recording."""
-        return 0 if self._replay is None else self._replay.num_recorded
 
     def _weighed(
         self, sq_norm_GU: Tensor, slack_GU: Tensor, clipping: Clipping, early: GroupFactors | None

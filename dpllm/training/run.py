@@ -426,7 +426,6 @@ class PrivateRun:
             size=share.size,
             key=self._entropy.deal_key(self.ledger.num_steps),
             one_unit=self._attached is not None and self._attached.clipper.one_unit,
-            steps_to=self.rows.steps_to,
         )
 
     def _note(self, done: StepDiagnostics) -> None:
