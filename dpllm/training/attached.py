@@ -6,6 +6,7 @@ Place in the flow: under `dpllm.training.run`. All parts are created together an
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -44,23 +45,6 @@ from dpllm.training.out_of_memory import MicrobatchTooLargeError
 from dpllm.training.rows import LossOf, TrainingRows
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.step import refuse_leftovers
-
-
-@dataclass(frozen=True)
-class _LossOn:
-    """The losses of a model; those of two steps are equal if their function is, since a recording is of one function.
-
-    Attributes:
-        model: that is called.
-        loss_of: of the model and a microbatch's inputs.
-    """
-
-    model: Any
-    loss_of: LossOf
-
-    def __call__(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Return one loss per row (B,)."""
-        return self.loss_of(self.model, inputs)
 
 
 @dataclass(kw_only=True)
@@ -114,7 +98,7 @@ class Attached:
 
     def loss(self, loss_of: LossOf) -> Callable[[Mapping[str, Any]], Tensor]:
         """Return the function from a microbatch's inputs to one loss per row (B,)."""
-        return _LossOn(self.model, loss_of)
+        return functools.partial(loss_of, self.model)
 
     def check_rows(self, loss_of: LossOf, max_tokens: int | None, ledger: SharedLedger, steps_planned: int) -> None:
         """Check, in the first step and then less and less often, that no row's contribution depends on other rows.
