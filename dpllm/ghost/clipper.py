@@ -68,7 +68,6 @@ class GhostClipper(UnitClipper):
             self._num_groups, numbers = numbered(groups, self.parameters)
             self._group_P = torch.tensor([numbers[id(p)] for p in self.parameters.values()])
         self._held = HeldClipping(self.clipping, shapes_of(self.parameters))
-        self._note()
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -183,7 +182,6 @@ class GhostClipper(UnitClipper):
 
     def remove(self) -> None:
         """Remove the hooks; the model is as before."""
-        super().remove()
         self._book.remove()
 
 

@@ -98,7 +98,6 @@ class PerUnitClipper(UnitClipper):
         self._factor_G: list[float] = []
         self.reached: set[int] = set()
         self._handle = _limit_rows(model)
-        self._note()
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -275,7 +274,6 @@ class PerUnitClipper(UnitClipper):
 
     def remove(self) -> None:
         """Forget all gradients; the model is as before."""
-        super().remove()
         self._gradients, self._factor_G, self._rows_held = {}, [], None
         if self._handle is not None:
             self._handle.remove()

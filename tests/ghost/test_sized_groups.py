@@ -92,6 +92,7 @@ def test_norms_of_parameters_change_nothing():
     clipper.remove()
 
 
+@dataclass(frozen=True)
 class Flattened(BySize):
     """Becomes a clipping of the catalogue, which is not checked: with two groups it would reach √2 C."""
 
@@ -99,6 +100,7 @@ class Flattened(BySize):
         return FlatClipping(self.clip_norm)
 
 
+@dataclass(frozen=True)
 class Wider(BySize):
     """Takes the norm of all models together."""
 
@@ -106,6 +108,7 @@ class Wider(BySize):
         return dataclasses.replace(self, clip_norm=3.0)
 
 
+@dataclass(frozen=True)
 class Whole(BySize):
     """Gives each group all of C."""
 
