@@ -1419,17 +1419,17 @@ MUTATIONS = [
     ),
     Mutation(
         "a clipping may become another one when it gets the sizes of the groups",
-        "dpllm/ghost/held_clipping.py",
+        "dpllm/ghost/factors.py",
         "if type(sized) is not type(clipping):",
         "if False:",
-        ("tests/ghost/test_sized_groups.py",),
+        ("tests/ghost/test_clipping_of_clipper.py",),
     ),
     Mutation(
         "a clipping may raise its bound when it gets the sizes of the groups",
-        "dpllm/ghost/held_clipping.py",
-        "if changed := self._bound.change_of(sized):",
+        "dpllm/ghost/factors.py",
+        "if (norm, bound) != now:",
         "if False:",
-        ("tests/ghost/test_sized_groups.py",),
+        ("tests/ghost/test_clipping_of_clipper.py",),
     ),
     Mutation(
         "a group that is clipped during the backward pass is not weighted",

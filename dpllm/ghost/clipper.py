@@ -13,7 +13,6 @@ from dpllm.ghost.book import Book
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.factors import GroupFactors, clip_factors
 from dpllm.ghost.groups import numbered, shapes_of
-from dpllm.ghost.held_clipping import HeldClipping
 from dpllm.ghost.norm_method import NormMethod
 from dpllm.ghost.sums import Finish, Sum
 from dpllm.ghost.unit_clipper import ClipResult, UnitClipper
@@ -67,7 +66,7 @@ class GhostClipper(UnitClipper):
         if parameter_norms:
             self._num_groups, numbers = numbered(groups, self.parameters)
             self._group_P = torch.tensor([numbers[id(p)] for p in self.parameters.values()])
-        self._held = HeldClipping(self.clipping, shapes_of(self.parameters))
+        self._fit(shapes_of(self.parameters))
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -96,7 +95,7 @@ class GhostClipper(UnitClipper):
 
     def _clip(self, losses: Tensor, unit_index: Tensor | None, finish: Finish | None) -> ClipResult:
         unit_B, num_units = self._check(losses, unit_index)
-        clipping = self._held.for_model(self.clipping)
+        clipping = self._fitted
         early = GroupFactors.of(clipping, self._book.num_groups) if self._group_P is None else None
         return self._weighed(*self._book.backward(losses, unit_B, num_units, early, finish), clipping, early)
 
@@ -126,7 +125,6 @@ class GhostClipper(UnitClipper):
         factor_GU = clip_factors(clipping, sq_norm_GU, slack_GU)
         if early is not None:
             factor_GU = early.joined(factor_GU)
-        self._held.require(self.clipping, sq_norm_GU)
         factors = factor_GU.float() if len(factor_GU) > 1 else factor_GU[0].float()
         result = ClipResult(sq_norm_GU.sum(dim=0).clamp_min(0).sqrt().float(), factors, by_parameter)
         # Last: if memory runs out before it, the microbatch can be retried.

@@ -27,7 +27,6 @@ from dpllm.ghost.errors import GhostError
 from dpllm.ghost.factors import clip_factors
 from dpllm.ghost.graph import nodes_of
 from dpllm.ghost.groups import shapes_of
-from dpllm.ghost.held_clipping import HeldClipping
 from dpllm.ghost.own_sums import state_of_gradient
 from dpllm.ghost.packed import PackedRows
 from dpllm.ghost.rules import refuse_replicating, refuse_switching
@@ -91,7 +90,7 @@ class PerUnitClipper(UnitClipper):
         if self._trained.sharded:
             raise no_shards()
         self._by_parameter = parameter_norms
-        self._held = HeldClipping(self.clipping, shapes_of(self.parameters))
+        self._fit(shapes_of(self.parameters))
         self._rows_held: dict[int, Tensor] | None = None  # the sum of a unit's gradients over its calls so far
         self._joining = False  # rows are being added to the held ones; after a failure those are not a unit's any more
         self._gradients: dict[int, Tensor] = {}  # of the last unit, and the factors of its groups
@@ -137,9 +136,7 @@ class PerUnitClipper(UnitClipper):
             gradients, self._rows_held, self._joining = self._rows_held, None, True
         sq_norm_P1 = self._squared_norms(gradients, losses.device)
         sq_norm_G1 = self._grouped(sq_norm_P1)
-        clipping = self._held.for_model(self.clipping)
-        factor_G1 = clip_factors(clipping, sq_norm_G1, kernels.rounding_slack(sq_norm_G1.dtype) * sq_norm_G1)
-        self._held.require(self.clipping, sq_norm_G1)
+        factor_G1 = clip_factors(self._fitted, sq_norm_G1, kernels.rounding_slack(sq_norm_G1.dtype) * sq_norm_G1)
         by_parameter = dict(zip(self.parameters, sq_norm_P1.sqrt().float(), strict=True)) if self._by_parameter else {}
         factors = factor_G1.float() if len(factor_G1) > 1 else factor_G1[0].float()
         result = ClipResult(sq_norm_G1.sum(dim=0).sqrt().float(), factors, by_parameter)
