@@ -9,4 +9,3 @@ from dpllm.engines.errors import EngineError as EngineError
 from dpllm.engines.fsdp2 import FullySharded as FullySharded
 from dpllm.engines.fsdp2 import whole_state as whole_state
 from dpllm.engines.single import SingleProcess as SingleProcess
-from dpllm.engines.tensor_parallel import TensorParallel as TensorParallel

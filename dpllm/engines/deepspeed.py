@@ -20,7 +20,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dpllm.engines.division import Division
 from dpllm.engines.errors import EngineError, no_totals
 from dpllm.engines.guard import Projections, UpdateGuard
 from dpllm.engines.local_sums import sums_are_small
@@ -152,7 +151,6 @@ class DeepSpeedZero:
         self.processes = Processes()
         self.unfinished, self.lockstep, self.handing_in = False, True, False
         self.forms_total = False
-        self.division = Division.of_rows(self.processes)
         self._engine, self._stage = engine, engine.zero_optimization_stage()
         if self._stage == 3:
             refuse_leaves(engine.module)

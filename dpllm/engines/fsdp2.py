@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from dpllm.engines.division import Division
 from dpllm.engines.errors import EngineError
 from dpllm.engines.guard import UpdateGuard
 from dpllm.engines.local_sums import sums_are_small
@@ -67,7 +66,6 @@ class FullySharded:
         """Check the meshes and attach the guard."""
         self.processes = Processes()
         self.unfinished, self.lockstep, self.forms_total = False, True, True
-        self.division = Division.of_rows(self.processes)
         for module in model.modules():  # a forward pass without gradients may have left weights gathered
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -7,7 +7,6 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from dpllm.engines.division import Division
 from dpllm.engines.early import EarlyGradients
 from dpllm.engines.guard import UpdateGuard
 from dpllm.engines.processes import Processes
@@ -19,7 +18,6 @@ class Engine(Protocol):
 
     Attributes:
         processes: all processes of the run.
-        division: this process's share of a step's rows, counts and noise.
         guard: checks the gradient at the optimizer in the first step.
         unfinished: whether a step was begun and has not ended.
         lockstep: whether forward passes, or `collect` before the last microbatch, communicate, so that every process
@@ -28,7 +26,6 @@ class Engine(Protocol):
     """
 
     processes: Processes
-    division: Division
     guard: UpdateGuard
     lockstep: bool
     forms_total: bool
@@ -61,9 +58,8 @@ class Engine(Protocol):
         Args:
             parameters: the trainable parameters by name, in the same order on every process.
             add_to: adds this process's share of one parameter's sum to a sum of the parameter's full shape, in the
-                accumulation dtype; called once per parameter. Under tensor parallelism it has the shape of this
-                process's part. With the last microbatch it adds the noise before the rest, so that the last addend may
-                make the gradient.
+                accumulation dtype; called once per parameter. With the last microbatch it adds the noise before the
+                rest, so that the last addend may make the gradient.
             last: whether this is the last microbatch of the step. After it, each owner holds the total over
                 microbatches and processes times ``scale``, exactly added up: no mean, no clipping, no rounding before
                 the sum is complete.

@@ -44,7 +44,6 @@ from dpllm.ghost.rules import (
     refuse_wrapped,
     two_passes_over_shards,
 )
-from dpllm.ghost.shards import TensorShards
 from dpllm.ghost.sums import Finish, Sum
 from dpllm.ghost.tally import NormTally
 from dpllm.ghost.tap import Receive, tap
@@ -118,8 +117,6 @@ class Book:
         self.checked = Checked()
         self._memory = memory.Passes(model)
         self._hooks = Hooks(model, self, self._trained.by_name, self._forget_pass)
-        if self._trained.shards is not None:
-            self._trained.shards.attach()
 
     # ------------------------------------------------------- interface for taps and rules
 
@@ -127,11 +124,6 @@ class Book:
     def sharded(self) -> bool:
         """Whether processes hold parts of the parameters."""
         return self._trained.sharded
-
-    @property
-    def shards(self) -> TensorShards | None:
-        """The parts of parameters on this process under tensor parallelism; None without it."""
-        return self._trained.shards
 
     @property
     def rows_in_pass(self) -> int | None:
@@ -199,8 +191,6 @@ class Book:
         assert self._receiver is not None, "gradients arrive in a backward pass"
         name = self._trained.name_of(parameter)
         refuse_other_rows(name, use.grad.shape, self._of_now().rows.unit_B.numel(), self.is_packed)
-        if self.shards is not None:
-            use = self.shards.local(name, parameter, use)
         with kernels.exact_matmul():
             self._receiver.take(name, parameter, use)
 
@@ -243,11 +233,7 @@ class Book:
             one = self._pass = self._held.complete(one, loss_B.device)
         self._trained.refuse_missing(one.contributions.keys())
         with kernels.exact_matmul(), torch.no_grad():
-            if self.shards is None:
-                sq_norm_GU, slack_GU = one.add_norms(self._tally(one))
-            else:
-                tally = functools.partial(self._tally, one, None)
-                sq_norm_GU, slack_GU = self.shards.norms(one, loss_B, self.num_groups, tally)
+            sq_norm_GU, slack_GU = one.add_norms(self._tally(one))
         return self._settled(unit_B, sq_norm_GU), slack_GU
 
     def _by_groups(self, loss_B: Tensor, finish: Finish | None) -> bool:
@@ -316,7 +302,7 @@ class Book:
     def _begin_over(self, rows: Rows, loss_B: Tensor, pooled: bool = False) -> Pass:
         calls, num_units, pool = self._hooks.calls, rows.num_units, None
         calls.differentiated(len(loss_B))
-        if pooled and self.shards is None:
+        if pooled:
             tokens = (calls.rows or len(loss_B)) * calls.tokens
             pool = Pool(self._widths, tokens, num_units, self.norm_method)
         self._pass = Pass(rows, self.norm_method, groups=self._trained.groups, pool=pool)
@@ -497,15 +483,11 @@ class Book:
 
         Args:
             parameter: a trainable parameter.
-            total: of its full shape. Under tensor parallelism, of the shape of this process's part; of a parameter that
-                all processes hold, the sum over their totals counts.
+            total: of its full shape.
 
         Guarantee: the sum is formed in the dtype of ``total`` from the same factors whose norm was returned by
         `backward`; no rounding to the parameter's dtype takes place.
         """
-        if self.shards is not None and not self.shards.adds(parameter):
-            self._of_now().contributions.pop(id(parameter))
-            return
         with kernels.exact_matmul():
             self._of_now().add_clipped_sum_(parameter, total)
 
@@ -552,8 +534,6 @@ class Book:
     def remove(self) -> None:
         """Undo the hooks."""
         self._hooks.remove()
-        if self.shards is not None:
-            self.shards.remove()
         self._held.clear()
         self._forget_pass()
         self._hooks.calls.counts.spend()

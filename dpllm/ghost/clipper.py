@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from dpllm.config.python_names import OF_LOOP, named_in_python
 from dpllm.ghost.book import Book
-from dpllm.ghost.errors import GhostError
 from dpllm.ghost.factors import GroupFactors, clip_factors
 from dpllm.ghost.groups import numbered, shapes_of
 from dpllm.ghost.norm_method import NormMethod
@@ -74,12 +73,6 @@ class GhostClipper(UnitClipper):
         return self._book.parameters
 
     def _refuse_unclipped(self, losses: Tensor, outside: bool) -> None:
-        if self._book.shards is not None:
-            raise GhostError(
-                "The model is tensor-parallel: a process holds parts of parameters, and of others a summand of the "
-                "clipped sum, which backward() cannot leave in .grad. Use dpllm.PrivateRun, whose engine adds up over "
-                "the processes."
-            )
         self._book.refuse_unclipped(losses, outside)
 
     def hold(self, losses: Tensor) -> None:

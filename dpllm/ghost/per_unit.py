@@ -299,7 +299,7 @@ def no_shards() -> GhostError:
     """Return the error for a model whose parameters are divided over processes."""
     return GhostError(
         "privacy.gradients=per_unit needs the whole gradient of a unit on one process, and this model's parameters are "
-        "divided over processes (FSDP2, ZeRO-3, tensor parallelism). Use replicas (dpllm train --config ddp) or "
+        "divided over processes (FSDP2, ZeRO-3). Use replicas (dpllm train --config ddp) or "
         "ZeRO-2 (dpllm train --config zero2), with LoRA if they do not fit; or privacy.gradients=ghost"
     )
 

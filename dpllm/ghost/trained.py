@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from dpllm.ghost.checks import refuse_missing, refuse_others, refuse_outside, refuse_uses_in_loss
 from dpllm.ghost.groups import Groups, numbered
-from dpllm.ghost.rules import trainable_parameters
-from dpllm.ghost.shards import TensorShards
+from dpllm.ghost.rules import refuse_tensor_parallel, trainable_parameters
 
 
 class TrainedParameters:
@@ -25,7 +24,6 @@ class TrainedParameters:
         groups: the number of each parameter's group, by the parameter's id.
         num_groups: G.
         sharded: whether processes hold parts of the parameters.
-        shards: the parts of this process under tensor parallelism; None without it.
 
     Args:
         model: the model.
@@ -33,17 +31,15 @@ class TrainedParameters:
 
     Raises:
         GhostError: there is none, one has a hook on its gradient, the groups are not a partition, or the model is
-            divided by a tensor-parallel plan that was not tested.
+            divided by tensor parallelism.
     """
 
     def __init__(self, model: nn.Module, groups: Groups) -> None:
         """Find and number the parameters."""
+        refuse_tensor_parallel(model)
         self.by_name: Mapping[str, nn.Parameter] = trainable_parameters(model)
         self.num_groups, self.groups = numbered(groups, self.by_name)
-        self.shards = TensorShards.of(model, self.by_name)
-        self.sharded = self.shards is not None or any(
-            isinstance(p, DTensor) or hasattr(p, "ds_id") for p in self.by_name.values()
-        )
+        self.sharded = any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in self.by_name.values())
         self._names = {id(p): name for name, p in self.by_name.items()}
         self._model = model
 
@@ -67,7 +63,7 @@ class TrainedParameters:
         Raises:
             GhostError: one was unfrozen or added after this object was made.
         """
-        if not self.sharded or self.shards is not None:
+        if not self.sharded:
             refuse_others(self._model, self._names)
 
     def refuse_outside(self, loss_B: Tensor) -> None:

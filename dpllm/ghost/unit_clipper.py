@@ -246,8 +246,7 @@ class UnitClipper(abc.ABC):
 
         Args:
             parameter: one of `parameters`.
-            total: of the parameter's full shape. Under tensor parallelism of this process's part
-                (`dpllm.ghost.shards`).
+            total: of the parameter's full shape.
         """
 
     @abc.abstractmethod

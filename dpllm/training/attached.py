@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dpllm.config import ConfigError
-from dpllm.engines import DeepSpeedZero, EngineError, TensorParallel, engine_for, model_inside
+from dpllm.engines import DeepSpeedZero, engine_for, model_inside
 from dpllm.engines.errors import no_totals
 from dpllm.engines.optimizers import refuse_unsteppable
 from dpllm.engines.processes import Processes
@@ -176,7 +176,7 @@ class Attached:
         if memory is None:
             return TOKENS_WITHOUT_MEASURE
         units = rows.units
-        share = plan.expected_batch_size * units.num_rows / units.num_units / self.engine.division.size
+        share = plan.expected_batch_size * units.num_rows / units.num_units / self.engine.processes.size
         if self.clipper.one_unit:
             share = min(share, units.max_rows)
         fit = processes.together(
@@ -276,11 +276,6 @@ def attach(
         undo.callback(engine.guard.remove)
         if plan.mechanism.noise.wants_total and not engine.forms_total:
             raise no_totals(type(engine).__name__)
-        if averaging is not None and isinstance(engine, TensorParallel):
-            raise EngineError(
-                f"averaging is {averaging.words!r}, and the model is tensor-parallel: averages of its slices were not "
-                "compared with one process. Leave averaging out, or use FSDP2 (dpllm train --config fsdp2)"
-            )
         _refuse_automatic_size(rows, engine)
         gradients = chosen(gradients, inside, rows, loss_of, processes)
         clipper = clipper_for(gradients, inside, plan.mechanism.clipping, norm_method)

@@ -107,7 +107,7 @@ class Release:
         if self._wants_total:
             return
         name, stddev = self._names[id(parameter)], self._plan.noise_stddev
-        rank, size = self._engine.division.of_noise(parameter)
+        rank, size = self._engine.processes.rank, self._engine.processes.size
         if total.is_empty and type(self._noise) is IndependentStream:  # a class made from it may add something else
             self._noise.write_share_(name, total.total, stddev, rank, size)
             total.is_empty = False
