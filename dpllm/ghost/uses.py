@@ -319,7 +319,7 @@ class Uses(TorchFunctionMode):
             args, kwargs = self._twins.replaced((args, kwargs))
         tensors = list(flatten_tensors((args, kwargs)))
         if called == "__getitem__" and any(map(has_rows, tensors[1:])) and _is_of_rows(tensors[0]):
-            self._needed |= refuse_uneven_selection(*args, self._host.rows_by_themselves)
+            self._needed |= refuse_uneven_selection(args[0], args[1], self._host.rows_by_themselves)
         return self._call(func, types, args, kwargs, tensors)
 
     def _call(self, func: Any, types: Any, args: tuple, kwargs: dict, tensors: list[Tensor]) -> Any:
