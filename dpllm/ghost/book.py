@@ -31,10 +31,10 @@ from dpllm.ghost.checks import (
 from dpllm.ghost.contributions import Layouts, Rows, Use
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.factors import GroupFactors
-from dpllm.ghost.groups import Groups, one_group
 from dpllm.ghost.hooks import Hooks
 from dpllm.ghost.instances import Pool, Widths
 from dpllm.ghost.norm_method import NormMethod
+from dpllm.ghost.parameters import Groups, TrainedParameters, one_group
 from dpllm.ghost.passes import AddUp, AddUpGroups, HeldUnit, Keep, Measure, Pass, Receiver
 from dpllm.ghost.rounding import Flows
 from dpllm.ghost.rules import (
@@ -47,7 +47,6 @@ from dpllm.ghost.rules import (
 from dpllm.ghost.sums import Finish, Sum
 from dpllm.ghost.tally import NormTally
 from dpllm.ghost.tap import Receive, tap
-from dpllm.ghost.trained import TrainedParameters
 
 
 @dataclass

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from dpllm.config.python_names import OF_LOOP, named_in_python
 from dpllm.ghost.book import Book
 from dpllm.ghost.factors import GroupFactors, clip_factors
-from dpllm.ghost.groups import numbered, shapes_of
 from dpllm.ghost.norm_method import NormMethod
+from dpllm.ghost.parameters import numbered, shapes_of
 from dpllm.ghost.sums import Finish, Sum
 from dpllm.ghost.unit_clipper import ClipResult, UnitClipper
 from dpllm.mechanism.parts import Clipping

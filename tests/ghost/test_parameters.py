@@ -6,8 +6,7 @@ from torch import nn
 
 from dpllm import GhostClipper, PerUnitClipper
 from dpllm.ghost import GhostError
-from dpllm.ghost.groups import one_group
-from dpllm.ghost.trained import TrainedParameters
+from dpllm.ghost.parameters import TrainedParameters, one_group
 
 
 def model():
