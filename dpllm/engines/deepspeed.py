@@ -20,9 +20,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from dpllm.engines.buckets import sums_are_small
 from dpllm.engines.errors import EngineError, no_totals
 from dpllm.engines.guard import Projections, UpdateGuard
-from dpllm.engines.local_sums import sums_are_small
 from dpllm.engines.processes import Processes
 from dpllm.engines.single import AddTo, ToTotal
 from dpllm.engines.zero3 import gather, gather_adapted_stacks, refuse_leaves, without_leaves
