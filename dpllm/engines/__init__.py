@@ -1,4 +1,4 @@
-"""How a model is spread over processes: implementations of one protocol, `dpllm.engines.protocol.Engine`."""
+"""How a model is spread over processes: implementations of one protocol, `dpllm.engines.base.Engine`."""
 
 from dpllm.engines.choose import engine_for as engine_for
 from dpllm.engines.choose import model_inside as model_inside

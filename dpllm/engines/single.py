@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dpllm.engines.early import EarlyGradients
+from dpllm.engines.base import EarlyGradients
 from dpllm.engines.errors import EngineError
 from dpllm.engines.guard import UpdateGuard
 from dpllm.engines.processes import Processes

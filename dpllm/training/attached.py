@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from dpllm.config import ConfigError
 from dpllm.engines import DeepSpeedZero, engine_for, model_inside
+from dpllm.engines.base import Engine
 from dpllm.engines.errors import no_totals
 from dpllm.engines.optimizers import refuse_unsteppable
 from dpllm.engines.processes import Processes
-from dpllm.engines.protocol import Engine
 from dpllm.engines.replicas import check_model
 from dpllm.ghost import NormMethod, PerUnitClipper, UnitClipper
 from dpllm.ghost.checks import no_gradient

@@ -11,7 +11,7 @@ import math
 
 from torch import Tensor, nn
 
-from dpllm.engines.protocol import Engine
+from dpllm.engines.base import Engine
 from dpllm.ghost import UnitClipper
 from dpllm.ghost.sums import AddSum, Finish, Sum
 from dpllm.mechanism.noise import IndependentStream

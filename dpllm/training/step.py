@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from dpllm.data.transfer import send_array
+from dpllm.engines.base import Engine
 from dpllm.engines.processes import OtherProcessError, Processes, found_by
-from dpllm.engines.protocol import Engine
 from dpllm.engines.replicas import Replicas
 from dpllm.ghost import UnitClipper
 from dpllm.mechanism.parts import NoiseStream

@@ -55,7 +55,7 @@ from dpllm.training.checks.sharing import FEWEST, PLACES, Sharing, states_for
 from dpllm.training.out_of_memory import MicrobatchTooLargeError, free_memory
 
 if TYPE_CHECKING:
-    from dpllm.engines.protocol import Engine
+    from dpllm.engines.base import Engine
     from dpllm.training.rows import TrainingRows
 
 FIRST, LATER = (4, 1 / 16, 64), (2, 1 / 64, 16)

@@ -42,7 +42,7 @@ from dpllm.training.microbatches import Microbatch, RowsTaken
 from dpllm.training.out_of_memory import device_of
 
 if TYPE_CHECKING:
-    from dpllm.engines.protocol import Engine
+    from dpllm.engines.base import Engine
     from dpllm.training.rows import TrainingRows
 
 CHANCES = 8
