@@ -17,11 +17,9 @@ if TYPE_CHECKING:
     from dpllm.mechanism.events import Step as Step
     from dpllm.mechanism.events import dp_sgd as dp_sgd
     from dpllm.mechanism.generators import NoiseSource as NoiseSource
-    from dpllm.mechanism.normals import NormalGenerator as NormalGenerator
     from dpllm.mechanism.parts import Mechanism as Mechanism
     from dpllm.mechanism.parts import Sampler as Sampler
     from dpllm.mechanism.sampling import secret_rng as secret_rng
-    from dpllm.mechanism.starts import Start as Start
     from dpllm.models.losses import classification_loss as classification_loss
     from dpllm.models.losses import packed_sequence_loss as packed_sequence_loss
     from dpllm.models.losses import per_sequence_loss as per_sequence_loss
@@ -44,9 +42,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Mechanism": "dpllm.mechanism.parts",
     "NoiseSource": "dpllm.mechanism.generators",
-    "NormalGenerator": "dpllm.mechanism.normals",
     "Sampler": "dpllm.mechanism.parts",
-    "Start": "dpllm.mechanism.starts",
     "Step": "dpllm.mechanism.events",
     "calibrate": "dpllm.privacy.calibration",
     "dp_sgd": "dpllm.mechanism.events",

@@ -1,7 +1,7 @@
 """Where the numbers of the noise come from: the protocols of their sources.
 
 Place in the flow: below `dpllm.mechanism.parts`, whose noise draws from them. `dpllm.mechanism.generators` has the
-sources of dpllm, `dpllm.mechanism.sources` asks those of a loop of one's own.
+sources of dpllm.
 """
 
 from __future__ import annotations
@@ -30,28 +30,6 @@ class Written(Protocol):
 
     def write_(self, grad: Tensor, noise_stddev: float) -> None:
         """Write what `Normals.add_` makes of zeros, without reading the tensor."""
-        ...
-
-
-class NormalGenerator(Normals, Protocol):
-    """A source of noise for a loop of one's own: `dpllm.NoiseSource`, or a class of yours with these three members.
-
-    `Mechanism.start` takes one. Independent noise calls ``add_`` once per step and parameter, correlated noise
-    ``normal_like``. Runs with a ledger (`dpllm.PrivateRun`, the trainers, recipes) take no generator of one's own:
-    ``privacy.randomness`` chooses among those of dpllm, and the report states which.
-
-    Guarantee: the ε of a history assumes that the numbers are independent in each entry and call, exactly N(0, 1) up to
-    floating point, and unknown to everybody. `NoiseSource` keeps this. Of another class dpllm measures some numbers
-    before the first noise, and refuses missing, scaled, repeated or non-Gaussian noise. It cannot measure secrecy, nor
-    all dependence: `Start.words` then says on what ε depends, and states no level by itself.
-    """
-
-    @property
-    def is_secret(self) -> bool:
-        """Whether all numbers come from the operating system's entropy, and nobody can repeat them.
-
-        False for numbers from a seed. They need ``start(..., for_tests=True)``, whose history has ε = inf.
-        """
         ...
 
 

@@ -166,6 +166,7 @@ def test_a_mechanism_without_accounting_is_refused():
     with pytest.raises(ValueError, match="no accounting where rows are drawn singly"):
         Mechanism(rows, flat, BandedNoise(4), 1.0)
 
+    @dataclasses.dataclass(frozen=True)
     class Wider(type(flat)):
         def sensitivity(self, adjacency):
             return 3.0

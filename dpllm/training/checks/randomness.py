@@ -75,16 +75,10 @@ class SecretStreams:
         self._began: tuple[float, dict[str, _State]] = (0.0, {})  # when, and with which states
         self._step = 0
 
-    def separate(self, alike: bool = False) -> None:
-        """Seed from this process's own stream; at the start of a private step.
-
-        Args:
-            alike: whether to seed all processes alike, since they take the same rows (tensor parallelism); from a
-                stream that differs from that of `share`.
-        """
+    def separate(self) -> None:
+        """Seed from this process's own stream; at the start of a private step."""
         self._step += 1
-        entropy = hashlib.sha256(b"the same rows" + self._shared).digest() if alike else self._own
-        self._seeded_with = _seed_all(_stream(entropy, self._step))
+        self._seeded_with = _seed_all(_stream(self._own, self._step))
         self._began = time.perf_counter(), _twisters()
 
     def share(self) -> None:

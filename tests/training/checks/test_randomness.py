@@ -248,22 +248,6 @@ def test_any_number_of_draws_is_no_seed(count):
     streams.check()
 
 
-def test_processes_with_the_same_rows_draw_alike_within_a_step():
-    """Dropout masks of a tensor-parallel model; the numbers are not those after the step, which states may reveal."""
-    one, other = SecretStreams(Processes()), SecretStreams(Processes())
-    other._shared = one._shared  # as rank 0 sends it
-    drawn = []
-    for streams in (one, other):
-        streams.separate(alike=True)
-        drawn.append((random.random(), float(np.random.random()), float(torch.rand(1))))
-        streams.share()
-        drawn.append((random.random(), float(np.random.random()), float(torch.rand(1))))
-        streams.separate(alike=True)
-        drawn.append((random.random(), float(np.random.random()), float(torch.rand(1))))
-    assert drawn[:3] == drawn[3:]
-    assert all(len(set(numbers)) == 3 for numbers in zip(*drawn[:3], strict=True))
-
-
 def test_a_place_between_two_blocks_of_words_is_found():
     """The words that are compared are partly of the one, partly of the other."""
     streams = SecretStreams(Processes())
