@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dpllm.ghost.errors import GhostError
+from dpllm.ghost.factors import with_sizes
 from dpllm.ghost.kernels import accumulation_dtype
 from dpllm.ghost.own_sums import OwnSums
 from dpllm.ghost.sums import Finish, Sum
@@ -53,7 +54,6 @@ class UnitClipper(abc.ABC):
         clipping: another way to bound a contribution, instead of ``clip_norm``.
 
     Attributes:
-        clipping: how contributions are bounded.
         one_unit: whether each call of the model gets the rows of one unit only.
 
     Raises:
@@ -66,9 +66,34 @@ class UnitClipper(abc.ABC):
         """Choose the clipping."""
         if (clip_norm is None) == (clipping is None):
             raise ValueError("Give one of clip_norm (flat clipping) and clipping (another kind).")
-        self.clipping: Clipping = FlatClipping(clip_norm) if clip_norm is not None else frozen_copy(clipping)  # type: ignore[arg-type]
+        self._clipping: Clipping = FlatClipping(clip_norm) if clip_norm is not None else frozen_copy(clipping)  # type: ignore[arg-type]
+        self._fitted = self._clipping  # with the sizes of this model's groups, if its factors depend on them
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._sums = OwnSums()
         self._calls = 0  # of `backward`; engines call `clip`, and the run's watch sees other gradients
+
+    @property
+    def clipping(self) -> Clipping:
+        """How contributions are bounded. Only the threshold of a clipping that adapts may be replaced."""
+        return self._clipping
+
+    @clipping.setter
+    def clipping(self, clipping: Clipping) -> None:
+        before = self._clipping
+        adapts = isinstance(before, AdaptiveClipping) and isinstance(clipping, AdaptiveClipping)
+        if not adapts or clipping != before.at(clipping.threshold):  # type: ignore[attr-defined]
+            raise GhostError(
+                f"The clipper was made with {before}, and cannot get {clipping}: noise and ε are of the first, and no "
+                "ε covers a clipping that follows the data. Choose C without the private rows; the kind 'quantile' "
+                "follows the norms by noisy counts that ε covers"
+            )
+        self._clipping = clipping
+        self._fit(self._shapes)
+
+    def _fit(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Give the clipping the sizes of its groups; ``shapes``: of the trainable parameters, by name."""
+        self._shapes = dict(shapes)
+        self._fitted = with_sizes(self._clipping, self._shapes)
 
     @property
     @abc.abstractmethod
@@ -219,8 +244,7 @@ class UnitClipper(abc.ABC):
 
         Args:
             parameter: one of `parameters`.
-            total: of the parameter's full shape. Under tensor parallelism of this process's part
-                (`dpllm.ghost.shards`).
+            total: of the parameter's full shape.
         """
 
     @abc.abstractmethod

@@ -254,7 +254,7 @@ def _share(size: int, group: int) -> int:
 
 
 def _keeps_whole_sums(shape: ModelShape, run: Run, weights: int) -> bool:
-    """Whether a GPU keeps whole sums between microbatches, by the rule of `dpllm.engines.local_sums`.
+    """Whether a GPU keeps whole sums between microbatches, by the rule of `dpllm.engines.buckets`.
 
     Args:
         shape: of the model.

@@ -6,6 +6,7 @@ Place in the flow: under `dpllm.training.run`. All parts are created together an
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +17,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from dpllm.config import ConfigError
-from dpllm.engines import DeepSpeedZero, EngineError, TensorParallel, engine_for, model_inside
+from dpllm.engines import DeepSpeedZero, engine_for, model_inside
+from dpllm.engines.base import Engine
 from dpllm.engines.errors import no_totals
 from dpllm.engines.optimizers import refuse_unsteppable
 from dpllm.engines.processes import Processes
-from dpllm.engines.protocol import Engine
 from dpllm.engines.replicas import check_model
 from dpllm.ghost import NormMethod, PerUnitClipper, UnitClipper
 from dpllm.ghost.checks import no_gradient
@@ -44,23 +45,6 @@ from dpllm.training.out_of_memory import MicrobatchTooLargeError
 from dpllm.training.rows import LossOf, TrainingRows
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.step import refuse_leftovers
-
-
-@dataclass(frozen=True)
-class _LossOn:
-    """The losses of a model; those of two steps are equal if their function is, since a recording is of one function.
-
-    Attributes:
-        model: that is called.
-        loss_of: of the model and a microbatch's inputs.
-    """
-
-    model: Any
-    loss_of: LossOf
-
-    def __call__(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Return one loss per row (B,)."""
-        return self.loss_of(self.model, inputs)
 
 
 @dataclass(kw_only=True)
@@ -102,7 +86,7 @@ class Attached:
 
     def loss(self, loss_of: LossOf) -> Callable[[Mapping[str, Any]], Tensor]:
         """Return the function from a microbatch's inputs to one loss per row (B,)."""
-        return _LossOn(self.model, loss_of)
+        return functools.partial(loss_of, self.model)
 
     def check_rows(self, loss_of: LossOf, max_tokens: int | None, ledger: SharedLedger, steps_planned: int) -> None:
         """Check, in the first step and then less and less often, that no row's contribution depends on other rows.
@@ -178,7 +162,7 @@ class Attached:
         if memory is None:
             return TOKENS_WITHOUT_MEASURE
         units = rows.units
-        share = plan.expected_batch_size * units.num_rows / units.num_units / self.engine.division.size
+        share = plan.expected_batch_size * units.num_rows / units.num_units / self.engine.processes.size
         if self.clipper.one_unit:
             share = min(share, units.max_rows)
         fit = processes.together(
@@ -274,11 +258,6 @@ def attach(
         undo.callback(engine.guard.remove)
         if plan.mechanism.noise.wants_total and not engine.forms_total:
             raise no_totals(type(engine).__name__)
-        if averaging is not None and isinstance(engine, TensorParallel):
-            raise EngineError(
-                f"averaging is {averaging.words!r}, and the model is tensor-parallel: averages of its slices were not "
-                "compared with one process. Leave averaging out, or use FSDP2 (dpllm train --config fsdp2)"
-            )
         _refuse_automatic_size(rows, engine)
         gradients = chosen(gradients, inside, rows, loss_of, processes)
         clipper = clipper_for(gradients, inside, plan.mechanism.clipping, norm_method)

@@ -25,7 +25,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from dpllm.config import ConfigError
-from dpllm.engines.division import Division
 from dpllm.engines.processes import Processes, found_by
 from dpllm.engines.replicas import check_before_saving
 from dpllm.ghost import GhostError, NormMethod
@@ -371,7 +370,7 @@ class PrivateRun:
         attached.check_rows(loss_of, self.max_tokens, self.ledger, self.steps_planned)
         attached.note_trained(self.ledger.num_steps)
         progress(0.0)
-        self._entropy.begin_step(alike=attached.engine.division.size < self.processes.size)
+        self._entropy.begin_step()
 
         def before_update() -> None:
             self._entropy.end_step()
@@ -380,7 +379,7 @@ class PrivateRun:
         try:
             done = private_step(
                 attached.clipper,
-                self._microbatches(unit_ids, self.max_tokens, attached.engine.division),
+                self._microbatches(unit_ids, self.max_tokens),
                 attached.loss(loss_of),
                 self.plan,
                 attached.engine,
@@ -404,7 +403,7 @@ class PrivateRun:
         self._note(done)
         return done
 
-    def _microbatches(self, unit_ids: np.ndarray, max_tokens: int | None, share: Division) -> StepBatch:
+    def _microbatches(self, unit_ids: np.ndarray, max_tokens: int | None) -> StepBatch:
         """This process's share of the drawn units."""
         return microbatches(
             fetch=self.rows.fetch,
@@ -415,11 +414,10 @@ class PrivateRun:
             max_rows=self.rows.max_rows,
             max_tokens=max_tokens,
             packed=self.rows.packed,
-            rank=share.rank,
-            size=share.size,
+            rank=self.processes.rank,
+            size=self.processes.size,
             key=self._entropy.deal_key(self.ledger.num_steps),
             one_unit=self._attached is not None and self._attached.clipper.one_unit,
-            steps_to=self.rows.steps_to,
         )
 
     def _note(self, done: StepDiagnostics) -> None:

@@ -16,6 +16,7 @@ Shape suffixes: B rows, T tokens.
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,6 @@ from torch import Tensor
 
 from dpllm.data.labels import IGNORE
 from dpllm.data.transfer import own_copy
-from dpllm.training.checks import choices
 from dpllm.training.checks.repeatable import generator_states, same_randomness, seed_between
 
 _PAIRS = 64  # times that a row is collated by itself and in company
@@ -132,10 +132,10 @@ class Alone:
             place = number % len(rows)
             two: dict[bool, dict[str, Any]] = {}
             for is_beside in ((False, True), (True, False))[
-                choices.source().getrandbits(1)
+                secrets.SystemRandom().getrandbits(1)
             ]:  # collators may count calls
                 given = [*others[:place], row, *others[place:]] if is_beside else [row]
-                with same_randomness(choices.source().getrandbits(32)):
+                with same_randomness(secrets.SystemRandom().getrandbits(32)):
                     batch = collate(own_copy(given))
                 two[is_beside] = part_of(batch, [place if is_beside else 0], apart)
                 if is_beside:
@@ -202,7 +202,7 @@ def equally_long(numbers: np.ndarray, lengths: np.ndarray) -> tuple[int, int] | 
     (places,) = np.nonzero(np.diff(lengths[order]) == 0)
     if not len(places):
         return None
-    place = int(places[choices.source().randrange(len(places))])
+    place = int(places[secrets.SystemRandom().randrange(len(places))])
     return int(order[place]), int(order[place + 1])
 
 

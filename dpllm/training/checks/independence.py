@@ -34,7 +34,6 @@ from torch import Tensor, nn
 
 from dpllm.ghost import UnitClipper
 from dpllm.ghost.memory import is_shortage
-from dpllm.training.checks import choices
 from dpllm.training.checks.companies import Company, Sample
 from dpllm.training.checks.differences import (
     NEAR,
@@ -55,7 +54,7 @@ from dpllm.training.checks.sharing import Sharing
 from dpllm.training.out_of_memory import MicrobatchTooLargeError, free_memory
 
 if TYPE_CHECKING:
-    from dpllm.engines.protocol import Engine
+    from dpllm.engines.base import Engine
     from dpllm.training.rows import TrainingRows
 
 FIRST, LATER = (4, 1 / 16, 64), (2, 1 / 64, 16)
@@ -112,7 +111,7 @@ class IndependenceCheck:
         """Begin before the first step of this process."""
         self._clipper, self._model, self._rows, self._engine = clipper, model, rows, engine
         units = rows.units
-        self._per_step = expected_batch_size * units.num_rows / max(1, units.num_units) / engine.division.size
+        self._per_step = expected_batch_size * units.num_rows / max(1, units.num_units) / engine.processes.size
         self._steps, self._has_failed = 0, False
         self._must_pass = True  # the last check of the first `REFUSED` steps has not passed
         self._late: set[str] = set()  # findings of late checks that have an open point
@@ -142,12 +141,6 @@ class IndependenceCheck:
                 process.
             GhostError: the losses or the model are refused by the clipper.
         """
-        with choices.alike(self._engine.processes, self._engine.division.size == 1):
-            self._before_step(loss_of, max_tokens, is_last, source)
-
-    def _before_step(
-        self, loss_of: Callable[[Mapping], Tensor], max_tokens: int | None, is_last: bool, source: Any
-    ) -> None:
         self._steps += 1
         if self._steps & (self._steps - 1) and not is_last and not self._has_failed:
             return

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,6 @@ from dpllm.data.labels import IGNORE
 from dpllm.data.transfer import send
 from dpllm.ghost import GhostError, UnitClipper
 from dpllm.ghost.memory import is_shortage
-from dpllm.training.checks import choices
 from dpllm.training.checks.carried import carried_by, doubts
 from dpllm.training.checks.companies import SHORTEST, Company, Sample
 from dpllm.training.checks.differences import Bound, Precision, Seen, compare, counting_norm
@@ -42,7 +42,7 @@ from dpllm.training.microbatches import Microbatch, RowsTaken
 from dpllm.training.out_of_memory import device_of
 
 if TYPE_CHECKING:
-    from dpllm.engines.protocol import Engine
+    from dpllm.engines.base import Engine
     from dpllm.training.rows import TrainingRows
 
 CHANCES = 8
@@ -176,7 +176,7 @@ class Passes:
         numbers = numbers[rows.lengths[numbers] == least]
         if not len(numbers) or least == max(lengths) > min(lengths):
             return []
-        number = int(choices.source().choice(numbers.tolist()))
+        number = int(secrets.SystemRandom().choice(numbers.tolist()))
         try:
             if not sample.refetched:
                 row = rows.fetch(np.array([number]))[0]

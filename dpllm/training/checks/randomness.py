@@ -69,16 +69,10 @@ class SecretStreams:
         self._seeded_with: int | None = None
         self._step = 0
 
-    def separate(self, alike: bool = False) -> None:
-        """Seed from this process's own stream; at the start of a private step.
-
-        Args:
-            alike: whether to seed all processes alike, since they take the same rows (tensor parallelism); from a
-                stream that differs from that of `share`.
-        """
+    def separate(self) -> None:
+        """Seed from this process's own stream; at the start of a private step."""
         self._step += 1
-        entropy = hashlib.sha256(b"the same rows" + self._shared).digest() if alike else self._own
-        self._seeded_with = _seed_all(_stream(entropy, self._step))
+        self._seeded_with = _seed_all(_stream(self._own, self._step))
 
     def share(self) -> None:
         """Seed from the stream that all processes share; when the private gradient is formed."""

@@ -13,6 +13,7 @@ import contextlib
 import inspect
 import math
 import random
+import secrets
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,8 +27,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
-
-from dpllm.training.checks import choices
 
 _DROPPING: tuple[Any, ...] = (
     F.dropout,
@@ -353,7 +352,7 @@ def seed_between(least: float, most: float) -> int:
     True
     """
     while True:
-        seed = choices.source().getrandbits(32)
+        seed = secrets.SystemRandom().getrandbits(32)
         if least <= _first(seed) < most and least <= np.random.RandomState(seed).random_sample() < most:
             return seed
 

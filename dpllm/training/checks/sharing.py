@@ -27,6 +27,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +39,6 @@ from torch import Tensor
 
 from dpllm.data.transfer import own_copy
 from dpllm.ghost.memory import is_shortage
-from dpllm.training.checks import choices
 from dpllm.training.checks.repeatable import (
     NUMPY,
     PYTHON,
@@ -310,7 +310,7 @@ def of_collator(
     """
     if places < 2:
         return None
-    first, copies = choices.source().getrandbits(32), min(COPIES, places)
+    first, copies = secrets.SystemRandom().getrandbits(32), min(COPIES, places)
 
     def made(count: int, numbers: Numbers, seed: int = first) -> tuple[Mapping[str, Any], list[Draw], dict[str, Any]]:
         with randomness(seed, numbers), Repeatable(False, seed, numbers) as mode:
@@ -334,7 +334,7 @@ def of_collator(
             return FORCED.format(who="The collator", what=words, effect="its batch follows them")
     seen = []
     for _ in range(math.ceil(states * PLACES / places) if figures else 0):
-        with same_randomness(choices.source().getrandbits(32)):
+        with same_randomness(secrets.SystemRandom().getrandbits(32)):
             batch = collate(rows_of(places))
         seen.append([figures(batch, place) for place in range(places)] if figures else [])
     for name in dict.fromkeys(name for batch in seen for one in batch for name in one):

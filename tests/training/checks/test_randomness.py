@@ -238,22 +238,6 @@ def test_numbers_from_a_seed_of_numpy_or_python_are_refused(seed, draw, where, t
         trainer(tmp_path, compute_loss_func=loss, data_collator=collate).train()
 
 
-def test_processes_with_the_same_rows_draw_alike_within_a_step():
-    """Dropout masks of a tensor-parallel model; the numbers are not those after the step, which states may reveal."""
-    one, other = SecretStreams(Processes()), SecretStreams(Processes())
-    other._shared = one._shared  # as rank 0 sends it
-    drawn = []
-    for streams in (one, other):
-        streams.separate(alike=True)
-        drawn.append((random.random(), float(np.random.random()), float(torch.rand(1))))
-        streams.share()
-        drawn.append((random.random(), float(np.random.random()), float(torch.rand(1))))
-        streams.separate(alike=True)
-        drawn.append((random.random(), float(np.random.random()), float(torch.rand(1))))
-    assert drawn[:3] == drawn[3:]
-    assert all(len(set(numbers)) == 3 for numbers in zip(*drawn[:3], strict=True))
-
-
 def test_a_seed_within_a_fork_is_allowed(tmp_path):
     """No other object creates it, and the generator is unchanged."""
 
