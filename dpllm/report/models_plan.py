@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, JsonValue
+from pydantic import AfterValidator, Discriminator, Field, JsonValue
 
-from dpllm.privacy.methods import METHODS
+from dpllm.privacy.release_words import release_words
 from dpllm.report.kinds import (
     Adjacency,
     AtLeastOne,
@@ -17,7 +17,6 @@ from dpllm.report.kinds import (
     Count,
     NoiseSpec,
     NotNegative,
-    OneOf,
     Part,
     Positive,
     Probability,
@@ -29,6 +28,13 @@ from dpllm.report.kinds import (
 )
 
 Value = str | bool | int | float
+
+
+def _known_release(name: str) -> str:
+    """Refuse a kind of release whose words no installed method has."""
+    if name not in release_words():
+        raise ValueError(f"unknown release {name!r}; the installed methods have {', '.join(release_words()) or 'none'}")
+    return name
 
 
 class DrawNumbers(Part):
@@ -99,7 +105,7 @@ class PlanOfQueries(ProtectedUnit):
     """The plan of a query run: a private release that is no training run."""
 
     format: Literal[6] = Field(description="Format of the plan: 6 where it is that of a query run.")
-    method: Annotated[str, OneOf(tuple(METHODS))] = Field(description="The method of the release.")
+    method: Annotated[str, AfterValidator(_known_release)] = Field(description="The method of the release.")
     num_units: AtLeastOne = Field(description="N, the number of units; public.")
     charges: tuple[dict[str, JsonValue], ...] = Field(
         description="All that the run may charge: name, event and its number."

@@ -12,7 +12,7 @@ from dpllm.cli.common import AsJson, Overrides, one_line_errors, show
 from dpllm.config import RECIPE_FILE, ConfigError, load_recipe
 from dpllm.config.query_recipe import load_query_recipe
 from dpllm.config.recipe import read_raw
-from dpllm.methods.queries.command import METHODS
+from dpllm.methods.queries.command import query_command
 
 if TYPE_CHECKING:
     from dpllm.methods.attacks.answers import Trials
@@ -177,7 +177,7 @@ def _plan_of_recipe(recipe: str, overrides: list[str]) -> QueryPlan | PrivacyPla
         typer.echo("note: reading the records, for the number of clients", err=True)
         return plan_of_recipe(load_recipe(recipe, overrides))
     read = load_query_recipe(recipe, overrides)
-    known = METHODS[read.method]
+    known = query_command(read.method)
     typer.echo(f"note: {known.reading}, for their number", err=True)
     plan: QueryPlan = known.plan(read, known.read(read))
     return plan

@@ -22,7 +22,7 @@ def register(app: typer.Typer) -> None:
 def texts(
     folder: Annotated[
         Path,
-        typer.Argument(metavar="FOLDER", help="What `dpllm generate RUN --output` made.", show_default=False),
+        typer.Argument(metavar="FOLDER", help="What `dpllm synthesize RUN --output` made.", show_default=False),
     ],
     run: Annotated[Path, typer.Option(help="The folder of the training, RUN.", show_default=False)],
     canaries: Annotated[Path, typer.Option(help="canaries.json of the audit.", show_default=False)],

@@ -100,7 +100,8 @@ def check_deployed(recipe: Recipe) -> Any:
             "no machine has the records of all clients, so none can be held out of them: leave data.eval_fraction and "
             "data.eval_split out, and give the server other records as data.eval_path"
         )
-    if recipe.federate is not None and recipe.federate.simulated_dropouts:
+    federate = recipe.beside.get("federate")
+    if federate is not None and federate.simulated_dropouts:
         raise ConfigError("federate.simulated_dropouts is for simulations only: leave it out")
     return check_federated(recipe)
 

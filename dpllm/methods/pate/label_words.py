@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dpllm.privacy.release_words import Method
+from dpllm.privacy.release_words import ReleaseWords
 
-TEACH = Method(
+TEACH = ReleaseWords(
     name="public labels by PATE",
     result="labels of public texts, and a model trained on them",
     what="Models were trained on disjoint groups of units, and labelled public texts by a vote with noise. If a "

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dpllm.privacy.release_words import Method
+from dpllm.privacy.release_words import ReleaseWords
 
-TEACH_TOKENS = Method(
+TEACH_TOKENS = ReleaseWords(
     name="public completions by PATE",
     result="completions of public texts, and a model trained on them",
     what="Models were trained on disjoint groups of units, and continued public texts token by token, by a vote with "

@@ -92,6 +92,16 @@ class TokenDraw(NeverTruncated):
         moved = 2 if adjacency == "replace-one" else 1
         return 0.5 * (moved / self.noise_multiplier) ** 2
 
+    @property
+    def zcdp_rho(self) -> float:
+        """ρ of one token under zero-out."""
+        return self.rho()
+
+    @property
+    def library_gap(self) -> str | None:
+        """dp_accounting has no token draw."""
+        return "a token draw; compare by zCDP"
+
     def rounds(self, num_steps: int) -> list[tuple[Round, int]]:
         """Return the tokens: each is a round."""
         return [(dataclasses.replace(self, clip_norm=1.0, num_units=None), num_steps)]

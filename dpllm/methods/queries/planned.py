@@ -12,8 +12,8 @@ from typing import Any
 from dpllm.config.query_recipe import QueryRecipe
 from dpllm.mechanism.events import Event
 from dpllm.methods.queries.run import QueryRun
-from dpllm.privacy.methods import METHODS
 from dpllm.privacy.query_plan import Charge, PriorRelease, QueryPlan, Value, calibrated
+from dpllm.privacy.release_words import release_words
 from dpllm.privacy.rounding import format_delta, format_epsilon
 from dpllm.report.release_notes import ReleaseNotes
 
@@ -32,7 +32,7 @@ def plan_from(
 
     Args:
         recipe: of the run.
-        method: of `dpllm.privacy.methods.METHODS`.
+        method: of `dpllm.privacy.release_words.release_words`.
         num_units: N.
         charges_of: from σ/Δ to the charges: name, event, count.
         settings: public settings on which sensitivity and events rest.
@@ -117,7 +117,11 @@ def begin_from(recipe: QueryRecipe, plan: QueryPlan, **more: Any) -> QueryRun:
 def format_query_plan(plan: QueryPlan) -> list[tuple[str, str]]:
     """Return a plan as (name, value) rows for people."""
     unit = plan.unit if plan.unit == "sequence" else f"user (column {plan.unit_column})"
-    rows = [("release", METHODS[plan.method].result), ("unit of privacy", unit), ("units N", f"{plan.num_units:,}")]
+    rows = [
+        ("release", release_words()[plan.method].result),
+        ("unit of privacy", unit),
+        ("units N", f"{plan.num_units:,}"),
+    ]
     if plan.max_rows_per_unit is not None:
         rows.append(("rows of one user at most", f"{plan.max_rows_per_unit} ({plan.rows_kept})"))
     rows += [
