@@ -145,7 +145,7 @@ def load_query_recipe(path: str | Path, overrides: Sequence[str] = (), method: s
     name = named or method
     if name is None:
         raise ConfigError(
-            f"{source} has no section of an installed method: {', '.join(registry.query_sections()) or 'there is none'}"
+            f"{source} has no section of a method: {', '.join(registry.query_sections()) or 'none is installed'}"
         )
     sections = {**_SECTIONS, name: registry.query_sections()[name]}
     known = (*sections, "output_dir")

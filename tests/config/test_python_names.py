@@ -16,7 +16,7 @@ from dpllm.config import ConfigError
 from dpllm.config.python_names import OF_LOOP, OF_TRAINER, named_in_python, python_names
 
 PACKAGE = Path(dpllm.__file__).parent
-OF_RECIPES = ("cli", "tuning", "planning", "audit")  # folders whose messages only a user of recipes sees
+OF_RECIPES = ("cli", "methods", "planning", "audit")  # folders whose messages only a user of recipes sees
 PRIVACY = {"target_epsilon": 8.0, "clip_norm": 1.0, "expected_batch_size": 16}
 
 
