@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from dpllm.cli import app
 from dpllm.mechanism.query import Query
-from dpllm.methods.queries.prior import prior_release
+from dpllm.methods.queries.planned import prior_release
 from dpllm.methods.queries.run import QueryRun
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.ledger_reader import CHAIN_START, next_chain

@@ -11,12 +11,9 @@ if TYPE_CHECKING:
 
 
 def _audit_commands(app: typer.Typer) -> None:
-    from dpllm.methods.attacks import answers_command, attack_command, exposure_command, texts_command
+    from dpllm.methods.attacks.command import register
 
-    attack_command.register(app)
-    exposure_command.register(app)
-    answers_command.register(app)
-    texts_command.register(app)
+    register(app)
 
 
 METHOD = Method(

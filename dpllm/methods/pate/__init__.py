@@ -8,9 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpllm.methods.pate.label_words import TEACH
 from dpllm.methods.pate.section import TeachConfig
-from dpllm.methods.pate.token_words import TEACH_TOKENS
+from dpllm.methods.pate.words import TEACH, TEACH_TOKENS
 from dpllm.registry import Method
 
 if TYPE_CHECKING:

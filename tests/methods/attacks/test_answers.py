@@ -13,9 +13,9 @@ from dpllm.audit.bounds import AuditError, Claim
 from dpllm.cli import app
 from dpllm.mechanism.query import Query
 from dpllm.methods.attacks.answers import MEMORY, run_trials
-from dpllm.methods.attacks.answers_command import PROBES
+from dpllm.methods.attacks.command import PROBES
 from dpllm.methods.count import counting
-from dpllm.methods.queries.prior import prior_release
+from dpllm.methods.queries.planned import prior_release
 from dpllm.methods.queries.probe import EXCESS, Probe, count_probe, made_units
 from dpllm.privacy.query_plan import Charge, QueryPlan
 from dpllm.privacy.release_words import release_words
