@@ -46,16 +46,6 @@ def test_accelerate_reads_it(path):
     assert config.use_cpu == (path.stem in CPU)
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_precision_is_the_recipes(path):
-    """No config sets mixed precision; beside a DeepSpeed file accelerate refuses the key, even when it says "no"."""
-    config = read(path.stem)
-    if config["distributed_type"] == "DEEPSPEED":
-        assert "mixed_precision" not in config
-    else:
-        assert config["mixed_precision"] == "no"
-
-
 @pytest.mark.parametrize("name", sorted(n for n in GPU | CPU if "zero" in n))
 def test_deepspeed(name):
     """ZeRO: the stage of the name, no clipping of its own, no loss scaler, one update per step, sums in float32."""
