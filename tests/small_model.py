@@ -1,21 +1,15 @@
-"""A small untrained model with its tokenizer, in a folder as people have them, its words, and where real data are."""
+"""A small untrained model with its tokenizer, in a folder as people have them, and the words that it knows."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-import pytest
 import torch
 from transformers import LlamaForCausalLM
 
 from dpllm.data.rows import train_tokenizer
 from tests.conftest import tiny_llama_config
 
-SHARED = Path(os.environ.get("DPLLM_SHARED_DATA", Path(__file__).parents[2] / "shared" / "data"))
-needs_shared_data = pytest.mark.skipif(
-    not SHARED.is_dir(), reason=f"needs the test data at {SHARED} (or DPLLM_SHARED_DATA), which is not part of dpllm"
-)
 SMALL_QUICKSTART = [  # less data, and a smaller model
     "data.limit=300",
     "public_pretrain.data.limit=40",

@@ -40,7 +40,8 @@ from dpllm.training.arguments import num_private_steps, private_arguments, train
 from dpllm.training.preflight import check_recipe
 from dpllm.training.workload import UpdateRule
 from tests import children, tiers
-from tests.small_model import SHARED, SMALL_QUICKSTART, needs_shared_data
+from tests.small_model import SMALL_QUICKSTART
+from tests.tiers import SHARED, needs_shared_data
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 RECIPES = [

@@ -21,7 +21,7 @@ from dpllm.audit.scores import (
 from dpllm.config import ConfigError, DataConfig
 from dpllm.data.records import DataError
 from dpllm.data.rows import RowCollator, tokenize_records
-from tests.small_model import SHARED, needs_shared_data
+from tests.tiers import SHARED, needs_shared_data
 
 
 def rows_of(*examples):

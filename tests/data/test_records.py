@@ -22,7 +22,7 @@ from dpllm.data.records import DataError, has_many_copies, load_records, load_tr
 from dpllm.data.rows import unit_index_of
 from dpllm.data.scratch import PREFIX, private_folder, remove_private_folder
 from tests.mutations import kills
-from tests.small_model import SHARED, needs_shared_data
+from tests.tiers import SHARED, needs_shared_data
 
 TEXTS = ["The ship sails at dawn.", "A short one.", "Nobody knows what the harbour master wrote that night, or why."]
 

@@ -29,7 +29,7 @@ from dpllm.report.definition import define
 from dpllm.report.release_notes import ReleaseNotes
 from dpllm.training.noted import note_data, note_units
 from tests.mutations import kills
-from tests.small_model import SHARED, needs_shared_data
+from tests.tiers import SHARED, needs_shared_data
 
 TEXTS = ["The ship sails at dawn.", "A short one.", "Nobody knows what the harbour master wrote that night, or why."]
 CHATML = (

@@ -10,7 +10,7 @@ from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enab
 from dpllm.config import ConfigError, ModelConfig
 from dpllm.data.rows import train_tokenizer
 from dpllm.models.load import load_base_model, load_model, load_tokenizer, prepare_model, skeleton
-from tests.small_model import SHARED, needs_shared_data
+from tests.tiers import SHARED, needs_shared_data
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 

@@ -10,6 +10,7 @@ import pytest
 from scipy import stats
 
 from dpllm import PrivacyConfig, make_plan
+from dpllm.config import ConfigError
 from dpllm.mechanism.catalogue import noise_of, with_randomness
 from dpllm.mechanism.discrete import DiscreteStep
 from dpllm.mechanism.generators import NoiseSource
@@ -163,3 +164,10 @@ def test_the_report_names_the_assumptions():
     assert "at most 0.2 of all clients" in text and "11 survivors have 1.5 together" in text
     assert "a server that follows the protocol" in text
     assert "--min-batch-size 11 --dropouts 0.2" in ROUND.words().options
+
+
+def test_the_configuration_reads_it():
+    with pytest.raises(ConfigError, match="dropouts"):
+        PrivacyConfig(
+            noise_multiplier=1, clip_norm=1, expected_batch_size=5, noise={"kind": "distributed", "dropouts": 2}
+        )

@@ -12,12 +12,14 @@ import pytest
 from typer.testing import CliRunner
 
 from dpllm.cli import app
+from dpllm.mechanism.query import Query
 from dpllm.methods.queries import QueryRun, Randomness, prior_release
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.budget import BudgetError, budget_rows, read_budget, settle
 from dpllm.privacy.compose import compose
 from dpllm.privacy.crashed import settle_crashed
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerError, read_ledger
+from dpllm.privacy.plan import PLAN_FILE
 from dpllm.privacy.query_budget import charge_queries, require_room_for_queries, settle_queries
 from dpllm.privacy.query_plan import Charge
 from dpllm.privacy.stated import stated_history
@@ -54,6 +56,7 @@ def test_a_charge_is_on_the_disk_before_the_answer(tmp_path: Path) -> None:
     run.finish()
     contents = read_ledger(tmp_path / "run" / LEDGER_FILE)
     assert contents.end == "stopped early" and contents.history == [(VOTE, 3), (OTHER, 2)] and contents.num_steps == 5
+    assert isinstance(contents.history[0][0], Query) and (tmp_path / "run" / PLAN_FILE).is_file()
 
 
 @kills(
