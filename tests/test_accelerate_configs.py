@@ -44,6 +44,9 @@ def test_accelerate_reads_it(path):
     assert config.num_machines == 1
     assert config.num_processes == (1 if path.stem == "single" else 2 if path.stem in CPU else 8)
     assert config.use_cpu == (path.stem in CPU)
+    # Precision is the recipe's; beside a DeepSpeed file accelerate refuses the key, even when it says "no".
+    raw = read(path.stem)
+    assert raw.get("mixed_precision") == (None if raw["distributed_type"] == "DEEPSPEED" else "no")
 
 
 @pytest.mark.parametrize("name", sorted(n for n in GPU | CPU if "zero" in n))
