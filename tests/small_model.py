@@ -10,6 +10,15 @@ from transformers import LlamaForCausalLM
 from dpllm.data.rows import train_tokenizer
 from tests.conftest import tiny_llama_config
 
+SMALL_QUICKSTART = [  # less data, and a smaller model
+    "data.limit=300",
+    "public_pretrain.data.limit=40",
+    "public_pretrain.train.max_steps=1",
+    "public_pretrain.train.use_cpu=true",
+    "model.config.hidden_size=24",
+    "model.config.num_hidden_layers=1",
+    "model.tokenizer_vocab_size=300",
+]
 WORDS = [
     "the",
     "small",

@@ -52,12 +52,6 @@ def slurm(tmp_path):
     }
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, "common.sh"])
-def test_syntax(script):
-    """Bash can parse every script."""
-    children.run(["bash", "-n", f"launch/{script}"], cwd=ROOT)
-
-
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck isn't installed")
 def test_shellcheck():
     """Shellcheck has nothing to say."""
@@ -100,9 +94,7 @@ def test_names_of_recipes_and_configs_are_those_of_dpllm_train():
     assert by_path == command("local.sh", Path(RECIPE).stem, Path(FSDP2).stem)
     assert by_path == command("local.sh", Path(RECIPE).name, Path(FSDP2).name)
     refused = call("local.sh", Path(RECIPE).stem, "fsdp3")
-    assert (
-        refused.returncode == 2 and "fsdp3 is not a file, nor the name of one in accelerate_configs/" in refused.stderr
-    )
+    assert refused.returncode == 2 and "fsdp3 is not a file, nor the name of one in" in refused.stderr
 
 
 def test_local_runs_what_it_prints(tmp_path):
@@ -123,6 +115,13 @@ def test_cpu_configs():
     assert ddp[:4] == [*hidden, "ACCELERATE_USE_CPU=true", "accelerate"]
     zero = command("local.sh", RECIPE, "accelerate_configs/cpu_zero2.yaml")
     assert zero[:3] == [*hidden, "accelerate"]  # with ACCELERATE_USE_CPU accelerate would leave DeepSpeed out
+
+
+@pytest.mark.parametrize("manifest", ["kubernetes.yaml", "kubernetes_trainjob.yaml"])
+def test_interfaces_are_named(manifest):
+    """The processes compare over gloo, so its interface is named beside that of NCCL."""
+    text = (ROOT / "launch" / manifest).read_text()
+    assert all(f"name: {name}_SOCKET_IFNAME" in text for name in ("NCCL", "GLOO"))
 
 
 def flags(words):
@@ -170,10 +169,7 @@ def test_accelerate_knows_the_flags():
 
     words = command("torchrun.sh", RECIPE, "accelerate_configs/zero2.yaml", NNODES="2", RDZV_ENDPOINT="node0:29501")
     arguments = launch_command_parser().parse_args(words[2:])
-    assert (arguments.training_script, arguments.training_script_args) == (
-        "recipes/finetune.py",
-        ["--config", RECIPE],
-    )
+    assert [arguments.training_script, *arguments.training_script_args] == ["recipes/finetune.py", "--config", RECIPE]
     assert (arguments.num_machines, arguments.num_processes, arguments.rdzv_backend) == (2, 16, "c10d")
 
 
@@ -187,6 +183,10 @@ def test_slurm(slurm):
     assert "--cpus-per-task=12" in words[: words.index("launch/torchrun.sh")]
     text = (ROOT / "launch/slurm.sbatch").read_text()
     assert all(f"#SBATCH {option}" in text for option in ("--requeue", "--open-mode=append", "--signal=B:USR1@300"))
+    # Started by hand it says what to do.
+    assert "submit it with sbatch" in call("slurm.sbatch", RECIPE, FSDP2).stderr
+    done = call("slurm.sbatch", RECIPE, FSDP2, SLURM_SUBMIT_DIR="/")
+    assert done.returncode == 2 and "is not the repository's root" in done.stderr
 
 
 def test_slurm_sets_what_torchrun_reads(slurm, tmp_path):
@@ -226,11 +226,13 @@ def test_slurm_hands_the_warning_on_and_requeues(slurm, tmp_path):
     assert job.returncode == 0 and printed.split() == ["told", "requeue", "17"]
 
 
-def test_slurm_outside_of_a_job():
-    """Started by hand it says what to do."""
-    assert "submit it with sbatch" in call("slurm.sbatch", RECIPE, FSDP2).stderr
-    done = call("slurm.sbatch", RECIPE, FSDP2, SLURM_SUBMIT_DIR="/")
-    assert done.returncode == 2 and "is not the repository's root" in done.stderr
+def assert_is_the_command(printed, address, port):
+    """That of every other way to start, for the second of two nodes with eight processes each."""
+    words = shlex.split(printed)
+    given = flags(words[: words.index("recipes/finetune.py")])
+    assert (given["--machine_rank"], given["--num_processes"]) == ("1", "16")
+    assert (given["--main_process_ip"], given["--main_process_port"]) == (address, port)
+    assert words[-2:] == ["train.output_dir=/output/dpllm", "train.resume_from_checkpoint=auto"]
 
 
 def test_kubernetes():
@@ -263,14 +265,12 @@ def test_kubernetes():
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    words = shlex.split(done.stdout)
-    given = flags(words[: words.index("recipes/finetune.py")])
-    assert (given["--machine_rank"], given["--num_processes"]) == ("1", "16")
-    assert (given["--main_process_ip"], given["--main_process_port"]) == ("dpllm-master-0", "23456")
-    assert words[-2:] == ["train.output_dir=/output/dpllm", "train.resume_from_checkpoint=auto"]
+    assert_is_the_command(done.stdout, "dpllm-master-0", "23456")
     limits, requests = (container["resources"][kind] for kind in ("limits", "requests"))
     assert limits["nvidia.com/gpu"] == requests["nvidia.com/gpu"] and requests["memory"] == limits["memory"]
     assert pod["terminationGracePeriodSeconds"] >= 120
+    # The image and the claims are no values that a cluster would accept, so they can't be forgotten.
+    assert (ROOT / "launch/kubernetes.yaml").read_text().count("REPLACE_WITH_") == 6
 
 
 def test_trainer_v2():
@@ -286,11 +286,7 @@ def test_trainer_v2():
         cwd="/",
         env={"PATH": os.environ["PATH"], "DRY_RUN": "1", **environment, **given, "REPOSITORY": str(ROOT)},
     )
-    words = shlex.split(done.stdout)
-    found = flags(words[: words.index("recipes/finetune.py")])
-    assert (found["--machine_rank"], found["--num_processes"]) == ("1", "16")
-    assert found["--main_process_ip"] == "dpllm-node-0-0"
-    assert words[-2:] == ["train.output_dir=/output/dpllm", "train.resume_from_checkpoint=auto"]
+    assert_is_the_command(done.stdout, "dpllm-node-0-0", "29400")
 
 
 @pytest.mark.parametrize(
@@ -300,17 +296,3 @@ def test_the_number_of_a_node_is_that_of_the_job(more, rank):
     """As Slurm numbers its nodes, unless it is given."""
     words = command("torchrun.sh", RECIPE, FSDP2, NNODES="4", RDZV_ENDPOINT="node0:29501", NPROC_PER_NODE="2", **more)
     assert flags(words[: words.index("recipes/finetune.py")])["--machine_rank"] == rank
-
-
-def test_interfaces_are_named_and_the_network_is_to_be_trusted():
-    """The processes compare over gloo, so its interface is named beside that of NCCL; traffic is not encrypted."""
-    for manifest in ("kubernetes.yaml", "kubernetes_trainjob.yaml"):
-        text = (ROOT / "launch" / manifest).read_text()
-        assert all(f"name: {name}_SOCKET_IFNAME" in text for name in ("NCCL", "GLOO"))
-    assert "must be trusted" in (ROOT / "launch/README.md").read_text()
-
-
-def test_placeholders():
-    """The image and the claims are no values that a cluster would accept, so they can't be forgotten."""
-    text = (ROOT / "launch/kubernetes.yaml").read_text()
-    assert text.count("REPLACE_WITH_") == 6

@@ -18,7 +18,7 @@ from dpllm.config.shipped import recipe_file
 from dpllm.config.yaml12 import read_yaml
 from dpllm.data.rows import load_train_and_eval, unit_index_of
 from tests import children, pages
-from tests.small_model import save_small_model
+from tests.small_model import SMALL_QUICKSTART, save_small_model
 from tests.tiers import deep_case
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,14 +35,8 @@ SMALLER = [
     "train.use_cpu=true",
     "privacy.expected_batch_size=4",
     "privacy.delta=1e-3",
-    "data.limit=300",
     "data.eval_fraction=0.2",
-    "public_pretrain.data.limit=40",
-    "public_pretrain.train.max_steps=1",
-    "public_pretrain.train.use_cpu=true",
-    "model.config.hidden_size=24",
-    "model.config.num_hidden_layers=1",
-    "model.tokenizer_vocab_size=300",
+    *SMALL_QUICKSTART,
 ]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
@@ -57,13 +51,6 @@ def workplace(tmp_path_factory):
     assert run.returncode == 0, run.stderr[-2000:]
     assert "held-out perplexity after" in run.stdout and "ε = " in run.stdout
     return folder
-
-
-def test_the_first_thing_is_a_sentence_and_two_commands():
-    """A newcomer reads one screen, and README is short."""
-    head = README.split("```bash")[0]
-    assert len(head.splitlines()) < 8 and len(README.splitlines()) <= 150
-    assert pages.blocks("README.md", "bash")[0].lines == ["make quickstart", "make test"]
 
 
 PROSE = README + (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")

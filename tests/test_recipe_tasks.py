@@ -10,7 +10,7 @@ import transformers
 
 from dpllm.config import TASKS, load_recipe
 from dpllm.data.rows import train_tokenizer
-from dpllm.training import finetune as program
+from dpllm.training import finetune
 from tests.tiers import deep_case
 
 TEXT = "the quick brown fox jumps over the lazy dog"
@@ -31,11 +31,6 @@ RECORDS = {
 }
 CLASSES, NAMED = ["red", "green", "blue"], ("multi_label_classification", "token_classification")
 METRIC = dict.fromkeys(RECORDS, "accuracy") | {"regression": "mean squared error"}
-
-
-@pytest.fixture(scope="module")
-def finetune():
-    return program
 
 
 def recipe_of(folder: Path, task: str, record: dict, more: dict) -> Path:
@@ -74,7 +69,7 @@ def recipe_of(folder: Path, task: str, record: dict, more: dict) -> Path:
     ],
     ids=str,
 )
-def test_a_recipe_with_a_head_runs_to_its_report(finetune, tmp_path, capsys, task, peft):
+def test_a_recipe_with_a_head_runs_to_its_report(tmp_path, capsys, task, peft):
     """Held-out records are measured by the metric of the task, and the saved model has the head."""
     path = recipe_of(tmp_path, task, RECORDS[task], {"peft": peft})
     finetune.run(load_recipe(path))
@@ -98,7 +93,7 @@ def test_a_recipe_with_a_head_runs_to_its_report(finetune, tmp_path, capsys, tas
 
 
 @pytest.mark.deep
-def test_a_format_without_the_labels_of_the_task_is_refused(finetune, tmp_path):
+def test_a_format_without_the_labels_of_the_task_is_refused(tmp_path):
     """A text has no class for each word."""
     path = recipe_of(tmp_path, "token_classification", RECORDS["token_classification"], {})
     (tmp_path / "data.jsonl").write_text("\n".join([json.dumps({"text": TEXT})] * 24), encoding="utf-8")

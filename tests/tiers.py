@@ -3,17 +3,24 @@
 `deep` marks a test, or one of its cases with `deep_case`, that ``make test`` leaves out. ``@pytest.mark.grid`` marks a
 parametrised test of which ``make test`` runs a sample: any two values of two different axes meet in one of its cases,
 and with ``grid(1)`` every value of every axis appears. A field of a dataclass that is a parameter is an axis too.
+`needs_shared_data` leaves out tests of real weights and texts where these are not.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+SHARED = Path(os.environ.get("DPLLM_SHARED_DATA", Path(__file__).parents[2] / "shared" / "data"))
+needs_shared_data = pytest.mark.skipif(
+    not SHARED.is_dir(), reason=f"needs the test data at {SHARED} (or DPLLM_SHARED_DATA), which is not part of dpllm"
+)
 deep = pytest.mark.deep
 Value = tuple[str, Hashable]  # of an axis, which is named first
 

@@ -20,7 +20,6 @@ from dpllm.config import ConfigError, ModelConfig, PublicPretrainConfig, load_re
 from dpllm.data.rows import train_tokenizer
 from dpllm.mechanism.events import dp_sgd
 from dpllm.methods.attacks.attacks import AttackSettings, attack_folder
-from dpllm.methods.attacks.extraction import ExtractionSettings
 from dpllm.methods.attacks.released import record_key
 from dpllm.privacy.calibration import calibrate
 from dpllm.privacy.plan import make_plan
@@ -90,9 +89,7 @@ def test_the_plain_model_remembers_and_the_table_says_so(compared):
     }
     assert areas["plain"]["loss"]["value"] > 0.9 > 0.75 > areas["private"]["loss"]["value"]
     assert plain["member_perplexity"] < 0.5 * plain["held_out_perplexity"]
-    keys = "folder epsilon delta num_members num_non_members dropped reference reference_auroc member_perplexity"
-    keys += " held_out_perplexity membership true_positive_rate_bounds extraction shadows seed note"
-    assert list(plain) == keys.split() and (plain["reference"] is None) == (plain["reference_auroc"] is None)
+    assert (plain["reference"] is None) == (plain["reference_auroc"] is None)
     members, others = plain["extraction"]["prefixes"]
     assert members["num_records"] > 20 and members["continued"] > 0.8 * members["num_records"]
     assert others["num_records"] > 20 and others["continued"] <= 2
@@ -198,17 +195,19 @@ def test_a_recipe_with_public_training_is_compared_from_where_that_ended(compare
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("overrides", "message"),
     [
-        ("data.eval_fraction=0", "holds no records out"),
-        ("train.resume_from_checkpoint=true", "cannot be resumed"),
-        ("model.task=seq2seq_lm", "model.task=seq2seq_lm"),
+        (["data.eval_fraction=0"], "holds no records out"),
+        (["train.resume_from_checkpoint=true"], "cannot be resumed"),
+        (["model.task=seq2seq_lm"], "model.task=seq2seq_lm"),
+        # Weights that are drawn twice differ before any training.
+        (["model.name=null", "model.config.model_type=llama", "model.tokenizer=x"], "starts at random weights"),
     ],
 )
-def test_what_could_not_be_compared_is_refused_before_any_training(compare, recipe, override, message):
+def test_what_could_not_be_compared_is_refused_before_any_training(compare, recipe, overrides, message):
     """Minutes later it would be too late."""
     with pytest.raises(AuditError, match=message):
-        compare.check(load_recipe(recipe, [override]), None)
+        compare.check(load_recipe(recipe, overrides), None)
 
 
 def test_canaries_of_other_data_are_refused_before_any_training(compare, compared, recipe):
@@ -240,14 +239,6 @@ def test_the_table_has_the_metrics_that_the_recipe_asks_for(compare, recipe, tmp
         ("guarantee", "none", "none"),
         ("held-out BLEU after", "61.5", found["held-out BLEU after"]),
     ]
-
-
-def test_two_random_starts_are_no_comparison(compare, recipe):
-    """Weights that are drawn twice differ before any training."""
-    made = load_recipe(recipe)
-    model = dataclasses.replace(made.model, name=None, config={"model_type": "llama"}, tokenizer="x")
-    with pytest.raises(AuditError, match="starts at random weights"):
-        compare.check(dataclasses.replace(made, model=model), None)
 
 
 def test_a_mistake_is_one_line_and_exit_code_two(compare, recipe, monkeypatch, capsys):
@@ -296,12 +287,3 @@ def test_lira_needs_a_model_to_start_from(compared, monkeypatch):
     assert report.reference is None and "reference ratio" not in [attack.name for attack in report.attacks]
     with pytest.raises(ConfigError, match="name a public model"):
         attack_folder(output / "private", AttackSettings(num_records=30, shadows=2, extraction=None))
-
-
-def test_attacks_say_what_they_do(compared):
-    """A user who waits sees which attack runs."""
-    _, output = compared
-    told = []
-    settings = AttackSettings(num_records=30, extraction=ExtractionSettings(num_samples=2, new_tokens=8, span=4))
-    attack_folder(output / "plain", settings, told.append)
-    assert told[0] == "reading the model" and "membership inference" in told and told[-1].startswith("extraction")

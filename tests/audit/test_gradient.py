@@ -33,8 +33,28 @@ from dpllm.mechanism.averages import MovingAverage, TailMean, weights_of
 from dpllm.mechanism.parts import Spec
 from dpllm.privacy.accounting import epsilon
 from tests.audit.planted import CLIP_NORM, Charged, Tied, basis_of, plan_of, text_loss, texts, vectors
-from tests.conftest import tiny_llama_config
 from tests.tiers import deep
+
+
+def observations(included_RM, canary_RTM, base_RT, *more):
+    """What a server has seen; no two releases are alike."""
+    alike_R2 = np.zeros((len(included_RM), 2), dtype=np.int64)
+    return Observations(included_RM, canary_RTM, base_RT, alike_R2, *more)
+
+
+def judged(seen, plan, design, verdict):
+    """The result of these releases, which has this verdict."""
+    found = judge_releases(seen, plan, design, "simulated", 0.999)
+    assert found.verdict == verdict, found.summary()
+    return found
+
+
+def returning(rng, num_blocks, strategy_TT, every):
+    """Releases of eight steps with this noise, where a unit is in every so many steps from one that is drawn."""
+    included, first = rng.random((num_blocks, 1)) < 0.5, rng.integers(0, every, num_blocks)
+    present = (np.arange(8) % every == first[:, None]) & included
+    canary = correlated_noise(rng, num_blocks, strategy_TT) + CLIP_NORM * present[:, :, None]
+    return observations(included, canary, correlated_noise(rng, num_blocks, strategy_TT)[:, :, 0])
 
 
 def steps_of(noise_multiplier, design, *lengths):
@@ -136,9 +156,8 @@ def test_several_canaries_are_judged_by_both_methods(noise):
     rng, design, plan = np.random.default_rng(5), Design(1, 4, 400), plan_of(5, 5, 1.0, 400)
     included = rng.random((400, 4)) < 0.5
     canary = CLIP_NORM * (included + noise * rng.normal(size=included.shape))
-    seen = Observations(included, canary[:, None], rng.normal(size=(400, 1)), np.zeros((400, 2), dtype=np.int64))
-    result = judge_releases(seen, plan, design, "simulated", confidence=0.999)
-    assert result.verdict == (CONSISTENT if noise == 1 else FAIL)
+    seen = observations(included, canary[:, None], rng.normal(size=(400, 1)))
+    result = judged(seen, plan, design, CONSISTENT if noise == 1 else FAIL)
     total = result.attacks[0]
     assert total.name == "total" and [bound.method.split(",")[0] for bound in total.bounds] == [
         *["independent runs"] * 2,
@@ -277,17 +296,10 @@ def test_noise_of_a_fixed_order_is_audited_in_runs_of_its_own(rate, apart):
 @pytest.mark.parametrize(("every", "verdict"), [(4, CONSISTENT), (1, FAIL)])
 def test_a_unit_that_comes_back_too_early_in_a_fixed_order_is_refuted(every, verdict):
     """Simulated: a quarter of the units is in each step. A unit in every step breaks the claim."""
-    rng, num_blocks = np.random.default_rng(8), 600
-    design, plan = Settings(base=3, steps=8, sampling_rate=0.25, blocks=num_blocks).audit(privacy_of(noise="blt"))
+    design, plan = Settings(base=3, steps=8, sampling_rate=0.25, blocks=600).audit(privacy_of(noise="blt"))
     plan = dataclasses.replace(plan, clip_norm=CLIP_NORM)
-    strategy_TT = strategy(plan, design)
-    included, first = rng.random((num_blocks, 1)) < 0.5, rng.integers(0, every, num_blocks)
-    present = (np.arange(8) % every == first[:, None]) & included
-    canary = correlated_noise(rng, num_blocks, strategy_TT) + CLIP_NORM * present[:, :, None]
-    base = correlated_noise(rng, num_blocks, strategy_TT)[:, :, 0]
-    seen = Observations(included, canary, base, np.zeros((num_blocks, 2), dtype=np.int64))
-    found = judge_releases(seen, plan, design, "simulated", 0.999)
-    assert found.verdict == verdict, found.summary()
+    seen = returning(np.random.default_rng(8), 600, strategy(plan, design), every)
+    found = judged(seen, plan, design, verdict)
     assert "one group" in {attack.name for attack in found.attacks}
     assert dict(found.rows())["each step"].startswith("b/N = 0.25 (units in a fixed order")
 
@@ -328,10 +340,10 @@ def test_an_average_of_weights_without_noise_is_refuted(lacking):
     earlier_T = np.cumsum(own_T[::-1])[::-1] - own_T
     last, before = {None: (canary, canary), "own": (signal, canary), "all": (signal, signal)}[lacking]
     average = np.einsum("t,rtm->rm", own_T, last) + np.einsum("t,rtm->rm", earlier_T, before)
-    seen = Observations(included, canary, canary[:, :, 0], np.zeros((num_blocks, 2), dtype=np.int64))
-    assert judge_releases(seen, plan, dataclasses.replace(design, average=None), "", 0.999).verdict == CONSISTENT
-    found = judge_releases(dataclasses.replace(seen, average_RM=average), plan, design, "simulated", 0.999)
-    assert found.verdict == (FAIL if lacking else CONSISTENT), found.summary()
+    seen = observations(included, canary, canary[:, :, 0])
+    judged(seen, plan, dataclasses.replace(design, average=None), CONSISTENT)
+    seen = dataclasses.replace(seen, average_RM=average)
+    found = judged(seen, plan, design, FAIL if lacking else CONSISTENT)
     refuting = {attack.name for attack in found.attacks for bound in attack.bounds if bound.refutes}
     expected = {None: None, "own": "average, earlier noise known", "all": "average"}[lacking]
     assert refuting == (set() if expected is None else {expected})
@@ -351,10 +363,8 @@ def test_the_average_of_the_recipe_is_audited():
 def judge_names(design, plan):
     """The attacks for an audit of this design, on observations of the right shape."""
     shape = (design.num_blocks, design.steps_per_block, design.num_canaries)
-    alike = np.zeros((design.num_blocks, 2), dtype=np.int64)
-    seen = Observations(
-        np.ones(shape[::2], bool), np.ones(shape), np.ones(shape[:2]), alike, None, None, np.ones(shape[::2])
-    )
+    whole = np.ones(shape[::2])
+    seen = observations(whole.astype(bool), np.ones(shape), np.ones(shape[:2]), None, None, whole)
     return set(scores_of(seen, plan, design))
 
 
@@ -374,10 +384,10 @@ def privacy_of(**change):
     return PrivacyConfig(**{"target_epsilon": 8.0, "clip_norm": 1.0, "expected_batch_size": 8, **change})
 
 
-def recipe_of(folder, saved):
+def recipe_of(folder, model):
     path = folder / "recipe.json"
     sections = {
-        "model": {"name": str(saved)},
+        "model": {"name": str(model)},
         "data": {"path": "nowhere.jsonl", "max_length": 32},
         "privacy": {"target_epsilon": 8, "clip_norm": 1.0, "expected_batch_size": 8},
         "train": {"output_dir": str(folder / "run"), "per_device_train_batch_size": 4, "use_cpu": True},
@@ -386,35 +396,11 @@ def recipe_of(folder, saved):
     return path
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """A tiny model with a tokenizer, in a folder."""
-    from transformers import LlamaForCausalLM
-
-    from dpllm.data.tokenization import train_tokenizer
-
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer = train_tokenizer(["to be or not to be, that is the question"] * 20, 60, 64)
-    torch.manual_seed(0)
-    LlamaForCausalLM(tiny_llama_config(vocab_size=len(tokenizer))).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def test_the_command_audits_a_recipe_s_model(saved, tmp_path):
+def test_the_command_audits_a_recipe_s_model(base_model, tmp_path):
     """No data are read; the result is printed and written, and a claim that holds is exit code 0."""
-    options = [
-        "--blocks",
-        "25",
-        "--canaries",
-        "4",
-        "--output",
-        str(tmp_path / "out"),
-        "--confidence",
-        "0.999999",
-        "--json",
-    ]
-    done = CliRunner().invoke(app, ["audit", "gradient", "--config", str(recipe_of(tmp_path, saved)), *options])
+    options = ["--blocks", "25", "--canaries", "4", "--confidence", "0.999999", "--json"]
+    options += ["--output", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, ["audit", "gradient", "--config", str(recipe_of(tmp_path, base_model)), *options])
     assert done.exit_code == 0, done.output
     printed = json.loads(done.stdout.splitlines()[-1])
     assert printed["verdict"] == CONSISTENT and printed["num_canaries"] == 100
@@ -437,10 +423,10 @@ def test_the_command_audits_a_recipe_s_model(saved, tmp_path):
     ],
     ids=lambda part: part[0],
 )
-def test_the_command_audits_the_mechanism_of_the_recipe(part, saved, tmp_path):
+def test_the_command_audits_the_mechanism_of_the_recipe(part, base_model, tmp_path):
     """Each block of steps that depend on each other is a run; the noise is measured along the strategy."""
     options = ["--blocks", "12", "--confidence", "0.999999", "--json", *part]
-    done = CliRunner().invoke(app, ["audit", "gradient", "--config", str(recipe_of(tmp_path, saved)), *options])
+    done = CliRunner().invoke(app, ["audit", "gradient", "--config", str(recipe_of(tmp_path, base_model)), *options])
     assert done.exit_code == 0, done.output
     printed = json.loads(done.stdout.splitlines()[-1])
     names = {attack["name"] for attack in printed["attacks"]}
@@ -449,13 +435,13 @@ def test_the_command_audits_the_mechanism_of_the_recipe(part, saved, tmp_path):
     assert ("one group" in names) == ("banded" in part[0]) and ("threshold up" in names) == ("quantile" in part[0])
 
 
-def test_the_command_fails_where_the_claim_does(saved, tmp_path, monkeypatch):
+def test_the_command_fails_where_the_claim_does(base_model, tmp_path, monkeypatch):
     """Noise that is left out is exit code 1."""
     monkeypatch.setattr("dpllm.mechanism.generators.NoiseSource.add_", lambda self, grad, noise_stddev: None)
     monkeypatch.setattr("dpllm.mechanism.generators.NoiseSource.write_", lambda self, grad, noise_stddev: grad.zero_())
     monkeypatch.setattr("dpllm.engines.guard.UpdateGuard.verify", lambda self: None)
     options = ["--blocks", "120", "--canaries", "2"]
-    done = CliRunner().invoke(app, ["audit", "gradient", "--config", str(recipe_of(tmp_path, saved)), *options])
+    done = CliRunner().invoke(app, ["audit", "gradient", "--config", str(recipe_of(tmp_path, base_model)), *options])
     assert done.exit_code == 1, done.output
     assert "FAIL" in done.stdout
 
@@ -499,15 +485,8 @@ def correlated_noise(rng, num_blocks, strategy_TT, directions=1):
 @pytest.mark.parametrize(("apart", "verdict"), [(8, CONSISTENT), (2, FAIL)])
 def test_bands_wider_than_groups_are_refuted(apart, verdict):
     """Simulated: the noise has eight bands, and a unit comes back after so many steps."""
-    rng, num_blocks = np.random.default_rng(3), 600
-    design, plan, strategy_TT = correlated(num_blocks, 8, 8)
-    included, group = rng.random((num_blocks, 1)) < 0.5, rng.integers(0, apart, num_blocks)
-    present = (np.arange(8) % apart == group[:, None]) & included
-    canary = correlated_noise(rng, num_blocks, strategy_TT) + CLIP_NORM * present[:, :, None]
-    base = correlated_noise(rng, num_blocks, strategy_TT)[:, :, 0]
-    seen = Observations(included, canary, base, np.zeros((num_blocks, 2), dtype=np.int64))
-    found = judge_releases(seen, plan, design, "simulated", 0.999)
-    assert found.verdict == verdict, found.summary()
+    design, plan, strategy_TT = correlated(600, 8, 8)
+    found = judged(returning(np.random.default_rng(3), 600, strategy_TT, apart), plan, design, verdict)
     assert {"one group", "others later", "others earlier"} <= {attack.name for attack in found.attacks}
 
 
@@ -521,8 +500,7 @@ def test_groups_that_depend_on_who_is_present_are_refuted(bug, verdict):
     others = 3 * CLIP_NORM * (np.arange(2) == group[:, None])
     base = correlated_noise(rng, num_blocks, strategy_TT)[:, :, 0] + others
     canary = correlated_noise(rng, num_blocks, strategy_TT)
-    seen = Observations(included, canary, base, np.zeros((num_blocks, 2), dtype=np.int64))
-    assert judge_releases(seen, plan, design, "simulated", 0.999).verdict == verdict
+    judged(observations(included, canary, base), plan, design, verdict)
 
 
 @pytest.mark.parametrize(("continued", "verdict"), [(False, CONSISTENT), (True, FAIL)])
@@ -532,10 +510,9 @@ def test_noise_that_goes_on_after_a_resume_is_refuted(continued, verdict):
     design, plan, fresh_TT = correlated(num_blocks, 4, 4, per_start=2)
     used_TT = correlated(num_blocks, 4, 4)[2] if continued else fresh_TT
     noise = correlated_noise(rng, num_blocks, used_TT, 10)
-    included, alike = rng.random((num_blocks, 1)) < 0.5, np.zeros((num_blocks, 2), dtype=np.int64)
-    seen = Observations(included, noise[:, :, :1], noise[:, :, 1], alike, noise[:, :, 2:])
-    found = judge_releases(seen, plan, design, "simulated", 0.999)
-    assert found.verdict == verdict and found.noise.highest > 1
+    included = rng.random((num_blocks, 1)) < 0.5
+    found = judged(observations(included, noise[:, :, :1], noise[:, :, 1], noise[:, :, 2:]), plan, design, verdict)
+    assert found.noise.highest > 1
     assert not any(bound.refutes for attack in found.attacks for bound in attack.bounds)
     assert found.claimed_epsilon == pytest.approx(epsilon([(plan.event, 2), (plan.event, 2)], plan.delta))
     assert "in some direction over the steps" in dict(found.rows())["noise"]
@@ -551,9 +528,8 @@ def test_a_threshold_that_one_unit_moves_too_far_is_refuted(largest, verdict):
     included, design = rng.random((num_blocks, 1)) < 0.5, Design(1, 1, num_blocks, own_runs=True)
     counts = -largest * included + 2 * rng.normal(size=included.shape)
     canary = CLIP_NORM * (included + rng.normal(size=included.shape))
-    alike = np.zeros((num_blocks, 2), dtype=np.int64)
-    seen = Observations(included, canary[:, None], rng.normal(size=included.shape), alike, None, -0.2 * counts / 20)
-    assert judge_releases(seen, plan, design, "simulated", 0.999).verdict == verdict
+    seen = observations(included, canary[:, None], rng.normal(size=included.shape), None, -0.2 * counts / 20)
+    judged(seen, plan, design, verdict)
 
 
 def test_only_a_run_of_its_own_is_resumed():
@@ -572,8 +548,7 @@ def test_noise_a_tenth_too_small_fails_the_audit(ratio):
     included = rng.random((400, 1)) < 0.5
     canary = CLIP_NORM * (included + ratio * rng.normal(size=included.shape))
     noise = CLIP_NORM * ratio * rng.normal(size=(400, 1, 4))
-    alike = np.zeros((400, 2), dtype=np.int64)
-    seen = Observations(included, canary[:, None], rng.normal(size=(400, 1)), alike, noise)
+    seen = observations(included, canary[:, None], rng.normal(size=(400, 1)), noise)
     result = judge_releases(seen, plan, design, "simulated")
     assert result.verdict == (CONSISTENT if ratio == 1 else FAIL)
     assert not any(bound.refutes for attack in result.attacks for bound in attack.bounds)

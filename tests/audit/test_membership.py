@@ -51,10 +51,8 @@ def test_the_bounds_are_those_of_the_ledger():
     assert list(bounds_of(HISTORY, 500)) == [0.01]
     included = np.arange(40) < 20
     results = [judge_attack("loss", np.arange(40.0), included)]
-    head, rows = membership_rows(results, bounds)
-    assert head[2:] == ["TPR at FPR 1.0%", "TPR at FPR 0.1%"]
+    _, rows = membership_rows(results, bounds)
     assert rows[0][0] == "loss" and rows[0][1].startswith("0.000")
-    assert rows[1][:2] == ["any attack, at most (95 %)", ""]
     assert all(0 <= float(shown) - bounds[rate] < 1e-3 for shown, rate in zip(rows[1][2:], (0.01, 0.001), strict=True))
     assert 0.096 < bounds[0.01] < 0.14 and 0.02 < bounds[0.001] < 0.06
     assert len(membership_rows(results, None)[1]) == 1

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import datasets
@@ -16,26 +15,21 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
 from dpllm.audit import run as auditing
 from dpllm.audit.bounds import AuditError
 from dpllm.audit.canaries import CANARIES_FILE, Canary, CanarySet
 from dpllm.audit.result import AUDIT_FILE, CONSISTENT, FAIL, NO_CLAIM
 from dpllm.audit.run import LOSS, PICTURE_FILE, RATIO, audit_run, canary_rows, load_model_of_run
-from dpllm.cli import app
 from dpllm.config import ConfigError, PrivacyConfig, load_recipe
 from dpllm.data.rows import RowCollator, load_train_and_eval, tokenize_records
 from dpllm.models.losses import per_sequence_loss
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan, make_plan
+from dpllm.training import finetune
+from tests.audit.conftest import M, call
 
-M = 60
 USER = ["privacy.unit=user", "privacy.unit_column=user", "privacy.max_rows_per_unit=5"]
-
-
-def call(*arguments: Any) -> Any:
-    return CliRunner().invoke(app, ["audit", *map(str, arguments)])
 
 
 def memorise(prepared: Path, base: Path, folder: Path, steps: int = 100) -> Path:
@@ -70,17 +64,6 @@ def write_claim(folder: Path, made: CanarySet, noise_multiplier: float = 5.0, **
 
 
 @pytest.fixture(scope="module")
-def prepared(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An audit's folder, made by the command; one whose coins fell evenly enough for the ceiling to be in reach."""
-    while True:
-        folder = tmp_path_factory.mktemp("audit") / "a"
-        result = call("prepare", "--config", recipe_file, "--output", folder, "--canaries", M, "--length", 10)
-        assert result.exit_code == 0, result.output
-        if 25 <= sum(CanarySet.load(folder / CANARIES_FILE).included) <= M - 25:
-            return folder
-
-
-@pytest.fixture(scope="module")
 def made(prepared: Path) -> CanarySet:
     return CanarySet.load(prepared / CANARIES_FILE)
 
@@ -98,7 +81,7 @@ def broken(memorised: Path, made: CanarySet, tmp_path: Path) -> Path:
 
 
 class TestVerdicts:
-    def test_a_private_run_is_consistent(self, prepared: Path, finetune: ModuleType):
+    def test_a_private_run_is_consistent(self, prepared: Path):
         """Prepare, train with the prepared recipe, audit: all that was promised is said, and nothing is shown."""
         finetune.run(load_recipe(prepared / "recipe.yaml"))
         run = prepared / "run"
@@ -285,19 +268,6 @@ class TestRefusals:
         long = dataclasses.replace(made, recipe={**made.recipe, "data": {**made.recipe["data"], "max_length": 4}})
         with pytest.raises(AuditError, match="canaries do not fit into rows"):
             canary_rows(made.canaries, long, AutoTokenizer.from_pretrained(base_model))
-
-    def test_mistakes_of_prepare_are_one_line(self, recipe_file: Path, tmp_path: Path):
-        """Too few canaries to show anything: the message has their ceiling."""
-        result = call("prepare", "--config", recipe_file, "--output", tmp_path / "a", "--canaries", 5)
-        assert result.exit_code == 2 and result.stderr.splitlines()[-1].startswith("error: 5 canaries cannot show")
-        assert "with perfect scores the bound would be 0." in result.stderr and not (tmp_path / "a").exists()
-
-
-def test_help_shows_commands_that_can_be_copied():
-    """Each command's help has an example."""
-    for command in ("prepare", "run"):
-        words = " ".join(call(command, "--help").stdout.replace("│", " ").split())
-        assert f"Example: dpllm audit {command}" in words
 
 
 def test_the_data_are_not_left_in_a_cache(prepared: Path, broken: Path):

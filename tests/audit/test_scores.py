@@ -1,9 +1,7 @@
 """Scores of membership from token probabilities."""
 
 import math
-import os
 import zlib
-from pathlib import Path
 
 import datasets
 import numpy as np
@@ -23,11 +21,7 @@ from dpllm.audit.scores import (
 from dpllm.config import ConfigError, DataConfig
 from dpllm.data.records import DataError
 from dpllm.data.rows import RowCollator, tokenize_records
-
-SHARED = Path(os.environ.get("DPLLM_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data"))
-needs_shared_data = pytest.mark.skipif(
-    not (SHARED / "stories260K").is_dir(), reason=f"{SHARED} has no stories260K (real weights for tests)"
-)
+from tests.tiers import SHARED, needs_shared_data
 
 
 def rows_of(*examples):

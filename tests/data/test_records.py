@@ -22,11 +22,7 @@ from dpllm.data.records import DataError, has_many_copies, load_records, load_tr
 from dpllm.data.rows import unit_index_of
 from dpllm.data.scratch import PREFIX, private_folder, remove_private_folder
 from tests.mutations import kills
-
-SHARED = Path(os.environ.get("DPLLM_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data"))
-needs_shared_data = pytest.mark.skipif(
-    not SHARED.is_dir(), reason=f"needs the test data at {SHARED} (or DPLLM_SHARED_DATA), which is not part of dpllm"
-)
+from tests.tiers import SHARED, needs_shared_data
 
 TEXTS = ["The ship sails at dawn.", "A short one.", "Nobody knows what the harbour master wrote that night, or why."]
 
@@ -62,23 +58,22 @@ class TestLoading:
         path = write(tmp_path / f"data{ending}", [{"text": text} for text in TEXTS])
         assert load_records(config(path=str(path)))["text"][:] == TEXTS
 
-    def test_words_that_look_like_missing_values_stay_text(self, tmp_path):
-        """A message that says NA or null is a record like any other."""
-        texts = ["NA", "null", "None", "nan", "1"]
-        path = write(tmp_path / "data.csv", [{"text": text} for text in texts])
+    @pytest.mark.parametrize(
+        ("name", "content", "texts"),
+        [
+            # A message that says NA or null is a record like any other.
+            ("data.csv", "text\nNA\nnull\nNone\nnan\n1\n", ["NA", "null", "None", "nan", "1"]),
+            ("data.tsv", 'text\tlabel\n"he said\t1\nnothing\t0\nmore"\t1\n', ['"he said', "nothing", 'more"']),
+            # A blank line belongs to nobody: as a unit it would raise N and protect nobody.
+            ("data.txt", "one\n\n  \t\nthree\n", ["one", "three"]),
+        ],
+    )
+    def test_a_line_of_text_is_a_record_as_it_is_written(self, tmp_path, name, content, texts):
+        """Words that look like missing values stay text, and a lone quote swallows no record."""
+        path = tmp_path / name
+        path.write_text(content, encoding="utf-8")
         assert load_records(config(path=str(path)))["text"][:] == texts
-
-    def test_a_lone_quote_in_tab_separated_text_swallows_no_record(self, tmp_path):
-        """The number of records is the number of lines."""
-        path = tmp_path / "data.tsv"
-        path.write_text('text\tlabel\n"he said\t1\nnothing\t0\nmore"\t1\n', encoding="utf-8")
-        assert load_records(config(path=str(path)))["text"][:] == ['"he said', "nothing", 'more"']
-
-    def test_blank_lines_of_a_text_file_are_no_records(self, tmp_path):
-        """A blank line belongs to nobody: as a unit it would raise N and protect nobody."""
-        path = tmp_path / "data.txt"
-        path.write_text("one\n\n  \t\nthree\n", encoding="utf-8")
-        assert load_records(config(path=str(path)))["text"][:] == ["one", "three"]
+        assert load_records(config(path=str(path), limit=2))["text"][:] == texts[:2]
 
     def test_a_folder_and_a_pattern_are_all_their_files_in_order_of_name(self, tmp_path):
         """Several files are one data set."""
@@ -92,11 +87,6 @@ class TestLoading:
         path = write(tmp_path / "data.jsonl", [{"text": text} for text in TEXTS])
         assert len(load_records(config(path=str(path), split="train_sft"))) == 3
         assert len(load_records(config(path=str(path), split="train_sft[:2]"))) == 2
-
-    def test_limit_keeps_the_first_records(self, tmp_path):
-        """The limit is on records, in their order."""
-        path = write(tmp_path / "data.jsonl", [{"text": text} for text in TEXTS])
-        assert load_records(config(path=str(path), limit=2))["text"][:] == TEXTS[:2]
 
     @pytest.mark.parametrize(
         ("path", "message"),
@@ -195,13 +185,6 @@ class TestLoading:
         with pytest.raises(ConfigError, match=r"'old/data'.*cannot be loaded from the Hub.*: out of memory"):
             load_records(wanted)
 
-    def test_a_broken_file_is_named(self, tmp_path):
-        """A file that cannot be parsed is an error with its path."""
-        path = tmp_path / "data.jsonl"
-        path.write_text('{"text": "fine"}\n{"text": \n', encoding="utf-8")
-        with pytest.raises(DataError, match=r"data.jsonl: cannot be read as json"):
-            load_records(config(path=str(path)))
-
 
 class TestChecks:
     def test_a_missing_column_names_those_present_and_the_nearest(self, tmp_path):
@@ -244,11 +227,8 @@ class TestHeldOut:
         assert sorted(train["text"][:] + held_out["text"][:]) == sorted(f"record {number}" for number in range(50))
         again, _ = load_train_and_eval(config(path=path, eval_fraction=0.1))
         assert again["text"][:] == train["text"][:]
-
-    def test_without_a_held_out_part_there_is_none(self, path):
-        """Nothing is held out unless the recipe says so."""
-        train, held_out = load_train_and_eval(config(path=path))
-        assert held_out is None and len(train) == 50
+        whole, none = load_train_and_eval(config(path=path))  # nothing is held out unless the recipe says so
+        assert none is None and len(whole) == 50
 
     def test_held_out_records_come_from_their_own_file(self, path, tmp_path):
         """`eval_path` takes nothing from the training records, for any limit."""
@@ -336,19 +316,41 @@ class TestText:
         with pytest.raises(DataError, match=r"column 'id' holds text in .*a\.\w+ and numbers in .*b\.\w+: write it in"):
             load_records(config(path=str(tmp_path)))
 
-    def test_a_json_column_of_mixed_kinds_names_the_line(self, tmp_path):
-        """This holds within one file as well, for a value in any chunk of it."""
+    @pytest.mark.parametrize(
+        ("content", "options", "message"),
+        [
+            ('{"text": "fine"}\n{"text": \n', {}, "data.jsonl: cannot be read as json"),
+            # In any chunk of one file as well.
+            (
+                '{"text": "x", "id": "00017"}\n\n{"text": "y", "id": 17}\n',
+                {},
+                "column 'id' holds text, and in line 3 a number: write all its values",
+            ),
+            # Two large ids would become one beside a fraction.
+            (
+                '{"text": "x", "id": 9007199254740993}\n{"text": "y", "id": 0.5}\n',
+                {},
+                r"column 'id' mixes fractions and whole numbers above 2\^53",
+            ),
+            (
+                '{"prompt": "a", "completion": ["b", "c"]}\n',
+                {"format": "prompt_completion"},
+                "column 'completion' holds list<.*>, but text is needed",
+            ),
+            (
+                '{"label": 1}\n{"label": 2}\n',
+                {"text_column": "label"},
+                "column 'label' holds int64, but text is needed",
+            ),
+        ],
+        ids=["broken", "mixed kinds", "large numbers", "lists", "the column of labels"],
+    )
+    def test_json_lines_that_are_not_text_of_one_kind_are_refused(self, tmp_path, content, options, message):
+        """Nothing is written as Python would print it; the error comes before the public training."""
         path = tmp_path / "data.jsonl"
-        path.write_text('{"text": "x", "id": "00017"}\n\n{"text": "y", "id": 17}\n', encoding="utf-8")
-        with pytest.raises(DataError, match=r"column 'id' holds text, and in line 3 a number: write all its values"):
-            load_records(config(path=str(path)))
-
-    def test_numbers_that_a_fraction_cannot_hold_are_refused(self, tmp_path):
-        """Two large ids would become one beside a fraction."""
-        path = tmp_path / "data.jsonl"
-        path.write_text('{"text": "x", "id": 9007199254740993}\n{"text": "y", "id": 0.5}\n', encoding="utf-8")
-        with pytest.raises(DataError, match=r"column 'id' mixes fractions and whole numbers above 2\^53"):
-            load_records(config(path=str(path)))
+        path.write_text(content, encoding="utf-8")
+        with pytest.raises(DataError, match=message):
+            load_records(config(path=str(path), **options))
 
     def test_fields_that_only_some_records_have_are_null_in_the_others(self, tmp_path, monkeypatch):
         """Pieces of a file that differ in their fields are one data set."""
@@ -371,12 +373,6 @@ class TestText:
         assert load_records(replace(wanted, class_names=["bad", "good"]))["label"][:] == [1, 0]
         with pytest.raises(DataError, match=r"label of record 0 .* is not one of data\.class_names"):
             load_records(replace(wanted, class_names=["bad", "fine"]))
-
-    def test_lists_of_text_are_no_text(self, tmp_path):
-        """A completion that is a list of texts is refused, not written as Python would print it."""
-        path = write(tmp_path / "data.jsonl", [{"prompt": "a", "completion": ["b", "c"]}])
-        with pytest.raises(DataError, match=r"column 'completion' holds list<.*>, but text is needed"):
-            load_records(config(path=str(path), format="prompt_completion"))
 
 
 class TestFaults:
@@ -558,10 +554,3 @@ def test_whole_users_are_held_out(tmp_path):
     train, held_out = load_train_and_eval(config, by_user("who", max_rows=4))
     assert not set(train["who"]) & set(held_out["who"]) and len(set(held_out["who"])) == 12
     assert sorted([*train["text"], *held_out["text"]]) == sorted(row["text"] for row in rows)
-
-
-def test_numbers_in_a_text_column_are_refused_whatever_its_name(tmp_path):
-    """This includes a column with the name of a classifier's label; the error comes before the public training."""
-    (tmp_path / "a.jsonl").write_text('{"label": 1}\n{"label": 2}\n')
-    with pytest.raises(DataError, match="column 'label' holds int64, but text is needed"):
-        load_records(DataConfig(path=str(tmp_path / "a.jsonl"), max_length=8, text_column="label"))

@@ -1,9 +1,6 @@
 """Rows, units and tensors: the training loop receives exactly the contents of the data set."""
 
-import copy
-import os
 from dataclasses import replace
-from pathlib import Path
 
 import datasets
 import numpy as np
@@ -32,11 +29,7 @@ from dpllm.report.definition import define
 from dpllm.report.release_notes import ReleaseNotes
 from dpllm.training.noted import note_data, note_units
 from tests.mutations import kills
-
-SHARED = Path(os.environ.get("DPLLM_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data"))
-needs_shared_data = pytest.mark.skipif(
-    not SHARED.is_dir(), reason=f"needs the test data at {SHARED} (or DPLLM_SHARED_DATA), which is not part of dpllm"
-)
+from tests.tiers import SHARED, needs_shared_data
 
 TEXTS = ["The ship sails at dawn.", "A short one.", "Nobody knows what the harbour master wrote that night, or why."]
 CHATML = (
@@ -255,11 +248,6 @@ class TestChat:
         rows = rows_of([{"messages": CHAT}], chatty, format="chat", max_length=200)
         assert self.said(rows, chatty) == "Hm. We sail.</s>"
 
-    def test_a_chat_without_an_answer_is_refused(self, chatty):
-        """A chat in which the assistant says nothing has no target."""
-        with pytest.raises(DataError, match="record 0: all labels are masked"):
-            rows_of([{"messages": CHAT[:1]}], chatty, format="chat", max_length=200)
-
     @pytest.mark.parametrize("key", ["role", "content"])
     def test_a_message_without_its_parts_is_refused(self, chatty, key):
         """A message needs a role and a content."""
@@ -267,11 +255,28 @@ class TestChat:
         with pytest.raises(DataError, match=f"record 1: message 1 has no text in '{key}'"):
             rows_of([{"messages": CHAT}, {"messages": broken}], chatty, format="chat", max_length=200)
 
-    def test_a_chat_that_the_template_refuses_is_named(self, chatty):
-        """The message has the template's own error and the number of the record."""
-        chatty.chat_template = "{{ raise_exception('roles must alternate') }}"
-        with pytest.raises(DataError, match=r"record 0: the chat template refuses.*roles must alternate"):
-            rows_of([{"messages": CHAT}], chatty, format="chat", max_length=200)
+    @pytest.mark.parametrize(
+        ("template", "messages", "message"),
+        [
+            (CHATML, CHAT[:1], "record 0: all labels are masked"),  # the assistant says nothing
+            (
+                "{{ raise_exception('roles must alternate') }}",
+                CHAT,
+                "record 0: the chat template refuses.*roles must alternate",
+            ),
+            (
+                "{% for i in range(1000000000) %}x{% endfor %}",
+                CHAT,
+                r"record 0: the chat template refuses these messages \(.*[Rr]ange",
+            ),
+        ],
+        ids=["no answer", "refused", "endless"],
+    )
+    def test_a_chat_without_a_row_is_refused(self, chatty, template, messages, message):
+        """With the template's own error, which is a program's, on one line, and the number of the record."""
+        chatty.chat_template = template
+        with pytest.raises(DataError, match=message):
+            rows_of([{"messages": messages}], chatty, format="chat", max_length=200)
 
     def test_a_tokenizer_without_a_template_is_refused(self, tokenizer):
         """A template is never invented."""
@@ -433,6 +438,8 @@ class TestCollator:
             RowCollator(pad_token_id=0, task="sequence_classification")([{"input_ids": [1]}])
         with pytest.raises(DataError, match="a row has no 'labels'"):
             RowCollator(pad_token_id=0, task="seq2seq_lm")([{"input_ids": [1]}])
+        with pytest.raises(DataError, match=r"is 0\.5, and a class is a whole number"):  # it was cut to the one below
+            RowCollator(pad_token_id=0, task="sequence_classification")([{"input_ids": [1], "labels": 0.5}])
 
     def test_the_columns_of_the_first_row_do_not_decide_for_the_others(self):
         """Token types, or one of two columns of labels, of a row may not depend on the row before it in the batch."""
@@ -445,11 +452,6 @@ class TestCollator:
         rows = [{"input_ids": [1], "labels": 0, "label": 1}, {"input_ids": [1], "labels": 1}]
         classes = RowCollator(pad_token_id=0, task="sequence_classification")
         assert classes(rows)["labels"].tolist() == classes(rows[::-1])["labels"].tolist()[::-1] == [1, 1]
-
-    def test_a_class_that_is_no_whole_number_is_refused(self):
-        """It was cut to the one below."""
-        with pytest.raises(DataError, match=r"is 0\.5, and a class is a whole number"):
-            RowCollator(pad_token_id=0, task="sequence_classification")([{"input_ids": [1], "labels": 0.5}])
 
 
 class TestTrainedTokenizer:
@@ -538,9 +540,6 @@ class TestPackedCollator:
         """Nothing of a row is left out silently."""
         with pytest.raises(DataError, match="rows cannot be packed with them"):
             PackedCollator()([row, row])
-
-    def test_no_rows(self) -> None:
-        """An empty batch is an error, as for padded rows."""
         with pytest.raises(DataError, match="no row to collate"):
             PackedCollator()([])
 
@@ -604,33 +603,23 @@ def test_tokenizing_long_records_takes_little_memory(tokenizer):
     assert len(rows) == 200 and max(most) <= 1 << 20 and sum(most) > 200 * 48_000 - 1
 
 
-def test_a_template_that_does_not_end_is_one_error(tokenizer):
-    """A template is a program; its error is one line with the number of the record, without a traceback."""
-    chatty = copy.deepcopy(tokenizer)
-    chatty.chat_template = "{% for i in range(1000000000) %}x{% endfor %}"
-    with pytest.raises(DataError, match=r"record 0: the chat template refuses these messages \(.*[Rr]ange"):
-        rows_of([{"messages": CHAT}], chatty, format="chat")
-
-
 def _tokens(count, length=7):
     return [{"input_ids": [1] * length} for _ in range(count)]
 
 
 def test_pieces_of_longer_texts_without_their_record_are_refused():
     """The columns of a tokenizer show that it cut texts; each piece would count as a unit."""
-    privacy = PrivacyConfig(clip_norm=1, expected_batch_size=1, noise_multiplier=1)
     rows = [{**row, "overflow_to_sample_mapping": 0} for row in _tokens(3)]
     with pytest.raises(DataError, match=r"'overflow_to_sample_mapping' shows that a tokenizer cut.*column 'record'"):
-        unit_index_of(datasets.Dataset.from_list(rows), privacy)
-    assert unit_index_of([{**row, "record": 0} for row in rows], privacy).num_units == 1
+        unit_index_of(datasets.Dataset.from_list(rows), privacy())
+    assert unit_index_of([{**row, "record": 0} for row in rows], privacy()).num_units == 1
 
 
 def test_a_record_that_only_some_rows_name_is_refused():
     """The first row does not decide for all."""
-    privacy = PrivacyConfig(clip_norm=1, expected_batch_size=1, noise_multiplier=1)
     for rows in ([*_tokens(1), {**_tokens(1)[0], "record": 0}], [{**_tokens(1)[0], "record": 0}, *_tokens(1)]):
         with pytest.raises(DataError, match=r"Some rows have a column 'record' and others do not; .* row 1"):
-            unit_index_of(rows, privacy)
+            unit_index_of(rows, privacy())
 
 
 def test_the_ledger_says_how_units_were_made_and_doubts_rows_of_one_length(tmp_path):

@@ -177,13 +177,8 @@ def test_groups_are_clipped_apart_as_by_the_clipping():
     model = perturbed(Odd())
     ids = units()[1]
     names = [name for name, _ in model.named_parameters()]
-    gradients = dict(
-        zip(
-            names,
-            torch.autograd.grad(losses(model, ids).sum(), list(model.parameters()), allow_unused=True),
-            strict=True,
-        )
-    )
+    grads = torch.autograd.grad(losses(model, ids).sum(), list(model.parameters()), allow_unused=True)
+    gradients = dict(zip(names, grads, strict=True))
     clipping = PerLayerClipping(0.01)
     groups = clipping.groups({name: tuple(p.shape) for name, p in model.named_parameters()})
     clipper = PerUnitClipper(model, clipping=clipping)

@@ -76,8 +76,8 @@ def test_a_name_of_the_hub_gets_both_remedies():
         load_tokenizer(ModelConfig(name="nobody/nothing"))
 
 
-def test_files_and_adapters_are_no_models(tmp_path, folder):
-    """Each with its remedy; a path that the home folder completes is written out."""
+def test_files_adapters_and_damaged_folders_are_no_models(tmp_path, folder, monkeypatch):
+    """Each with its remedy; libraries do not complete the home folder, so the whole path is named."""
     (tmp_path / "weights.bin").write_text("")
     with pytest.raises(ConfigError, match="it is a file"):
         require_folder("model", str(tmp_path / "weights.bin"))
@@ -86,19 +86,10 @@ def test_files_and_adapters_are_no_models(tmp_path, folder):
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(folder)}))
     with pytest.raises(ConfigError, match="a LoRA adapter and not a whole model"):
         model_at_hand(str(adapter))
-
-
-def test_the_home_folder_is_written_out(tmp_path, monkeypatch):
-    """Libraries do not complete it."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "gpt2").mkdir()
-    with pytest.raises(ConfigError, match=f"Write the whole path, {tmp_path}/gpt2"):
-        require_folder("model", "~/gpt2")
-
-
-def test_damaged_files_are_one_line(tmp_path, folder):
-    """With the remedy of a damaged folder."""
     damaged = shutil.copytree(folder, tmp_path / "damaged")
     (damaged / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="copy the folder again"):
         model_at_hand(str(damaged))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match=f"Write the whole path, {tmp_path}/adapter"):
+        require_folder("model", "~/adapter")

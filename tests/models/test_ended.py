@@ -12,7 +12,7 @@ from dpllm.config import ConfigError
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from tests.conftest import tiny_llama_config
 from tests.tiers import deep_case
-from tests.training.test_run import FEATURES, ledger_of, loss_of, network, plan_of, rows_of
+from tests.training.test_run import FEATURES, loop, loss_of, network, plan_of, rows_of
 from tests.training.test_trainer import arguments
 from tests.training.test_trainer import small_trainer as trainer
 
@@ -69,21 +69,27 @@ def test_a_copy_of_trained_weights_is_refused_or_declared(how, tmp_path):
     assert not any("a copy of those" in point for point in open_points(again))
 
 
-@pytest.mark.grid(1)
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("steps", [0, 1, 2])
-def test_weights_of_a_run_that_did_not_end_are_known_again(error, steps, tmp_path):
-    """It failed in its first step, or in a later one: copies of weights that took a step are an earlier run's."""
-    start = LlamaForCausalLM(tiny_llama_config())
+def failed(folder, steps, error, model=None):
+    """A run that was stopped by this error after these steps."""
 
     def loss(outputs, labels):
         if run.state.global_step == steps:
             raise error("stopped")
         return per_sequence_loss(outputs.logits, labels)
 
-    run = trainer(tmp_path / "a", copy.deepcopy(start), compute_loss_func=loss)
+    run = trainer(folder, model, compute_loss_func=loss)
     with pytest.raises(error, match="stopped"):
         run.train()
+    return run
+
+
+@pytest.mark.grid(1)
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_weights_of_a_run_that_did_not_end_are_known_again(error, steps, tmp_path):
+    """It failed in its first step, or in a later one: copies of weights that took a step are an earlier run's."""
+    start = LlamaForCausalLM(tiny_llama_config())
+    run = failed(tmp_path / "a", steps, error, copy.deepcopy(start))
     assert read_ledger(tmp_path / "a" / LEDGER_FILE).num_steps == steps + 1
     again = trainer(tmp_path / "b", copy.deepcopy(start))  # the first run's starting weights belong to no run
     again.train()
@@ -97,39 +103,44 @@ def test_weights_of_a_run_that_did_not_end_are_known_again(error, steps, tmp_pat
 
 def test_weights_that_changed_after_a_failure_are_an_open_point(tmp_path):
     """The report of a failed run describes its last weights, like any other report."""
+    require_open_point_of_a_change(failed(tmp_path, 2, RuntimeError))
 
-    def loss(outputs, labels):
-        if run.state.global_step == 2:
-            raise RuntimeError("stopped")
-        return per_sequence_loss(outputs.logits, labels)
 
-    run = trainer(tmp_path, compute_loss_func=loss)
-    with pytest.raises(RuntimeError, match="stopped"):
-        run.train()
-    require_open_point_of_a_change(run)
+def begun(folder, model, num_steps=2):
+    """A custom loop, not finished."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = PrivateRun.start(folder, plan_of(), rows_of())
+    run.attach(model, optimizer)
+    loop(run, model, optimizer, num_steps)
+    return run, optimizer
+
+
+def trained_otherwise(model, optimizer):
+    """A step of other training."""
+    loss_of(model, {"rows": torch.ones(3, FEATURES + 1)}).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_model_that_a_loop_of_ones_own_trained_is_refused_in_another_folder(tmp_path):
+    """In the same folder the ledger counts both parts."""
+    model = network()
+    run, optimizer = begun(tmp_path / "a", model, 1)
+    for _ in range(2):
+        run.detach()
+        run.attach(model, optimizer)
+    run.detach()
+    with pytest.raises(ConfigError, match="trained before, in this process"):
+        begun(tmp_path / "b", model)
 
 
 def test_weights_of_a_loop_that_was_left_are_known_again(tmp_path):
     """Nothing says that it ended: no finish(), no detach()."""
-    plan, rows = plan_of(), rows_of()
-
-    def attached(folder, model):
-        run = PrivateRun.start(folder, plan, rows)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        run.attach(model, optimizer)
-        return run, optimizer
-
     model = network()
-    run, optimizer = attached(tmp_path / "a", model)
-    for number, unit_ids in enumerate(run.draws(3)):
-        if number == 2:
-            break
-        run.step(unit_ids, loss_of)
-        optimizer.step()
-        optimizer.zero_grad()
+    run, _ = begun(tmp_path / "a", model)
     with pytest.raises(ConfigError, match=rf"a copy of those that the private run of {tmp_path / 'a'} trained"):
-        attached(tmp_path / "b", copy.deepcopy(model))
-    attached(tmp_path / "c", network())[0].detach()
+        begun(tmp_path / "b", copy.deepcopy(model))
+    begun(tmp_path / "c", network(), 0)[0].detach()
     run.detach()
 
 
@@ -160,21 +171,9 @@ def test_an_optimizer_that_begins_at_a_constant_is_none_with_moments(tmp_path):
     assert not any("moments" in point for point in open_points(run))
 
 
-def begun(folder, model, num_steps=2, **more):
-    """A custom loop, not finished."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = PrivateRun.start(folder, plan_of(), rows_of())
-    run.attach(model, optimizer, **more)
-    for unit_ids in run.draws(num_steps):
-        run.step(unit_ids, loss_of)
-        optimizer.step()
-        optimizer.zero_grad()
-    return run, optimizer
-
-
 @pytest.mark.parametrize("how", ["the same model", "a copy"])
 def test_a_folder_that_was_emptied_holds_another_run(how, tmp_path):
-    """The second run's ledger does not charge the first one's steps, for any folder name."""
+    """The second run's ledger does not charge the first one's steps: a notebook cell that is run again."""
     model = network()
     run, _ = begun(tmp_path / "a", model)
     run.finish()
@@ -185,32 +184,12 @@ def test_a_folder_that_was_emptied_holds_another_run(how, tmp_path):
     begun(tmp_path / "a", network())
 
 
-def test_a_trainer_in_an_emptied_folder_is_another_run(tmp_path):
-    """A notebook cell that is run again."""
-    run = trainer(tmp_path / "a")
-    run.train()
-    shutil.rmtree(tmp_path / "a")
-    with pytest.raises(ConfigError, match="trained before, in this process"):
-        trainer(tmp_path / "a", run.model)
-
-
 def test_weights_that_changed_while_a_run_had_let_go_of_them_are_refused_or_declared(tmp_path):
     """Other training may have taken place between `detach` and `attach`; the run's ledger does not contain it."""
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = PrivateRun(plan_of(), rows_of(), ledger_of(tmp_path, plan_of()))
-    run.attach(model, optimizer)
-    for unit_ids in run.draws(1):
-        run.step(unit_ids, loss_of)
-        optimizer.step()
-        optimizer.zero_grad()
-    for _ in range(2):
-        run.detach()
-        run.attach(model, optimizer)  # as they were
+    run, optimizer = begun(tmp_path, model, 1)
     run.detach()
-    loss_of(model, {"rows": torch.ones(3, FEATURES + 1)}).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    trained_otherwise(model, optimizer)
     with pytest.raises(ConfigError, match=r"0\.bias and 3 other parameter\(s\) changed between detach\(\) and attach"):
         run.attach(model, optimizer)
     run.attach(model, optimizer, start_is_independent=True)
@@ -222,16 +201,10 @@ def test_weights_that_changed_while_a_run_had_let_go_of_them_are_refused_or_decl
 def test_weights_that_changed_between_detach_and_the_end_are_an_open_point(changed, tmp_path):
     """The report of a loop of one's own is of the weights as the run left them; the loop saves them by itself."""
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = PrivateRun(plan_of(), rows_of(), ledger_of(tmp_path, plan_of()))
-    run.attach(model, optimizer)
-    run.step(next(run.draws(1)), loss_of)
-    optimizer.step()
+    run, optimizer = begun(tmp_path, model, 1)
     run.detach()
     if changed:
-        optimizer.zero_grad()
-        loss_of(model, {"rows": torch.ones(3, FEATURES + 1)}).sum().backward()
-        optimizer.step()
+        trained_otherwise(model, optimizer)
     points = run.finish()["open_points"]
     assert any("changed after the end of the private training" in point for point in points) == changed
 

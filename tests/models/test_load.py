@@ -1,6 +1,5 @@
 """Models and tokenizers as a recipe names them: nothing is dropped silently, nothing changes its function."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,8 @@ from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enab
 from dpllm.config import ConfigError, ModelConfig
 from dpllm.data.rows import train_tokenizer
 from dpllm.models.load import load_base_model, load_model, load_tokenizer, prepare_model, skeleton
+from tests.tiers import SHARED, needs_shared_data
 
-SHARED = Path(os.environ.get("DPLLM_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data"))
-needs_shared_data = pytest.mark.skipif(
-    not SHARED.is_dir(), reason=f"needs the test data at {SHARED} (or DPLLM_SHARED_DATA), which is not part of dpllm"
-)
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 TINY = {

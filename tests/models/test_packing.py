@@ -110,19 +110,22 @@ def test_the_model_has_its_own_attention_afterwards():
     assert inner.config._attn_implementation == before != ATTENTION
 
 
-@pytest.mark.parametrize("needed", ["softcap", "s_aux", "position_bias"])
-def test_an_attention_of_another_form_is_refused(needed):
+OTHER_FORMS = [
+    ({name: torch.tensor(1.0)}, rf"Layer needs \['{name}'\].*flash_attention_2")
+    for name in ("softcap", "s_aux", "position_bias")
+]
+
+
+@pytest.mark.parametrize(("options", "match"), [*OTHER_FORMS, ({"is_causal": False}, "both directions")])
+def test_an_attention_of_another_form_is_refused(options, match):
     """Unsupported parts of an attention are refused, not ignored."""
     q = states(9)
-    with pytest.raises(ValueError, match=rf"Layer needs \['{needed}'\].*flash_attention_2"):
-        packed_attention(Layer(), q, q, q, None, cu_seq_lens_q=BOUNDARIES, **{needed: torch.tensor(1.0)})
+    with pytest.raises(ValueError, match=match):
+        packed_attention(Layer(), q, q, q, None, cu_seq_lens_q=BOUNDARIES, **options)
 
 
-def test_attention_in_both_directions_is_refused():
-    """According to the layer, or to the caller."""
+def test_attention_in_both_directions_is_refused_where_the_layer_says_it():
     q, layer = states(9), Layer()
-    with pytest.raises(ValueError, match="both directions"):
-        packed_attention(layer, q, q, q, None, is_causal=False, cu_seq_lens_q=BOUNDARIES)
     layer.is_causal = False
     with pytest.raises(ValueError, match="both directions"):
         packed_attention(layer, q, q, q, None, cu_seq_lens_q=BOUNDARIES)
@@ -166,14 +169,6 @@ def test_models_that_can_not_be_packed_are_refused_by_name(make, task, match):
         refuse_unpackable(make(), task)
 
 
-def test_an_attention_of_its_own_is_refused():
-    """A model that transformers cannot run with flash_attention_2 has no place for another attention."""
-    model = build_model(Case("llama"))
-    model._supports_flash_attn = False
-    with pytest.raises(ConfigError, match="LlamaForCausalLM has a custom attention"):
-        refuse_unpackable(model, "causal_lm")
-
-
 def test_what_was_made_for_padded_rows_is_refused():
     """A custom collator or loss does not know where packed rows begin."""
     model = build_model(Case("llama"))
@@ -182,6 +177,9 @@ def test_what_was_made_for_padded_rows_is_refused():
         refuse_unpackable(model, "causal_lm", list)
     with pytest.raises(ConfigError, match="compute_loss_func was made for padded rows"):
         refuse_unpackable(model, "causal_lm", None, per_sequence_loss)
+    model._supports_flash_attn = False  # transformers has no place for another attention in it
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has a custom attention"):
+        refuse_unpackable(model, "causal_lm")
 
 
 def test_an_attention_that_can_not_be_exchanged_is_refused(monkeypatch):

@@ -18,7 +18,7 @@ from dpllm.training.run import PrivateRun
 from tests.conftest import tiny_llama_config
 from tests.mutations import kills
 from tests.test_attacks import Stop
-from tests.training.test_run import ledger_of, loss_of, network, plan_of, rows_of
+from tests.training.test_run import ledger_of, network, plan_of, rows_of
 from tests.training.test_trainer import arguments, rows, trainer
 
 EVALUATE = {"eval_strategy": "steps", "eval_steps": 1}
@@ -41,26 +41,20 @@ def test_what_follows_private_evaluation_is_refused_before_data_is_touched(chang
     assert not list(tmp_path.iterdir())
 
 
-def test_a_plateau_scheduler_given_as_an_object_is_refused(tmp_path):
+class Following(torch.optim.lr_scheduler.LRScheduler):
+    """Recognised by its arguments, not by its class."""
+
+    def step(self, metrics=None):
+        self.optimizer.param_groups[0]["lr"] *= 0.5
+
+
+@pytest.mark.parametrize("scheduler", [torch.optim.lr_scheduler.ReduceLROnPlateau, Following])
+def test_any_scheduler_whose_steps_take_results_is_refused(scheduler, tmp_path):
     """It reads the same losses."""
     model = LlamaForCausalLM(tiny_llama_config())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-    with pytest.raises(ConfigError, match="a ReduceLROnPlateau scheduler follows"):
-        trainer(tmp_path, model, optimizers=(optimizer, scheduler))
-
-
-def test_any_scheduler_whose_steps_take_results_is_refused(tmp_path):
-    """Recognised by its arguments, not by its class."""
-
-    class Following(torch.optim.lr_scheduler.LRScheduler):
-        def step(self, metrics=None):
-            self.optimizer.param_groups[0]["lr"] *= 0.5
-
-    model = LlamaForCausalLM(tiny_llama_config())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match="a Following scheduler follows"):
-        trainer(tmp_path, model, optimizers=(optimizer, Following(optimizer)))
+    with pytest.raises(ConfigError, match=f"a {scheduler.__name__} scheduler follows"):
+        trainer(tmp_path, model, optimizers=(optimizer, scheduler(optimizer)))
 
 
 def test_early_stopping_that_is_added_later_is_refused(tmp_path):
@@ -334,27 +328,6 @@ def test_only_a_new_adapter_begins_at_nothing(config, part):
         first.view(-1)[-1] += 0.5
     (point,) = check_start(model, None, False, optimizer)
     assert f"its {part} is not that of a new one" in point
-
-
-def test_a_model_that_a_loop_of_ones_own_trained_is_refused_in_another_folder(tmp_path):
-    """In the same folder the ledger counts both parts."""
-    model = network()
-    for folder, refused in (("a", False), ("b", True)):
-        (tmp_path / folder).mkdir()
-        run = PrivateRun(plan_of(), rows_of(), ledger_of(tmp_path / folder, plan_of()))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        if refused:
-            with pytest.raises(ConfigError, match="trained before, in this process"):
-                run.attach(model, optimizer)
-            continue
-        run.attach(model, optimizer)
-        for unit_ids in run.draws(1):
-            run.step(unit_ids, loss_of)
-            optimizer.step()
-        run.detach()
-        optimizer.zero_grad()
-        run.attach(model, optimizer)
-        run.detach()
 
 
 def test_a_callback_of_ones_own_is_an_open_point(tmp_path):

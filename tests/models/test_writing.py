@@ -47,6 +47,7 @@ def test_a_text_is_that_of_its_prompt_alone(tokenizer, monkeypatch, kind, batch)
     """Neither the longer prompts of its batch nor its own limit change a token; the mode is restored."""
     monkeypatch.setattr(writing, "BATCH", batch)
     model, limits = model_of(kind, tokenizer), [4, 8, 7, 1]
+    model.generation_config.update(repetition_penalty=9.0, max_new_tokens=1)  # saved with a model, and not used
     found = continuations(model.train(), tokenizer, PROMPTS, limits)
     assert model.training
     assert found == [one_by_one(model.eval(), *pair) for pair in zip(PROMPTS, limits, strict=True)]

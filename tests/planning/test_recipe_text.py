@@ -22,13 +22,3 @@ def test_the_text_is_read_as_the_values_that_were_written():
     assert found["data"]["class_names"] == ["no", "yes: 1"] and found["microbatch_tokens"] == "auto"
     assert found["privacy"] == {"noise": {"kind": "banded", "bands": 16}, "delta": 3.5e-06}
     assert found["release"] is None
-
-
-def test_reasons_are_comments_above_their_keys():
-    """Wrapped, within the section; what people may add stays a comment."""
-    settings = [Setting("a.x", 1, "one " * 60, None), Setting("b.y", 2, "", None), Setting("a.z", 3, "three", None)]
-    lines = recipe_text(settings, ["first", "second"], {"b": ["more: 1"]}).splitlines()
-    assert lines[:3] == ["# first", "#", "# second"] and max(map(len, lines)) <= 115
-    assert lines.index("  x: 1") > lines.index("a:") and lines[lines.index("  x: 1") - 1].startswith("  # one")
-    assert lines[lines.index("  z: 3") - 1] == "  # three" and lines.index("  z: 3") < lines.index("b:")
-    assert lines[lines.index("  y: 2") - 1] == "b:" and lines[lines.index("  y: 2") + 1] == "  # more: 1"

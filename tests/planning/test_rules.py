@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from dpllm.mechanism.events import Step
@@ -33,8 +31,6 @@ def test_the_batch_is_that_of_the_plans_that_were_compared(num_units, batch):
     """E2E, a part of it and the whole (docs/correlated_noise.md)."""
     found, steps = rules.batch_and_steps(num_units)
     assert found == batch and 4 <= found * steps / num_units <= 10
-    words = rules.batch_reason(num_units, found, steps)
-    assert f"{num_units:,} units" in words and f"T = {steps}" in words
 
 
 def test_few_units_are_held_out_of_many():
@@ -62,29 +58,14 @@ def test_a_smaller_epsilon_needs_more_units_and_a_better_model_too():
 def test_few_units_are_said_to_be_few():
     """The remedy is more data or public text, never a larger ε."""
     need, few = rules.need_words(300, 1.0, "user")
-    assert "300 users are few for ε = 1" in few and "public text" in few and "larger" not in need + few
-    (need,) = rules.need_words(50_000, 1.0, "sequence")
-    assert "Yours has 50,000" in need and f"{rules.units_needed(1.0):,} records for perplexity 2.61" in need
-
-
-def test_rates_around_the_computed_one():
-    """Wider for adapters, with which the rule was not measured."""
-    assert rules.rate_range(0.1, adapter=False) == (0.05, 0.2) and rules.rate_range(0.1, adapter=True) == (0.025, 0.4)
-    words = [rules.range_words(0.1, *kind) for kind in ((True, True), (False, True), (False, False))]
-    assert "adapters" in words[0] and "correlated" in words[1] and "independent" in words[2]
-    assert "0.025 to 0.4, a quarter to four times" in words[0] and "0.05 to 0.2, half to twice" in words[1]
+    assert "public text" in few and "larger" not in need + few
+    assert len(rules.need_words(50_000, 1.0, "sequence")) == 1
 
 
 def test_best_measured_rates_are_within_the_range_that_is_named():
-    """Of the three lines of the table in docs/correlated_noise.md: the range and its reason do not contradict."""
+    """Of the three lines of the table in docs/correlated_noise.md; wider for adapters, which were not measured."""
     for computed, best in ((0.0043, 0.004), (0.061, 0.064), (0.083, 0.064)):
         low, high = rules.rate_range(computed, adapter=False)
         assert low <= best <= high
-        words = rules.range_words(computed, adapter=False, correlated=computed > 0.01)
-        assert f"{best / computed:.1f}" in words or f"{best / computed:.2f}" in words
-
-
-def test_rows_of_a_user_cost_epsilon_only_where_they_are_drawn_singly():
-    """The two reasons are opposite."""
-    assert "costs no ε" in rules.rows_reason(16) and "needs less noise" in rules.rows_reason(16, by_example=True)
-    assert math.isclose(rules.two_digits_down(0.0999), 0.099)
+    assert rules.rate_range(0.1, adapter=False) == (0.05, 0.2) and rules.rate_range(0.1, adapter=True) == (0.025, 0.4)
+    assert rules.two_digits_down(0.0999) == pytest.approx(0.099)

@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from dpllm.config.yaml12 import read_yaml
-from dpllm.planning.suggest import Setting, Suggestion, average_decay, flow, rate_reason, starting_rate
+from dpllm.planning.suggest import Setting, Suggestion, average_decay, flow, starting_rate
 
 
 def test_the_rule_gives_the_rates_that_were_measured_best_for_a_small_model():
@@ -66,10 +66,3 @@ def test_only_settings_that_differ_are_pasted_and_the_file_has_all_of_them():
     }
     assert made.value("train.warmup_steps") == 0.1
     assert made.to_dict()["settings"][0]["reason"] == "the rule."
-
-
-def test_the_reason_has_every_number_of_the_rule():
-    """And says what r is."""
-    words = rate_reason("of 3 weights", 0.17929, 160, 14.25)
-    assert all(part in words for part in ("0.3", "0.179", "of 3 weights", "T = 160", "14.2"))
-    assert "the noise is independent" in rate_reason("of 3 weights", 0.1, 160, 1.0)

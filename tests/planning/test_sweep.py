@@ -250,7 +250,6 @@ def test_twice_a_batch_of_more_than_half_the_units_is_impossible():
     result = sweep(**{**SETTING, "num_units": 3000, "expected_batch_sizes": [2048], "step_counts": [100]})
     assert result.what_if[0].noise_to_batch_ratio is None and result.what_if[0].factor is None
     assert result.what_if[2].factor is not None
-    assert "No other point is within the budget" in result.reason
 
 
 def test_an_unreachable_point_stays_with_its_reason():
@@ -267,23 +266,8 @@ def test_an_unreachable_point_stays_with_its_reason():
     assert missing.noise is None and missing.to_dict()["noise_multiplier"] is None is missing.to_dict()["epsilon"]
     assert "still costs ε" in missing.reason
     assert reached.recommended and reached.reason is None
-
-
-def test_the_reason_says_where_the_grid_ends(result):
-    """A recommendation at the edge of the line says which way to look further."""
-    assert "larger ones may do better" in result.reason
-
-
-def test_assumptions_name_the_epochs_and_the_source_of_the_time(result):
-    """The assumptions of the numbers, for this sweep."""
-    text = " ".join(result.assumptions)
-    assert f"takes {result.recommended.compute.epochs:.3g} epochs" in text
-    assert "Time" not in text and "min_steps" in text
-    small = {**SETTING, "expected_batch_sizes": [512], "step_counts": [100]}
-    measured = sweep(**small, cost=Cost(tokens_per_unit=10, tokens_per_second=1e3), gradient_rms=1e-3)
-    assert "measured rate" in measured.assumptions[-1] and "0.001 clip norms" in measured.assumptions[1]
-    cost = Cost(tokens_per_unit=10, flops_per_token=6e9, peak_flops=1e15, utilization=0.4)
-    assert "nothing was measured" in sweep(**small, cost=cost).assumptions[-1]
+    with pytest.raises(ValueError, match="no point of the grid reaches the target: at a noise multiplier of 1000"):
+        sweep(target_epsilon=0.01, delta=1e-4, num_units=1000, expected_batch_sizes=[1000], step_counts=[100])
 
 
 def test_cost_gives_tokens_and_time():
@@ -318,13 +302,8 @@ def test_to_dict_is_json(result):
     assert values["recommended"]["expected_batch_size"] == result.recommended.expected_batch_size
     assert len(values["points"]) == 9 and sum(point["recommended"] for point in values["points"]) == 1
     assert values["what_if"][0]["factor"] == result.what_if[0].factor
-    noise = "noise_multiplier noise_to_batch_ratio signal_to_noise share_of_full_batch effective_steps epsilon"
-    keys = (
-        f"expected_batch_size num_steps sampling_rate {noise} examples epochs tokens seconds on_line recommended reason"
-    )
-    assert list(values["points"][0]) == list(values["recommended"]) == keys.split()
     lost = dataclasses.replace(result.points[0], noise=None).to_dict()
-    assert list(lost) == keys.split() and {lost[name] for name in noise.split()} == {None}
+    assert list(lost) == list(values["points"][0]) and lost["noise_multiplier"] is None is lost["epsilon"]
 
 
 @pytest.mark.parametrize(
@@ -356,12 +335,6 @@ def test_bad_input_is_refused(changes, message):
     """Each with the problem and the remedy."""
     with pytest.raises(ValueError, match=message):
         sweep(**{**SETTING, **changes})
-
-
-def test_a_budget_that_no_point_reaches_is_refused():
-    """Nothing to recommend: the error states the remaining cost."""
-    with pytest.raises(ValueError, match="no point of the grid reaches the target: at a noise multiplier of 1000"):
-        sweep(target_epsilon=0.01, delta=1e-4, num_units=1000, expected_batch_sizes=[1000], step_counts=[100])
 
 
 def test_a_line_without_a_usable_point_is_refused(result):

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from dpllm.planning.sweep import Cost, sweep
-from dpllm.planning.sweep_text import MARK, format_duration, format_tokens, recommendation_text, sweep_rows
+from dpllm.planning.sweep_text import MARK, recommendation_text, sweep_rows
 
 
 @pytest.fixture(scope="module")
@@ -30,36 +30,8 @@ def test_the_table_has_a_row_for_every_point_and_marks_one(result):
     header, rows = sweep_rows(result)
     assert len(rows) == 4 and all(len(row) == len(header) for row in rows)
     assert [row[0] for row in rows] == ["", "·", MARK, ""]
-    assert header == [
-        "",
-        "b",
-        "steps T",
-        "σ",
-        "σ/b",
-        "of full batch",
-        "effective steps",
-        "ε",
-        "epochs",
-        "tokens",
-        "time",
-    ]
     assert rows[2][1:3] == ["2,048", "100"]
     assert rows[2][-3:] == ["4.88", "20 M", "5 h 41 min"]
-
-
-def test_columns_without_numbers_are_left_out(result):
-    """No cost given, no tokens and time; no size of the gradient, no effective steps."""
-    points = [
-        dataclasses.replace(
-            point,
-            noise=dataclasses.replace(point.noise, effective_steps=None),
-            compute=dataclasses.replace(point.compute, tokens=None, seconds=None),
-        )
-        for point in result.points
-    ]
-    header, rows = sweep_rows(dataclasses.replace(result, points=tuple(points), gradient_rms=0.0))
-    assert header == ["", "b", "steps T", "σ", "σ/b", "of full batch", "ε", "epochs"]
-    assert all(len(row) == 8 for row in rows)
 
 
 def test_sigma_and_epsilon_are_rounded_up(result):
@@ -75,51 +47,7 @@ def test_a_point_out_of_reach_is_shown_without_numbers(result):
     lost = dataclasses.replace(result.points[0], noise=None, reason="too many steps")
     changed = dataclasses.replace(result, points=(lost, *result.points[1:]))
     assert sweep_rows(changed)[1][0] == ["", "1,024", "100", "none", "", "", "", "", "2.44", "10 M", "2 h 51 min"]
-    assert "1 of 4 points cannot reach the target; b = 1,024, T = 100: too many steps." in recommendation_text(changed)
-
-
-def test_the_text_says_what_why_what_else_and_what_is_assumed(result):
-    """The parts that a reader needs to judge the recommendation."""
-    text = recommendation_text(result)
-    assert "Recommended: 100 steps of 2,048 units each (4.88 epochs, 20 M tokens, about 5 h 41 min)" in text
-    assert f"δ = {result.delta:.3g}, zero-out adjacency" in text
-    assert result.reason in text and all(assumption in text for assumption in result.assumptions)
-    for change in result.what_if:
-        assert f"{change.change}: times {change.factor:.2f}" in text
-    assert "cannot reach" not in text
-
-
-def test_an_impossible_change_is_called_so(result):
-    """A batch cannot be doubled beyond the data."""
-    impossible = dataclasses.replace(result.what_if[0], factor=None, noise_to_batch_ratio=None)
-    text = recommendation_text(dataclasses.replace(result, what_if=(impossible,)))
-    assert "(twice the compute): impossible." in text
-
-
-@pytest.mark.parametrize(
-    ("tokens", "text"),
-    [(0, "0"), (999, "999"), (1000, "1.0 k"), (9949, "9.9 k"), (9951, "10 k"), (999_400, "999 k"), (999_600, "1.0 M")],
-)
-def test_tokens_have_two_or_three_digits(tokens, text):
-    """Units change where a number would be rounded up to the next one."""
-    assert format_tokens(tokens) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.2, "0 s"),
-        (59.4, "59 s"),
-        (59.6, "1 min"),
-        (3569, "59 min"),
-        (3571, "1 h 0 min"),
-        (47.4 * 3600, "47 h 24 min"),
-        (47.6 * 3600, "2 d 0 h"),
-    ],
-)
-def test_times_have_two_units(seconds, text):
-    """Units change where a number would be rounded up to the next one."""
-    assert format_duration(seconds) == text
+    assert "1 of 4" in recommendation_text(changed) and "too many steps" in recommendation_text(changed)
 
 
 def test_sigma_keeps_four_digits_whatever_its_size(result):

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import yaml
 from typer.testing import CliRunner
 
@@ -24,7 +23,7 @@ from dpllm.methods.predict.inputs import read_records
 from dpllm.methods.queries.randomness import Randomness
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.budget import BudgetError, create_budget
-from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
+from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.report.verify import verify
 from tests.mutations import kills
 from tests.small_model import WORDS, save_small_model
@@ -91,8 +90,6 @@ def test_a_release_that_verifies(recipe, tmp_path):
     assert settings["stars: largest change of the mean by one unit"] == 4 / 20
     assert 1 < settings["thing: threshold, groups"] <= 20
     assert [path.name for path in (tmp_path / "run" / "not_for_release").iterdir()] == ["writer.json"]
-    report = (tmp_path / "run" / "privacy_report.md").read_text()
-    assert "this group may give any other answer" in report and "which is part of δ" in report
     (tmp_path / "run" / "answers.json").write_text("{}")
     assert not verify(tmp_path / "run").ok
 
@@ -143,13 +140,6 @@ def test_two_neighbours_through_the_public_api(recipe, echoed, tmp_path, monkeyp
         (counts, change), (after, _) = first[2], other[2]
         assert change == math.sqrt(2) and abs(len(counts) - len(after)) <= 1 and abs(sum(counts) - sum(after)) <= 1
     assert any(first != other for other in others)
-
-
-def test_a_planted_unit_in_all_groups_is_seen(recipe, echoed, tmp_path, monkeypatch):
-    """Its content then moves the mean by far more than Δ."""
-    groups = [np.array([6, n]) for n in range(7, 27)]
-    first, other = (sums_of(recipe, tmp_path, monkeypatch, groups, text) for text in ("1", "one 99999"))
-    assert math.dist(first[0][0], other[0][0]) > 10 * first[0][1]
 
 
 def test_each_unit_is_in_one_group_at_most(recipe, echoed, monkeypatch):
@@ -233,21 +223,6 @@ def test_a_budget_that_does_not_allow_the_run_ends_it_before_the_model_reads(rec
     monkeypatch.setattr(Asker, "texts", lambda *_: pytest.fail("a record reached the model"))
     with pytest.raises(BudgetError):
         carry_out(recipe("privacy.dataset=people", f"privacy.budget_file={budget}"))
-
-
-def test_a_run_that_fails_is_charged_in_full_and_releases_nothing(recipe, tmp_path, monkeypatch):
-    """The failure may depend on a record."""
-
-    def fail(*_):
-        raise torch.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr(Asker, "likeliest", fail)
-    with pytest.raises(torch.OutOfMemoryError):
-        carry_out(recipe())
-    assert sum(count for _, count in history(recipe())) == 3
-    assert not (tmp_path / "run" / "answers.json").exists()
-    with pytest.raises(LedgerError, match="holds an earlier run"):
-        carry_out(recipe())
 
 
 def test_a_file_in_the_place_of_the_answers_is_neither_replaced_nor_charged_for(recipe, tmp_path):

@@ -19,21 +19,7 @@ from dpllm.methods.synthesize.overlap import longest_runs
 from dpllm.privacy.query_plan import QueryPlan
 from dpllm.report.verify import verify
 from tests import tiers
-from tests.audit.test_run import call, write_claim
-
-M = 60
-
-
-@pytest.fixture(scope="module")
-def prepared(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An audit's folder, whose coins fell evenly enough for a bound to be in reach."""
-    while True:
-        folder = tmp_path_factory.mktemp("audit") / "a"
-        assert (
-            call("prepare", "--config", recipe_file, "--output", folder, "--canaries", M, "--length", 10).exit_code == 0
-        )
-        if 25 <= sum(CanarySet.load(folder / CANARIES_FILE).included) <= M - 25:
-            return folder
+from tests.audit.test_run import write_claim
 
 
 @pytest.fixture

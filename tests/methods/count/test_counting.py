@@ -15,6 +15,7 @@ from dpllm.cli import app
 from dpllm.config import ConfigError
 from dpllm.config.query_recipe import load_query_recipe, method_in
 from dpllm.data.rows import DataError
+from dpllm.data.units import UnitIndex
 from dpllm.methods.count import counting
 from dpllm.methods.count.counting import LabelledUnits, count_labels, plan_count, read_units
 from dpllm.methods.queries.randomness import Randomness
@@ -110,7 +111,7 @@ def test_the_noise_is_that_of_the_plan(tmp_path: Path) -> None:
 @pytest.mark.parametrize("label", ["furious", 3, -1, 1.5])
 def test_a_label_that_is_no_class_ends_the_run_before_a_charge(tmp_path: Path, label) -> None:
     """The error names the row and not the label."""
-    units = LabelledUnits(("angry", "calm"), ["angry", label], _index(2))
+    units = LabelledUnits(("angry", "calm"), ["angry", label], UnitIndex.one_row_per_unit(2))
     with pytest.raises(DataError, match=r"row 1 has a label that is none of the 2 classes") as found:
         units.exact_counts()
     assert "furious" not in str(found.value)
@@ -118,13 +119,7 @@ def test_a_label_that_is_no_class_ends_the_run_before_a_charge(tmp_path: Path, l
 
 def test_labels_may_be_numbers_of_classes() -> None:
     """As Hub data sets have them."""
-    assert LabelledUnits(("angry", "calm"), [1, 0, 1], _index(3)).exact_counts() == [1, 2]
-
-
-def _index(rows: int):
-    from dpllm.data.units import UnitIndex
-
-    return UnitIndex.one_row_per_unit(rows)
+    assert LabelledUnits(("angry", "calm"), [1, 0, 1], UnitIndex.one_row_per_unit(3)).exact_counts() == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from dpllm.config import ConfigError
 from dpllm.config.yaml12 import write_yaml
 from dpllm.methods.evolve.evolution import Evolution, PrivateRecords, evolve
 from dpllm.methods.evolve.evolving import DECLARED
-from dpllm.methods.evolve.section import EvolveConfig
 from dpllm.methods.synthesize.embeddings import Embedder, load_embedder
 from dpllm.methods.synthesize.making import Wanted
 from dpllm.models.generation import Sampling
@@ -114,18 +113,7 @@ def test_a_model_of_a_private_run_is_refused(recipe, tmp_path):
         for place in places:
             result = invoke(["evolve", str(recipe), f"{name}={place}"])
             assert result.exit_code == 2 and "a private run (" in result.stderr.splitlines()[-1], result.output
-
-
-@pytest.mark.parametrize("sign", ["recipe.yaml", "README.md"])
-def test_a_model_with_signs_of_private_records_needs_a_declaration(recipe, tmp_path, sign):
-    """The same signs as at the start of a training: a recipe beside the weights, or a card with a guarantee."""
-    model = tmp_path / "tuned"
-    save_small_model(model, hidden_size=16)
-    (model / sign).write_text("---\ndifferential_privacy:\n  epsilon: 8\n---\n")
-    for name in ("model.name", "evolve.embedding"):
-        result = invoke(["evolve", str(recipe), f"{name}={model}"])
-        assert result.exit_code == 2 and "The weights come from" in result.stderr, result.output
-    result = invoke(["evolve", str(recipe), f"model.name={model}", "model.start_is_independent=true"])
+    result = invoke(["evolve", str(recipe), "model.name=run/merged", "model.start_is_independent=true"])
     assert result.exit_code == 0, result.output
     assert DECLARED in read_ledger(tmp_path / "made" / LEDGER_FILE).notes.open_points
 
@@ -210,7 +198,3 @@ def test_a_long_text_does_not_change_the_embedding_of_a_later_one(tmp_path):
     before = embedder.embed([text])
     embedder.embed([f"{text} {text} {text}"])
     assert embedder.most == 8 and np.array_equal(embedder.embed([text]), before)
-
-
-def test_the_section_has_defaults_that_need_no_thought():
-    assert EvolveConfig().steps == 10 and EvolveConfig().classes is None

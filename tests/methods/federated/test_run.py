@@ -176,9 +176,3 @@ def test_a_round_that_is_given_up_is_an_open_point(recipe_file, tmp_path, monkey
     assert run(load_recipe(recipe_file, [f"train.output_dir={output}", *SECURE])) == 0
     assert read_ledger(output / LEDGER_FILE).num_steps == 2
     assert "this ε and δ do not hold" in (output / "privacy_report.md").read_text(encoding="utf-8")
-
-
-def test_the_command_is_one_line_where_it_is_wrong(recipe_file, tmp_path):
-    """Exit code 2, and the remedy."""
-    found = CliRunner().invoke(app, ["federate", str(recipe_file), f"train.output_dir={tmp_path}", "federate=null"])
-    assert found.exit_code == 2 and "error: the recipe has no section federate" in found.output

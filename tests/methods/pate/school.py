@@ -18,25 +18,10 @@ def write_recipe(folder, *, records=None, prompts=None, **changes):
         prompts: public texts; None: six.
         changes: sections, or parts of them, that are merged into the recipe.
     """
-    model = folder / "model"
-    if not model.exists():
-        save_small_model(model, hidden_size=16)
     records = records or [{"text": f"{WORDS[n % 7]} {WORDS[n]} small man", "label": n % 2} for n in range(12)]
     prompts = prompts or [{"text": f"{word} walks over one bridge"} for word in WORDS[:6]]
-    for name, lines in (("private.jsonl", records), ("public.jsonl", prompts)):
-        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    recipe = {
-        "model": {"name": str(model), "task": "sequence_classification", "num_labels": 2},
-        "data": {"path": str(folder / "private.jsonl"), "format": "classification", "max_length": 32},
-        "privacy": {"noise_multiplier": 2.0, "delta": 1e-3},
-        "teach": {
-            "teachers": TEACHERS,
-            "public_prompts": str(folder / "public.jsonl"),
-            "train": {"num_train_epochs": 1, "per_device_train_batch_size": 4, "learning_rate": 1e-2},
-        },
-        "output_dir": str(folder / "run"),
-    }
-    return _write(folder, recipe, changes)
+    model = {"task": "sequence_classification", "num_labels": 2}
+    return _write(folder, records, prompts, {"model": model, "data": {"format": "classification"}}, changes)
 
 
 def write_token_recipe(folder, *, records=None, prompts=None, **changes):
@@ -48,31 +33,30 @@ def write_token_recipe(folder, *, records=None, prompts=None, **changes):
         prompts: public texts; None: three.
         changes: as for `write_recipe`.
     """
+    records = records or [{"text": f"{WORDS[n % 7]} {WORDS[n]} small man {WORDS[n // 2]}"} for n in range(12)]
+    prompts = prompts or [{"text": word} for word in ("the dog", "one", "seven red clouds")]
+    model, teach = {"peft": {"r": 2, "target_modules": "all-linear"}}, {"max_new_tokens": 5, "candidates": 8}
+    return _write(folder, records, prompts, {"model": model, "data": {"format": "text"}, "teach": teach}, changes)
+
+
+def _write(folder, records, prompts, kind, changes):
     model = folder / "model"
     if not model.exists():
         save_small_model(model, hidden_size=16)
-    records = records or [{"text": f"{WORDS[n % 7]} {WORDS[n]} small man {WORDS[n // 2]}"} for n in range(12)]
-    prompts = prompts or [{"text": word} for word in ("the dog", "one", "seven red clouds")]
     for name, lines in (("private.jsonl", records), ("public.jsonl", prompts)):
         (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     recipe = {
-        "model": {"name": str(model), "peft": {"r": 2, "target_modules": "all-linear"}},
-        "data": {"path": str(folder / "private.jsonl"), "format": "text", "max_length": 32},
+        "model": {"name": str(model)},
+        "data": {"path": str(folder / "private.jsonl"), "max_length": 32},
         "privacy": {"noise_multiplier": 2.0, "delta": 1e-3},
         "teach": {
             "teachers": TEACHERS,
             "public_prompts": str(folder / "public.jsonl"),
-            "max_new_tokens": 5,
-            "candidates": 8,
             "train": {"num_train_epochs": 1, "per_device_train_batch_size": 4, "learning_rate": 1e-2},
         },
         "output_dir": str(folder / "run"),
     }
-    return _write(folder, recipe, changes)
-
-
-def _write(folder, recipe, changes):
-    for name, section in changes.items():
+    for name, section in [*kind.items(), *changes.items()]:
         recipe[name] = {**recipe.get(name, {}), **section} if isinstance(section, dict) else section
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe), encoding="utf-8")

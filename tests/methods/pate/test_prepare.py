@@ -108,7 +108,6 @@ def test_the_plan_of_completions_charges_every_token(writing_school):
         ({"teach": {"temperature": -1}}, "temperature must be"),
         ({"teach": {"public_votes": -1}}, "public_votes must be"),
         ({"teach": {"rows_per_pass": 0}}, "rows_per_pass must be"),
-        ({"teach": {"threshold": 2.0}}, "threshold needs max_answers"),
         ({"data": {"format": "chat"}}, "teachers vote for a class of a text, or for its next tokens"),
     ],
 )
@@ -136,8 +135,6 @@ def test_numbers_of_tokens_are_refused_for_classes(school):
     """They would say nothing."""
     with pytest.raises(ConfigError, match="max_new_tokens=5 is for completions"):
         school(teach={"max_new_tokens": 5})
-    with pytest.raises(ConfigError, match="max_answers belongs to threshold"):
-        school(teach={"max_answers": 5})
 
 
 def test_a_launcher_is_refused(school, monkeypatch):

@@ -6,12 +6,6 @@ from dpllm.config import ConfigError
 from dpllm.methods.pate.section import SET_BY_TEACH, TeachConfig
 
 
-def test_defaults_need_only_the_public_texts():
-    """Fifty teachers, every text labelled, a student."""
-    options = TeachConfig(public_prompts="public.jsonl")
-    assert (options.teachers, options.threshold, options.student) == (50, None, True)
-
-
 @pytest.mark.parametrize(
     ("values", "text"),
     [

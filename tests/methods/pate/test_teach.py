@@ -159,13 +159,7 @@ def test_without_a_label_there_is_no_student(school, tmp_path, monkeypatch):
     assert (tmp_path / "run" / "labels.jsonl").read_text() == "" and not (tmp_path / "run" / "student").exists()
 
 
-def test_a_student_is_made_only_if_it_is_asked_for(school, tmp_path):
-    """Labels alone are a release; nothing of the teachers stays in the folder."""
-    teaching.teach(school(teach={"student": False}), _quiet, _quiet)
-    assert not (tmp_path / "run" / "student").exists() and not list((tmp_path / "run").rglob("*.safetensors"))
-
-
-def test_the_number_of_rows_of_a_teacher_is_not_logged(school, caplog):
+def test_the_number_of_rows_of_a_teacher_is_not_logged(school, tmp_path, caplog):
     """Of users it is private, and no ε covers it: “Num examples”, with TRANSFORMERS_VERBOSITY=info."""
     before = logging.get_verbosity()
     logging.set_verbosity_info()
@@ -178,6 +172,8 @@ def test_the_number_of_rows_of_a_teacher_is_not_logged(school, caplog):
         logging.disable_propagation()
         logging.set_verbosity(before)
     assert "Num examples" not in caplog.text
+    # Labels alone are a release; nothing of the teachers stays in the folder.
+    assert not (tmp_path / "run" / "student").exists() and not list((tmp_path / "run").rglob("*.safetensors"))
     with pytest.raises(ConfigError, match=r"train.log_level is set by dpllm teach"):
         school(teach={"train": {"log_level": "info"}})
 

@@ -9,7 +9,7 @@ from dpllm.methods.attacks.answers import run_trials
 from dpllm.methods.pate.probe import completion_probe
 from dpllm.methods.pate.release import TokenVotes
 from dpllm.methods.pate.tokens import written_tokens
-from dpllm.methods.pate.votes import CHECKS, NO_LABEL, TOKENS, Ballots, Vote
+from dpllm.methods.pate.votes import CHECKS, NO_LABEL, TOKENS, Ballots
 from dpllm.methods.queries.planned import begin_from
 from dpllm.methods.queries.randomness import Randomness
 from dpllm.privacy.accounting import epsilon
@@ -172,14 +172,6 @@ def test_checks_that_are_not_charged_are_refused(started, monkeypatch):
         assert set(votes.winners(ballots)) == {NO_LABEL} and votes.left == 15
         with pytest.raises(ValueError, match="8 tokens were voted on, and 7 that are charged are left"):
             votes.winners(ballots)
-
-
-def test_the_cap_holds_without_a_threshold():
-    """A vote by itself releases no more than it charges."""
-    vote = Vote(4, None, 2, answers=TOKENS)
-    assert [(name, count) for name, _, count in vote.charges(1.0)] == [(TOKENS, 2)]
-    counts = np.array([[3, 1]] * 4)
-    assert vote.winners(counts, np.zeros((4, 2)), np.zeros(4)).tolist() == [0, 0, NO_LABEL, NO_LABEL]
 
 
 @pytest.mark.parametrize("teach", [{}, {"max_answers": 7}, {"threshold": 1.0, "max_answers": 3, "check_noise": 5.0}])

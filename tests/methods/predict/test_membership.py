@@ -39,16 +39,11 @@ def bounds(scoring):
 
 @pytest.mark.deep
 @pytest.mark.parametrize("around_public", [True, False])
-def test_tokens_show_no_more_than_the_accounting_allows(around_public):
-    """The bound is well above 0, so it can fail, and below ε."""
-    claim, found = bounds(Scoring(clip=1.0, units=2, temperature=1.0, around_public=around_public))
+def test_tokens_show_no_more_than_the_accounting_allows_and_without_clipping_refute_it(around_public):
+    """The bound is well above 0, so it can fail, and below ε; the same test, on a planted bug."""
+    options = {"clip": 1.0, "units": 2, "temperature": 1.0, "around_public": around_public}
+    claim, found = bounds(Scoring(**options))
     assert not any(bound.refutes for bound in found)
     assert 0.15 * claim < max(bound.epsilon for bound in found) <= claim
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("around_public", [True, False])
-def test_without_clipping_the_tokens_refute_epsilon(around_public):
-    """The same test, on a planted bug."""
-    claim, found = bounds(Unclipped(clip=1.0, units=2, temperature=1.0, around_public=around_public))
+    claim, found = bounds(Unclipped(**options))
     assert any(bound.refutes for bound in found) and max(bound.epsilon for bound in found) > claim

@@ -52,8 +52,3 @@ def test_other_searches_are_refused(tmp_path, text, words):
     """Data, noise and outputs are the same for all runs."""
     with pytest.raises(ConfigError, match=words):
         load_search(written(tmp_path, text))
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load_search(tmp_path / "none.yaml")

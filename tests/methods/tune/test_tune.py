@@ -47,6 +47,7 @@ class Draws(SystemDraws):
 
 
 NEVER = Draws(-1)
+NOISE = ["privacy.target_epsilon=null", "privacy.noise_multiplier=1"]
 
 
 def never_run(recipe: Path, log: Path) -> int:
@@ -55,6 +56,10 @@ def never_run(recipe: Path, log: Path) -> int:
 
 def failing(recipe: Path, log: Path) -> int:
     return 1
+
+
+def stopped(recipe: Path, log: Path) -> int:
+    raise KeyboardInterrupt
 
 
 @dataclass
@@ -257,27 +262,26 @@ class TestRefusals:
         with pytest.raises(ConfigError, match=words):
             prepare(recipe_file, given, load_search(search))
 
-    def test_candidates_that_cost_something_else(self, recipe_file, tmp_path):
-        """All runs are one randomised algorithm."""
+    @pytest.mark.parametrize(
+        ("candidates", "words"),
+        [
+            ("train.max_steps: [2, 3]", r"train.max_steps=3 differs .* in history, event, num_steps"),
+            ("train.lr_scheduler_type: [linear, no_such]", "got 'no_such'"),
+        ],
+    )
+    def test_candidates_that_cost_something_else_or_cannot_be_trained(self, recipe_file, tmp_path, candidates, words):
+        """All runs are one randomised algorithm; before anything is drawn."""
         path = tmp_path / "search.yaml"
-        path.write_text("runs: {kind: geometric, mean: 3}\ncandidates: {train.max_steps: [2, 3]}\n")
-        with pytest.raises(ConfigError, match=r"train.max_steps=3 differs .* in history, event, num_steps"):
-            prepare(recipe_file, ["privacy.target_epsilon=null", "privacy.noise_multiplier=1"], load_search(path))
-
-    def test_a_candidate_that_cannot_be_trained_is_refused(self, recipe_file, tmp_path):
-        """Before anything is drawn."""
-        path = tmp_path / "search.yaml"
-        path.write_text("runs: {kind: geometric, mean: 3}\ncandidates: {train.lr_scheduler_type: [linear, no_such]}\n")
-        with pytest.raises(ConfigError, match="got 'no_such'"):
-            prepare(recipe_file, ["privacy.target_epsilon=null", "privacy.noise_multiplier=1"], load_search(path))
+        path.write_text(f"runs: {{kind: geometric, mean: 3}}\ncandidates: {{{candidates}}}\n")
+        with pytest.raises(ConfigError, match=words):
+            prepare(recipe_file, NOISE, load_search(path))
 
 
 class TestDraws:
     @pytest.fixture
     def tuning(self, recipe_file, search, tmp_path) -> Tuning:
         """A tuning without a budget; nothing is trained."""
-        given = ["privacy.target_epsilon=null", "privacy.noise_multiplier=1", f"train.output_dir={tmp_path / 'out'}"]
-        return prepare(recipe_file, given, load_search(search))
+        return prepare(recipe_file, [*NOISE, f"train.output_dir={tmp_path / 'out'}"], load_search(search))
 
     def test_all_is_drawn_before_the_first_run(self, tuning):
         """When the first run begins, K and every candidate are on the disk; all K runs are taken, failed ones too."""
@@ -299,10 +303,6 @@ class TestDraws:
 
     def test_a_restart_never_draws(self, tuning):
         """A run that was begun and left no ledger counts as failed: deleted, it would be one more than was drawn."""
-
-        def stopped(recipe: Path, log: Path) -> int:
-            raise KeyboardInterrupt
-
         for draws in (Draws(2), NEVER):
             with pytest.raises(KeyboardInterrupt):
                 tune(tuning, stopped, lambda line: None, draws)
@@ -323,17 +323,12 @@ class TestDraws:
         tune(tuning, failing, lambda line: None, Draws(1))
         path = tmp_path / "other.yaml"
         path.write_text("runs: {kind: logarithmic, mean: 10}\ncandidates: {train.learning_rate: [0.5]}\n")
-        given = ["privacy.target_epsilon=null", "privacy.noise_multiplier=1", f"train.output_dir={tuning.folder}"]
-        other = prepare(recipe_file, given, load_search(path))
+        other = prepare(recipe_file, [*NOISE, f"train.output_dir={tuning.folder}"], load_search(path))
         with pytest.raises(TuningError, match="drawn for other settings"):
             tune(other, never_run, lambda line: None, NEVER)
 
     def test_a_copied_folder_is_not_continued(self, tuning, tmp_path):
         """Two copies would release two selections."""
-
-        def stopped(recipe: Path, log: Path) -> int:
-            raise KeyboardInterrupt
-
         with pytest.raises(KeyboardInterrupt):
             tune(tuning, stopped, lambda line: None, Draws(2))
         tuning.folder.rename(tmp_path / "original")
