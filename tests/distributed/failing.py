@@ -23,7 +23,7 @@ from dpllm.engines.processes import OtherProcessError, Processes
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.training.run import PrivateRun
 from tests.distributed.checks import caught
-from tests.distributed.drifting import local
+from tests.distributed.drifting import begin, local
 from tests.scarce import BreaksOff
 from tests.training.test_run import loss_of, network, plan_of, rows_of
 
@@ -136,10 +136,7 @@ def case(
 
 def main_only(root: Path) -> None:
     """Only rank 0 ends the run; the other process has ended."""
-    model = DistributedDataParallel(network())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = PrivateRun.start(root / "main only", plan_of(0.8, num_steps=1), rows_of())
-    run.attach(model, optimizer)
+    run, _, optimizer = begin(root / "main only")
     for unit_ids in run.draws(1):
         run.step(unit_ids, loss_of)
         optimizer.step()
@@ -150,10 +147,7 @@ def main_only(root: Path) -> None:
 
 def ended_in_mid_step(root: Path) -> None:
     """Rank 1 is gone in the middle of the second step, as when the system ends it for its memory."""
-    model = DistributedDataParallel(network())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = PrivateRun.start(root / "ended", plan_of(0.8, num_steps=2), rows_of())
-    run.attach(model, optimizer)
+    run, _, optimizer = begin(root / "ended")
     result = root / "world" / f"result.{dist.get_rank()}"
 
     def leaving(model: Any, inputs: Any) -> torch.Tensor:
@@ -173,10 +167,7 @@ def ended_in_mid_step(root: Path) -> None:
 
 def ended_in_the_sum(root: Path) -> None:
     """Memory runs out on rank 1 while the processes add up the sums of the second step, and it ends."""
-    model = DistributedDataParallel(network())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = PrivateRun.start(root / "ended", plan_of(0.8, num_steps=2), rows_of())
-    run.attach(model, optimizer)
+    run, model, optimizer = begin(root / "ended")
     broken = BreaksOff(1, torch.OutOfMemoryError("none left"), within="_packed")
 
     def go() -> None:

@@ -17,7 +17,7 @@ from dpllm.engines.processes import Processes
 from dpllm.training.checks.independence import IndependenceError
 from tests.conftest import tiny_llama_config
 from tests.distributed.matrix import NoLedger, plan_of
-from tests.distributed.setups import dispose, prepare
+from tests.distributed.setups import dispose, prepare, update
 
 NUM_ROWS = 12
 
@@ -97,9 +97,7 @@ def _attempt(engine: str, loss_of: Any, ledger: Disclosing | None = None, count:
     try:
         for unit_ids in run.draws(count):
             run.step(unit_ids, loss_of)
-            if not hasattr(model, "zero_optimization_stage"):
-                optimizer.step()
-                optimizer.zero_grad()
+            update(model, optimizer)
     except IndependenceError as error:
         message = str(error)
     assert ledger.disclosures == bool(message)

@@ -31,7 +31,7 @@ from dpllm.training.adapting import StepStatistic
 from dpllm.training.gradients import clipper_for
 from dpllm.training.microbatches import microbatches
 from dpllm.training.step import private_step
-from tests.distributed.setups import dispose, prepare, unreduced, whole_parameters
+from tests.distributed.setups import dispose, prepare, unreduced, update, whole_parameters
 from tests.reference.oracle import LOSSES
 from tests.reference.zoo import (
     Batch,
@@ -198,9 +198,7 @@ def movement(
         private_step(clipper, mine, loss_of(inner, case, calls), plan, runner, ledger, stream)
         if thresholds is not None:
             thresholds.append(clipper.threshold)
-        if not hasattr(prepared, "zero_optimization_stage"):
-            optimizer.step()
-            optimizer.zero_grad()
+        update(prepared, optimizer)
         after = whole_parameters(prepared, inner)
         released.append((flat(before) - flat(after)) / lr * plan.expected_batch_size)
     clipper.remove()
@@ -482,8 +480,7 @@ def real(
         run.attach(model, optimizer)
         before = whole_parameters(model, inner)
         run.step(run.choose(every), loss)
-        if not hasattr(model, "zero_optimization_stage"):
-            optimizer.step()
+        update(model, optimizer)
         released = (flat(before) - flat(whole_parameters(model, inner))) / 1e3 * plan.expected_batch_size
         run.detach()
         dispose(model)

@@ -13,7 +13,7 @@ from dpllm.data.units import UnitIndex
 from dpllm.engines import model_inside
 from dpllm.models.packing import attention_by_row
 from tests.distributed.matrix import NUM_ROWS, NoLedger, flat, plan_of
-from tests.distributed.setups import dispose, prepare, whole_parameters
+from tests.distributed.setups import dispose, prepare, update, whole_parameters
 from tests.reference.oracle import clipped_sum
 from tests.reference.zoo import Case, build_model, enable_checkpointing, float64_copy, make_batch
 
@@ -67,8 +67,7 @@ def movement(engine: str, model: Any, case: Case, owners: list[int], batch: Any,
         run.attach(prepared, optimizer)
         before = whole_parameters(prepared, inner)
         run.step(run.choose(np.arange(units.num_units)), loss)
-        if not hasattr(prepared, "zero_optimization_stage"):
-            optimizer.step()
+        update(prepared, optimizer)
         after = whole_parameters(prepared, inner)
         run.detach()
         dispose(prepared)

@@ -17,6 +17,7 @@ from dpllm.mechanism.noise import IndependentStream
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.training.microbatches import Microbatch
 from dpllm.training.step import private_step
+from tests.distributed.matrix import NoLedger
 from tests.mutations import kills
 
 FEATURES, OUTPUTS, EXPECTED = 24, 12, 8
@@ -36,18 +37,6 @@ def plan_of(noise_multiplier, clip_norm=0.5):
         clip_norm=clip_norm,
         delta=1e-3,
     )
-
-
-class Counted:
-    """A ledger that keeps its count in memory; other tests cover the written file."""
-
-    steps_planned = None
-
-    def __init__(self):
-        self.num_steps = 0
-
-    def append_step(self, step_number, step):
-        self.num_steps += 1
 
 
 def network(dtype=torch.float32):
@@ -77,7 +66,7 @@ class Run:
         self.plan, self.dtype, self.model = plan_of(noise_multiplier, clip_norm), dtype, network(dtype)
         self.optimizer = wrap(kind(list(self.model.parameters())[trained], lr=1e-3))
         self.engine = SingleProcess(self.optimizer)
-        self.clipper, self.ledger = GhostClipper(self.model, clip_norm), Counted()
+        self.clipper, self.ledger = GhostClipper(self.model, clip_norm), NoLedger()
 
     def loss_of(self, inputs):
         return (self.model(inputs["x"]) - inputs["y"]).square().mean(1)
@@ -89,16 +78,6 @@ class Run:
 
     def gradients(self):
         return [p.grad for p in self.model.parameters() if p.grad is not None]
-
-
-@pytest.fixture
-def accelerator():
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield Accelerator(cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW], ids=["sgd", "adamw"])

@@ -12,7 +12,7 @@ from datasets import Dataset  # noqa: E402
 from peft import LoraConfig, PeftModel  # noqa: E402
 from transformers import LlamaForCausalLM  # noqa: E402
 
-from dpllm import DPDPOTrainer  # noqa: E402
+from dpllm import DPDPOTrainer, DPSFTTrainer, DPTrainer  # noqa: E402
 from dpllm.config import ConfigError  # noqa: E402
 from dpllm.data.records import DataError  # noqa: E402
 from dpllm.models.preference import SIDES, pair_log_probs  # noqa: E402
@@ -243,13 +243,6 @@ def test_an_evaluation_has_rewards_and_is_counted(tmp_path):
         run.evaluate(SHAPES["prompt"])
 
 
-class Unread:
-    """A data set that must not be touched."""
-
-    def __getattr__(self, name):
-        raise AssertionError(f"the data were read: {name}")
-
-
 @pytest.mark.parametrize(
     ("config", "says"),
     [
@@ -270,7 +263,7 @@ class Unread:
 def test_options_are_refused_before_data_are_read(config, says, tmp_path):
     """Each with the reason and the remedy."""
     with pytest.raises(ConfigError, match=says):
-        dpo(tmp_path, Unread(), config=config, privacy=trl_data.privacy(8))
+        dpo(tmp_path, trl_data.Unread(), config=config, privacy=trl_data.privacy(8))
 
 
 @pytest.mark.parametrize(
@@ -286,10 +279,10 @@ def test_options_are_refused_before_data_are_read(config, says, tmp_path):
 def test_arguments_that_it_sets_itself_or_cannot_use_are_refused(more, says, tmp_path):
     """They would be ignored."""
     with pytest.raises(ConfigError, match=says):
-        dpo(tmp_path, Unread(), privacy=trl_data.privacy(8), **more)
+        dpo(tmp_path, trl_data.Unread(), privacy=trl_data.privacy(8), **more)
     model = trl_data.model()
     with pytest.raises(ConfigError, match="ref_model is the model itself"):
-        dpo(tmp_path, Unread(), model, privacy=trl_data.privacy(8), ref_model=model)
+        dpo(tmp_path, trl_data.Unread(), model, privacy=trl_data.privacy(8), ref_model=model)
 
 
 def test_dropout_is_off_as_in_trl_unless_it_is_asked_for(tmp_path):
@@ -301,6 +294,7 @@ def test_dropout_is_off_as_in_trl_unless_it_is_asked_for(tmp_path):
     assert any(getattr(module, "p", 0) == 0.5 for module in run.model.modules())
 
 
-def test_no_method_of_it_is_taken_for_the_users_own():
+@pytest.mark.parametrize("kind", [DPDPOTrainer, DPSFTTrainer])
+def test_no_method_of_it_is_taken_for_the_users_own(kind):
     """The report would have an open point for each."""
-    assert own_methods(DPDPOTrainer.__new__(DPDPOTrainer)) == []
+    assert own_methods(kind.__new__(kind)) == [] and issubclass(kind, DPTrainer)

@@ -19,7 +19,7 @@ from dpllm.training.checks.watch import WatchError
 from tests.models.quantized import batch, save_model
 from tests.mutations import kills
 from tests.tiers import deep_case
-from tests.training.test_trainer import arguments, privacy
+from tests.training.test_trainer import Stop, arguments, privacy
 
 bnb = pytest.importorskip("bitsandbytes", reason="pip install 'dpllm[quantization]'")
 pytestmark = [
@@ -144,14 +144,7 @@ def test_one_unit_at_a_time_takes_any_form(tmp_path, base, config):
 def test_a_run_is_resumed_on_a_base_that_is_quantised_again(tmp_path, base, config):
     """The checkpoint holds the adapter, and moments of 8 bits; the base comes from its own files."""
     saving = {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_8bit", "learning_rate": 1e-2}
-    run = trainer(tmp_path, model_of(base, **config), saving)
-
-    class Stop(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            control.should_training_stop = state.global_step == 1
-
-    run.add_callback(Stop())
-    run.train()
+    trainer(tmp_path, model_of(base, **config), saving, callbacks=[Stop(1)]).train()
     shutil.rmtree(tmp_path / "checkpoint-2", ignore_errors=True)
     again = trainer(tmp_path, model_of(base, **config), saving)
     again.train(resume_from_checkpoint=True)

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from dpllm.privacy.checkpoints import MANIFEST_FILE, CheckpointError
 from dpllm.privacy.ledger import read_ledger
 from dpllm.training.training_log import LOG_FILE, TrainingLog
-from tests.training.test_trainer import arguments, rows, trainer
+from tests.training.test_trainer import At, arguments, crash, rows, trainer
 
 pytestmark = pytest.mark.usefixtures("rows_not_compared")
 
@@ -111,16 +111,10 @@ def test_the_losses_are_in_one_file_that_the_report_lists(tmp_path):
     assert LOG_FILE in (tmp_path / "privacy_report.md").read_text()
 
 
-class Crash(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 3:
-            raise RuntimeError("crash")
-
-
 def test_a_resumed_run_has_its_losses_back_without_those_of_lost_steps(tmp_path):
     """For the picture of the run; the checkpoint itself holds none of them."""
-    with pytest.raises(RuntimeError, match="crash"):
-        saved(tmp_path, callbacks=[Crash()])
+    with pytest.raises(RuntimeError, match="power cut"):
+        saved(tmp_path, callbacks=[At(3, crash)])
     before = TrainingLog(tmp_path).read()
     args = arguments(tmp_path, logging_steps=1, save_strategy="no")
     again = trainer(tmp_path, args=args)
@@ -156,14 +150,6 @@ def test_a_half_line_does_not_swallow_the_mark_of_a_resumed_run(tmp_path):
 
 def test_a_callback_that_saves_a_random_state_stops_the_save(tmp_path):
     """As the Trainer itself did."""
-
-    class Saving(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            folder = tmp_path / "_staging" / "checkpoint-2"
-            if state.global_step == 2:
-                self.kept = folder
-            return control
-
     run = trainer(tmp_path, args=arguments(tmp_path, save_strategy="steps", save_steps=2))
     save_scaler = run._save_scaler
 

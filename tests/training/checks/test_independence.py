@@ -78,6 +78,11 @@ def unequal(count=40, classes=False, shortest=3, longest=20, **more):
     return Dataset.from_dict({"input_ids": ids, "labels": labels, **more})
 
 
+def plain(**sizes):
+    """The same without labels, which the collator makes."""
+    return [{"input_ids": row["input_ids"]} for row in unequal(**sizes).to_list()]
+
+
 def trainer(folder, model, dataset=None, steps=1, batch=8, config=None, **more):
     classes = "SequenceClassification" in type(model).__name__
     return DPTrainer(
@@ -481,20 +486,6 @@ def test_contrastive_pairs_that_begin_after_some_steps_are_refused(tmp_path):
     assert len(done) == 7
 
 
-def test_a_memory_of_former_rows_is_refused_even_with_one_row_per_microbatch(tmp_path):
-    """A row then has no other rows beside it, but earlier microbatches."""
-    memory = []
-
-    def loss_of(model, inputs):
-        loss_B = lm_loss(model, inputs)
-        before = torch.stack(memory).mean() if memory else torch.tensor(1.0)
-        memory.append(loss_B.detach().mean())
-        return loss_B * before
-
-    with pytest.raises(IndependenceError, match="carries state from one microbatch to the next"):
-        steps(tmp_path, llama(), rows_of(unequal(40).to_list(), max_rows=1), loss_of)
-
-
 def test_packed_rows_whose_loss_counts_all_targets_are_refused(tmp_path):
     """And pass where it does not."""
     from dpllm.models.packing import attention_by_row
@@ -751,29 +742,6 @@ def test_which_rows_are_drawn_does_not_decide_how_many_passes_there_are(max_toke
     assert len(found) == 1
 
 
-def test_a_loop_that_goes_on_after_a_refusal_has_a_check_in_every_step(tmp_path):
-    """Otherwise a loop that skips failed steps would take step 3, which has no check."""
-    model, taken = llama(), []
-
-    def loss_of(model, inputs):
-        loss_B = lm_loss(model, inputs)
-        return loss_B if mended else loss_B + 10 * loss_B.mean().detach()
-
-    run = PrivateRun.start(tmp_path, plan_of(num_steps=6), rows_of(unequal().to_list()))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run.attach(model, optimizer)
-    for number, unit_ids in enumerate(run.draws(6)):
-        mended = number == 4
-        try:
-            run.step(unit_ids, loss_of)
-        except IndependenceError:
-            continue
-        optimizer.step()
-        optimizer.zero_grad()
-        taken.append(number)
-    assert taken == [4]
-
-
 class Spans:
     """Cuts each row at a random place, to learn the second part from the first; may take a token from the next row."""
 
@@ -793,8 +761,7 @@ class Spans:
 @pytest.mark.parametrize("mixes", [False, True])
 def test_a_collator_may_draw_numbers_for_each_row_and_not_mix_rows(mixes, tmp_path):
     """Masked tokens and spans are drawn row after row, so that a row's numbers depend on its place."""
-    dataset = [{"input_ids": row["input_ids"]} for row in unequal().to_list()]
-    run = trainer(tmp_path, llama(), dataset, steps=8, data_collator=Spans(mixes))
+    run = trainer(tmp_path, llama(), plain(), steps=8, data_collator=Spans(mixes))
     if not mixes:
         run.train()
         return
@@ -812,9 +779,8 @@ def test_a_collator_that_draws_numbers_is_refused_where_mixing_cannot_be_measure
 
 def test_a_coupling_is_seen_where_the_collator_draws_numbers(tmp_path):
     """The loss and the model are compared on the rows as they were drawn once."""
-    dataset = [{"input_ids": row["input_ids"]} for row in unequal().to_list()]
     with pytest.raises(IndependenceError, match=DEPENDS):
-        trainer(tmp_path, llama(), dataset, data_collator=Spans(False), compute_loss_func=over_detached_mean).train()
+        trainer(tmp_path, llama(), plain(), data_collator=Spans(False), compute_loss_func=over_detached_mean).train()
 
 
 class Masked:
@@ -844,15 +810,13 @@ class Masked:
 @pytest.mark.parametrize("lacks", ["a mask", "a true mask", "masked targets"])
 def test_a_collator_that_draws_numbers_has_to_tell_padding(lacks, tmp_path):
     """Its rows are compared out of one batch: padding that is not cut off is the same for all of them, and unseen."""
-    dataset = [{"input_ids": row["input_ids"]} for row in unequal().to_list()]
     with pytest.raises(IndependenceError, match=r"draws random numbers, and 'input_ids' of a row is padded"):
-        trainer(tmp_path, llama(), dataset, data_collator=Masked(lacks)).train()
+        trainer(tmp_path, llama(), plain(), data_collator=Masked(lacks)).train()
 
 
 def test_a_collator_with_a_generator_of_each_call_is_told_apart_from_one_that_mixes_rows(tmp_path):
-    dataset = [{"input_ids": row["input_ids"]} for row in unequal().to_list()]
     with pytest.raises(IndependenceError, match=r"from a generator that it creates in each call"):
-        trainer(tmp_path, llama(), dataset, data_collator=Masked(generator=np.random.default_rng)).train()
+        trainer(tmp_path, llama(), plain(), data_collator=Masked(generator=np.random.default_rng)).train()
 
 
 def summarised(model, steps=1, **more):
