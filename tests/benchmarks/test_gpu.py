@@ -282,16 +282,6 @@ def test_the_list_of_wheels_is_exact_and_without_torch():
     assert {"dp-accounting", "prv-accountant", "datasets", "jsonschema", "deepspeed"} <= set(packages)
 
 
-def test_pip_fetches_no_dependency_and_takes_a_folder_for_a_folder(tmp_path, monkeypatch):
-    """Binaries for the machine; source distributions and source folders are built."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder").mkdir()
-    download, *built = wheels.commands(tmp_path, ["hjson==3.1.0", "deepspeed==0.19.8"], ["folder"])
-    assert all("--no-deps" in command for command in (download, *built))
-    assert "--python-version=3.12" in download and "hjson==3.1.0" in download and "deepspeed==0.19.8" not in download
-    assert [command[-1] for command in built] == ["deepspeed==0.19.8", str(tmp_path / "folder")]
-
-
 def test_libraries_for_other_devices_stay_behind(tmp_path):
     """The wheel of bitsandbytes keeps its Python files and CUDA 13, and lists its contents."""
     wheel = tmp_path / "bitsandbytes-1-py3-none-any.whl"

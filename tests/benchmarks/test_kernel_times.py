@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from dpllm.ghost import kernels, triton_kernels
 from tests.benchmarks.material import program

@@ -47,34 +47,6 @@ def test_memory_does_not_grow_with_the_units():
     assert 1000 * 8 < peaks[1] < 2 * peaks[0] < 10**6
 
 
-def test_what_is_timed_is_the_whole_step():
-    """Rank by rank, the microbatches that are timed hold every drawn unit once."""
-    unit_ids = np.arange(0, 1000, 10)
-    drawn = benchmark.Drawn(benchmark.UnitIndex.one_row_per_unit(1000), benchmark.lengths_of(1000), unit_ids)
-    seen = []
-    for rank in range(3):
-        for batch in benchmark.microbatches(
-            benchmark.identity,
-            lambda rows: {"rows": torch.tensor(rows)},
-            drawn.index,
-            drawn.lengths,
-            drawn.unit_ids,
-            max_rows=4,
-            rank=rank,
-            size=3,
-        ):
-            seen += batch.inputs["rows"][batch.unit_index >= 0].tolist()
-    assert sorted(seen) == unit_ids.tolist()
-
-
-def test_nothing_drawn_is_a_step_too():
-    """An empty draw is divided like any other: each rank runs its padding row."""
-    none = np.zeros(0, dtype=np.int64)
-    drawn = benchmark.Drawn(benchmark.UnitIndex.one_row_per_unit(9), benchmark.lengths_of(9), none)
-    drawn.divide(benchmark.Settings())
-    assert len(drawn.unit_ids) == 0
-
-
 def test_rate_of_the_mask():
     """float32 random numbers are multiples of 2^-24: a mask at q = 1e-6 draws 17 of 2^24 units, 1.3 % too many."""
     torch.manual_seed(0)

@@ -25,7 +25,7 @@ from dpllm.training.run import PrivateRun
 from tests.distributed.checks import caught
 from tests.distributed.drifting import begin, local
 from tests.scarce import BreaksOff
-from tests.training.test_run import loss_of, network, plan_of, rows_of
+from tests.training.test_run import loop, loss_of, network, plan_of, rows_of
 
 STEPS, FAILS = 6, 2  # the third step has no check of the rows before it, unlike the first, second and fourth
 PATIENCE = 4.0  # seconds, the time limit of the group of the sharded model
@@ -137,9 +137,7 @@ def case(
 def main_only(root: Path) -> None:
     """Only rank 0 ends the run; the other process has ended."""
     run, _, optimizer = begin(root / "main only")
-    for unit_ids in run.draws(1):
-        run.step(unit_ids, loss_of)
-        optimizer.step()
+    loop(run, optimizer, 1)
     found = caught(run.finish) if run.is_main else None
     (root / "world" / f"result.{dist.get_rank()}").write_bytes(pickle.dumps(found))
     os._exit(0)

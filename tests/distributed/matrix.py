@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dpllm import GhostClipper, GhostError, PrivacyConfig, PrivateRun, TrainingRows, make_plan, per_sequence_loss
+from dpllm import GhostClipper, GhostError, PrivacyConfig, PrivateRun, make_plan, per_sequence_loss
 from dpllm.config import DataConfig
 from dpllm.data.rows import RowCollator, load_records, tokenize_records
 from dpllm.data.units import UnitIndex
@@ -42,6 +42,7 @@ from tests.reference.zoo import (
     forward_context,
     make_batch,
 )
+from tests.small_model import rows_by_number
 
 NUM_ROWS = 7  # over two processes: unequal shares, and microbatches that have to be made up
 
@@ -449,13 +450,7 @@ def real(
     )
     collator = RowCollator(pad_token_id=tokenizer.pad_token_id or 0)
     plan = plan_of(clip_norm, noise_multiplier=0.0, num_units=len(rows))
-    data = TrainingRows(
-        units=UnitIndex.one_row_per_unit(len(rows)),
-        lengths=np.array([len(ids) for ids in rows["input_ids"]]),
-        fetch=lambda numbers: [rows[int(number)] for number in numbers],
-        collate=collator,
-        max_rows=4,
-    )
+    data = rows_by_number(rows, collator, [len(ids) for ids in rows["input_ids"]])
     every = np.arange(len(rows))
 
     def loss(model: Any, inputs: dict[str, Tensor]) -> Tensor:

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from dpllm import PrivacyConfig, PrivateRun, TrainingRows, make_plan
+from dpllm import PrivacyConfig, PrivateRun, make_plan
 from dpllm.config import ConfigError
 from dpllm.config.recipe import PublicPretrainConfig
-from dpllm.data.units import UnitIndex
 from dpllm.engines.optimizers import innermost
 from dpllm.mechanism.known_noise import KnownNoise
 from dpllm.privacy.accounting import epsilon
@@ -20,6 +19,7 @@ from dpllm.training.arguments import refuse_options
 from dpllm.training.corrected_adamw import SECOND_MOMENT_FACT, CorrectedAdamW, refuse_unusable, words_of
 from dpllm.training.microbatch_size import needed_later
 from dpllm.training.workload import UpdateRule
+from tests.small_model import rows_by_number
 from tests.tiers import deep_case
 from tests.training.test_trainer import Stop, arguments, privacy, small_trainer
 
@@ -168,13 +168,7 @@ def test_moments_of_bfloat16_parameters_are_float32_also_after_a_resume(problem)
 def rows_of(units=60):
     """One row per unit."""
     values = torch.randn(units, 40, generator=torch.Generator().manual_seed(2))
-    return TrainingRows(
-        units=UnitIndex.from_ids(list(range(units))),
-        lengths=np.ones(units, dtype=np.int64),
-        fetch=lambda numbers: [values[int(number)] for number in numbers],
-        collate=lambda rows: {"rows": torch.stack(rows)},
-        max_rows=60,
-    )
+    return rows_by_number(values, lambda rows: {"rows": torch.stack(rows)}, max_rows=60)
 
 
 def plan_for(steps, **changes):

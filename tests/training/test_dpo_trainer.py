@@ -32,12 +32,8 @@ from tests.mutations import kills  # noqa: E402
 from tests.tiers import deep_case  # noqa: E402
 
 C = 1e-3
+pytestmark = pytest.mark.usefixtures("rows_not_compared")  # unless a test is marked otherwise
 SHAPES = trl_data.preferences(8)
-
-
-@pytest.fixture(autouse=True)
-def _short(rows_not_compared):
-    """These runs are about other things than the comparison of rows, unless marked otherwise."""
 
 
 def dpo(folder, dataset=None, model=None, config=None, privacy=None, **more):

@@ -31,17 +31,3 @@ def test_the_key_differs_between_steps(tmp_path):
     plan = plan_of(seeded=True)
     entropy = RunEntropy(plan, Processes(), ledger_of(tmp_path, plan), 5)
     assert [entropy.deal_key(step) for step in (0, 1, 7)] == [5, 6, 12]
-
-
-def test_generators_depend_on_the_rows_only_within_a_step(tmp_path):
-    """After a step, or one that failed, they are where two runs of one seed have them, whatever the rows drew."""
-    states = []
-    for name, drawn, ends in (("a", 1, "end_step"), ("b", 9, "end_step"), ("c", 4, "give_up_step")):
-        plan = plan_of(seeded=True)
-        entropy = RunEntropy(plan, Processes(), ledger_of(tmp_path / name, plan), 5)
-        with torch.random.fork_rng():
-            entropy.begin_step()
-            torch.rand(drawn)
-            getattr(entropy, ends)()
-            states.append(torch.get_rng_state())
-    assert torch.equal(states[0], states[1]) and torch.equal(states[0], states[2])

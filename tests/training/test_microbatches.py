@@ -47,12 +47,12 @@ def units_of(batches, units):
     return found
 
 
-def drawn(data, most=8, longest=50, fewest=1):
+def drawn(data, most=8, fewest=1):
     """The owner of each row, an index of units, their rows' lengths, and the units of a step."""
-    owner = data.draw(st.lists(st.integers(0, most), min_size=1, max_size=30 if most < 12 else 60))
+    owner = data.draw(st.lists(st.integers(0, most), min_size=1, max_size=30))
     units = UnitIndex.from_ids([str(o) for o in owner], None)
     chosen = data.draw(st.lists(st.integers(0, units.num_units - 1), unique=True, min_size=fewest))
-    lengths = data.draw(st.lists(st.integers(1, longest), min_size=len(owner), max_size=len(owner)))
+    lengths = data.draw(st.lists(st.integers(1, 50), min_size=len(owner), max_size=len(owner)))
     return owner, units, np.array(lengths), chosen
 
 
@@ -269,7 +269,10 @@ def test_a_microbatch_needs_a_bound(max_rows, max_tokens, says):
 @given(st.data())
 def test_in_steps_rows_are_added_and_no_unit_changes(data):
     """Added rows are of no unit, at the end, and within the bounds; the rows of a unit are those without steps."""
-    _, units, lengths, chosen = drawn(data, most=12, longest=90)
+    owner = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=60))
+    units = UnitIndex.from_ids([str(o) for o in owner], None)
+    lengths = np.array([data.draw(st.integers(1, 90)) for _ in owner])
+    chosen = data.draw(st.lists(st.integers(0, units.num_units - 1), unique=True, min_size=1))
     max_rows, max_tokens = data.draw(st.sampled_from([(12, None), (None, 600), (9, 400)]))
     size = data.draw(st.integers(1, 3))
     found = []

@@ -117,6 +117,12 @@ class Hub:
         return f"commit to {repo_id}"
 
 
+def download(files, folder):
+    for name, contents in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(contents)
+
+
 @pytest.fixture
 def hub(monkeypatch):
     stand_in = Hub()
@@ -177,14 +183,6 @@ def test_the_running_time_is_that_of_the_steps(tmp_path):
     assert 0 < seconds < time.time() - began - 1
     assert metrics["train_steps_per_second"] == pytest.approx(2 / seconds, rel=0.01)
     assert metrics["train_samples_per_second"] == pytest.approx(32 / seconds, rel=0.01)
-
-
-def test_the_norm_in_the_logs_says_that_it_is_the_noisy_gradients(tmp_path):
-    """It is a different norm than the one compared with the clip norm."""
-    run = trainer(tmp_path)
-    run.train()
-    logged = [entry for entry in run.state.log_history if "loss" in entry]
-    assert logged and all("noisy_grad_norm" in entry and "grad_norm" not in entry for entry in logged)
 
 
 def test_create_model_card_keeps_the_guarantee(finished):
@@ -330,9 +328,7 @@ def test_a_copy_of_the_upload_verifies_where_more_was_saved_than_is_uploaded(tmp
     _, files, _ = hub.uploads[0]
     assert (tmp_path / "run" / "last_step" / "model.safetensors").exists() and "model.safetensors" in files
     assert not [name for name in files if name.startswith("last_step")]
-    (tmp_path / "got").mkdir()
-    for name, contents in files.items():
-        (tmp_path / "got" / name).write_bytes(contents)
+    download(files, tmp_path / "got")
     for folder in ("got", "run"):
         assert [check for check in verify(tmp_path / folder).checks if not check.ok] == []
 
@@ -353,9 +349,7 @@ def test_an_adapter_with_a_name_of_its_own_is_published(tmp_path, hub, names):
     parts = {"adapter_config.json", "adapter_model.safetensors"}
     at_top = parts if "default" in names else set()
     assert set(files) - GUARANTEE == at_top | {f"mine/{part}" for part in parts}
-    for name, contents in files.items():
-        (tmp_path / "got" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "got" / name).write_bytes(contents)
+    download(files, tmp_path / "got")
     assert [check for check in verify(tmp_path / "got").checks if not check.ok] == []
     shutil.copytree(tmp_path / "run" / "mine", tmp_path / "run" / "stray")
     assert not [name for name in files_to_publish(tmp_path / "run", adapter=True, adapters=["mine"]) if "stray" in name]

@@ -185,19 +185,6 @@ def test_state_that_is_carried_from_unit_to_unit_is_refused(where, error, match,
         run.detach()
 
 
-def test_state_of_the_loss_is_refused(tmp_path):
-    """A loss that weighs a row by the mean of the rows before it."""
-    seen = []
-
-    def loss(model, inputs):
-        loss_B = loss_of(model, inputs)
-        seen.append(float(loss_B.detach().mean()))
-        return loss_B * (1 + np.mean(seen[-3:]))
-
-    with pytest.raises(IndependenceError, match="state"):
-        attack(tmp_path, network(), loss)
-
-
 def test_a_parameter_that_no_unit_reaches_is_refused_and_one_that_some_reach_is_not(tmp_path):
     """It would be trained on noise only. An expert that this unit does not use has the gradient 0."""
 

@@ -40,6 +40,7 @@ from tests.conftest import tiny_llama_config
 from tests.distributed.matrix import NoLedger
 from tests.mutations import kills
 from tests.scarce import Gate, more_than
+from tests.training.test_run import loop
 from tests.training.test_trainer import arguments
 
 UNITS, ROWS, LIMIT = 12, 3, 20  # seconds after which a thread that should have been called was not
@@ -275,10 +276,7 @@ def test_a_seeded_run_takes_its_random_numbers_in_one_order(tmp_path):
         ledger = SharedLedger.create(tmp_path / name / "ledger.jsonl", plan, Processes())
         run = PrivateRun(plan, data.rows(collate), ledger, seed=3)
         run.attach(model, optimizer)
-        for unit_ids in run.draws(4):
-            run.step(unit_ids, late)
-            optimizer.step()
-            optimizer.zero_grad()
+        loop(run, optimizer, 4, late)
         found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.equal(*found)
 

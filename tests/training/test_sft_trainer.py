@@ -15,13 +15,9 @@ from dpllm.data.records import DataError  # noqa: E402
 from tests import trl_data  # noqa: E402
 from tests.mutations import kills  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("rows_not_compared")  # unless a test is marked otherwise
 SHAPES = trl_data.shapes(8)
 C = 1e-2
-
-
-@pytest.fixture(autouse=True)
-def _short(rows_not_compared):
-    """These runs are about other things than the comparison of rows."""
 
 
 def sft(folder, dataset=None, model=None, config=None, privacy=None, **more):

@@ -18,7 +18,6 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     LlamaForCausalLM,
-    LlamaModel,
     M2M100Config,
     M2M100ForConditionalGeneration,
     T5Config,
@@ -394,12 +393,13 @@ def test_an_output_folder_with_a_run_in_it_is_refused(tmp_path):
 def test_a_signal_ends_a_run_with_a_checkpoint_and_a_true_report(tmp_path, name):
     """The step in progress is finished, saved, charged and reported; the program has the handlers that it had."""
     number = getattr(signal, name)
-    before = signal.getsignal(number)
-    run = trainer(tmp_path, callbacks=[sending(2, number)])
+    before, args = signal.getsignal(number), arguments(tmp_path, eval_strategy="steps", eval_steps=1)
+    run = trainer(tmp_path, args=args, callbacks=[sending(2, number)], eval_dataset=rows(8))
     run.train()
     assert signal.getsignal(number) == before and run.interrupted_by == number
     ledger = read_ledger(tmp_path / FILES[1])
     assert ledger.num_steps == 2 and ledger.end == "interrupted"
+    assert ledger.disclosures["evaluation during training"] == 1  # it is over before that of the second step
     verify(tmp_path / "checkpoint-2")
     assert (tmp_path / "checkpoint-2" / FILES[2]).exists()
     assert json.loads((tmp_path / FILES[3]).read_text())["accounting"]["steps"]["charged"] == 2
@@ -420,6 +420,7 @@ def test_a_signal_in_the_last_step_does_not_unfinish_a_run(tmp_path):
     run.train()
     ledger = read_ledger(tmp_path / FILES[1])
     assert ledger.num_steps == 4 and ledger.end == "completed" and run.interrupted_by is None
+    assert checkpoints(tmp_path) == ["checkpoint-4"]
 
 
 def test_a_second_ctrl_c_stops_at_once_and_still_reports(tmp_path, monkeypatch):
@@ -622,12 +623,6 @@ def test_hyper_parameter_search_is_refused(tmp_path):
     """Each trial costs privacy."""
     with pytest.raises(ConfigError, match="costs privacy"):
         trainer(tmp_path).train(trial={"learning_rate": 1.0})
-
-
-def test_a_task_without_a_loss_per_row_is_refused(tmp_path):
-    """Guessing one could couple the rows."""
-    with pytest.raises(ConfigError, match="no default loss per row for LlamaModel"):
-        trainer(tmp_path, LlamaModel(tiny_llama_config()))
 
 
 def test_too_many_units_per_step_and_an_empty_data_set_are_refused(tmp_path):

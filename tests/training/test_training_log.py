@@ -126,26 +126,18 @@ def test_a_resumed_run_has_its_losses_back_without_those_of_lost_steps(tmp_path)
     assert TrainingLog(tmp_path).read() == again.state.log_history
 
 
-def test_a_half_line_of_a_crash_is_left_out(tmp_path):
-    """The lines after it are read."""
-    log = TrainingLog(tmp_path)
-    log.append({"loss": 1.0, "step": 1})
-    with log.path.open("a") as file:
-        file.write('{"loss": 2.0, "st\n')
-    log.append({"loss": 3.0, "step": 3})
-    assert [entry["loss"] for entry in log.read()] == [1.0, 3.0]
-
-
-def test_a_half_line_does_not_swallow_the_mark_of_a_resumed_run(tmp_path):
-    """Otherwise the losses of lost steps would be there twice."""
+@pytest.mark.parametrize(("begins", "left"), [(None, [1.0, 2.0, 2.5]), (1, [1.0, 2.5])])
+def test_a_half_line_of_a_crash_is_left_out(tmp_path, begins, left):
+    """The lines after it are read, and the mark of a resumed run: losses of lost steps would be there twice."""
     log = TrainingLog(tmp_path)
     log.append({"loss": 1.0, "step": 1})
     log.append({"loss": 2.0, "step": 2})
     with log.path.open("a") as file:
-        file.write('{"loss": 3.0, "st')
-    log.begin(1)
+        file.write('{"loss": 3.0, "st' + ("\n" if begins is None else ""))
+    if begins is not None:
+        log.begin(begins)
     log.append({"loss": 2.5, "step": 2})
-    assert [entry["loss"] for entry in log.read()] == [1.0, 2.5]
+    assert [entry["loss"] for entry in log.read()] == left
 
 
 def test_a_callback_that_saves_a_random_state_stops_the_save(tmp_path):

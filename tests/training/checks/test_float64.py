@@ -3,17 +3,16 @@
 Numbers are compared with float64.
 """
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from dpllm import GhostClipper, PrivacyConfig, PrivateRun, TrainingRows, make_plan
-from dpllm.data.units import UnitIndex
+from dpllm import GhostClipper, PrivacyConfig, PrivateRun, make_plan
 from dpllm.training.checks.float64 import float64_operations
 from dpllm.training.checks.independence import IndependenceError
 from tests import host_waits
 from tests.mutations import kills
+from tests.small_model import rows_by_number
 from tests.test_host_waits import collate, losses
 
 UNITS, WIDTH = 24, 512
@@ -54,13 +53,7 @@ def first_step(folder, loss_of, model=None):
     x = torch.cat([half, 1e-4 * torch.randn(UNITS, WIDTH // 2) - half], 1)
     with torch.no_grad():
         model.weight[WIDTH // 2 :] = model.weight[: WIDTH // 2]
-    rows = TrainingRows(
-        UnitIndex.one_row_per_unit(UNITS),
-        np.ones(UNITS, dtype=np.int64),
-        lambda numbers: [x[int(number)] for number in numbers],
-        lambda rows: {"x": torch.stack(rows)},
-        max_rows=4,
-    )
+    rows = rows_by_number(x, lambda rows: {"x": torch.stack(rows)})
     privacy = PrivacyConfig(noise_multiplier=1.0, clip_norm=0.5, expected_batch_size=8)
     run = PrivateRun.start(folder, make_plan(privacy, UNITS, 2), rows)
     run.attach(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))

@@ -62,12 +62,12 @@ from dpllm.training.checks.repeatable import Repeatable, same_randomness
 from dpllm.training.shared_ledger import SharedLedger
 from tests.conftest import tiny_llama_config
 from tests.mutations import kills
+from tests.small_model import rows_by_number
 from tests.training.test_run import plan_of
 from tests.training.test_trainer import arguments, privacy
 
 DEPENDS = r"of a row depends on other rows: alone.* it is .*, .*beside .* \(dropout off"
 GPT2 = {"vocab_size": 61, "n_embd": 16, "n_head": 2, "n_layer": 1, "n_positions": 64, "bos_token_id": 1}
-SMALL = {"vocab_size": 61, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
 
 
 def unequal(count=40, classes=False, shortest=3, longest=20, **more):
@@ -140,54 +140,40 @@ def over_detached_mean(outputs, labels):
     return loss_B * (loss_B / loss_B.mean()).detach()
 
 
+SMALL = {"vocab_size": 61, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
+ONE = {**SMALL, "num_hidden_layers": 1}
+CANINE = {**ONE, "vocab_size": 99, "num_hash_buckets": 64}
+XL = {"d_model": 16, "n_head": 2, "d_inner": 32}
 COUPLED_CLASSIFIERS = {
-    "llama, padded with another token": lambda: LlamaForSequenceClassification(tiny_llama_config(pad_token_id=2)),
-    "gpt2, padded with another token": lambda: GPT2ForSequenceClassification(GPT2Config(**GPT2, pad_token_id=2)),
-    "xlnet": lambda: head_only(
-        XLNetForSequenceClassification(XLNetConfig(vocab_size=61, d_model=16, n_layer=1, n_head=2, d_inner=32))
+    "llama, padded with another token": (LlamaForSequenceClassification, tiny_llama_config(pad_token_id=2)),
+    "gpt2, padded with another token": (GPT2ForSequenceClassification, GPT2Config(**GPT2, pad_token_id=2)),
+    "xlnet": (XLNetForSequenceClassification, XLNetConfig(vocab_size=61, n_layer=1, **XL)),
+    "fnet": (
+        FNetForSequenceClassification,
+        FNetConfig(vocab_size=61, hidden_size=16, intermediate_size=32, num_hidden_layers=1),
     ),
-    "fnet": lambda: FNetForSequenceClassification(FNetConfig(**_without_heads(), num_hidden_layers=1)),
-    "funnel": lambda: head_only(
-        FunnelForSequenceClassification(
-            FunnelConfig(
-                vocab_size=61, block_sizes=[2, 2], initializer_std=0.3, d_model=16, n_head=2, d_head=8, d_inner=32
-            )
-        )
+    "funnel": (
+        FunnelForSequenceClassification,
+        FunnelConfig(vocab_size=61, block_sizes=[2, 2], initializer_std=0.3, d_head=8, **XL),
     ),
-    "yoso": lambda: YosoForSequenceClassification(
-        YosoConfig(**SMALL, num_hidden_layers=1, use_expectation=True, max_position_embeddings=64)
+    "yoso": (
+        YosoForSequenceClassification,
+        YosoConfig(**ONE, use_expectation=True, max_position_embeddings=64),
     ),
-    "canine": lambda: head_only(
-        CanineForSequenceClassification(
-            CanineConfig(
-                **{**SMALL, "vocab_size": 99},
-                num_hidden_layers=1,
-                num_hash_buckets=64,
-                downsampling_rate=2,
-                initializer_range=0.1,
-            )
-        )
-    ),
-    "convbert": lambda: ConvBertForSequenceClassification(
-        ConvBertConfig(
-            **{**SMALL, "num_attention_heads": 4},
-            num_hidden_layers=1,
-            embedding_size=16,
-            head_ratio=2,
-            initializer_range=0.2,
-        )
+    "canine": (CanineForSequenceClassification, CanineConfig(**CANINE, downsampling_rate=2, initializer_range=0.1)),
+    "convbert": (
+        ConvBertForSequenceClassification,
+        ConvBertConfig(**{**ONE, "num_attention_heads": 4}, embedding_size=16, head_ratio=2, initializer_range=0.2),
     ),
 }
-
-
-def _without_heads():
-    return {name: value for name, value in SMALL.items() if name != "num_attention_heads"}
 
 
 @pytest.mark.parametrize("name", COUPLED_CLASSIFIERS)
 def test_a_classifier_that_reads_padding_is_refused_in_the_first_step(name, tmp_path):
     """It pools at, or mixes in, padded positions, whose number other rows decide; no gradient shows it."""
-    run = trainer(tmp_path, COUPLED_CLASSIFIERS[name](), data_collator=padded_with(0))
+    kind, config = COUPLED_CLASSIFIERS[name]
+    model = head_only(kind(config)) if name in ("xlnet", "funnel", "canine") else kind(config)
+    run = trainer(tmp_path, model, data_collator=padded_with(0))
     with pytest.raises(IndependenceError, match=DEPENDS) as refused:
         run.train()
     assert "config.pad_token_id" in str(refused.value) and "\n" not in str(refused.value)
@@ -198,8 +184,7 @@ def test_a_classifier_that_reads_padding_is_refused_in_the_first_step(name, tmp_
 def test_a_model_that_takes_a_row_in_company_only_is_refused_in_one_line(tmp_path):
     """CANINE shortens rows by its rate: a row shorter than the rate fails alone, and passes if others pad it."""
     torch.manual_seed(0)
-    config = CanineConfig(**{**SMALL, "vocab_size": 99}, num_hidden_layers=1, num_hash_buckets=64, downsampling_rate=4)
-    model = head_only(CanineForSequenceClassification(config))
+    model = head_only(CanineForSequenceClassification(CanineConfig(**CANINE, downsampling_rate=4)))
     with pytest.raises(
         IndependenceError, match=r"A row of 3 tokens passes through .* but not alone \(RuntimeError: .*"
     ):
@@ -405,15 +390,13 @@ def test_a_recipe_gives_the_model_its_tokenizers_padding_token():
 # ------------------------------------------------------------------------ a custom loop
 
 
-def rows_of(examples, collate=None, max_rows=4, max_tokens=None, units=None, packed=False):
-    return TrainingRows(
+def rows_of(examples, collate=None, units=None, **more):
+    return rows_by_number(
+        examples,
+        collate or RowCollator(pad_token_id=0),
+        [len(example["input_ids"]) for example in examples],
         units=units or UnitIndex.from_ids(list(range(len(examples)))),
-        lengths=np.array([len(example["input_ids"]) for example in examples]),
-        fetch=lambda numbers: [examples[int(number)] for number in numbers],
-        collate=collate or RowCollator(pad_token_id=0),
-        max_rows=max_rows,
-        max_tokens=max_tokens,
-        packed=packed,
+        **more,
     )
 
 
@@ -605,7 +588,7 @@ def test_losses_that_are_small_or_not_finite_are_not_refused(tmp_path):
 
 def test_rows_drawn_one_by_one_and_bert_pass_through_the_trainer(tmp_path):
     """`sampling: example`, dropout, a classifier that pools at its first token."""
-    model = BertForSequenceClassification(BertConfig(**SMALL, num_hidden_layers=1, max_position_embeddings=64))
+    model = BertForSequenceClassification(BertConfig(**ONE, max_position_embeddings=64))
     config = privacy(expected_batch_size=8, unit="user", unit_column="user", max_rows_per_unit=2, sampling="example")
     dataset = unequal(40, classes=True, user=[n // 2 for n in range(40)])
     run = trainer(tmp_path, model, dataset, steps=2, config=config)
