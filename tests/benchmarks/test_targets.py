@@ -121,7 +121,6 @@ def test_without_a_gpu_peers_are_counted_in_the_same_way(monkeypatch):
     flops, memory = map(float, row["opacus"].split(" / "))
     assert flops < 0.9 < row["flop_ratio"] and 0.5 < memory < 2
     assert row["fastdp"] == "NotImplementedError: parameter tying"
-    assert "Opacus, FLOPs / memory" in "\n".join(benchmark.heading({"device": "", "threads": 1, "torch": ""}, False))
 
 
 def test_per_layer_clipping_frees_a_layer_in_the_backward_pass():
@@ -153,8 +152,6 @@ def test_on_a_gpu_times_and_peers_are_in_the_row(monkeypatch, installed):
     assert (row["speed_ratio"], row["flop_ratio"], row["memory_ratio"]) == (0.9, None, 1.1)
     assert row["opacus"] == ("parameter tying" if installed else "not installed")
     assert row["fastdp"] == ("0.75 / 1.30" if installed else "not installed")
-    report = {"machine": benchmark.machine(torch.device("cpu")), "rows": [row]}
-    assert "whole models" in benchmark.as_markdown(report) and "0.900" in benchmark.as_markdown(report)
 
 
 def test_an_error_in_our_step_keeps_the_time_without_privacy(monkeypatch, tmp_path):

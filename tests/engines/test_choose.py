@@ -51,10 +51,11 @@ def test_a_plain_module_in_one_process():
 
 
 def test_deepspeed_is_known_by_name():
-    """Without importing it; the module inside is the one to hook."""
+    """Without importing it; the module inside is the one to hook. Its configuration, already in use, stays."""
     prepared = DeepSpeedEngine()
     engine = engine_for(prepared, prepared.optimizer)
     assert type(engine).__name__ == "DeepSpeedZero" and model_inside(prepared) is prepared.module
+    assert prepared.config == {"zero_optimization": {"stage": 2}}
 
 
 def test_a_pipeline_of_deepspeed_is_refused():
@@ -102,13 +103,6 @@ def test_deepspeed_options_that_leave_the_sum_alone_are_allowed(changes):
     """Float32 buffers do not round; ZeRO-1's sums are formed outside; ZeRO-3 offloads in float32."""
     prepared = DeepSpeedEngine(**changes)
     assert engine_for(prepared, prepared.optimizer).processes.size == 1
-
-
-def test_the_check_leaves_the_configuration_as_deepspeed_has_it():
-    """The settings of private training are not written into a configuration that is already in use."""
-    prepared = DeepSpeedEngine()
-    engine_for(prepared, prepared.optimizer)
-    assert prepared.config == {"zero_optimization": {"stage": 2}}
 
 
 def test_a_model_over_several_devices_is_refused():

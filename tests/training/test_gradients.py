@@ -15,7 +15,7 @@ from dpllm.ghost import PerUnitClipper
 from dpllm.training.gradients import GHOST, PER_UNIT
 from dpllm.training.made_up import NotMadeUp, made_up
 from dpllm.training.rows import TrainingRows
-from tests.training.test_per_unit import Coupled, begun, gradients_of
+from tests.training.test_per_unit import Coupled, Experts, begun, gradients_of
 from tests.training.test_run import FEATURES, ledger_of, loss_of, network, plan_of, rows_of
 from tests.training.test_trainer import arguments, small_trainer
 
@@ -29,17 +29,6 @@ class Pooled(nn.Module):
 
     def forward(self, x):
         return self.body(x)
-
-
-class Experts(nn.Module):
-    """A row uses one of two networks, by its first number."""
-
-    def __init__(self):
-        super().__init__()
-        self.experts = nn.ModuleList([network(), network()])
-
-    def forward(self, x):
-        return torch.cat([self.experts[int(row[0] > 0)](row[None]) for row in x])
 
 
 def run_of(folder, rows=None):

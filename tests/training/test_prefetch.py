@@ -232,24 +232,43 @@ def test_a_run_fetches_nothing_between_its_steps(tmp_path):
     assert len(data.threads) == 2  # of the steps, and of the checks before them
 
 
+CONTAINERS = {
+    "a dictionary": (lambda made: made, lambda inputs: inputs),
+    "nested BatchEncoding": (lambda made: {"pair": BatchEncoding(made)}, lambda inputs: inputs["pair"]),
+    "lists": (lambda made: {"both": [made["x"], (made["y"],)]}, lambda i: {"x": i["both"][0], "y": i["both"][1][0]}),
+}
+
+
 @kills(
     "a collator's own tensors wait to be run",
     "dpllm/training/microbatches.py",
     "own_copy(by_name(collate(own_rows(rows))))",
     "by_name(collate(own_rows(rows)))",
 )
-def test_a_collator_that_fills_the_same_tensors_again_does_not_move_rows():
-    """The next rows would replace those of a microbatch that waits or runs, and their units would count twice."""
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_a_collator_that_fills_the_same_tensors_again_does_not_move_rows(name):
+    """The next rows would replace those of a microbatch that waits or runs, and their units would count twice.
+
+    Whatever holds the tensors, nothing of what the collator returned is written to.
+    """
+    wrap, unwrap = CONTAINERS[name]
     usual, filled = Data(), Data()
     buffers = {"x": torch.empty(ROWS, 4), "y": torch.empty(ROWS, 1)}
+    same = wrap(buffers)
 
     def collate(rows):
         made = Data.collate(filled, rows)
-        return {name: buffers[name][: len(rows)].copy_(value) for name, value in made.items()}
+        part = {name: buffers[name][: len(rows)].copy_(value) for name, value in made.items()}
+        return same if len(rows) == ROWS else wrap(part)
+
+    def unwrapped(model, inputs):
+        return loss(model, unwrap(inputs))
 
     whole, filled.collate = Stepped(usual).gradient(), collate
-    assert torch.equal(Stepped(filled).gradient(), whole)
-    torch.testing.assert_close(Stepped(filled, refuse=more_than(ROWS - 1)).gradient(), whole, rtol=1e-5, atol=1e-7)
+    assert torch.equal(Stepped(filled, unwrapped).gradient(), whole)
+    scarce = Stepped(filled, unwrapped, more_than(ROWS - 1))
+    torch.testing.assert_close(scarce.gradient(), whole, rtol=1e-5, atol=1e-7)
+    assert unwrap(same)["x"] is buffers["x"]
 
 
 def test_a_seeded_run_takes_its_random_numbers_in_one_order(tmp_path):
@@ -353,33 +372,6 @@ def test_a_collator_that_shares_numbers_or_a_model_with_the_pass_does_not_run_ne
     one = Pass()
     run_of(tmp_path / "usual", data, lambda rows: one.look() or Data.collate(data, rows), loss_of=one.loss)
     assert one.met > 0
-
-
-CONTAINERS = {
-    "nested BatchEncoding": (lambda made: {"pair": BatchEncoding(made)}, lambda inputs: inputs["pair"]),
-    "lists": (lambda made: {"both": [made["x"], (made["y"],)]}, lambda i: {"x": i["both"][0], "y": i["both"][1][0]}),
-}
-
-
-@pytest.mark.parametrize("name", CONTAINERS)
-def test_whatever_holds_the_tensors_they_are_not_filled_again(name, tmp_path):
-    """The collator fills the same tensors and returns the same object; nothing of it is written to."""
-    wrap, unwrap = CONTAINERS[name]
-    buffers = {"x": torch.empty(ROWS, 4), "y": torch.empty(ROWS, 1)}
-    same = wrap(buffers)
-
-    def collate(rows):
-        x = torch.stack(rows)
-        if len(rows) < ROWS:
-            return wrap({"x": x, "y": x.sum(1, keepdim=True)})
-        buffers["x"].copy_(x)
-        buffers["y"].copy_(x.sum(1, keepdim=True))
-        return same
-
-    whole = run_of(tmp_path / "whole", Data())
-    found = run_of(tmp_path / "filled", Data(), collate, loss_of=lambda m, inputs: loss(m, unwrap(inputs)))
-    assert torch.equal(found, whole)
-    assert unwrap(same)["x"] is buffers["x"]
 
 
 def test_a_data_set_that_fills_one_array_again_loses_no_row_when_memory_runs_out():

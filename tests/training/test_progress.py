@@ -3,14 +3,11 @@
 import io
 import sys
 
-import datasets
 import pytest
 from transformers import ProgressCallback, TrainerControl, TrainerState
 
-from dpllm.config import PrivacyConfig
 from dpllm.report.disclosures import receivers
 from dpllm.training import progress
-from dpllm.training.finetune import read_words
 from dpllm.training.progress import Batch, StepProgress
 from tests.training.test_trainer import arguments, trainer
 
@@ -108,16 +105,3 @@ def test_every_trainer_with_a_bar_has_it_and_none_without(tmp_path):
     assert receivers(shown.callback_handler.callbacks) == "the Trainer's state, the screen"
     hidden = trainer(tmp_path / "b", args=arguments(tmp_path / "b", disable_tqdm=True))
     assert not any(isinstance(one, ProgressCallback) for one in hidden.callback_handler.callbacks)
-
-
-def test_units_to_train_on_and_held_out_are_counted_alike():
-    """Users beside users; the records only follow."""
-    records = datasets.Dataset.from_dict({"text": ["a", "b", "c"], "who": ["x", "y", "x"]})
-    users = PrivacyConfig(
-        target_epsilon=8, clip_norm=1, expected_batch_size=2, unit="user", unit_column="who", max_rows_per_unit=4
-    )
-    single = PrivacyConfig(target_epsilon=8, clip_norm=1, expected_batch_size=2)
-    assert read_words(1437, records, users) == "1,437 users to train on, 2 users held out, with 3 records"
-    assert read_words(437, records.remove_columns("who"), users) == "437 users to train on; 3 records held out"
-    assert read_words(437, records, single) == "437 records to train on, 3 records held out"
-    assert read_words(437, None, users) == "437 users to train on"

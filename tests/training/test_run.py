@@ -25,6 +25,7 @@ from dpllm.privacy.plan import PrivacyPlan, make_plan
 from dpllm.report.verify import verify
 from dpllm.training.checks.outstanding import DrawError
 from dpllm.training.checks.watch import WatchError
+from dpllm.training.entropy import RunEntropy
 from dpllm.training.microbatches import microbatches
 from dpllm.training.rows import TrainingRows
 from dpllm.training.run import PrivateRun
@@ -191,6 +192,18 @@ def test_two_runs_of_one_plan_draw_other_units_and_other_noise(tmp_path):
         other = PrivateRun(fewer, rows_of(), ledger_of(tmp_path / f"{name} other", fewer))
         drawn.append([units.tolist() for units in other.draws(4)])
     assert drawn[0] != drawn[1] and not (moved[0] == moved[1]).any()
+
+
+def test_the_key_that_deals_units_to_processes_differs_between_steps_and_between_starts(tmp_path):
+    """Units of equal numbers go to other processes in the next step. Draws and noise are compared above."""
+
+    def entropy(name, plan, seed=None):
+        return RunEntropy(plan, Processes(), ledger_of(tmp_path / name, plan), seed)
+
+    seeded = entropy("seeded", plan_of(seeded=True), 5)
+    assert [seeded.deal_key(step) for step in (0, 1, 7)] == [5, 6, 12]
+    first, second = entropy("a", plan_of()), entropy("b", plan_of())
+    assert first.first == 0 and first.deal_key(2) != second.deal_key(2)
 
 
 def test_a_step_over_no_unit_is_taken_and_charged(tmp_path):

@@ -135,13 +135,6 @@ def test_an_empty_step_is_taken_with_noise_alone(tiny_llama, tmp_path):
     assert ledger.num_steps == 1
 
 
-def test_padding_rows_carry_weight_zero(tiny_llama, tmp_path):
-    """The padding row of an empty batch must not be trained on."""
-    plan, ledger = make(tmp_path, noise_multiplier=0.0)
-    _, gradient = step(tiny_llama, plan, ledger, [])
-    assert not gradient.any()
-
-
 def test_the_step_is_in_the_ledger_before_anything_is_computed(tiny_llama, tmp_path):
     """A crash at any moment of the step leaves it charged; an uncharged update would make epsilon too small."""
     plan, ledger = make(tmp_path)

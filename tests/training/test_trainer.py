@@ -572,37 +572,27 @@ def test_rotation_keeps_the_checkpoints_published_last(tmp_path):
         verify(tmp_path / name)
 
 
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        (
-            {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}},
-            r"gradient_accumulation_kwargs\.num_steps=2.*logical batch",
-        ),
-        ({"optim": "lomo"}, "optim=lomo updates parameters during backward"),
-        ({"optim": "schedule_free_adamw"}, "optim=schedule_free_adamw keeps two sets of weights"),
-    ],
-)
-def test_training_arguments_that_cannot_be_kept_private_are_refused(tmp_path, change, match):
-    """By name, with the reason and the remedy, before any training."""
-    with pytest.raises(ConfigError, match=match):
-        trainer(tmp_path, args=arguments(tmp_path, **change))
+ACCUMULATED = {"gradient_accumulation_kwargs": {"num_steps": 2}}
+SPREAD = ("tp_size", "cp_size", "sp_size")
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "match"),
+    ("options", "later", "match"),
     [
+        ({"accelerator_config": ACCUMULATED}, {}, r"gradient_accumulation_kwargs\.num_steps=2.*logical batch"),
+        ({"optim": "lomo"}, {}, "optim=lomo updates parameters during backward"),
+        ({"optim": "schedule_free_adamw"}, {}, "optim=schedule_free_adamw keeps two sets of weights"),
         *(
-            ("parallelism_config", SimpleNamespace(**{kind: 2}), rf"sets {kind} above 1: tensor, context and sequence")
-            for kind in ("tp_size", "cp_size", "sp_size")
+            ({}, {"parallelism_config": SimpleNamespace(**{kind: 2})}, rf"sets {kind} above 1: tensor, context and seq")
+            for kind in SPREAD
         ),
-        ("_n_gpu", 2, r"2 GPUs are visible to one process.*dpllm train --config ddp"),
+        ({}, {"_n_gpu": 2}, r"2 GPUs are visible to one process.*dpllm train --config ddp"),
     ],
 )
-def test_options_that_this_machine_would_not_even_accept_are_refused(tmp_path, name, value, match):
-    """Set behind the constructor, as a subclass or another version of TrainingArguments may."""
-    args = arguments(tmp_path)
-    setattr(args, name, value)
+def test_training_arguments_that_cannot_be_kept_private_are_refused(tmp_path, options, later, match):
+    """By name, before any training; also if a subclass or another version sets what this machine would not accept."""
+    args = arguments(tmp_path, **options)
+    vars(args).update(later)
     with pytest.raises(ConfigError, match=match):
         trainer(tmp_path, args=args)
 
