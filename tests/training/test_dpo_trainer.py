@@ -146,7 +146,8 @@ def test_the_comparison_of_rows_finds_a_loss_that_follows_other_pairs(couples, t
 def test_the_reference_is_the_model_at_the_start_or_another_one_or_given(tmp_path):
     """Each number is computed of its pair alone; with an adapter the start is the base under it."""
     model, other = trl_data.model_and_reference()
-    alone = [pair_log_probs(model, dpo(tmp_path / "a", model=model).data_collator([row])) for row in pairs(tmp_path)]
+    pairs = dpo(tmp_path / "pairs").train_dataset
+    alone = [pair_log_probs(model, dpo(tmp_path / "a", model=model).data_collator([row])) for row in pairs]
     start = dpo(tmp_path / "b", model=model).data_collator.reference
     assert np.array_equal(start, torch.cat(alone).double().detach().numpy())
     lora = dpo(tmp_path / "c", model=model, peft_config=LoraConfig(target_modules=["q_proj"]))
@@ -176,10 +177,6 @@ def test_a_reference_that_was_trained_privately_is_refused_unless_declared(tmp_p
     run = dpo(tmp_path / "third", ref_model=trained, start_is_independent=True)
     run.train()
     assert any("Declared independent" in point for point in run.privacy_report()["open_points"])
-
-
-def pairs(folder):
-    return dpo(folder / "pairs").train_dataset
 
 
 def test_a_run_leaves_a_report_that_names_the_loss_and_verifies(tmp_path):

@@ -66,12 +66,6 @@ def test_a_file_says_now_and_then_that_a_step_is_under_way_and_not_how_far(bar):
     assert written.count("step 1: under way") == 3 and "%" not in written.replace("%|", "")
 
 
-def test_epsilon_is_beside_the_bar_and_not_below_what_was_spent(bar):
-    """From the first step on."""
-    assert "ε 1" in str(bar(1))
-    assert "ε 3" in str([bar(1), bar(1)][-1])
-
-
 def test_an_epsilon_of_an_earlier_step_is_named_so_and_that_of_the_last_step_is_computed(monkeypatch):
     """Computing it takes longer than the steps: a line that is copied must not state less than was spent."""
     clock, spent = Clock(), []

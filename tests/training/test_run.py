@@ -480,18 +480,16 @@ def test_a_draw_that_holds_a_unit_twice_is_refused(tmp_path):
     assert run.ledger.num_steps == 0
 
 
-def banded_plan(num_steps=12):
-    config = PrivacyConfig(
-        noise_multiplier=0.8,
-        clip_norm=0.5,
-        expected_batch_size=5,
-        delta=1e-3,
-        unit="user",
-        unit_column="who",
-        max_rows_per_unit=3,
-        noise={"kind": "banded", "bands": 4},
-    )
-    return make_plan(config, UNITS, num_steps)
+def users_plan(num_steps, **changes):
+    """A plan that the library makes for users of at most three rows."""
+    users = {"unit": "user", "unit_column": "who", "max_rows_per_unit": 3}
+    settings = {"noise_multiplier": 1.0, "clip_norm": 0.5, "expected_batch_size": 8, "delta": 1e-3, **users}
+    return make_plan(PrivacyConfig(**{**settings, **changes}), UNITS, num_steps)
+
+
+def banded_plan():
+    noise = {"kind": "banded", "bands": 4}
+    return users_plan(12, noise_multiplier=0.8, expected_batch_size=5, noise=noise)
 
 
 def test_a_draw_that_could_not_be_charged_is_the_next_one(tmp_path, monkeypatch):
@@ -616,8 +614,7 @@ def test_discrete_noise_is_refused_before_a_charge_where_an_engine_has_no_comple
         return made
 
     monkeypatch.setattr("dpllm.training.attached.engine_for", engine)
-    config = PrivacyConfig(noise_multiplier=1.0, clip_norm=0.5, expected_batch_size=8, randomness="discrete")
-    plan = make_plan(config, UNITS, 4)
+    plan = users_plan(4, randomness="discrete")
     with pytest.raises(EngineError, match="adds noise to complete sums, and SingleProcess never has one"):
         attached(tmp_path, plan)
     assert read_ledger(tmp_path / LEDGER_FILE).num_steps == 0
@@ -633,8 +630,7 @@ def test_discrete_noise_is_refused_before_a_charge_for_more_parameters_than_its_
     tmp_path, monkeypatch
 ):
     """Rounding would move the sum further than the sensitivity says."""
-    config = PrivacyConfig(noise_multiplier=1.0, clip_norm=0.5, expected_batch_size=8, randomness="discrete")
-    plan = make_plan(config, UNITS, 4)
+    plan = users_plan(4, randomness="discrete")
     size = sum(parameter.numel() for parameter in network().parameters())
     monkeypatch.setattr(DiscreteNoise, "max_entries", size - 1)
     with pytest.raises(ValueError, match=f"{size} parameters are trained, but .* at most {size - 1}"):
@@ -644,16 +640,7 @@ def test_discrete_noise_is_refused_before_a_charge_for_more_parameters_than_its_
 
 def test_a_run_with_discrete_noise_passes_the_guard_and_says_what_is_proved(tmp_path):
     """The guard finds the noise that the plan states; the report names the level, and the margin for sums."""
-    config = PrivacyConfig(
-        noise_multiplier=1.0,
-        clip_norm=0.5,
-        expected_batch_size=8,
-        randomness="discrete",
-        unit="user",
-        unit_column="who",
-        max_rows_per_unit=3,
-    )
-    plan = make_plan(config, UNITS, 2)
+    plan = users_plan(2, randomness="discrete")
     run, _, optimizer = attached(tmp_path, plan)
     loop(run, optimizer, 2)
     run.finish()

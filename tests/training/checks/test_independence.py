@@ -258,14 +258,16 @@ def named(name, module="dpllm.test", **attributes):
     return made
 
 
-class State:
-    threshold = 6.0
+OUTLIERS = SimpleNamespace(threshold=6.0)
 
 
 @pytest.mark.parametrize(
     ("module", "says"),
     [
-        (named("Linear8bitLt", state=State()), r"llm_int8_threshold=6\.0.*llm_int8_threshold=0\.0"),
+        (
+            named("Linear8bitLt", state=OUTLIERS),
+            r"llm_int8_threshold=6\.0.*llm_int8_threshold=0\.0",
+        ),
         (named("Float8Linear"), "largest activation of the whole batch"),
         (named("LayerNormLinear", "transformer_engine.pytorch"), "largest activation of the whole batch"),
         (named("Linear", neftune_noise_alpha=5.0), "scales its noise by the padded length"),
@@ -303,7 +305,7 @@ def test_fp8_is_accepted_with_one_scale_per_token(of_input, of_gradient, accepte
 
 def test_int8_without_outlier_columns_is_accepted():
     """With threshold 0 every token has its own scale."""
-    module = named("Linear8bitLt", state=type("Exact", (), {"threshold": 0.0})())
+    module = named("Linear8bitLt", state=SimpleNamespace(threshold=0.0))
     GhostClipper(nn.Sequential(module), 1.0).remove()
 
 
