@@ -10,8 +10,7 @@ throughput.py. No GPU is needed: the library takes the paths that it takes on a 
 launches    ATen operations that are neither views nor allocations; a launch of a Triton kernel is one. Figures of a
             layer are the difference of two depths. One operation may be several kernels on a GPU (index_put), so that
             this is a count for comparisons, not a profile
-host time   processor time of a layer on one thread, over plain, of the fastest of interleaved steps: a private step as
-            it is by default, and one whose pass runs from a recording (``replay: true``). Attention is
+host time   processor time of a layer on one thread, over plain, of the fastest of interleaved steps. Attention is
             replaced in both by a function that copies: on a CPU its backward pass alone takes longer than all else,
             and would hide what the host of a GPU does. Triton kernels are replaced by an empty Python call: on a GPU
             each launch costs some microseconds more, in proportion to the launches
@@ -45,10 +44,10 @@ from torch.utils._pytree import tree_leaves
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from methods import OURS, PLAIN, REPLAYED, GhostStep, ReplayStep, Step
+from methods import OURS, PLAIN, GhostStep, Step
 from throughput import Settings, batch_of, build_model, machine, twin
 
-from dpllm.ghost import NormMethod, kernels, known_code, triton_kernels, triton_programs
+from dpllm.ghost import NormMethod, kernels, triton_kernels, triton_programs
 from dpllm.ghost.sums import Sum
 from dpllm.models.losses import per_sequence_loss
 
@@ -333,20 +332,16 @@ def _copied(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
 
 
 def host_time(mode: str, rounds: int) -> dict[str, float]:
-    """Return the processor time of a layer in microseconds, by `PLAIN`, `OURS` and `REPLAYED`.
+    """Return the processor time of a layer in microseconds, by `PLAIN` and `OURS`.
 
     The fastest of the interleaved steps counts: other programs on the machine can only make a step slower.
     """
     prepared = [steps_of(settings_of(mode, layers)) for layers in TIMED_DEPTHS]
-    fastest = {(name, place): math.inf for name in (PLAIN, OURS, REPLAYED) for place in range(len(prepared))}
+    fastest = {(name, place): math.inf for name in (PLAIN, OURS) for place in range(len(prepared))}
     gc.collect()
     gc.disable()
     attention = mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _copied)
-    # The copy is code of no known package, and would not be recorded.
-    known = mock.patch.object(known_code, "_AROUND", known_code._AROUND | {__name__})
-    with as_on_gpu(), attention, known:
-        for steps, ids_BT in prepared:
-            steps[REPLAYED] = _recorded(steps[PLAIN].model, ids_BT)
+    with as_on_gpu(), attention:
         try:
             for _ in range(rounds):
                 for name, place in fastest:
@@ -357,18 +352,7 @@ def host_time(mode: str, rounds: int) -> dict[str, float]:
         finally:
             gc.enable()
     layers = TIMED_DEPTHS[1] - TIMED_DEPTHS[0]
-    return {name: (fastest[name, 1] - fastest[name, 0]) / layers * 1e6 for name in (PLAIN, OURS, REPLAYED)}
-
-
-def _recorded(model: torch.nn.Module, ids_BT: Tensor) -> ReplayStep:
-    """Return a step whose pass runs from a recording; it is recorded over other rows."""
-    step = ReplayStep(twin(model), NormMethod(fused=True, replay=True))
-    for number in range(step.passes_before):
-        step.run((ids_BT + number) % VOCABULARY)
-        step.forget()
-    if not step.clipper.replays:
-        raise RuntimeError("The pass was not recorded; its host time would be that of another step.")
-    return step
+    return {name: (fastest[name, 1] - fastest[name, 0]) / layers * 1e6 for name in (PLAIN, OURS)}
 
 
 def _seconds(step: Step, ids_BT: Tensor) -> float:
@@ -404,16 +388,15 @@ def printed(figures: dict[str, Any], operations: bool) -> str:
     """Return the figures as a table in Markdown, and two lines below it."""
     lines = [
         f"| mode | per layer: plain | private | ratio | {WHOLE} layers: plain | private | host time "
-        "| replayed | µs: plain | private | replayed |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| µs: plain | private |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for mode, row in figures["launches"].items():
         layer, whole = row["layer"], row["whole"]
         host = figures["host_time"].get(mode)
-        times = "- | - | - | - | -"
+        times = "- | - | -"
         if host:
-            ratios = [f"{host[name] / host[PLAIN]:.2f}" for name in (OURS, REPLAYED)]
-            times = " | ".join(ratios + [f"{host[name]:.0f}" for name in (PLAIN, OURS, REPLAYED)])
+            times = f"{host[OURS] / host[PLAIN]:.2f} | {host[PLAIN]:.0f} | {host[OURS]:.0f}"
         lines.append(
             f"| {mode} | {layer[PLAIN]} | {layer[OURS]} | {layer[OURS] / layer[PLAIN]:.2f} | {whole[PLAIN]} | "
             f"{whole[OURS]} | {times} |"

@@ -22,25 +22,16 @@ from dpllm.mechanism.clipping import FlatClipping
 from dpllm.mechanism.parts import Clipping
 from dpllm.mechanism.per_layer import PerLayerClipping
 from dpllm.models.losses import per_sequence_loss
-from dpllm.models.tasks import default_row_loss
-from dpllm.training.row_losses import RowLosses
 
 CLIP_NORM = 1.0
 PLAIN, OURS, TWICE, LAYERS = "non-private", "dpllm", "dpllm-two-passes", "dpllm-per-layer"
-REPLAYED = "dpllm-replayed"
 COMPILED, OURS_COMPILED = "non-private-compiled", "dpllm-compiled"
 OPACUS, FASTDP = "opacus", "fastdp"
 PEERS = {OPACUS: "opacus", FASTDP: "fastDP"}  # libraries of others, and the packages that they are in
 
 
 class Step:
-    """One method on a model of its own: forward, backward, gradients left in ``.grad``.
-
-    Attributes:
-        passes_before: passes that it needs before those that are measured, besides a warm-up.
-    """
-
-    passes_before = 0
+    """One method on a model of its own: forward, backward, gradients left in ``.grad``."""
 
     def __init__(self, model: nn.Module) -> None:
         """Take the model over."""
@@ -78,27 +69,6 @@ class GhostStep(Step):
             self.engine.early.finish(parameter, lambda _, total: add(total), scale)
 
         self.norms = self.clipper.clip(losses_B, finish=finish).norms
-        self.engine.collect(self.clipper.parameters, self.clipper.add_clipped_sum_, last=True, scale=scale)
-
-
-class ReplayStep(GhostStep):
-    """The same, with passes that run from a recording (`dpllm.ghost.replay`)."""
-
-    passes_before = 8  # until its pass is recorded and was compared
-
-    def __init__(self, model: nn.Module, norm_method: NormMethod) -> None:
-        """Take the loss of `dpllm.DPTrainer`: passes of a script's own loss are not recorded."""
-        super().__init__(model, norm_method)
-        self._losses = functools.partial(RowLosses(default_row_loss(model), packed=False), model)
-
-    def run(self, ids_BT: Tensor) -> None:
-        """One DP step, noise left out."""
-        unit_B, scale = torch.arange(len(ids_BT)), 1 / len(ids_BT)
-
-        def finish(parameter: nn.Parameter, add: AddSum) -> None:
-            self.engine.early.finish(parameter, lambda _, total: add(total), scale)
-
-        self.norms = self.clipper.run(self._losses, {"input_ids": ids_BT, "labels": ids_BT}, unit_B, finish)[1].norms
         self.engine.collect(self.clipper.parameters, self.clipper.add_clipped_sum_, last=True, scale=scale)
 
 
@@ -195,16 +165,10 @@ def compile_blocks(model: nn.Module, backend: str = "inductor") -> nn.Module:
     return model
 
 
-def replayed(model: nn.Module) -> Step:
-    """This package with passes that run from a recording."""
-    return ReplayStep(model, NormMethod(replay=True))
-
-
 OWN = (OURS, TWICE, LAYERS)
 METHODS: dict[str, Callable[[nn.Module], Step]] = {
     PLAIN: Step,
     **{name: functools.partial(own, name=name) for name in OWN},
-    REPLAYED: replayed,
     OPACUS: OpacusStep,
     FASTDP: FastDPStep,
 }

@@ -46,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from counting import LiveBytes, count_flops
-from methods import LAYERS, METHODS, OPACUS, OURS, PEERS, PLAIN, REPLAYED, TWICE, Step
+from methods import LAYERS, METHODS, OPACUS, OURS, PEERS, PLAIN, TWICE, Step
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -226,7 +226,7 @@ def prepare(settings: Settings, methods: list[str]) -> tuple[dict[str, Step], di
     for name in methods:
         try:
             step = METHODS[name](twin(model))
-            for _ in range(settings.warmup + step.passes_before):
+            for _ in range(settings.warmup):
                 step.run(ids_BT)
                 step.forget()
             steps[name] = step
@@ -427,7 +427,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     run.add_argument("--no-time", action="store_true", help="count FLOPs and memory only")
     run.add_argument(
         "--compare",
-        choices=(*PEERS, TWICE, LAYERS, REPLAYED),
+        choices=(*PEERS, TWICE, LAYERS),
         action="append",
         default=[],
         help="measure this method as well",

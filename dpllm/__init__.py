@@ -17,11 +17,9 @@ if TYPE_CHECKING:
     from dpllm.mechanism.events import Step as Step
     from dpllm.mechanism.events import dp_sgd as dp_sgd
     from dpllm.mechanism.generators import NoiseSource as NoiseSource
-    from dpllm.mechanism.normals import NormalGenerator as NormalGenerator
     from dpllm.mechanism.parts import Mechanism as Mechanism
     from dpllm.mechanism.parts import Sampler as Sampler
     from dpllm.mechanism.sampling import secret_rng as secret_rng
-    from dpllm.mechanism.starts import Start as Start
     from dpllm.models.losses import classification_loss as classification_loss
     from dpllm.models.losses import packed_sequence_loss as packed_sequence_loss
     from dpllm.models.losses import per_sequence_loss as per_sequence_loss
@@ -39,14 +37,12 @@ if TYPE_CHECKING:
     from dpllm.training.sft_trainer import DPSFTTrainer as DPSFTTrainer
     from dpllm.training.trainer import DPTrainer as DPTrainer
 
-__version__ = "0.1.0"
+    __version__: str
 
 _HOME = {
     "Mechanism": "dpllm.mechanism.parts",
     "NoiseSource": "dpllm.mechanism.generators",
-    "NormalGenerator": "dpllm.mechanism.normals",
     "Sampler": "dpllm.mechanism.parts",
-    "Start": "dpllm.mechanism.starts",
     "Step": "dpllm.mechanism.events",
     "calibrate": "dpllm.privacy.calibration",
     "dp_sgd": "dpllm.mechanism.events",
@@ -78,6 +74,8 @@ __all__ = [*_HOME, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":  # asks git, so not at import
+        return import_module("dpllm.config.versions").code_version().version
     if name not in _HOME:
         raise AttributeError(f"module 'dpllm' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

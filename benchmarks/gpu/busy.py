@@ -119,7 +119,7 @@ def profile(figures: Figures, setting: Setting, number: int) -> None:
             else:
                 step = own(twin(model), name, fused=False)
                 figures.say(f"{name}: PyTorch forms")
-            for _ in range(settings.warmup + step.passes_before):
+            for _ in range(settings.warmup):
                 timed(step, ids_BT)
             without = sorted(timed(step, ids_BT) for _ in range(3))[1]
             figures[name] = with_time(profiled(step, ids_BT, setting.device), without)

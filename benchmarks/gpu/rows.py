@@ -126,7 +126,7 @@ def times_and_memory(
 ) -> dict[str, Any]:
     """Return the seconds of the first step, the peak, and times in turn with the base's, as far as time allows."""
     first = timed(step, ids_BT) / 1000  # compiles kernels, and makes the one-off checks
-    for _ in range(warmup + step.passes_before):
+    for _ in range(warmup):
         timed(step, ids_BT)
     figures: dict[str, Any] = {"first_s": first, "peak_bytes": peak_memory(step, ids_BT), "ms": [], "base_ms": []}
     step.forget()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -187,7 +186,7 @@ def epsilon(
         _cross_check(step, steps, delta, values, rows)
         show(values, rows, "Cost of the run", as_json)
         return
-    from dpllm.privacy.comparison import compare as compare_methods  # imports two more accountants
+    from dpllm.privacy.comparison import compare as compare_methods  # imports another accountant
 
     methods = compare_methods([(step, steps)], delta, adjacency)
     if as_json:
@@ -206,19 +205,17 @@ def epsilon(
 
 
 def _cross_check(step: Event, steps: int, delta: float, values: dict[str, Any], rows: list[tuple[str, str]]) -> None:
-    """Add ε by the PRV accountant, an independent check; it supports neither truncation nor single rows."""
-    from dpllm.privacy.comparison import prv_epsilon
-    from dpllm.privacy.rounding import down, format_epsilon, up
+    """Add ε by dp_accounting's own accountant, an independent check; it has no event for some steps."""
+    from dpllm.privacy.comparison import library_epsilon
+    from dpllm.privacy.rounding import format_epsilon
 
-    found = prv_epsilon([(step, steps)], delta)
-    values["prv"] = None if found is None else {name: getattr(found, name) for name in ("lower", "estimate", "upper")}
-    words = "does not apply to these steps"
-    if found is not None and math.isinf(found.estimate):
-        words = format_epsilon(found.estimate)
-    elif found is not None:
-        truncated = ", without truncation" if values["max_batch_size"] is not None else ""
-        words = f"{up(found.estimate)}, between {down(found.lower)} and {up(found.upper)}{truncated}"
-    rows.insert(2, ("checked by PRV, zero-out", words))
+    try:
+        found: float | None = library_epsilon([(step, steps)], delta)
+    except ValueError:
+        found = None
+    values["dp_accounting"] = found
+    words = "does not apply to these steps" if found is None else format_epsilon(found)
+    rows.insert(2, ("checked by dp_accounting, zero-out", words))
 
 
 def _tuning(

@@ -41,8 +41,8 @@ Gpus = Annotated[int | None, typer.Option(help="With --memory or --sweep: number
 Engine = Annotated[
     str | None,
     typer.Option(
-        help="With --memory: single, ddp, fsdp2, fsdp2-hybrid, zero1, zero2, zero3 or zero3_offload; without it, all "
-        "that make sense on this number of GPUs."
+        help="With --memory: single, ddp, fsdp2, zero1, zero2 or zero3; without it, all that make sense on this number "
+        "of GPUs."
     ),
 ]
 Counts = Annotated[str | None, typer.Option(help="With --sweep: values separated by commas; default: near the run's.")]
@@ -365,8 +365,7 @@ def _memory(path: Path, recipe: Recipe, gpus: int, engine: str | None, as_json: 
     unit, (head, *rows) = comparison_rows(results)
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for name in head:
-        broken = name.replace("-", "-\n").replace("_", "_\n")  # eight engines side by side on a line of 80
-        table.add_column(broken, justify="right" if name else "left", no_wrap=True)
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
     of_them = f"{gpus} GPU{'s' if gpus > 1 else ''}"

@@ -1,4 +1,4 @@
-"""`dpllm report`, `dpllm verify`, `dpllm adopt`: print, check and adopt the files of a run."""
+"""`dpllm report` and `dpllm verify`: print and check the files of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command(epilog="Example: dpllm report runs/quickstart")(report)
     app.command(epilog="Example: dpllm verify runs/quickstart")(verify)
-    app.command(epilog="Example: dpllm adopt /scratch/moved/run")(adopt)
 
 
 @one_line_errors
@@ -115,13 +114,38 @@ def _figures(given: list[str]) -> dict[str, str]:
 
 
 @one_line_errors
-def verify(output_dir: OutputDir, as_json: AsJson = False) -> None:
-    """Recompute all facts of a run's report from its ledger and plan, and fail on any difference."""
+def verify(
+    output_dir: OutputDir,
+    adopt: Annotated[
+        bool,
+        typer.Option(
+            "--adopt",
+            help="First declare that this copy of the run's folder is the one to continue, and that no other copy is. "
+            "Needed once before a resume if the folder was copied, moved to another file system or restored. The "
+            "report then has an open point about it.",
+        ),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Recompute the numbers of a run's report from its ledger and plan, and fail on any difference.
+
+    Files of the report and the model are compared with the hashes in the ledger. What could not be checked is named.
+    """
     if not output_dir.is_dir():
         raise ValueError(f"{output_dir} is not a folder. Give the folder of a run or of a checkpoint")
     _require_run(output_dir)
+    if adopt:
+        from dpllm.report.model_card import adopt_run
+        from dpllm.report.statement import JSON_FILE
+
+        steps = adopt_run(output_dir)
+        typer.echo(f"{output_dir} is adopted; its ledger charges {steps} steps.", err=as_json)
+        if not (output_dir / JSON_FILE).is_file():  # the run has not ended, so there is no report to verify
+            if as_json:
+                show_json({"folder": str(output_dir), "steps_charged": steps})
+            return
     if not as_json:  # the rest takes seconds
-        typer.echo(f"checking {output_dir}: computing ε, report and card again from the ledger")
+        typer.echo(f"checking {output_dir}: computing ε again from the ledger")
     from dpllm.methods.tune.record import RECORD_FILE
     from dpllm.report.verify import verification_rows
     from dpllm.report.verify import verify as verify_folder
@@ -137,10 +161,12 @@ def verify(output_dir: OutputDir, as_json: AsJson = False) -> None:
     else:
         console = Console(highlight=False, markup=False, soft_wrap=True)
         for check, (what, words) in zip(result.checks, verification_rows(result), strict=True):
-            console.print(f"{what}: {words}", style="" if check.ok else "bold red")
+            console.print(f"{what}: {words}", style={True: "", False: "bold red", None: "yellow"}[check.passed])
         failed = sum(not check.ok for check in result.checks)
+        unchecked = sum(check.passed is None for check in result.checks)
+        left = f" {unchecked} of {len(result.checks)} checks could not be made: see above." if unchecked else ""
         console.print(
-            f"\n{output_dir} matches its ledger."
+            f"\n{output_dir} matches its ledger.{left}"
             if result.ok
             else f"\n{failed} of {len(result.checks)} checks failed: do not rely on the report in {output_dir}."
         )
@@ -167,19 +193,3 @@ def _require_run(folder: Path) -> None:
         f"{folder} holds neither plan, ledger nor report, so it is not the folder of a run, and nothing in it has a "
         f"guarantee. Give the folder of a run or of a checkpoint.{inside}"
     )
-
-
-@one_line_errors
-def adopt(output_dir: OutputDir, as_json: AsJson = False) -> None:
-    """Declare that this copy of a run's folder is the one to continue, and that no other copy is.
-
-    This is needed once before a resume if the folder was copied, moved to another file system or restored. The report
-    then has an open point about it: report and model card are rewritten if they exist.
-    """
-    from dpllm.report.model_card import adopt_run
-
-    steps = adopt_run(output_dir)
-    if as_json:
-        show_json({"folder": str(output_dir), "steps_charged": steps})
-    else:
-        typer.echo(f"{output_dir} is adopted; its ledger charges {steps} steps.")

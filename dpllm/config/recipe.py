@@ -182,10 +182,6 @@ class Recipe:
     pack_rows: bool = False
     """Whether the rows of a microbatch are concatenated without padding; ``microbatch_tokens`` then counts only the
     rows' own tokens. For causal language models. It has no influence on the guarantee."""
-    replay: bool = False
-    """Whether passes over rows of one shape run from a recording, without the time that Python takes for modules, hooks
-    and autograd (`dpllm.ghost.replay`). Lengths and numbers of rows are then rounded up, so that shapes repeat. It has
-    no influence on the guarantee."""
     merge_adapter: bool = False
     """Whether the finished model is also written with its LoRA adapter added to its weights, in the folder "merged" of
     the run, not quantised. It has no influence on the guarantee."""
@@ -206,7 +202,6 @@ class Recipe:
         if self.microbatch_tokens is not None and self.microbatch_tokens != "auto":
             values.integer("microbatch_tokens", self.microbatch_tokens, 1)
         values.flag("pack_rows", self.pack_rows)
-        values.flag("replay", self.replay)
         values.choice("noise_memory", self.noise_memory, NOISE_MEMORIES)
         values.flag("merge_adapter", self.merge_adapter)
         if self.merge_adapter and self.model.peft is None:

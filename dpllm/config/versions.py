@@ -1,9 +1,127 @@
-"""Versions of installed packages, for reports and for the comparison of processes."""
+"""Versions: which dpllm this is, by its commit, and which versions other packages have.
+
+Place in the flow: below everything that writes a file. Plans, ledgers and reports are computed by code that changes, so
+each ledger and report names the commit of dpllm that wrote it. `setup.py` runs this file by itself before anything is
+installed, so it imports only the standard library.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_NEXT_RELEASE = "0.2"
+_UNKNOWN = f"{_NEXT_RELEASE}.dev0+unknown"
+COMMIT_FILE = "commit.json"
+"""In a built package: version, commit and changes of the checkout from which it was built."""
+_PACKAGE = Path(__file__).resolve().parents[1]
+_SHORT = 9  # hexadecimal digits of a commit in a version
+
+
+class CodeVersion(NamedTuple):
+    """The version of dpllm that is running."""
+
+    version: str
+    """By PEP 440, such as "0.2.dev875+g6d2265a1c.dirty"; "0.2.dev0+unknown" where no commit is known."""
+    commit: str | None
+    """The commit in full; None: unknown."""
+    changed: bool
+    """Whether files of the package differ from that commit."""
+
+
+def code_version() -> CodeVersion:
+    """Return the version of the running package: of its git checkout, or of the checkout from which it was built.
+
+    A process reads it once, when it is first asked for. In a checkout that git cannot read, because there is no git or
+    it refuses (``safe.directory``), the version is unknown: the metadata of an installation may be older than the code.
+    """
+    return version_of(_PACKAGE)
+
+
+@functools.cache
+def version_of(package: Path) -> CodeVersion:
+    """Return the version of a package folder, as `code_version`.
+
+    Args:
+        package: the folder ``dpllm``.
+    """
+    found = _of_checkout(package) if (package.parent / ".git").exists() else None
+    if found is not None:
+        return found
+    try:
+        built = json.loads((package / COMMIT_FILE).read_text(encoding="utf-8"))
+        return CodeVersion(str(built["version"]), built["commit"], bool(built["changed"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return CodeVersion(_UNKNOWN, None, False)
+
+
+def _of_checkout(package: Path) -> CodeVersion | None:
+    """Return the version by git; None if git cannot tell, or if the checkout is that of another project."""
+    root, inside = package.parent, f"{package.name}/__init__.py"
+    found = _git(root, "rev-parse", "--show-toplevel", "HEAD")
+    if found is None or _git(root, "ls-files", "--error-unmatch", inside) is None:
+        return None
+    top, commit = found.splitlines()
+    count = _git(root, "rev-list", "--count", "HEAD")
+    status = _git(root, "status", "--porcelain", "--untracked-files=no", "--", package.name)
+    if Path(top).resolve() != root or count is None or status is None:
+        return None
+    local = f"g{commit[:_SHORT]}{'.dirty' if status else ''}"
+    return CodeVersion(f"{_NEXT_RELEASE}.dev{count}+{local}", commit, bool(status))
+
+
+def _git(root: Path, *words: str) -> str | None:
+    """Return what a git command prints; None if it fails or there is no git."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}  # of a hook, for instance
+    command = ["git", "--no-optional-locks", *words]
+    try:
+        done = subprocess.run(command, cwd=root, env=own, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def version_words(version: str, commit: str | None, changed: bool) -> str:
+    """Return a version with its commit, for people.
+
+    >>> version_words("0.2.dev3+gabc.dirty", "abc", True)
+    '0.2.dev3+gabc.dirty (commit abc, with changes that are in no commit)'
+    """
+    words = "of an unknown commit" if commit is None else f"commit {commit}"
+    return f"{version} ({words}{', with changes that are in no commit' if changed else ''})"
+
+
+def require_format(path: str | Path, kind: str, found: Any, due: int, written_by: str | None = None) -> None:
+    """Make sure that a file has the format that this version reads.
+
+    Args:
+        path: the file.
+        kind: of the file, in words.
+        found: the format that it names.
+        due: the format that this version reads.
+        written_by: the version that wrote it, in words, if the file names it.
+
+    Raises:
+        ValueError: it has another format.
+    """
+    if not has_format(found, due):
+        raise ValueError(f"{path} {other_format(kind, found, due, written_by)}")
+
+
+def has_format(found: Any, due: int) -> bool:
+    """Return whether a file's value of "format" is the number that this version reads."""
+    return type(found) is int and found == due
+
+
+def other_format(kind: str, found: Any, due: int, written_by: str | None = None) -> str:
+    """Return the words about a file of another format; the arguments are those of `require_format`."""
+    which = f"dpllm {written_by}" if written_by else "the version of dpllm that wrote it"
+    return f"is a {kind} of format {json.dumps(found)}, and this version of dpllm reads format {due}: use {which}"
 
 
 @functools.cache

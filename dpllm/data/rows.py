@@ -24,7 +24,6 @@ from dpllm.data.records import check_column
 from dpllm.data.records import load_records as load_records
 from dpllm.data.records import load_train_and_eval as load_train_and_eval
 from dpllm.data.records import sources_of as sources_of
-from dpllm.data.steps import tokens_in_steps
 from dpllm.data.tokenization import RECORD
 from dpllm.data.tokenization import tokenization_info as tokenization_info
 from dpllm.data.tokenization import tokenize_records as tokenize_records
@@ -135,9 +134,6 @@ class RowCollator:
     """Token that fills the end of short rows; it is masked in the attention and in the loss."""
     task: str = "causal_lm"
     """One of `dpllm.config.TASKS`."""
-    steps_to: int | None = None
-    """The length of the longest of all rows: rows are padded to one of a few lengths up to it (`dpllm.data.steps`).
-    None: to the longest of these rows."""
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Collate B rows.
@@ -168,8 +164,6 @@ class RowCollator:
 
     def _pad(self, rows: list[list[int]], value: int) -> Tensor:
         length = max(map(len, rows))
-        if self.steps_to is not None:
-            length = int(tokens_in_steps(length, self.steps_to))
         padded = torch.full((len(rows), length), value, dtype=torch.long)
         for position, row in enumerate(rows):
             padded[position, : len(row)] = torch.tensor(row, dtype=torch.long)

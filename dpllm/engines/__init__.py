@@ -1,4 +1,4 @@
-"""How a model is spread over processes: implementations of one protocol, `dpllm.engines.protocol.Engine`."""
+"""How a model is spread over processes: implementations of one protocol, `dpllm.engines.base.Engine`."""
 
 from dpllm.engines.choose import engine_for as engine_for
 from dpllm.engines.choose import model_inside as model_inside
@@ -9,4 +9,3 @@ from dpllm.engines.errors import EngineError as EngineError
 from dpllm.engines.fsdp2 import FullySharded as FullySharded
 from dpllm.engines.fsdp2 import whole_state as whole_state
 from dpllm.engines.single import SingleProcess as SingleProcess
-from dpllm.engines.tensor_parallel import TensorParallel as TensorParallel

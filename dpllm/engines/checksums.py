@@ -10,6 +10,7 @@ a flipped highest bit, which is the sign of a float64, are 0 modulo 2^64.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -38,12 +39,16 @@ class Checksum:
         self._sums: dict[torch.device, Tensor] = {}
         self._count = 0
         pending: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        lengths: Counter[tuple[torch.device, torch.dtype]] = Counter()  # of the blocks that wait
         for block in _blocks(tensors):
-            waiting = pending.setdefault((block.device, block.dtype), [])
-            if sum(len(one) for one in waiting) + len(block) > _size(block.device):
+            kind = block.device, block.dtype
+            waiting = pending.setdefault(kind, [])
+            if lengths[kind] + len(block) > _size(block.device):
                 self._take(waiting)
                 waiting.clear()
+                lengths[kind] = 0
             waiting.append(block)
+            lengths[kind] += len(block)
         for waiting in pending.values():
             self._take(waiting)
 

@@ -7,16 +7,15 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from dpllm.engines.base import Engine
 from dpllm.engines.ddp import DataParallel
 from dpllm.engines.deepspeed import DeepSpeedZero
 from dpllm.engines.errors import EngineError
 from dpllm.engines.fsdp2 import FullySharded
 from dpllm.engines.processes import Processes
-from dpllm.engines.protocol import Engine
 from dpllm.engines.single import SingleProcess
-from dpllm.engines.tensor_parallel import TensorParallel
+from dpllm.ghost.rules import refuse_tensor_parallel
 from dpllm.ghost.scales import is_packed
-from dpllm.ghost.shards import TensorShards
 
 
 def engine_for(model: Any, optimizer: Any) -> Engine:
@@ -37,16 +36,10 @@ def engine_for(model: Any, optimizer: Any) -> Engine:
             f"The model's layers are spread over {sorted(devices)} (device_map), a pipeline within one process. Load "
             "it without device_map, and shard it with FSDP2 (dpllm train --config fsdp2)"
         )
-    trainable = {name: p for name, p in inner.named_parameters() if p.requires_grad}
-    shards = TensorShards.of(inner, trainable)
-    if shards is not None and model is not inner:
-        raise EngineError(
-            f"The model is tensor-parallel, and wrapped in {type(model).__name__}, which would take processes with "
-            "parts of the layers for copies of the model. Pass the model itself, without accelerator.prepare()"
-        )
+    refuse_tensor_parallel(inner)
     sharded_by = "DeepSpeed" if _is_deepspeed(model) else "FSDP2" if isinstance(model, FSDPModule) else None
-    if sharded_by is not None or shards is not None:
-        _refuse_packed(inner, sharded_by or "tensor parallelism")
+    if sharded_by is not None:
+        _refuse_packed(inner, sharded_by)
     if _is_deepspeed(model):
         return DeepSpeedZero(model)
     if isinstance(model, FullyShardedDataParallel):
@@ -70,8 +63,6 @@ def engine_for(model: Any, optimizer: Any) -> Engine:
         return DataParallel(optimizer)
     if isinstance(model, FSDPModule):
         return FullySharded(inner, optimizer)
-    if shards is not None:
-        return TensorParallel(shards, trainable, optimizer)
     if Processes().size > 1:
         raise EngineError(
             f"{Processes().size} processes run, but the model ({type(model).__name__}) is not spread over them: each "

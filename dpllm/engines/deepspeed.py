@@ -20,10 +20,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dpllm.engines.division import Division
+from dpllm.engines.buckets import sums_are_small
 from dpllm.engines.errors import EngineError, no_totals
 from dpllm.engines.guard import Projections, UpdateGuard
-from dpllm.engines.local_sums import sums_are_small
 from dpllm.engines.processes import Processes
 from dpllm.engines.single import AddTo, ToTotal
 from dpllm.engines.zero3 import gather, gather_adapted_stacks, refuse_leaves, without_leaves
@@ -152,7 +151,6 @@ class DeepSpeedZero:
         self.processes = Processes()
         self.unfinished, self.lockstep, self.handing_in = False, True, False
         self.forms_total = False
-        self.division = Division.of_rows(self.processes)
         self._engine, self._stage = engine, engine.zero_optimization_stage()
         if self._stage == 3:
             refuse_leaves(engine.module)

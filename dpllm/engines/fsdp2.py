@@ -20,13 +20,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from dpllm.engines.division import Division
+from dpllm.engines.buckets import (
+    ShardedBucket,
+    Work,
+    in_turns,
+    overlapped,
+    reduce_scatter,
+    sharded_buckets,
+    sums_are_small,
+)
 from dpllm.engines.errors import EngineError
 from dpllm.engines.guard import UpdateGuard
-from dpllm.engines.local_sums import sums_are_small
-from dpllm.engines.overlap import Work, in_turns, overlapped, reduce_scatter
 from dpllm.engines.processes import Processes
-from dpllm.engines.sharded_buckets import ShardedBucket, sharded_buckets
 from dpllm.engines.single import AddTo, ToTotal, refuse_foreign_gradients, set_gradient
 from dpllm.ghost.kernels import accumulation_dtype
 from dpllm.ghost.sums import Sum
@@ -67,7 +72,6 @@ class FullySharded:
         """Check the meshes and attach the guard."""
         self.processes = Processes()
         self.unfinished, self.lockstep, self.forms_total = False, True, True
-        self.division = Division.of_rows(self.processes)
         for module in model.modules():  # a forward pass without gradients may have left weights gathered
             if isinstance(module, FSDPModule):
                 module.reshard()

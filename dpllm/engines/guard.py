@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -58,8 +58,6 @@ class UpdateGuard:
         replicas: the number of processes that hold the same gradient entries (1: every entry has one owner).
         at_once: the optimizer makes the whole update in one call, so it can be stopped before it. Otherwise the
             engine calls `verify` right after the update.
-        is_counted: whether this process counts a parameter's gradient, where parameters have different numbers of
-            replicas; each entry is counted by ``replicas`` processes.
     """
 
     def __init__(
@@ -68,11 +66,9 @@ class UpdateGuard:
         processes: Processes,
         replicas: int,
         at_once: bool = True,
-        is_counted: Callable[[Tensor], bool] = lambda parameter: True,
     ) -> None:
         """Attach to the innermost optimizer."""
         self._processes, self._replicas, self._at_once = processes, replicas, at_once
-        self._is_counted = is_counted
         self._handed_in = self._expected = 0.0
         self._left: float | None = None
         self._seen = [0.0] * 3  # sum of entries, sum of squares, rounding of the coarsest dtype
@@ -125,7 +121,7 @@ class UpdateGuard:
             self._seen = [0.0] * 3
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None and self._is_counted(parameter):
+                if parameter.grad is not None:
                     self._see(parameter.grad)
         if self._at_once:
             self.verify()

@@ -41,7 +41,7 @@ class Replicas:
         """Return the input of `check`, for each kind of parameters: an id of this process's shards, and their checksum.
 
         Each number is exact in float64. Parameters that all processes hold are one kind, those that are divided are
-        another: tensor parallelism has both.
+        another.
         """
         found = []
         for place, value in zip(self._places, values(self._checksums), strict=True):

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dpllm.engines.division import Division
-from dpllm.engines.early import EarlyGradients
+from dpllm.engines.base import EarlyGradients
 from dpllm.engines.errors import EngineError
 from dpllm.engines.guard import UpdateGuard
 from dpllm.engines.processes import Processes
@@ -32,7 +31,6 @@ class SingleProcess:
         """Attach the guard."""
         self.processes = Processes()
         self.unfinished, self.lockstep, self.forms_total = False, False, True
-        self.division = Division.of_rows(self.processes)
         self.guard = UpdateGuard(optimizer, self.processes, replicas=self.processes.size)
         self.early: EarlyGradients | None = EarlyGradients(self._gradient, self.guard)
         self._sums: dict[nn.Parameter, Sum] = {}

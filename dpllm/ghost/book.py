@@ -31,10 +31,10 @@ from dpllm.ghost.checks import (
 from dpllm.ghost.contributions import Layouts, Rows, Use
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.factors import GroupFactors
-from dpllm.ghost.groups import Groups, one_group
 from dpllm.ghost.hooks import Hooks
 from dpllm.ghost.instances import Pool, Widths
 from dpllm.ghost.norm_method import NormMethod
+from dpllm.ghost.parameters import Groups, TrainedParameters, one_group
 from dpllm.ghost.passes import AddUp, AddUpGroups, HeldUnit, Keep, Measure, Pass, Receiver
 from dpllm.ghost.rounding import Flows
 from dpllm.ghost.rules import (
@@ -44,11 +44,9 @@ from dpllm.ghost.rules import (
     refuse_wrapped,
     two_passes_over_shards,
 )
-from dpllm.ghost.shards import TensorShards
 from dpllm.ghost.sums import Finish, Sum
 from dpllm.ghost.tally import NormTally
 from dpllm.ghost.tap import Receive, tap
-from dpllm.ghost.trained import TrainedParameters
 
 
 @dataclass
@@ -118,8 +116,6 @@ class Book:
         self.checked = Checked()
         self._memory = memory.Passes(model)
         self._hooks = Hooks(model, self, self._trained.by_name, self._forget_pass)
-        if self._trained.shards is not None:
-            self._trained.shards.attach()
 
     # ------------------------------------------------------- interface for taps and rules
 
@@ -127,11 +123,6 @@ class Book:
     def sharded(self) -> bool:
         """Whether processes hold parts of the parameters."""
         return self._trained.sharded
-
-    @property
-    def shards(self) -> TensorShards | None:
-        """The parts of parameters on this process under tensor parallelism; None without it."""
-        return self._trained.shards
 
     @property
     def rows_in_pass(self) -> int | None:
@@ -199,8 +190,6 @@ class Book:
         assert self._receiver is not None, "gradients arrive in a backward pass"
         name = self._trained.name_of(parameter)
         refuse_other_rows(name, use.grad.shape, self._of_now().rows.unit_B.numel(), self.is_packed)
-        if self.shards is not None:
-            use = self.shards.local(name, parameter, use)
         with kernels.exact_matmul():
             self._receiver.take(name, parameter, use)
 
@@ -243,42 +232,8 @@ class Book:
             one = self._pass = self._held.complete(one, loss_B.device)
         self._trained.refuse_missing(one.contributions.keys())
         with kernels.exact_matmul(), torch.no_grad():
-            if self.shards is None:
-                sq_norm_GU, slack_GU = one.add_norms(self._tally(one))
-            else:
-                tally = functools.partial(self._tally, one, None)
-                sq_norm_GU, slack_GU = self.shards.norms(one, loss_B, self.num_groups, tally)
-        one.is_whole = not self._held
+            sq_norm_GU, slack_GU = one.add_norms(self._tally(one))
         return self._settled(unit_B, sq_norm_GU), slack_GU
-
-    # ----------------------------------------------------------------------- replays
-
-    @property
-    def is_recordable(self) -> bool:
-        """Whether the last pass can be replayed; see `dpllm.ghost.replay`."""
-        watched = self._hooks.uses.active or not self._hooks.uses.proved
-        return self._pass is not None and self._pass.is_whole and not (self.sharded or self.is_packed or watched)
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether activation checkpointing is on."""
-        return self._memory.recomputes
-
-    @property
-    def holds_rows(self) -> bool:
-        """Whether rows of a unit are held, which the next pass completes."""
-        return bool(self._held)
-
-    def last_pass(self) -> Pass:
-        """Return the last pass."""
-        return self._of_now()
-
-    def take_pass(self, one: Pass) -> None:
-        """Put a replayed pass in the place of the last one; the calls of the model before it belong to no loss."""
-        self._hooks.break_off()
-        self._forget_pass()
-        self._hooks.calls.counts.spend()
-        self._pass = one
 
     def _by_groups(self, loss_B: Tensor, finish: Finish | None) -> bool:
         """Whether the sums of groups are formed during the backward pass."""
@@ -346,7 +301,7 @@ class Book:
     def _begin_over(self, rows: Rows, loss_B: Tensor, pooled: bool = False) -> Pass:
         calls, num_units, pool = self._hooks.calls, rows.num_units, None
         calls.differentiated(len(loss_B))
-        if pooled and self.shards is None:
+        if pooled:
             tokens = (calls.rows or len(loss_B)) * calls.tokens
             pool = Pool(self._widths, tokens, num_units, self.norm_method)
         self._pass = Pass(rows, self.norm_method, groups=self._trained.groups, pool=pool)
@@ -527,15 +482,11 @@ class Book:
 
         Args:
             parameter: a trainable parameter.
-            total: of its full shape. Under tensor parallelism, of the shape of this process's part; of a parameter that
-                all processes hold, the sum over their totals counts.
+            total: of its full shape.
 
         Guarantee: the sum is formed in the dtype of ``total`` from the same factors whose norm was returned by
         `backward`; no rounding to the parameter's dtype takes place.
         """
-        if self.shards is not None and not self.shards.adds(parameter):
-            self._of_now().contributions.pop(id(parameter))
-            return
         with kernels.exact_matmul():
             self._of_now().add_clipped_sum_(parameter, total)
 
@@ -582,8 +533,6 @@ class Book:
     def remove(self) -> None:
         """Undo the hooks."""
         self._hooks.remove()
-        if self.shards is not None:
-            self.shards.remove()
         self._held.clear()
         self._forget_pass()
         self._hooks.calls.counts.spend()

@@ -8,14 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpllm.config.python_names import OF_LOOP, named_in_python
 from dpllm.ghost.book import Book
-from dpllm.ghost.errors import GhostError
 from dpllm.ghost.factors import GroupFactors, clip_factors
-from dpllm.ghost.groups import numbered, shapes_of
-from dpllm.ghost.held_clipping import HeldClipping
 from dpllm.ghost.norm_method import NormMethod
-from dpllm.ghost.replay import Parts, Replay
+from dpllm.ghost.parameters import numbered, shapes_of
 from dpllm.ghost.sums import Finish, Sum
 from dpllm.ghost.unit_clipper import ClipResult, UnitClipper
 from dpllm.mechanism.parts import Clipping
@@ -51,7 +47,6 @@ class GhostClipper(UnitClipper):
     >>> clipper.remove()
     """
 
-    @named_in_python(OF_LOOP)
     def __init__(
         self,
         model: nn.Module,
@@ -68,9 +63,7 @@ class GhostClipper(UnitClipper):
         if parameter_norms:
             self._num_groups, numbers = numbered(groups, self.parameters)
             self._group_P = torch.tensor([numbers[id(p)] for p in self.parameters.values()])
-        self._held = HeldClipping(self.clipping, shapes_of(self.parameters))
-        self._replay = Replay(model, self._book) if self._book.norm_method.replay else None
-        self._note()
+        self._fit(shapes_of(self.parameters))
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -78,12 +71,6 @@ class GhostClipper(UnitClipper):
         return self._book.parameters
 
     def _refuse_unclipped(self, losses: Tensor, outside: bool) -> None:
-        if self._book.shards is not None:
-            raise GhostError(
-                "The model is tensor-parallel: a process holds parts of parameters, and of others a summand of the "
-                "clipped sum, which backward() cannot leave in .grad. Use dpllm.PrivateRun, whose engine adds up over "
-                "the processes."
-            )
         self._book.refuse_unclipped(losses, outside)
 
     def hold(self, losses: Tensor) -> None:
@@ -99,7 +86,7 @@ class GhostClipper(UnitClipper):
 
     def _clip(self, losses: Tensor, unit_index: Tensor | None, finish: Finish | None) -> ClipResult:
         unit_B, num_units = self._check(losses, unit_index)
-        clipping = self._held.for_model(self.clipping)
+        clipping = self._fitted
         early = GroupFactors.of(clipping, self._book.num_groups) if self._group_P is None else None
         return self._weighed(*self._book.backward(losses, unit_B, num_units, early, finish), clipping, early)
 
@@ -111,31 +98,12 @@ class GhostClipper(UnitClipper):
         finish: Finish | None = None,
     ) -> tuple[Tensor, ClipResult]:
         """See `UnitClipper.run`."""
-        if self._replay is None or unit_index is None or self._book.holds_rows or not self._book.checked.rows:
-            losses = loss_of(inputs)
-            return losses.detach(), self._clip(losses, unit_index, finish)
-        clipping = self._held.for_model(self.clipping)
-        early = GroupFactors.of(clipping, self._book.num_groups) if self._group_P is None else None
-        units_B, num_units = self._check_units(unit_index, unit_index.shape)
-
-        def run(unit_B: Tensor) -> Parts:
-            losses = loss_of(inputs)
-            self._check_losses(losses)
-            if losses.shape != unit_B.shape:
-                self._check_units(unit_index, losses.shape)  # raises
-            return losses.detach(), *self._book.backward(losses, unit_B, num_units, early, finish)
-
-        losses, sq_norm_GU, slack_GU = self._replay.norms(loss_of, inputs, units_B, run)
-        return losses, self._weighed(sq_norm_GU, slack_GU, clipping, early)
+        losses = loss_of(inputs)
+        return losses.detach(), self._clip(losses, unit_index, finish)
 
     def settle(self) -> None:
         """See `UnitClipper.settle`."""
         self._book.settle()
-
-    @property
-    def replays(self) -> int:
-        """The number of shapes of microbatches whose passes run from a recording."""
-        return 0 if self._replay is None else self._replay.num_recorded
 
     def _weighed(
         self, sq_norm_GU: Tensor, slack_GU: Tensor, clipping: Clipping, early: GroupFactors | None
@@ -148,7 +116,6 @@ class GhostClipper(UnitClipper):
         factor_GU = clip_factors(clipping, sq_norm_GU, slack_GU)
         if early is not None:
             factor_GU = early.joined(factor_GU)
-        self._held.require(self.clipping, sq_norm_GU)
         factors = factor_GU.float() if len(factor_GU) > 1 else factor_GU[0].float()
         result = ClipResult(sq_norm_GU.sum(dim=0).clamp_min(0).sqrt().float(), factors, by_parameter)
         # Last: if memory runs out before it, the microbatch can be retried.
@@ -204,7 +171,6 @@ class GhostClipper(UnitClipper):
 
     def remove(self) -> None:
         """Remove the hooks; the model is as before."""
-        super().remove()
         self._book.remove()
 
 

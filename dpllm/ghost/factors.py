@@ -6,13 +6,16 @@ factors; this module makes them hold after rounding and for gradients that are n
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from dpllm.ghost import kernels
 from dpllm.ghost.errors import GhostError
 from dpllm.mechanism.catalogue import CLIPPINGS
-from dpllm.mechanism.parts import Clipping, SeparateGroups
+from dpllm.mechanism.parts import Clipping, SeparateGroups, SizedGroups
 
 _ROUNDING = 1e-5  # largest relative difference between two computations of one factor
 
@@ -64,6 +67,34 @@ def _upper_norm(upper: Tensor, finite: Tensor) -> Tensor:
     """
     least, eps = kernels.least_square(upper.dtype), torch.finfo(upper.dtype).eps
     return torch.where(finite, upper, 1).clamp_min(least).sqrt() * (1 + 8 * eps)
+
+
+def with_sizes(clipping: Clipping, shapes: Mapping[str, tuple[int, ...]]) -> Clipping:
+    """Return the clipping whose factors a model gets: with the sizes of its groups, if they depend on them.
+
+    Args:
+        clipping: of one object for all models.
+        shapes: name and shape of each trainable parameter.
+
+    Raises:
+        GhostError: with the sizes it has another C, sensitivity or class.
+    """
+    if not isinstance(clipping, SizedGroups):
+        return clipping
+    sized = clipping.sized([sum(math.prod(shapes[name]) for name in group) for group in clipping.groups(shapes)])
+    if type(sized) is not type(clipping):
+        raise GhostError(
+            f"clipping {clipping.kind!r} with the sizes of its groups is a {type(sized).__name__}, whose bound may "
+            f"be another one. Return a {type(clipping).__name__} from sized()"
+        )
+    (norm, bound), now = ((one.clip_norm, one.sensitivity("zero-out")) for one in (clipping, sized))
+    if (norm, bound) != now:
+        raise GhostError(
+            f"clipping {clipping.kind!r} had clip_norm={norm:g} and sensitivity {bound:g}, and now has "
+            f"clip_norm={now[0]:g} and sensitivity {now[1]:g}, with the sizes of its groups. Noise and ε are of the "
+            "first: keep C and the sensitivity in sized()"
+        )
+    return sized
 
 
 class GroupFactors:

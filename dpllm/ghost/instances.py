@@ -43,23 +43,6 @@ class Block:
         self._used = 0
         self._sum_P: Tensor | None = None
 
-    @classmethod
-    def of(cls, buffer: Tensor, used: int) -> Block:
-        """Return a block that is filled already: (U, P) gradients, of which the first ``used`` entries have a slot."""
-        one = cls.__new__(cls)
-        one._buffer, one._used, one._sum_P = buffer, used, None
-        return one
-
-    @property
-    def buffer(self) -> Tensor:
-        """All entries, those without a slot among them."""
-        return self._buffer
-
-    @property
-    def used(self) -> int:
-        """The entries that have a slot."""
-        return self._used
-
     @property
     def room(self) -> int:
         """The entries that are still free."""

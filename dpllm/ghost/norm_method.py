@@ -18,7 +18,7 @@ Shape suffixes: B rows, U units, T tokens, D, L, R, P widths.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -48,8 +48,6 @@ class NormMethod:
             for full fine-tuning under activation checkpointing with long rows, where the factors take most of the
             memory. LoRA keeps very little in either case. "auto": 2 only under activation checkpointing, where one
             pass would not fit in a GPU's free memory.
-        replay: run passes over rows of one shape from a recording (`dpllm.ghost.replay`), in runs and in
-            `GhostClipper.run`. Norms and sums are the same; the host's time is less.
 
     Raises:
         ValueError: an unknown algorithm; fused kernels that cannot run here.
@@ -61,7 +59,6 @@ class NormMethod:
     algorithm: NormAlgorithm = "auto"
     fused: bool | None = None
     backward_passes: Literal["auto", 1, 2] = "auto"
-    replay: bool = field(default=False, repr=False)  # a run may be resumed with and without
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -69,8 +66,6 @@ class NormMethod:
             raise ValueError(f"algorithm is {self.algorithm!r}; choose one of {', '.join(get_args(NormAlgorithm))}.")
         if self.backward_passes not in ("auto", 1, 2):
             raise ValueError(f"backward_passes is {self.backward_passes!r}; choose auto, 1 or 2.")
-        if not isinstance(self.replay, bool):
-            raise ValueError(f"replay is {self.replay!r}; choose True or False.")
         if self.fused and not triton_kernels.available():
             raise ValueError(
                 "fused=True needs the Triton kernels, which cannot run here: Triton or a CUDA device is missing. "

@@ -56,7 +56,6 @@ class Pass:
         groups: the number of each parameter's group, by its id; 0 if it has no entry.
         pool: where gradients of units are kept side by side; None: each by itself.
         finish: takes the sums that are formed during the backward pass; None: they are kept in ``sums``.
-        is_whole: whether norms were measured, and every contribution is kept.
     """
 
     rows: Rows
@@ -67,7 +66,6 @@ class Pass:
     groups: Mapping[int, int] = field(default_factory=dict)
     pool: Pool | None = None
     finish: Finish | None = None
-    is_whole: bool = False
 
     def keep(self, parameter: nn.Parameter, use: Use) -> None:
         """Keep a contribution until the sum is formed."""

@@ -26,14 +26,12 @@ from dpllm.ghost.checks import refuse_long_rows, tokens_by_themselves
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.factors import clip_factors
 from dpllm.ghost.graph import nodes_of
-from dpllm.ghost.groups import shapes_of
-from dpllm.ghost.held_clipping import HeldClipping
 from dpllm.ghost.own_sums import state_of_gradient
 from dpllm.ghost.packed import PackedRows
+from dpllm.ghost.parameters import TrainedParameters, shapes_of
 from dpllm.ghost.rules import refuse_replicating, refuse_switching
 from dpllm.ghost.scales import is_fp8
 from dpllm.ghost.sums import Finish, Sum
-from dpllm.ghost.trained import TrainedParameters
 from dpllm.ghost.unit_clipper import ClipResult, UnitClipper
 from dpllm.mechanism.parts import Clipping
 
@@ -91,14 +89,13 @@ class PerUnitClipper(UnitClipper):
         if self._trained.sharded:
             raise no_shards()
         self._by_parameter = parameter_norms
-        self._held = HeldClipping(self.clipping, shapes_of(self.parameters))
+        self._fit(shapes_of(self.parameters))
         self._rows_held: dict[int, Tensor] | None = None  # the sum of a unit's gradients over its calls so far
         self._joining = False  # rows are being added to the held ones; after a failure those are not a unit's any more
         self._gradients: dict[int, Tensor] = {}  # of the last unit, and the factors of its groups
         self._factor_G: list[float] = []
         self.reached: set[int] = set()
         self._handle = _limit_rows(model)
-        self._note()
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -138,9 +135,7 @@ class PerUnitClipper(UnitClipper):
             gradients, self._rows_held, self._joining = self._rows_held, None, True
         sq_norm_P1 = self._squared_norms(gradients, losses.device)
         sq_norm_G1 = self._grouped(sq_norm_P1)
-        clipping = self._held.for_model(self.clipping)
-        factor_G1 = clip_factors(clipping, sq_norm_G1, kernels.rounding_slack(sq_norm_G1.dtype) * sq_norm_G1)
-        self._held.require(self.clipping, sq_norm_G1)
+        factor_G1 = clip_factors(self._fitted, sq_norm_G1, kernels.rounding_slack(sq_norm_G1.dtype) * sq_norm_G1)
         by_parameter = dict(zip(self.parameters, sq_norm_P1.sqrt().float(), strict=True)) if self._by_parameter else {}
         factors = factor_G1.float() if len(factor_G1) > 1 else factor_G1[0].float()
         result = ClipResult(sq_norm_G1.sum(dim=0).sqrt().float(), factors, by_parameter)
@@ -275,7 +270,6 @@ class PerUnitClipper(UnitClipper):
 
     def remove(self) -> None:
         """Forget all gradients; the model is as before."""
-        super().remove()
         self._gradients, self._factor_G, self._rows_held = {}, [], None
         if self._handle is not None:
             self._handle.remove()
@@ -304,7 +298,7 @@ def no_shards() -> GhostError:
     """Return the error for a model whose parameters are divided over processes."""
     return GhostError(
         "privacy.gradients=per_unit needs the whole gradient of a unit on one process, and this model's parameters are "
-        "divided over processes (FSDP2, ZeRO-3, tensor parallelism). Use replicas (dpllm train --config ddp) or "
+        "divided over processes (FSDP2, ZeRO-3). Use replicas (dpllm train --config ddp) or "
         "ZeRO-2 (dpllm train --config zero2), with LoRA if they do not fit; or privacy.gradients=ghost"
     )
 

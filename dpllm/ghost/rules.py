@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dpllm.ghost import expert_adapters, routing
@@ -161,6 +162,25 @@ def refuse_replicating(model: nn.Module) -> None:
         raise GhostError(
             "DistributedDataParallel reduces unclipped gradients with its own hooks. Give GhostClipper the model "
             "inside (model.module); dpllm.engines.engine_for reduces the clipped sum."
+        )
+
+
+def refuse_tensor_parallel(model: nn.Module) -> None:
+    """Raise `GhostError` for a model whose layers are divided over processes that compute the same rows together.
+
+    transformers divides by its ``tp_plan``, PyTorch by ``parallelize_module``. FSDP2 divides parameters too, and
+    gathers them for each layer.
+    """
+    modules = list(model.modules())
+    size = max(getattr(module, "_tp_size", None) or 1 for module in modules)
+    gathered = any(isinstance(module, FSDPModule) for module in modules)
+    divided = [] if gathered else [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
+    if size > 1 or divided:
+        what = f"{divided[0]} is divided over processes" if divided else f"tp_size={size}"
+        raise GhostError(
+            f"The model is tensor-parallel ({what}): each process has a part of a unit's gradient, so a unit could not "
+            "be bounded there. Load the model without distributed_config and parallelize_module, and shard it with "
+            "FSDP2 (dpllm train --config fsdp2)."
         )
 
 

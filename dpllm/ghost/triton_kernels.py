@@ -43,7 +43,6 @@ from torch import Tensor
 
 from dpllm.ghost import triton_programs as programs
 from dpllm.ghost.kernels import least_square
-from dpllm.ghost.tape import Tape
 from dpllm.ghost.triton_tiles import tiles_of
 
 triton, tl = programs.triton, programs.tl
@@ -201,10 +200,7 @@ def _is_aligned(x: Tensor) -> bool:
             return False
     elif width >= 1 << 24:  # all other strides are multiples of the width
         return False
-    if Tape.current is None:
-        return x.data_ptr() % 16 == 0
-    with torch._C.DisableTorchFunction():  # a tape refuses a model that reads addresses
-        return x.data_ptr() % 16 == 0
+    return x.data_ptr() % 16 == 0
 
 
 def instance_norms(left_BTL: Tensor, right_BTR: Tensor) -> Tensor:
@@ -473,7 +469,7 @@ def lookup_norms(index_BT: Tensor, right_BTR: Tensor, unit_B: Tensor, num_units:
 
 
 def _launch(name: str, grid: int, args: tuple, options: dict[str, Any], written: Tensor) -> None:
-    """Launch a program; a tape, which does not see it, is told.
+    """Launch a program.
 
     Args:
         name: of the program.
@@ -482,17 +478,6 @@ def _launch(name: str, grid: int, args: tuple, options: dict[str, Any], written:
         options: its arguments by name.
         written: the argument to which it writes.
     """
-    if Tape.current is None:
-        _run(name, grid, options, written, args)
-    else:
-        Tape.current.launch(_replayed, (name, grid, tuple(options.items()), written, args), [written])
-
-
-def _replayed(name: str, grid: int, options: tuple[tuple[str, Any], ...], written: Tensor, args: tuple) -> None:
-    _run(name, grid, dict(options), written, args)
-
-
-def _run(name: str, grid: int, options: dict[str, Any], written: Tensor, args: tuple) -> None:
     first, *rest = args
     with torch.cuda.device_of(written):
         table = _table(first, written.device) if isinstance(first, list) else first

@@ -14,14 +14,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dpllm.config.python_names import OF_LOOP, named_in_python
 from dpllm.ghost.errors import GhostError
+from dpllm.ghost.factors import with_sizes
 from dpllm.ghost.kernels import accumulation_dtype
 from dpllm.ghost.own_sums import OwnSums
 from dpllm.ghost.sums import Finish, Sum
-from dpllm.mechanism.clipped import forget_clipper, note_clipper
 from dpllm.mechanism.clipping import FlatClipping
-from dpllm.mechanism.parts import AdaptiveClipping, Clipping
+from dpllm.mechanism.parts import AdaptiveClipping, Clipping, frozen_copy
 
 
 @dataclass(frozen=True)
@@ -55,26 +54,46 @@ class UnitClipper(abc.ABC):
         clipping: another way to bound a contribution, instead of ``clip_norm``.
 
     Attributes:
-        clipping: how contributions are bounded.
         one_unit: whether each call of the model gets the rows of one unit only.
 
     Raises:
-        ValueError: both of ``clip_norm`` and ``clipping``, or neither.
+        ValueError: both of ``clip_norm`` and ``clipping``, or neither; or the clipping is not a frozen dataclass.
     """
 
     one_unit: ClassVar[bool] = False
 
     def __init__(self, clip_norm: float | None, clipping: Clipping | None) -> None:
-        """Choose the clipping; a subclass calls `_note` when it is attached to its model."""
+        """Choose the clipping."""
         if (clip_norm is None) == (clipping is None):
             raise ValueError("Give one of clip_norm (flat clipping) and clipping (another kind).")
-        self.clipping: Clipping = FlatClipping(clip_norm) if clip_norm is not None else clipping  # type: ignore[assignment]
+        self._clipping: Clipping = FlatClipping(clip_norm) if clip_norm is not None else frozen_copy(clipping)  # type: ignore[arg-type]
+        self._fitted = self._clipping  # with the sizes of this model's groups, if its factors depend on them
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._sums = OwnSums()
         self._calls = 0  # of `backward`; engines call `clip`, and the run's watch sees other gradients
 
-    def _note(self) -> None:
-        """Note that parameters are clipped, for noise that is added outside of a run."""
-        note_clipper(self)
+    @property
+    def clipping(self) -> Clipping:
+        """How contributions are bounded. Only the threshold of a clipping that adapts may be replaced."""
+        return self._clipping
+
+    @clipping.setter
+    def clipping(self, clipping: Clipping) -> None:
+        before = self._clipping
+        adapts = isinstance(before, AdaptiveClipping) and isinstance(clipping, AdaptiveClipping)
+        if not adapts or clipping != before.at(clipping.threshold):  # type: ignore[attr-defined]
+            raise GhostError(
+                f"The clipper was made with {before}, and cannot get {clipping}: noise and ε are of the first, and no "
+                "ε covers a clipping that follows the data. Choose C without the private rows; the kind 'quantile' "
+                "follows the norms by noisy counts that ε covers"
+            )
+        self._clipping = clipping
+        self._fit(self._shapes)
+
+    def _fit(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Give the clipping the sizes of its groups; ``shapes``: of the trainable parameters, by name."""
+        self._shapes = dict(shapes)
+        self._fitted = with_sizes(self._clipping, self._shapes)
 
     @property
     @abc.abstractmethod
@@ -86,7 +105,6 @@ class UnitClipper(abc.ABC):
         """The norm above which a gradient is scaled down: C, or the present threshold of an adaptive clipping."""
         return self.clipping.threshold if isinstance(self.clipping, AdaptiveClipping) else self.clipping.clip_norm
 
-    @named_in_python(OF_LOOP)
     def backward(self, losses: Tensor, unit_index: Tensor | None = None) -> ClipResult:
         """Differentiate, clip each unit, and add the clipped sum to ``.grad``.
 
@@ -111,25 +129,11 @@ class UnitClipper(abc.ABC):
         self._refuse_unclipped(losses, outside=self._calls & (self._calls - 1) == 0)
         with self._sums.unwritten(self.parameters):
             result = self.clip(losses, unit_index)
-        self._sums.begin(self.parameters)
+        self._sums.begin()
         for parameter in self.parameters.values():
             self.add_clipped_sum_(parameter, Sum.onto(_accumulator(parameter)))
-        rows = len(losses) if unit_index is None else unit_index[unit_index >= 0].unique().numel()
-        self._sums.end(self.parameters, rows)
+        self._sums.end()
         return result
-
-    @property
-    def foreign_gradient(self) -> str | None:
-        """A parameter whose ``.grad`` holds more than the sums of `backward` since it was empty; None: there is none.
-
-        Only noise that is added outside of a run asks (`dpllm.Mechanism.start`), and refuses it.
-        """
-        return self._sums.foreign(self.parameters)
-
-    @property
-    def num_summed(self) -> int:
-        """The units that `backward` added since ``.grad`` was empty; one that was clipped twice counts twice."""
-        return self._sums.num_units(self.parameters)
 
     @abc.abstractmethod
     def _refuse_unclipped(self, losses: Tensor, outside: bool) -> None:
@@ -240,8 +244,7 @@ class UnitClipper(abc.ABC):
 
         Args:
             parameter: one of `parameters`.
-            total: of the parameter's full shape. Under tensor parallelism of this process's part
-                (`dpllm.ghost.shards`).
+            total: of the parameter's full shape.
         """
 
     @abc.abstractmethod
@@ -291,9 +294,9 @@ class UnitClipper(abc.ABC):
             raise GhostError(f"unit_index contains {lowest}; units are numbered from 0, and -1 marks a padding row.")
         return unit_index.long(), highest + 1
 
+    @abc.abstractmethod
     def remove(self) -> None:
         """Leave the model as it was before."""
-        forget_clipper(self)
 
 
 def _accumulator(parameter: nn.Parameter) -> Tensor:

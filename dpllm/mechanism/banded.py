@@ -30,8 +30,7 @@ from numpy.typing import NDArray
 from dpllm.mechanism.correlated import CorrelatedStream
 from dpllm.mechanism.events import Event, EventWords, Numbers, Round, Step
 from dpllm.mechanism.noise import IndependentNoise
-from dpllm.mechanism.normals import Normals, SkippingGenerator
-from dpllm.mechanism.parts import Draw, NoiseStream
+from dpllm.mechanism.parts import Draw, NoiseStream, Normals, SkippingGenerator
 from dpllm.mechanism.strategies import (
     best_ratio,
     coefficients,
@@ -162,8 +161,8 @@ N = 5000, B = 128 and T = 160, 8 to 16 bands gave the best perplexity, 11.65, an
 class BandedNoise:
     """Noise of b bands over units that are drawn in b groups.
 
-    A recipe names bands and strategy. `candidates` computes the numbers of the strategy, which the plan stores. A plan
-    of an earlier version has only the bands; its strategy is `coefficients`.
+    A recipe names bands and strategy. `candidates` computes the numbers of the strategy, which the plan stores. With
+    the bands alone, the column is that of `coefficients`.
 
     Attributes:
         bands: b >= 1, or "auto"; with 1 it is `IndependentNoise`.

@@ -1,7 +1,7 @@
 """Noise that is correlated over steps for units that cannot be sampled: buffered linear Toeplitz matrices (BLT).
 
 The release of step t is g_t + σC (M⁻¹z)_t with independent z and the strategy M = sC of `dpllm.mechanism.buffered`.
-The units are visited in a fixed order (`dpllm.mechanism.fixed_order`). Nothing is gained from sampling, so the order
+The units are visited in a fixed order (`dpllm.mechanism.sampling`). Nothing is gained from sampling, so the order
 may be known. This is DP-FTRL with BLT noise (Kairouz et al. 2021, arXiv:2103.00039; Dvijotham et al. 2024,
 arXiv:2404.16706; McMahan et al. 2024, arXiv:2408.08868).
 
@@ -46,10 +46,9 @@ from dpllm.mechanism.buffered import (
 )
 from dpllm.mechanism.correlated import CorrelatedStream
 from dpllm.mechanism.events import Event, EventWords, Numbers, Round, Step
-from dpllm.mechanism.fixed_order import FixedOrderSampler
 from dpllm.mechanism.limits import MAX_NOISE, MIN_NOISE
-from dpllm.mechanism.normals import Normals
-from dpllm.mechanism.parts import Draw, NoiseStream
+from dpllm.mechanism.parts import Draw, NoiseStream, Normals
+from dpllm.mechanism.sampling import FixedOrderSampler
 from dpllm.mechanism.workload import Workload
 
 if TYPE_CHECKING:

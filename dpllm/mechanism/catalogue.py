@@ -15,7 +15,7 @@ from dpllm.mechanism.banded import BandedNoise, BandedStep
 from dpllm.mechanism.blt import BltNoise, BltStep
 from dpllm.mechanism.clipping import FlatClipping
 from dpllm.mechanism.discrete import DiscreteNoise, DiscreteStep
-from dpllm.mechanism.events import Event, Step, StepOfRows, dp_sgd
+from dpllm.mechanism.events import Event, Step, StepOfRows
 from dpllm.mechanism.group_clipping import GroupClipping
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Clipping, Noise, Spec
@@ -148,7 +148,7 @@ def to_fields(event: Event) -> dict[str, Any]:
 
 
 def from_fields(fields: Mapping[str, Any]) -> Event:
-    """Return the event of the plain values from `to_fields`, or from an earlier version, which wrote no kind.
+    """Return the event of the plain values from `to_fields`.
 
     Raises:
         ValueError: an unknown kind, or a value out of range.
@@ -156,8 +156,6 @@ def from_fields(fields: Mapping[str, Any]) -> Event:
     """
     values = dict(fields)
     kind = values.pop("event", None)
-    if kind is None:  # before there were several kinds
-        return dp_sgd(**values)
     if kind not in EVENTS:
         raise ValueError(f"unknown kind of event {kind!r}; known are {', '.join(EVENTS)}")
     if kind == Several.kind:

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dpllm.mechanism.noise import slice_of
-from dpllm.mechanism.normals import Normals
 from dpllm.mechanism.order import StepOrder
+from dpllm.mechanism.parts import Normals
 
 if TYPE_CHECKING:
     from torch import Tensor

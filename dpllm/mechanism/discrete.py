@@ -83,8 +83,7 @@ from scipy import stats
 from dpllm.mechanism import pld, renyi
 from dpllm.mechanism.events import Event, EventWords, Numbers, Round
 from dpllm.mechanism.noise import IndependentNoise, slice_of
-from dpllm.mechanism.normals import Normals
-from dpllm.mechanism.parts import Draw
+from dpllm.mechanism.parts import Draw, Normals
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -66,11 +66,6 @@ class NoiseSource:
         """The generator."""
         return self._randomness
 
-    @property
-    def is_secret(self) -> bool:
-        """Whether all numbers come from the operating system's entropy; false with a seed."""
-        return self._children is None
-
     def add_(self, grad: Tensor, noise_stddev: float) -> None:
         """Add independent noise to every entry, in place; discrete noise to the entry rounded to the grid.
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from dpllm.mechanism.events import Event, dp_sgd
-from dpllm.mechanism.normals import Normals, Written
-from dpllm.mechanism.parts import Draw, NoiseStream
+from dpllm.mechanism.parts import Draw, NoiseStream, Normals, Written
 from dpllm.mechanism.sampling import TruncatedPoissonSampler
 from dpllm.mechanism.workload import Workload
 

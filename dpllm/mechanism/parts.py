@@ -9,12 +9,11 @@ A new mechanism is one file beside this one and one line in `dpllm.mechanism.cat
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
-
-from dpllm.mechanism.unchanged import Bound
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dpllm.mechanism.events import Event
-    from dpllm.mechanism.normals import NormalGenerator, Normals, SkippingGenerator
-    from dpllm.mechanism.starts import Start
     from dpllm.mechanism.workload import Workload
 
 
@@ -35,7 +32,7 @@ class Sampler(Protocol):
 
         A run, or a resume, uses one iterator and never restarts it. An iterator that is made again, for instance in
         each epoch, is another start, which costs more where noise is correlated over steps: pass the steps of each to
-        `Mechanism.history`, or take draws and noise from one `Mechanism.start`.
+        `Mechanism.history`.
 
         Args:
             rng: `dpllm.mechanism.sampling.secret_rng`.
@@ -54,7 +51,7 @@ class FixedBatch(Sampler, Protocol):
 
 
 class Clipping(Protocol):
-    """Bounds the contribution of one unit to the sum of a step."""
+    """Bounds the contribution of one unit to the sum of a step; a frozen dataclass (`frozen_copy`)."""
 
     kind: ClassVar[str]
 
@@ -194,12 +191,61 @@ def gradient_noise_multiplier(noise_multiplier: float, statistic_noise: float) -
     return noise_multiplier / math.sqrt(1 - (noise_multiplier / (2 * statistic_noise)) ** 2)
 
 
+def frozen_copy(clipping: Clipping) -> Clipping:
+    """Return a copy of a clipping that nobody can change, so that C stays the one for which the noise was chosen.
+
+    A clipping that follows the norms of the private gradients would get noise for another C, and would publish the
+    norms: no ε covers either of them.
+
+    Raises:
+        ValueError: its class is not a frozen dataclass itself; a class that only inherits from one has attributes that
+            can be set.
+    """
+    parameters = vars(type(clipping)).get("__dataclass_params__")
+    if parameters is None or not parameters.frozen:
+        raise ValueError(
+            f"{type(clipping).__name__} is not a frozen dataclass, so its numbers could follow the private gradients, "
+            "which no ε covers. Put @dataclass(frozen=True) on the class, and choose C without the private rows; the "
+            "kind 'quantile' follows the norms by noisy counts that ε covers"
+        )
+    return copy.deepcopy(clipping)
+
+
 class OneGroup:
     """A clipping that has one norm over all parameters together."""
 
     def groups(self, shapes: Mapping[str, tuple[int, ...]]) -> Sequence[Sequence[str]]:
         """Return one group of all parameters."""
         return [list(shapes)]
+
+
+class Normals(Protocol):
+    """Standard normal numbers, from which the noise of a run is made."""
+
+    def add_(self, grad: Tensor, noise_stddev: float) -> None:
+        """Add independent N(0, noise_stddev²) to every entry, in place, without a second tensor of its size."""
+        ...
+
+    def normal_like(self, total: Tensor) -> Tensor:
+        """Return independent N(0, 1) of the shape, dtype and device of a tensor, from fresh entropy."""
+        ...
+
+
+@runtime_checkable
+class Written(Protocol):
+    """A source whose noise can be written where nothing is yet."""
+
+    def write_(self, grad: Tensor, noise_stddev: float) -> None:
+        """Write what `Normals.add_` makes of zeros, without reading the tensor."""
+        ...
+
+
+class SkippingGenerator(Normals, Protocol):
+    """A source of draws with addresses."""
+
+    def skip(self, draws: int) -> None:
+        """Leave out the next draws, at no cost."""
+        ...
 
 
 class NoiseStream(Protocol):
@@ -430,7 +476,7 @@ class Mechanism:
     """A sampler, a clipping and a noise for whose combination there is an accounting.
 
     Raises:
-        ValueError: there is no accounting for them; later, the clipping's C or sensitivity has changed since.
+        ValueError: there is no accounting for them, or the clipping is not a frozen dataclass.
     """
 
     draw: Draw
@@ -438,7 +484,6 @@ class Mechanism:
     noise: Noise
     noise_multiplier: float
     """σ."""
-    _bound: Bound = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Refuse parts without an accounting."""
@@ -447,6 +492,7 @@ class Mechanism:
                 f"the clipping has the kind {getattr(self.clipping, 'kind', None)!r}; its kind must be a word, for "
                 "instance kind = 'mine'"
             )
+        object.__setattr__(self, "clipping", frozen_copy(self.clipping))
         self.noise.sampler(self.draw)
         self.noise.event(self.draw, self.noise_multiplier, self.clipping.clip_norm)
         if not math.isclose(self.clipping.sensitivity("zero-out"), self.clipping.clip_norm):
@@ -461,7 +507,6 @@ class Mechanism:
                 "a noisy count of each step. Take another clipping, for instance flat or automatic, or "
                 "randomness='chacha20'"
             )
-        object.__setattr__(self, "_bound", Bound.of(self.clipping))
         _ = self.noise_stddev  # this refuses a statistic with too little noise
 
     @property
@@ -472,7 +517,6 @@ class Mechanism:
     @property
     def event(self) -> Event:
         """The event that each step is charged with."""
-        self._require_same_bound()
         return self.noise.event(self.draw, self.noise_multiplier, self.clipping.clip_norm)
 
     @property
@@ -487,7 +531,6 @@ class Mechanism:
     @property
     def noise_stddev(self) -> float:
         """σC, the noise on the sum of gradients, in units of the gradient; for an adaptive clipping σ_g C."""
-        self._require_same_bound()
         return self.gradient_noise_multiplier * self.clipping.clip_norm
 
     @property
@@ -520,45 +563,10 @@ class Mechanism:
         """
         require_entries(self.noise, num_entries)
 
-    def _require_same_bound(self) -> None:
-        if changed := self._bound.change_of(self.clipping):
-            raise ValueError(changed)
-
     def release_stddevs(self, num_steps: int) -> tuple[float, float]:
         """Return the standard deviations of the noise in the first and in the last of ``num_steps`` releases."""
         first, last = (self.noise.variance(step, num_steps) for step in (0, num_steps - 1))
         return self.noise_stddev * math.sqrt(first), self.noise_stddev * math.sqrt(last)
-
-    def start(
-        self,
-        num_steps: int,
-        generator: NormalGenerator,
-        rng: np.random.Generator | None = None,
-        *,
-        for_tests: bool = False,
-    ) -> Start:
-        """Return a start: its draws, its noise, and the count of its steps (`dpllm.mechanism.starts`).
-
-        Args:
-            num_steps: T of the plan.
-            generator: of the noise, for instance ``dpllm.NoiseSource()``.
-            rng: of the draws; only for tests. None: from the operating system's entropy.
-            for_tests: declares that nothing is private, which seeds need. The history then has ε = inf.
-
-        Raises:
-            ValueError: a source of randomness has a seed, or is not known to have none; or the clipping's threshold
-                moves during a run. The loop would have to move it, and nothing could see whether by a noisy count or
-                by the norms themselves.
-        """
-        from dpllm.mechanism.starts import Start  # it takes a mechanism
-
-        if isinstance(self.clipping, AdaptiveClipping):
-            raise ValueError(
-                f"clipping {self.clipping.kind!r} moves its threshold by a noisy count of each step, which only a "
-                "PrivateRun or a DPTrainer makes. Use one of them, or clipping: flat or automatic"
-            )
-
-        return Start(self, num_steps, generator, rng, for_tests=for_tests)
 
     def history(self, num_steps: int | Sequence[int]) -> list[tuple[Event, int]]:
         """Return the charge of steps, for `dpllm.epsilon`.

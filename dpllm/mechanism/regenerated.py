@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING
 from dpllm.mechanism.generators import ENTRIES_AT_A_TIME, NoiseSource
 from dpllm.mechanism.limits import NOISE_MEMORIES
 from dpllm.mechanism.noise import slice_of
-from dpllm.mechanism.normals import Normals
 from dpllm.mechanism.order import StepOrder
-from dpllm.mechanism.parts import Noise, NoiseStream, SingleStep
+from dpllm.mechanism.parts import Noise, NoiseStream, Normals, SingleStep
 
 if TYPE_CHECKING:
     import torch

@@ -170,7 +170,7 @@ def rounded(column: Sequence[float]) -> tuple[float, ...]:
 
 @lru_cache(maxsize=64)
 def coefficients(bands: int, num_steps: int) -> tuple[float, ...]:
-    """Return the free column for prefix sums; plans of earlier versions, which name only the bands, have it.
+    """Return the free column for prefix sums, which noise has that names only its bands.
 
     Args:
         bands: b.

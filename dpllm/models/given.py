@@ -6,12 +6,11 @@ nothing about them may depend on private rows: neither the weights, nor the adap
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import CodeType, FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -205,40 +204,17 @@ def _is_one_of(value: Any, private: Sequence[Any]) -> bool:
 
 
 def _read_by(function: Any, seen: set[int] | None = None) -> Iterator[Any]:
-    """Yield the objects that a function may read by name: in its closure, its module, its object or its defaults.
-
-    Functions of the same module that it names are followed; what these objects hold is not looked at.
-    """
-    seen = set() if seen is None else seen
-    if id(function) in seen:
-        return
-    seen.add(id(function))
+    """Yield the objects that a function, or one of its module that it calls, reads by name or has as an argument."""
     if isinstance(function, functools.partial):
         yield from (*function.args, *function.keywords.values())
-        yield from _read_by(function.func, seen)
-    elif isinstance(function, MethodType):
-        yield from getattr(function.__self__, "__dict__", {}).values()
-        yield from _read_by(function.__func__, seen)
-    elif isinstance(function, FunctionType):
-        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-        for value in (*_enclosed(function), *_globals(function), *defaults):
-            yield value
-            if isinstance(value, FunctionType) and value.__module__ == function.__module__:
-                yield from _read_by(value, seen)
-    elif not isinstance(function, type):  # an object of one's own
-        yield from getattr(function, "__dict__", {}).values()
-        yield from _read_by(type(function).__call__, seen)
-
-
-def _enclosed(function: FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # not filled yet
-            yield cell.cell_contents
-
-
-def _globals(function: FunctionType) -> Iterator[Any]:
-    """Yield the global objects that a function or a function within it names."""
-    codes = [function.__code__]
-    for code in codes:
-        yield from (function.__globals__[name] for name in code.co_names if name in function.__globals__)
-        codes += [one for one in code.co_consts if isinstance(one, CodeType)]
+        function = function.func
+    seen = set() if seen is None else seen
+    if not isinstance(function, FunctionType) or id(function) in seen:
+        return
+    seen.add(id(function))
+    names = inspect.getclosurevars(function)
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    for value in (*names.nonlocals.values(), *names.globals.values(), *defaults):
+        yield value
+        if getattr(value, "__module__", None) == function.__module__:
+            yield from _read_by(value, seen)

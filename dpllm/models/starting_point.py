@@ -79,6 +79,7 @@ def refuse_steering(
         found.append("train.save_strategy=best")
     if args.metric_for_best_model is not None:
         found.append(f"train.metric_for_best_model={args.metric_for_best_model}")
+    scheduler = getattr(scheduler, "scheduler", scheduler)  # below accelerate's wrapper
     if _takes_metrics(scheduler):
         found.append(f"a {type(scheduler).__name__} scheduler")
     found += [type(callback).__name__ for callback in callbacks if isinstance(callback, EarlyStoppingCallback)]
@@ -233,7 +234,6 @@ def shared_records_point(allowed: int, public_data: DataConfig, keys: tuple[str,
 
 def _takes_metrics(scheduler: Any) -> bool:
     """Whether each step of a scheduler takes a metric: ReduceLROnPlateau, GreedyLR, and similar ones."""
-    scheduler = getattr(scheduler, "scheduler", scheduler)  # below accelerate's wrapper
     try:
         return "metrics" in inspect.signature(scheduler.step).parameters
     except (AttributeError, TypeError, ValueError):

@@ -2,9 +2,8 @@
 
 Place in the flow: beside the plan, after `dpllm.planning.model_shape`. Nothing here is measured.
 
-Symbols: P parameters, P_t trainable ones, N GPUs, S GPUs of a shard group (N without replicas), B rows and T tokens of
-a microbatch, M microbatches of a step, L blocks, d hidden size, V vocabulary, c bytes of the compute dtype, s bytes of
-the residual stream's dtype.
+Symbols: P parameters, P_t trainable ones, N GPUs, B rows and T tokens of a microbatch, M microbatches of a step, L
+blocks, d hidden size, V vocabulary, c bytes of the compute dtype, s bytes of the residual stream's dtype.
 
 The assumptions are:
 
@@ -52,7 +51,7 @@ from dpllm.mechanism.workload import Workload
 from dpllm.models.losses import CHUNK_ENTRIES
 from dpllm.planning.model_shape import Block, Linear, ModelShape, shape_of_model
 from dpllm.planning.setting import ENGINES as ENGINES
-from dpllm.planning.setting import GPUS_OF_A_NODE, Run
+from dpllm.planning.setting import Run
 from dpllm.privacy.plan import PrivacyPlan
 
 _FLOAT32, _BFLOAT16 = 4, 2
@@ -156,8 +155,6 @@ class Footprint:
     shape: ModelShape
     kept: Kept
     passing: Passing
-    cpu: int
-    """Memory of the CPU per GPU: master weights, moments, sum, gradient and average (zero3_offload)."""
     sent: Sent
 
     @property
@@ -177,7 +174,6 @@ class Footprint:
             "num_microbatches": self.run.num_microbatches,
             **vars(self.kept),
             **vars(self.passing),
-            "cpu": self.cpu,
             "weights_sent": self.sent.weights,
             "sums_sent": self.sent.sums,
             "persistent": self.kept.total,
@@ -228,18 +224,16 @@ def footprint(shape: ModelShape, run: Run) -> Footprint:
     saved = tokens * shape.hidden * dtypes.stream if run.checkpointing else block + block_casts
     outer = tokens * shape.hidden * (_FLOAT32 + dtypes.stream + dtypes.compute)
     outer += _BFLOAT16 * shape.head.entries if dtypes.casts_weights else 0
-    optimizer, cpu = _optimizer(shape, run, dtypes)
-    average = _average(shape, run)
     num_logits = tokens * shape.head.vocabulary
     return Footprint(
         run=run,
         shape=shape,
         kept=Kept(
-            weights=_share(whole, run.group) if run.shards_weights else whole,
+            weights=_share(whole, run.num_gpus) if run.shards_weights else whole,
             clipped_sum=_sum(shape, run, whole),
-            optimizer=optimizer,
+            optimizer=_optimizer(shape, run, dtypes),
             noise=run.noise_tensors * _share(_FLOAT32 * shape.trainable, run.num_gpus),
-            average=0 if run.engine == "zero3_offload" else average,
+            average=_average(shape, run),
         ),
         passing=Passing(
             gathered=_gathered(shape, run, dtypes),
@@ -250,7 +244,6 @@ def footprint(shape: ModelShape, run: Run) -> Footprint:
             forming=_forming(shape, run),
             update=max(_update(shape, run, dtypes), _replaced(shape, run, dtypes)),
         ),
-        cpu=cpu + (average if run.engine == "zero3_offload" else 0),
         sent=_communication(shape, run, dtypes, whole),
     )
 
@@ -261,7 +254,7 @@ def _share(size: int, group: int) -> int:
 
 
 def _keeps_whole_sums(shape: ModelShape, run: Run, weights: int) -> bool:
-    """Whether a GPU keeps whole sums between microbatches, by the rule of `dpllm.engines.local_sums`.
+    """Whether a GPU keeps whole sums between microbatches, by the rule of `dpllm.engines.buckets`.
 
     Args:
         shape: of the model.
@@ -270,51 +263,42 @@ def _keeps_whole_sums(shape: ModelShape, run: Run, weights: int) -> bool:
     """
     if not (run.shards_weights or run.engine == "zero2") or run.num_microbatches == 1:
         return False
-    return _FLOAT32 * shape.trainable <= (_share(weights, run.group) if run.shards_weights else weights) // 2
+    return _FLOAT32 * shape.trainable <= (_share(weights, run.num_gpus) if run.shards_weights else weights) // 2
 
 
 def _sum(shape: ModelShape, run: Run, weights: int) -> int:
     full = _FLOAT32 * shape.trainable
     if _keeps_whole_sums(shape, run, weights):
-        return full + (0 if run.engine == "zero3_offload" else _share(full, run.group))
-    if run.engine == "zero3_offload":
-        return 0
+        return full + _share(full, run.num_gpus)
     if run.shards_weights or run.engine == "zero2":
-        return _share(full, run.group)
+        return _share(full, run.num_gpus)
     return 2 * full if run.engine == "zero1" and run.bf16 else full
 
 
-def _optimizer(shape: ModelShape, run: Run, dtypes: _Dtypes) -> tuple[int, int]:
-    """Return the bytes on the GPU and in the memory of the CPU."""
+def _optimizer(shape: ModelShape, run: Run, dtypes: _Dtypes) -> int:
     if not run.is_deepspeed:
         moments = 2 * (_FLOAT32 if run.corrected else dtypes.trainable) * shape.trainable
         if run.moment_bits is not None:
             scales = 0 if run.moment_bits != 8 else 2 * _FLOAT32 * _share(shape.trainable, _BLOCK_OF_MOMENTS)
             moments = 2 * run.moment_bits // 8 * shape.trainable + scales
-        return (_share(moments, run.group) if run.is_fsdp else moments), 0
-    shard = _share(shape.trainable, run.num_gpus)
-    if run.engine == "zero3_offload":
-        return 0, 5 * _FLOAT32 * shard  # master weights, two moments, sum, gradient
-    return 3 * _FLOAT32 * shard, 0
+        return _share(moments, run.num_gpus) if run.is_fsdp else moments
+    return 3 * _FLOAT32 * _share(shape.trainable, run.num_gpus)  # master weights, two moments
 
 
 def _update(shape: ModelShape, run: Run, dtypes: _Dtypes) -> int:
     if run.is_deepspeed:
-        shard = _share(shape.trainable, run.num_gpus)
-        return 0 if run.engine == "zero3_offload" else _FLOAT32 * min(shard, _SUB_GROUP)
+        return _FLOAT32 * min(_share(shape.trainable, run.num_gpus), _SUB_GROUP)
     if dtypes.trainable == _FLOAT32:
         return 0  # the sum itself becomes the gradient
     gradient = dtypes.trainable * shape.trainable
-    return _share(gradient, run.group) if run.is_fsdp else gradient
+    return _share(gradient, run.num_gpus) if run.is_fsdp else gradient
 
 
 def _average(shape: ModelShape, run: Run) -> int:
     if not run.averaged:
         return 0
     whole = _FLOAT32 * shape.trainable
-    if run.is_deepspeed:
-        return _share(whole, run.num_gpus)
-    return _share(whole, run.group) if run.is_fsdp else whole
+    return _share(whole, run.num_gpus) if run.is_deepspeed or run.is_fsdp else whole
 
 
 def _replaced(shape: ModelShape, run: Run, dtypes: _Dtypes) -> int:
@@ -324,7 +308,7 @@ def _replaced(shape: ModelShape, run: Run, dtypes: _Dtypes) -> int:
     if run.is_deepspeed:
         return _FLOAT32 * shape.largest_trainable
     weights = dtypes.trainable * shape.trainable
-    return _share(weights, run.group) if run.is_fsdp else weights
+    return _share(weights, run.num_gpus) if run.is_fsdp else weights
 
 
 def _gathered(shape: ModelShape, run: Run, dtypes: _Dtypes) -> int:
@@ -332,7 +316,7 @@ def _gathered(shape: ModelShape, run: Run, dtypes: _Dtypes) -> int:
         return dtypes.gather * (
             2 * shape.block.entries + max(shape.head.entries, shape.embedding if shape.head.tied else 0)
         )
-    if run.engine.startswith("zero3"):
+    if run.engine == "zero3":
         return dtypes.gather * min(shape.total, _LIVE + max(shape.block.entries, shape.head.entries))
     if shape.quantized:
         return dtypes.compute * max(linear.inputs * linear.outputs for linear in shape.block.linears)
@@ -436,7 +420,7 @@ def _forming(shape: ModelShape, run: Run) -> int:
     noise = min(_FLOAT32 * ENTRIES_AT_A_TIME, _share(largest, run.num_gpus))
     if run.engine == "zero2":
         return largest + noise + copies + 2 * _FLOAT32 * min(shape.trainable, _BUCKET)
-    if run.engine.startswith("zero3"):  # the sums of a group, their flat copy, and the gathered weights
+    if run.engine == "zero3":  # the sums of a group, their flat copy, and the gathered weights
         group = min(shape.trainable, max(shape.largest_trainable, _GROUP))
         return (2 * _FLOAT32 + _BFLOAT16) * group + noise + copies
     if run.is_fsdp:
@@ -447,26 +431,24 @@ def _forming(shape: ModelShape, run: Run) -> int:
 def _communication(shape: ModelShape, run: Run, dtypes: _Dtypes, whole: int) -> Sent:
     """Return the bytes that one GPU sends per step for weights and for sums."""
 
-    def around(size: int, gpus: int) -> int:
+    def around(size: int) -> int:
         return size * (gpus - 1) // gpus
 
-    microbatches, group = run.num_microbatches, run.group
+    microbatches, gpus = run.num_microbatches, run.num_gpus
     sums = _FLOAT32 * shape.trainable
     updated = dtypes.trainable * shape.trainable
     if run.engine == "single":
         return Sent(weights=0, sums=0)
     if run.engine == "ddp":
-        return Sent(weights=0, sums=around(sums, group) + around(updated, group))
+        return Sent(weights=0, sums=around(sums) + around(updated))
     reductions = 1 if _keeps_whole_sums(shape, run, whole) else microbatches
     if run.engine in ("zero1", "zero2"):
         times = reductions if run.engine == "zero2" else 2 if run.bf16 else 1
-        return Sent(weights=around(updated, group), sums=times * around(sums, group))
+        return Sent(weights=around(updated), sums=times * around(sums))
     gathers = 2 * microbatches * dtypes.gather * shape.total
-    if run.engine.startswith("zero3"):
+    if run.engine == "zero3":
         gathers += reductions * updated  # once more, to pass the sum
-    replicas = run.num_gpus // group
-    across = 2 * around(_share(sums, group), replicas)
-    return Sent(weights=around(gathers, group), sums=reductions * around(sums, group) + across)
+    return Sent(weights=around(gathers), sums=reductions * around(sums))
 
 
 def footprint_of_recipe(
@@ -475,7 +457,6 @@ def footprint_of_recipe(
     plan_or_batch: PrivacyPlan | int,
     engine: str,
     num_gpus: int,
-    shard_size: int = GPUS_OF_A_NODE,
 ) -> Footprint:
     """Return the memory and communication of a recipe; no private data is read, and no weights.
 
@@ -488,7 +469,6 @@ def footprint_of_recipe(
             most bands that a plan would choose. ``noise_memory: auto`` counts as stored.
         engine: one of `ENGINES`.
         num_gpus: N.
-        shard_size: GPUs that share one copy of the model under "fsdp2-hybrid".
 
     Raises:
         ConfigError: the model's configuration cannot be read, its blocks have an unknown form, the optimizer is not
@@ -524,7 +504,6 @@ def footprint_of_recipe(
         bf16=bool(arguments.bf16),
         unit_rows=per_unit,
         noise_tensors=0 if recipe.noise_memory == "regenerated" else kept,
-        shard_size=shard_size,
         averaged=recipe.train.get("average") is not None,
         corrected=second_moment_of(optimizer, arguments.optim_args) is not None,
         moment_bits=_ADAMW[optimizer],
@@ -543,16 +522,13 @@ def _most_kept(recipe: Recipe, batch: int) -> int:
 def engines_for(num_gpus: int, quantized: bool = False, per_unit: bool = False) -> tuple[str, ...]:
     """Return the engines worth comparing on this number of GPUs; quantised weights and single units are not sharded.
 
-    >>> engines_for(1)
-    ('single', 'zero3_offload')
-    >>> "fsdp2-hybrid" in engines_for(8), "fsdp2-hybrid" in engines_for(16)
-    (False, True)
+    >>> engines_for(1), engines_for(8)
+    (('single',), ('ddp', 'fsdp2', 'zero1', 'zero2', 'zero3'))
     """
-    if quantized:
-        return ("single",) if num_gpus == 1 else ("ddp",)
-    if per_unit:
-        return ("single",) if num_gpus == 1 else ("ddp", "zero1", "zero2")
     if num_gpus == 1:
-        return ("single", "zero3_offload")
-    several_nodes = num_gpus > GPUS_OF_A_NODE and num_gpus % GPUS_OF_A_NODE == 0
-    return tuple(name for name in ENGINES if name != "single" and (name != "fsdp2-hybrid" or several_nodes))
+        return ("single",)
+    if quantized:
+        return ("ddp",)
+    if per_unit:
+        return ("ddp", "zero1", "zero2")
+    return tuple(name for name in ENGINES if name != "single")

@@ -12,7 +12,7 @@ from dpllm.planning.footprint import Footprint
 NATURE = "computed by dpllm.planning.footprint, not measured"
 
 _NOISE = "noise of earlier steps, if it is stored"
-_MAY_BE_NONE = ("memory of the CPU", _NOISE, "average of the weights")
+_MAY_BE_NONE = (_NOISE, "average of the weights")
 _SENT = ("sent per step", "of it for weights")
 
 
@@ -20,8 +20,6 @@ def footprint_rows(result: Footprint) -> list[tuple[str, str]]:
     """Return the footprint as (name, value) rows for people; every size is per GPU."""
     run = result.run
     spread = f"{run.engine} on {run.num_gpus} GPU{'s' if run.num_gpus > 1 else ''}"
-    if run.engine == "fsdp2-hybrid":
-        spread += f", {run.num_gpus // run.shard_size} copies of the model"
     return [
         ("engine", spread),
         *_setting(result),
@@ -50,7 +48,7 @@ def comparison_rows(results: Sequence[Footprint]) -> tuple[str, list[tuple[str, 
 
 
 def setting_of(result: Footprint) -> str:
-    """Return the model and its microbatches on one line; it is the same for every engine that shards over all GPUs."""
+    """Return the model and its microbatches on one line; it is the same for every engine."""
     return "; ".join(f"{name}: {value}" for name, value in _setting(result))
 
 
@@ -76,7 +74,6 @@ def _parts(result: Footprint) -> list[tuple[str, int]]:
         ("gradient of one unit" if result.run.per_unit else "the book", passing.book),
         ("forming the sum", passing.forming),
         ("total, at most", result.total),
-        ("memory of the CPU", result.cpu),
         ("sent per step", result.sent.total),
         ("of it for weights", result.sent.weights),
     ]

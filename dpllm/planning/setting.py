@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from dpllm.config import ConfigError, nearest
 
-ENGINES = ("single", "ddp", "fsdp2", "fsdp2-hybrid", "zero1", "zero2", "zero3", "zero3_offload")
-GPUS_OF_A_NODE = 8
+ENGINES = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +51,6 @@ class Run(Update):
     noise_tensors: int = 0
     """Tensors of the gradient's size, over all GPUs together, that correlated noise keeps between steps; 0 if the noise
     is independent or regenerated."""
-    shard_size: int = GPUS_OF_A_NODE
-    """S of "fsdp2-hybrid": GPUs that share one copy of the model. Other engines shard over all GPUs or none."""
     per_unit: bool = False
     """Whether one unit is run at a time (privacy.gradients=per_unit)."""
 
@@ -63,7 +60,7 @@ class Run(Update):
             raise ConfigError(
                 f"engine must be one of {', '.join(ENGINES)}, got {self.engine!r}{nearest(self.engine, ENGINES)}"
             )
-        for name in ("num_gpus", "rows", "tokens", "num_microbatches", "unit_rows", "shard_size"):
+        for name in ("num_gpus", "rows", "tokens", "num_microbatches", "unit_rows"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.moment_bits is not None and self.is_deepspeed:
@@ -75,20 +72,11 @@ class Run(Update):
             )
         if self.engine == "single" and self.num_gpus != 1:
             raise ConfigError(f"the engine single uses 1 GPU, not {self.num_gpus}; use ddp, fsdp2 or a zero engine")
-        if self.engine == "fsdp2-hybrid" and self.num_gpus % self.shard_size:
-            raise ConfigError(
-                f"fsdp2-hybrid needs a number of GPUs that shard_size={self.shard_size} divides, got {self.num_gpus}"
-            )
-
-    @property
-    def group(self) -> int:
-        """S: GPUs that share one sharded copy of the model."""
-        return self.shard_size if self.engine == "fsdp2-hybrid" else self.num_gpus
 
     @property
     def is_fsdp(self) -> bool:
         """Whether PyTorch shards the model."""
-        return self.engine.startswith("fsdp2")
+        return self.engine == "fsdp2"
 
     @property
     def is_deepspeed(self) -> bool:
@@ -98,4 +86,4 @@ class Run(Update):
     @property
     def shards_weights(self) -> bool:
         """Whether parameters are sharded, and their sums formed one at a time."""
-        return self.is_fsdp or self.engine.startswith("zero3")
+        return self.engine in ("fsdp2", "zero3")

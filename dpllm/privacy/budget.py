@@ -38,6 +38,7 @@ from typing import Any
 
 from dpllm.config import UNITS
 from dpllm.config.values import between, choice, integer
+from dpllm.config.versions import has_format, other_format
 from dpllm.mechanism.catalogue import from_fields, to_fields
 from dpllm.mechanism.events import Event
 from dpllm.mechanism.limits import ADJACENCIES, MAX_TARGET_EPSILON
@@ -81,7 +82,7 @@ class Budget:
     """Whether runs may have a different N: the data set grows, and its people are in several runs."""
     entries: tuple[Entry, ...] = ()
     written: int = field(default=0, compare=False)
-    """How often the file was written; 0 for a file that an earlier version wrote."""
+    """How often the file was written."""
     sha256: str = field(default="", compare=False)
     """Hash of the file's contents."""
 
@@ -371,8 +372,10 @@ def read_budget(path: str | Path) -> Budget:
         ) from error
     except (ValueError, RecursionError) as error:
         raise _edited(path, f"not JSON ({error})") from error
-    if not isinstance(raw, dict) or raw.get("format") != _FORMAT:
-        raise BudgetError(f"{path} is not a budget file of format {_FORMAT}. Give the file that create_budget made")
+    if not isinstance(raw, dict) or "format" not in raw:
+        raise BudgetError(f"{path} is not a budget file. Give the file that create_budget made")
+    if not has_format(raw["format"], _FORMAT):
+        raise BudgetError(f"{path} {other_format('budget file', raw['format'], _FORMAT)}")
     digest = raw.pop("sha256", None)
     if digest != _digest(raw):
         raise _edited(path, "edited: its contents do not match its hash")
@@ -382,8 +385,8 @@ def read_budget(path: str | Path) -> Budget:
         between("delta", raw["delta"], 0, 1, above=True, below=True)
         integer("num_units", raw["num_units"], 1)
         choice("adjacency", raw["adjacency"], ADJACENCIES)
-        written = integer("written", raw.get("written", 0), 0)
-        head = {name: raw[name] for name in _HEAD if name in raw}
+        written = integer("written", raw["written"], 1)
+        head = {name: raw[name] for name in _HEAD}
         return Budget(path=real, entries=entries, written=written, sha256=str(digest), **head)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _edited(path, f"not a complete budget ({error})") from error
@@ -563,8 +566,6 @@ def _write(budget: Budget) -> tuple[int, str]:
     """Replace the file atomically: after any failure it is the old or the new file. Return its number and hash."""
     body: dict[str, Any] = {"format": _FORMAT, **{name: getattr(budget, name) for name in _HEAD}}
     body["written"] = budget.written + 1
-    if not budget.shared_people:
-        del body["shared_people"]  # as files of earlier versions
     body["entries"] = [_plain(entry) for entry in budget.entries]
     text = json.dumps({**body, "sha256": _digest(body)}, indent=2, ensure_ascii=False)
     half = budget.path.with_name(f"{budget.path.name}.tmp")  # a fixed name: a leftover of a crash is replaced

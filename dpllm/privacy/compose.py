@@ -61,8 +61,6 @@ class Composition:
     delta: float
     epsilon: float
     """ε of all steps of all runs, at `delta`; inf when one of them had no noise."""
-    basic_epsilon: float
-    """The same by basic composition: the sum of each run's ε at δ / (number of runs). It also holds at `delta`."""
     runs: tuple[ComposedRun, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -87,7 +85,6 @@ class Composition:
             "adjacency": self.adjacency,
             "delta": self.delta,
             "epsilon": _json_number(self.epsilon),
-            "basic_epsilon": _json_number(self.basic_epsilon),
             "runs": runs,
         }
 
@@ -158,7 +155,6 @@ def compose(
         adjacency=adjacency,
         delta=delta,
         epsilon=accounting.epsilon([pair for run in runs for pair in run.history], delta, adjacency),
-        basic_epsilon=sum(accounting.epsilon(run.history, delta / len(runs), adjacency) for run in runs),
         runs=runs,
     )
 
@@ -178,11 +174,7 @@ def composition_rows(composition: Composition) -> list[tuple[str, str]]:
         state = "" if run.ended else ", not ended: it may still cost more"
         steps = f"{run.num_steps:,} of {run.num_steps_planned:,} steps{state}"
         rows.append((f"ε of {run.folder} alone", f"{format_epsilon(run.epsilon)} ({steps})"))
-    rows += [
-        ("ε of all together", format_epsilon(composition.epsilon)),
-        ("the same by basic composition", format_epsilon(composition.basic_epsilon)),
-    ]
-    return rows
+    return [*rows, ("ε of all together", format_epsilon(composition.epsilon))]
 
 
 def _json_number(value: float) -> float | str:

@@ -11,7 +11,6 @@ are found.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,13 +34,8 @@ _READABLE = (
 _CONFIGURATIONS = ("config.json", "generation_config.json", "adapter_config.json", "model.safetensors.index.json")
 _UNPUBLISHED = ("training_args.bin",)
 """Files beside a model that are never uploaded (`dpllm.report.publishing`). A downloaded model lacks them."""
-_NO_WEIGHTS = ("LICENSE", "NOTICE", "COPYING", ".gitattributes", ".gitignore")
+_NO_WEIGHTS = ("LICENSE", "NOTICE", "COPYING")
 _LOG_OF_A_TRACKER = "events.out.tfevents."
-_NOTES_OF_A_DOWNLOAD = re.compile(
-    r"\.cache/huggingface/(?:CACHEDIR\.TAG|\.gitignore|trees/[0-9a-f]+\.json|(?:.*/)?[^/]+\.(?:metadata|lock))"
-)
-_LONGEST_NOTE = 4096  # bytes; three lines are usual
-_OF_A_DESKTOP = {".DS_Store": b"\0\0\0\1Bud1", "Thumbs.db": b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"}  # and how they begin
 
 
 class RunName(NamedTuple):
@@ -92,19 +86,16 @@ def head_of(checkpoint: str | Path) -> LedgerHead:
     """Return the head of the ledger when a checkpoint was made.
 
     Raises:
-        LedgerError: the checkpoint names no head, and holds no copy of the ledger.
+        LedgerError: the checkpoint names no head.
         CheckpointError: it has no manifest.
     """
     noted = checkpoints.ledger_of(checkpoint)
-    if noted is not None:
-        return LedgerHead.of(noted)
-    copy = Path(checkpoint) / LEDGER_FILE  # of a checkpoint made before manifests named the ledger
-    if not copy.is_file():
+    if noted is None:
         raise LedgerError(
             f"{checkpoint} names no ledger, so its steps cannot be found in one. Resume from a checkpoint of a private "
             "run"
         )
-    return read_ledger(copy).head
+    return LedgerHead.of(noted)
 
 
 def steps_of_weights(folder: str | Path) -> int | None:
@@ -158,7 +149,7 @@ def adopt(folder: str | Path) -> int:
     if (folder / checkpoints.MANIFEST_FILE).is_file():
         raise LedgerError(
             f"{folder} is a checkpoint: it is resumed with the ledger of its run's folder, and its own copy of the "
-            f"ledger never changes. Run `dpllm adopt {folder.parent}`, the folder in which the run continues"
+            f"ledger never changes. Adopt the folder in which the run continues: `dpllm verify {folder.parent} --adopt`"
         )
     path = folder / LEDGER_FILE
     if is_being_written(path):
@@ -245,7 +236,7 @@ def public_start_differences(contents: LedgerContents, folder: str | Path) -> li
     if named is None or not start.is_dir():
         return None
     found = [f"{PRETRAINED_FOLDER}/{name} {what}" for name, what in checkpoints.differing(start, named).items()]
-    added = [name for name in _own_files(start) if name not in named and _may_hold_weights(start / name)]
+    added = [name for name in _own_files(start) if name not in named and _may_hold_weights(name)]
     return found + [f"{PRETRAINED_FOLDER}/{name} may hold weights, and the ledger does not name it" for name in added]
 
 
@@ -286,7 +277,7 @@ def refuse_other_run(folder: str | Path, ledger: Any) -> None:
     if ledger is None or not path.is_file():
         return
     there = read_ledger(path)
-    if there.notes.file is None or there.runs[0]["run"] == read_ledger(ledger.path).runs[0]["run"]:
+    if there.runs[0]["run"] == read_ledger(ledger.path).runs[0]["run"]:
         return
     try:
         require_own_file(there)
@@ -305,7 +296,7 @@ def note_own_release(ledger: Any, folder: str | Path, before: Mapping[str, tuple
     Unlike `note_release`, it leaves out other files, such as a log, which may be written again later.
     """
     written = [name for name, state in snapshot(folder).items() if before.get(name) != state]
-    weights = [name for name in written if _may_hold_weights(Path(folder) / name)]
+    weights = [name for name in written if _may_hold_weights(name)]
     beside = {str(Path(name).with_name(other)) for name in weights for other in _CONFIGURATIONS}
     if weights:
         ledger.append_released(
@@ -340,47 +331,27 @@ def _without_unpublished(folder: str | Path, files: Mapping[str, Any]) -> dict[s
 def unnamed_weights(folder: str | Path, named: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """Return the files that are not named: those that may hold weights, and the others.
 
-    Any file that people do not normally read may hold weights, and so may any link. The links of a folder that the
-    Hub's client downloaded into its cache count as the files that they point to. The notes that a download or a
-    desktop leaves beside the files hold no weights.
+    Any file that people do not normally read may hold weights. Hidden files, such as the notes that a download or a
+    desktop leaves, hold none: nothing loads them.
     """
     folder = Path(folder)
-    others = [name for name in _files(folder, every=True) if name not in named]
-    others = [name for name in others if not _is_note_of_others(folder, name)]
-    weights = [name for name in others if _may_hold_weights(folder / name, _leads_to_blob(folder, name))]
+    others = [name for name in _files(folder, every=True) if name not in named and not _is_hidden(name)]
+    weights = [name for name in others if _may_hold_weights(name)]
     return weights, [name for name in others if name not in weights]
 
 
-def _leads_to_blob(folder: Path, name: str) -> bool:
-    """Return whether a link is one of the Hub's cache: models--…/snapshots/<commit>/<file> -> models--…/blobs/<id>."""
-    snapshot = folder.resolve()
-    if snapshot.parent.name != "snapshots":
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith(".") for part in Path(name).parts)
+
+
+def _may_hold_weights(path: str) -> bool:
+    name = Path(path).name
+    if _is_hidden(path):
         return False
-    target = (folder / name).resolve()
-    return target.is_file() and target.parent == snapshot.parent.parent / "blobs"
-
-
-def _is_note_of_others(folder: Path, name: str) -> bool:
-    """Return whether the Hub's client or a desktop left this file behind, by its name and contents."""
-    path = folder / name
-    if path.is_symlink() or not path.is_file():
-        return False
-    if _NOTES_OF_A_DOWNLOAD.fullmatch(name):
-        return path.stat().st_size <= _LONGEST_NOTE
-    begins = _OF_A_DESKTOP.get(path.name)
-    if begins is None:
-        return False
-    with open(path, "rb") as file:
-        return file.read(len(begins)) == begins
-
-
-def _may_hold_weights(path: Path, link_is_file: bool = False) -> bool:
-    if path.is_symlink() and not link_is_file:
-        return True
-    if path.name == "adapter_config.json" or path.name.endswith(".index.json"):
+    if name == "adapter_config.json" or name.endswith(".index.json"):
         return True  # they decide which files or which model `from_pretrained` loads
-    known = path.name in _NO_WEIGHTS or path.name.startswith(_LOG_OF_A_TRACKER)
-    return not known and not path.name.lower().endswith(_READABLE)
+    known = name in _NO_WEIGHTS or name.startswith(_LOG_OF_A_TRACKER)
+    return not known and not name.lower().endswith(_READABLE)
 
 
 def unnamed_in_checkpoint(checkpoint: str | Path) -> list[str]:
@@ -403,7 +374,7 @@ def _name(folder: str | Path) -> str:
 def _files(folder: Path, every: bool = False) -> list[str]:
     """Return the files below a folder by name, without complete checkpoints, logs and public weights.
 
-    With ``every``, links are included.
+    With ``every``, links are included, of which a folder in the Hub's cache consists.
     """
     if not folder.is_dir():
         return []

@@ -10,8 +10,9 @@ Kinds of lines: "run" (a process started or resumed), "step", "charge" (answers 
 that depends on the private data was written out, and ε does not cover it), "diagnostic", "fact" (a fact of the run for
 the report), "open point" (a reason not to release before people have settled it), "settled" (what people checked about
 such a reason, who, and when), "public start" (the files of the public training at the start of the run, by hash),
-"released" (the files of a saved model, by hash), "audit" (the verdict of an audit), "adopted" (people declared this
-copy of the file to be the ledger), "recovered" (a crash left the line before incomplete), "end".
+"released" (the files of a saved model, by hash), "audit" (the verdict of an audit), "pages" (the files of the
+report and the model card, by hash), "adopted" (people declared this copy of the file to be the ledger), "recovered" (a
+crash left the line before incomplete), "end". The line of each start names the commit of dpllm that ran.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any, Protocol
 
 import filelock
 
-import dpllm
+from dpllm.config.versions import code_version
 from dpllm.mechanism.catalogue import to_fields
 from dpllm.mechanism.events import Event
 from dpllm.privacy import locks
@@ -165,6 +166,11 @@ class Ledger:
         return ledger
 
     @property
+    def is_open(self) -> bool:
+        """Whether lines can be appended."""
+        return self._descriptor is not None
+
+    @property
     def num_steps(self) -> int:
         """Steps charged so far, those of earlier runs included."""
         return self._num_steps
@@ -294,6 +300,19 @@ class Ledger:
             {"kind": "audit", "file": file, "sha256": sha256, "summary": _one_line("audit's summary", summary)}
         )
 
+    def append_pages(self, files: Mapping[str, str]) -> None:
+        """Note the files of the report, or the card, by hash, so that `dpllm verify` can check them.
+
+        Hashes that the ledger already names last are not written again.
+
+        Args:
+            files: name in the ledger's folder to SHA-256.
+        """
+        new = {name: digest for name, digest in files.items() if self._notes.pages.get(name) != digest}
+        if new:
+            self._append({"kind": "pages", "files": new})
+            self._notes.pages |= new
+
     def append_adopted(self) -> None:
         """Note that people declared this copy of the file to be the run's ledger; see `require_own_file`."""
         run = secrets.token_hex(8)
@@ -390,7 +409,7 @@ class Ledger:
         budget: Mapping[str, str] | None,
         steps_allowed: int | None = None,
     ) -> None:
-        run = secrets.token_hex(8)
+        run, code = secrets.token_hex(8), code_version()
         self.steps_planned = steps_allowed
         self._append(
             {
@@ -398,7 +417,7 @@ class Ledger:
                 "run": run,
                 "format": LEDGER_FORMAT,
                 "plan_hash": plan.hash,
-                "version": dpllm.__version__,
+                **code._asdict(),
                 "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
                 "entropy": ENTROPY_SEEDED if plan.seeded else ENTROPY[plan.randomness],
                 "public": list(public),
@@ -445,18 +464,16 @@ def require_own_file(contents: LedgerContents) -> None:
 
     A copied folder can be resumed twice, and a folder restored from an older copy lacks the steps taken since. Each
     copy would state only the ε of its own steps, but a person in the data would bear the ε of all steps. No file shows
-    which copy is meant to go on. So people declare it: `dpllm adopt FOLDER`, which leaves an open point in the report.
-    A file keeps its inode when its folder is renamed; cp, rsync, tar or a restored backup give it another inode. If
-    the file system has inode generations, they distinguish files that used the same inode one after another: ext4
-    gives the inode of a deleted file to the next file. File systems that number files differently at each mount (some
-    FUSE ones) also require `dpllm adopt`. A file that was overwritten in place is found by its checkpoints and by its
-    budget (`dpllm.privacy.identity`).
+    which copy is meant to go on. So people declare it: `dpllm verify FOLDER --adopt`, which leaves an open point in the
+    report. A file keeps its inode when its folder is renamed; cp, rsync, tar or a restored backup give it another
+    inode. If the file system has inode generations, they distinguish files that used the same inode one after another:
+    ext4 gives the inode of a deleted file to the next file. File systems that number files differently at each mount
+    (some FUSE ones) also require `dpllm verify --adopt`. A file that was overwritten in place is found by its
+    checkpoints and by its budget (`dpllm.privacy.identity`).
 
     Raises:
         LedgerError: it is a copy.
     """
-    if contents.notes.file is None:  # written before files were noted
-        return
     run, noted = contents.notes.file
     with open(contents.path, "rb") as file:
         possible = {file_hash(run, identity) for identity in locks.identities(file.fileno())}
@@ -464,8 +481,8 @@ def require_own_file(contents: LedgerContents) -> None:
         raise LedgerError(
             f"{contents.path} is a copy of the file that the run wrote, or was restored from one. If two copies are "
             "resumed, each states only the ε of its own steps. Resume in the original folder; if that folder is gone "
-            f"and no other copy was resumed, run `dpllm adopt {contents.path.parent}` first, which the report will "
-            "state"
+            f"and no other copy was resumed, run `dpllm verify {contents.path.parent} --adopt` first, which the "
+            "report will state"
         )
 
 

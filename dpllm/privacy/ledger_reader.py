@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dpllm.config.versions import has_format, other_format, version_words
 from dpllm.mechanism.catalogue import from_fields
 from dpllm.mechanism.events import Event
 
@@ -27,10 +28,8 @@ ENTROPY = {
 }
 """Words of a ledger for the entropy of a run that has no seed, for each generator of noise."""
 
-LEDGER_FORMAT = 4
-"""Format of a start's line: 2 since reports print δ rounded up, 3 since they have a first screen (a report of
-format 4), 4 since the ledger holds the statements that settle a point (a report of format 5). Lines of earlier versions
-name none."""
+LEDGER_FORMAT = 1
+"""Format of a ledger, which the line of each start names."""
 
 CHAIN_START = hashlib.sha256(b"dpllm privacy ledger, format 1").hexdigest()[:16]
 _CHAIN_LENGTH = 16
@@ -48,11 +47,16 @@ _OTHER_KINDS = (
     "released",
     "audit",
     "adopted",
+    "pages",
     "recovered",
     "end",
 )
 _OTHER_STARTS = tuple(f'{{"kind": "{kind}"' for kind in _OTHER_KINDS)
-_OF_A_RUN = {"run": str, "plan_hash": str, "entropy": str, "public": list, "planned_step": dict}
+_PAGES_START = '{"kind": "pages", '
+_OF_A_RUN = {
+    **dict.fromkeys(("run", "plan_hash", "version", "entropy", "file"), str),
+    **{"changed": bool, "public": list, "planned_step": dict},
+}
 
 
 class LedgerError(ValueError):
@@ -106,11 +110,10 @@ class LedgerNotes:
     """Audits of the run's model: {"file", "sha256", "summary"} each, in their order."""
     stopped_independently: bool = False
     """Whether the last end was declared independent of the data and of all releases of the run."""
-    file: tuple[str, str] | None = None
-    """A run's id, and the keyed hash of the inode of the file that it wrote (`file_hash`). None: an older ledger."""
-
-    format: int = 1
-    """The latest format that a start or resume names: that of the version that wrote the report at its end."""
+    pages: dict[str, str] = field(default_factory=dict)
+    """The report's files and the card by name, each with the SHA-256 with which it was written last."""
+    file: tuple[str, str] = ("", "")
+    """The last run's id, and the keyed hash of the inode of the file that it wrote (`file_hash`)."""
     thresholds: list[float] = field(default_factory=list)
     """Clip thresholds of the steps whose lines carry one, in their order: those of a clipping that adapts."""
     begun_at: list[int] = field(default_factory=list)
@@ -140,7 +143,8 @@ class LedgerContents:
 
     path: Path
     runs: list[dict[str, Any]] = field(default_factory=list)
-    """One entry per start or resumption: run, plan_hash, version, started_at, entropy, public, planned_step, budget."""
+    """One entry per start or resumption: run, plan_hash, version, commit and changed (whether dpllm had changes that
+    are in no commit), started_at, entropy, public, planned_step, budget, file."""
     history: list[tuple[Event, int]] = field(default_factory=list)
     """The steps charged, in order. Equal neighbours are counted together, also over a restart if it does not change
     their cost."""
@@ -159,7 +163,8 @@ class LedgerContents:
     end: str | None = None
     """Why the last run ended. None: it has not ended, or it crashed."""
     sha256: str = ""
-    """Hash of the whole file."""
+    """Hash of the file without the lines at its end that name the report's files, which are written after the report
+    that names this hash."""
     chain: str = ""
     """Hash over all lines, which the next line continues."""
 
@@ -259,7 +264,7 @@ class LedgerReader:
             data = path.read_bytes()
         except OSError as error:
             raise LedgerError(f"{path} cannot be read ({error.strerror}); without a ledger there is no ε") from error
-        self.contents = LedgerContents(path=path, sha256=hashlib.sha256(data).hexdigest())
+        self.contents = LedgerContents(path=path)
         self.chain = CHAIN_START
         self.ends_with_newline = data.endswith(b"\n")
         self.torn_tail: tuple[int, bool] | None = None
@@ -271,6 +276,7 @@ class LedgerReader:
             lines.pop()
         self.num_lines = len(lines)
         self.num_bytes = len(data)
+        self.contents.sha256 = hashlib.sha256(_without_pages_at_the_end(data)).hexdigest()
         try:
             self._read(lines)
         except LedgerError:
@@ -328,11 +334,18 @@ class LedgerReader:
             self.torn_tail = (number, charged)
 
     def _check_run(self, number: int, entry: Mapping[str, Any]) -> None:
-        """Refuse a run's line that lacks a field from which the guarantee is computed."""
+        """Refuse a run's line of another format, or one that lacks a field."""
+        if not has_format(entry.get("format"), LEDGER_FORMAT):
+            version, commit = entry.get("version"), entry.get("commit")
+            writer = version_words(str(version), commit, entry.get("changed") is True) if version else None
+            words = other_format("ledger", entry.get("format"), LEDGER_FORMAT, writer)
+            raise LedgerError(f"{self.contents.path} line {number} {words}")
         for name, kind in _OF_A_RUN.items():
             if not isinstance(entry.get(name), kind):
                 raise self._fail(number, f"the run's field {name!r} is missing, or is not of type {kind.__name__}")
-        budget = entry.get("budget")
+        if not isinstance(entry["commit"], str | None):
+            raise self._fail(number, "the run's field 'commit' is no commit")
+        budget = entry["budget"]
         if budget is not None and not (isinstance(budget, dict) and {"file", "entry"} <= set(budget)):
             raise self._fail(number, "the run's field 'budget' names no entry of a budget file")
 
@@ -375,11 +388,10 @@ class LedgerReader:
         if kind == "run":
             self._check_run(number, entry)
             contents.begins = True
-            contents.notes.format = max(contents.notes.format, int(entry.pop("format", 1)))
-            contents.runs.append(entry)
+            contents.runs.append({name: entry[name] for name in entry if name != "format"})
             contents.notes.begun_at.append(len(contents.notes.thresholds))
             contents.end, contents.notes.stopped_independently = None, False
-            contents.notes.file = (entry["run"], entry["file"]) if entry.get("file") else None
+            contents.notes.file = (entry["run"], entry["file"])
             self._running = True
         elif kind == "charge":
             self._take_answers(number, entry)
@@ -399,6 +411,8 @@ class LedgerReader:
             contents.notes.released.append(entry)
         elif kind == "audit":
             contents.notes.audits.append(entry)
+        elif kind == "pages":
+            contents.notes.pages |= {str(name): str(digest) for name, digest in entry["files"].items()}
         elif kind == "adopted":
             contents.notes.file = (entry["run"], entry["file"])
         elif kind == "end":
@@ -407,6 +421,14 @@ class LedgerReader:
             self._running = False
         elif kind != "recovered":
             raise self._fail(number, f"unknown kind {kind!r}")
+
+
+def _without_pages_at_the_end(data: bytes) -> bytes:
+    """Return a ledger's bytes up to the last line that is not about the report's files."""
+    lines = data.splitlines(keepends=True)
+    while lines and lines[-1].startswith(_PAGES_START.encode("ascii")) and lines[-1].endswith(b"\n"):
+        lines.pop()
+    return b"".join(lines)
 
 
 def next_chain(chain: str, body: str) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.config import PrivacyConfig
-from dpllm.config.python_names import OF_LOOP, named_in_python
+from dpllm.config.versions import require_format
 from dpllm.mechanism.catalogue import clipping_of, noise_of, spec_of, with_randomness
 from dpllm.mechanism.discrete import DiscreteStep
 from dpllm.mechanism.events import Event
@@ -31,14 +31,8 @@ from dpllm.privacy.plan_parts import FLAT, INDEPENDENT, PlannedDraw, PlannedNois
 from dpllm.privacy.rounding import format_delta, format_delta_limit, format_epsilon
 
 PLAN_FILE = "privacy_plan.json"
-# A plan has the earliest format that can say what it says, and so the same hash as in earlier versions.
-_FORMAT_OF_DP_SGD, _FORMAT_OF_PARTS, _FORMAT_OF_GENERATOR, _FORMAT = 2, 3, 4, 5
-_NOT_IN_FORMAT: dict[int, set[str]] = {
-    _FORMAT_OF_DP_SGD: {"clipping", "noise", "randomness", "selection"},
-    _FORMAT_OF_PARTS: {"randomness", "selection"},
-    _FORMAT_OF_GENERATOR: {"selection"},
-    _FORMAT: set(),
-}
+PLAN_FORMAT = 1
+"""Format of the file of a plan: that of a training run and that of a query run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,19 +143,10 @@ class PrivacyPlan(PlannedNoise, PlannedDraw):
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values; clipping, noise and the like only if they are not those of DP-SGD."""
+        """Return the fields as plain values."""
         fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        parts = {"clipping": fields.pop("clipping"), "noise": fields.pop("noise")}
-        randomness, selection = fields.pop("randomness"), fields.pop("selection")
-        plain = {name: part.to_plain() for name, part in parts.items()}
-        if selection is not None:
-            chosen = {"randomness": randomness, "selection": selection.to_plain()}
-            return {"format": _FORMAT, **fields, **plain, **chosen}
-        if randomness != "os":
-            return {"format": _FORMAT_OF_GENERATOR, **fields, **plain, "randomness": randomness}
-        if parts == {"clipping": FLAT, "noise": INDEPENDENT}:
-            return {"format": _FORMAT_OF_DP_SGD, **fields}
-        return {"format": _FORMAT_OF_PARTS, **fields, **plain}
+        parts = {name: None if fields[name] is None else fields[name].to_plain() for name in _SPECS}
+        return {"format": PLAN_FORMAT, **fields, **parts}
 
     def save(self, path: str | Path) -> None:
         """Write the plan and its hash as JSON."""
@@ -175,21 +160,13 @@ class PrivacyPlan(PlannedNoise, PlannedDraw):
         Raises:
             ValueError: the file is missing, is not a plan, or was edited.
         """
-        try:
-            raw = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ValueError(f"{path} cannot be read ({error.strerror})") from error
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is not JSON ({error})") from error
-        format_ = raw.get("format") if isinstance(raw, dict) else None
-        lacking = _NOT_IN_FORMAT.get(format_) if isinstance(format_, int) else None
-        names = {item.name for item in dataclasses.fields(cls)} - (lacking or set())
-        if lacking is None or set(raw) != names | {"format", "hash"}:
-            *earlier, last = _NOT_IN_FORMAT
-            raise ValueError(f"{path} is not a privacy plan of format {', '.join(map(str, earlier))} or {last}")
+        raw = read_plan_file(path)
+        names = {item.name for item in dataclasses.fields(cls)}
+        if set(raw) != names | {"format", "hash"}:
+            raise ValueError(f"{path} is not the privacy plan of a training run: give the file that the run wrote")
         try:
             values = {name: raw[name] for name in names}
-            values |= {name: Spec.of(raw[name]) for name in ("clipping", "noise", "selection") if name in names}
+            values |= {name: Spec.of(raw[name]) for name in _SPECS if raw[name] is not None}
             plan = cls(**values)
         except TypeError as error:
             raise ValueError(f"{path} holds a value of the wrong type ({error}): restore it from a copy") from error
@@ -198,7 +175,27 @@ class PrivacyPlan(PlannedNoise, PlannedDraw):
         return plan
 
 
-@named_in_python(OF_LOOP)
+_SPECS = ("clipping", "noise", "selection")
+
+
+def read_plan_file(path: str | Path) -> dict[str, Any]:
+    """Return the values in the file of a plan.
+
+    Raises:
+        ValueError: the file is missing, is not a plan, or has another format.
+    """
+    try:
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON ({error})") from error
+    if not isinstance(raw, dict) or "format" not in raw or "hash" not in raw:
+        raise ValueError(f"{path} is not a privacy plan: give the file that the run wrote")
+    require_format(path, "privacy plan", raw["format"], PLAN_FORMAT)
+    return raw
+
+
 def make_plan(
     privacy: PrivacyConfig,
     num_units: int,

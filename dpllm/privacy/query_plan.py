@@ -24,13 +24,11 @@ from dpllm.mechanism.several import Several
 from dpllm.privacy.accounting import DISCRETIZATION, epsilon, merge
 from dpllm.privacy.calibration import require_target, solve
 from dpllm.privacy.methods import METHODS
-from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
+from dpllm.privacy.plan import PLAN_FILE, PLAN_FORMAT, PrivacyPlan, read_plan_file
 from dpllm.privacy.plan_parts import PlannedUnit
 from dpllm.privacy.rounding import format_delta, format_delta_limit, format_epsilon
 
 _MOST_NOISE, _COARSE = 1e5, 1e-3
-QUERY_FORMAT = 6
-"""Format of the plan of a query run; the plans of training runs have smaller ones."""
 History = tuple[tuple[Event, int], ...]
 Value = str | int | float | bool
 
@@ -221,7 +219,7 @@ class QueryPlan(PlannedUnit):
         """Return the fields as plain values."""
         fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         return {
-            "format": QUERY_FORMAT,
+            "format": PLAN_FORMAT,
             **fields,
             "charges": [charge.to_dict() for charge in self.charges],
             "settings": dict(self.settings),
@@ -240,10 +238,10 @@ class QueryPlan(PlannedUnit):
         Raises:
             ValueError: the file is missing, is not the plan of a query run, or was edited.
         """
-        raw = _read(path)
+        raw = read_plan_file(path)
         names = {item.name for item in dataclasses.fields(cls)}
-        if raw.get("format") != QUERY_FORMAT or set(raw) != names | {"format", "hash"}:
-            raise ValueError(f"{path} is not the plan of a query run, of format {QUERY_FORMAT}")
+        if set(raw) != names | {"format", "hash"}:
+            raise ValueError(f"{path} is not the plan of a query run: give the file that the run wrote")
         try:
             values = {name: raw[name] for name in names}
             values["charges"] = tuple(Charge.of(charge) for charge in raw["charges"])
@@ -263,11 +261,7 @@ def load_plan(path: str | Path) -> PrivacyPlan | QueryPlan:
     Raises:
         ValueError: the file is missing, is not a plan, or was edited.
     """
-    try:
-        is_query = json.loads(Path(path).read_text(encoding="utf-8")).get("format") == QUERY_FORMAT
-    except (OSError, ValueError, RecursionError, AttributeError):
-        is_query = False  # the other kind names the error
-    return QueryPlan.load(path) if is_query else PrivacyPlan.load(path)
+    return QueryPlan.load(path) if "method" in read_plan_file(path) else PrivacyPlan.load(path)
 
 
 def training_plan(folder: str | Path, purpose: str) -> PrivacyPlan:
@@ -340,13 +334,3 @@ def _same_people(plan: QueryPlan, after: PriorRelease | None) -> dict[str, bool]
         f"the {name} of the run before it, {getattr(after, name)!r}": getattr(plan, name) == getattr(after, name)
         for name in ("unit", "unit_column", "num_units", "dataset")
     }
-
-
-def _read(path: str | Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error})") from error
-    return raw if isinstance(raw, dict) else {}

@@ -117,11 +117,6 @@ def format_delta_limit(value: float) -> str:
     return _three_digits(value, ROUND_FLOOR, _SAME)
 
 
-def nearest_delta(value: float) -> str:
-    """Return δ as reports of earlier versions print it, rounded to nearest; only to compare with them."""
-    return f"{value:.3g}"
-
-
 def epsilon_to_log(value: float) -> float:
     """Return ε as a number for a training log, rounded up to four significant digits.
 

@@ -29,7 +29,7 @@ MOST_DIFFERENCE = 0.01
 """Two accountants that differ by more than this share of ε disagree."""
 SETTLE_OPTION = "--settle"
 """Of `dpllm report`: the command of a point that people settle has it, and no other."""
-_LEAST_DIFFERENCE = 0.002  # the PRV estimate is itself no more accurate than that
+_LEAST_DIFFERENCE = 0.002  # accountants on different grids differ by so much at a small ε
 
 _REPORT_IT = "nothing clears this for this model: report it (SECURITY.md)"
 
@@ -180,7 +180,7 @@ def _is_audited(findings: Findings) -> bool:
 
 
 def disagreements(checks: Sequence[CrossCheck]) -> list[str]:
-    """Return a line for each estimate by another accountant that differs from ours by more than 1 %.
+    """Return a line for each accountant whose ε differs from ours by more than 1 %.
 
     Both numbers are of the same steps under zero-out. Differences below 0.002 are within the other accountant's own
     error, and don't count. Upper bounds that are looser by nature are not held against ours, unless ours lies above.
@@ -193,7 +193,7 @@ def disagreements(checks: Sequence[CrossCheck]) -> list[str]:
         if math.isinf(other) or math.isinf(ours):
             apart = math.inf
         else:
-            apart = abs(other - ours) if check.bounds is not None else ours - other
+            apart = abs(other - ours) if check.must_agree else ours - other
         if apart > _LEAST_DIFFERENCE and (math.isinf(apart) or apart > MOST_DIFFERENCE * ours):
             lines.append(
                 f"The two accountants disagree: {check.name} says ε = {up(other)}, and the PLD of the same "

@@ -39,8 +39,6 @@ NOT_SELECTED = (
     "covered by this ε; release nothing of this one."
 )
 """The open point of a run of a private tuning that was not selected. People cannot settle it."""
-ROWS_LEFT_OUT = "rows left out by the bound on rows per user"
-"""The ledger's diagnostic of that name."""
 
 OTHER_PEOPLE = (
     "Other people whom a unit's text names are not that unit. A person whom several units describe is protected less"
@@ -145,7 +143,7 @@ def define(plan: PrivacyPlan, contents: LedgerContents, notes: ReleaseNotes) -> 
         if federated
         else (*_RELEASED, *([_AVERAGES] if RELEASED_WEIGHTS in contents.notes.facts else [])),
         written_out_and_not_covered=tuple(
-            WrittenOut(what=what, count=count) for what, count in sorted(_written_out(contents).items())
+            WrittenOut(what=what, count=count) for what, count in sorted(contents.disclosures.items())
         ),
         never_covered=_never_covered(plan),
         facts=tuple(Fact(name=name, values=tuple(values)) for name, values in sorted(_facts(contents).items())),
@@ -169,14 +167,6 @@ def _facts(contents: LedgerContents) -> dict[str, list[str | int | float]]:
         return contents.notes.facts
     shown = f"{path[0]:.6g}, {path[len(path) // 2]:.6g} and {path[-1]:.6g}; between {min(path):.6g} and {max(path):.6g}"
     return {**contents.notes.facts, "clip threshold of the first, the middle and the last step": [shown]}
-
-
-def _written_out(contents: LedgerContents) -> dict[str, int]:
-    """Return what was written out that ε does not cover, and how often."""
-    written = dict(contents.disclosures)
-    if ROWS_LEFT_OUT in contents.diagnostics:  # in ledgers of earlier versions, whose number depends on the rows
-        written[f"{ROWS_LEFT_OUT}: their number, in the ledger"] = 1
-    return written
 
 
 def _unit(plan: PlannedUnit, contents: LedgerContents) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dpllm.privacy.rounding import format_percent, one_in, up_significant
 from dpllm.report.definition import REFUTED, TRAINED_MODEL
 from dpllm.report.disclosures import in_plain_words
-from dpllm.report.models import Findings, PlanOfQueries, Strength
+from dpllm.report.models import Findings, PlanOfQueries, Strength, is_selection
 from dpllm.report.models_front import Front, Odds, day_in_words
 from dpllm.report.query_front import (
     about_answers,
@@ -167,7 +167,7 @@ def _what(findings: Findings) -> str:
     private = f"{number:,} private records" if unit == "record" else f"private texts of {number:,} users"
     model = re.sub(r"^an? ((?:\w+ )?)adapter for (.*)$", r"a small addition to \2, called \1adapter", model)
     words = [f"{model[0].upper()}{model[1:]}{base} was trained on {data}: {private}."]
-    if findings.checkable.plan.format == 5:
+    if is_selection(findings.checkable.plan):
         words.append("It is the best of a secret, random number of training runs.")
     known = f"starting weights: {noted.base_model}"
     public = [line for line in definition.public[1:] if line != known]
@@ -275,7 +275,7 @@ def _not_covered(findings: Findings) -> str:
     first = f"The run wrote out results that ε does not cover: {counted}." if written else ""
     budgets = sorted({entry.file for entry in findings.accounting.budget})
     names = ", ".join(budgets)
-    tuned = findings.checkable.plan.format == 5
+    tuned = is_selection(findings.checkable.plan)
     about = (
         "this tuning with all its runs, and the weights it released" if tuned else "this run and its released weights"
     )

@@ -30,16 +30,13 @@ class Entry(NamedTuple):
 
 
 @cache
-def glossary(form: str = "", queries: bool = False) -> tuple[Entry, ...]:
+def glossary(queries: bool = False) -> tuple[Entry, ...]:
     """Return every entry, in the order in which the page lists them.
 
     Args:
-        form: of the page: today's, or the folder of an earlier one (`dpllm.report.pages.template`).
         queries: whether the page is that of a query run, which has no words of a training.
     """
-    path = importlib.resources.files("dpllm").joinpath(f"report/templates/{form}glossary.yaml")
-    if not path.is_file():
-        return ()
+    path = importlib.resources.files("dpllm").joinpath("report/templates/glossary.yaml")
     entries = tuple(Entry(**entry) for entry in yaml.safe_load(path.read_text(encoding="utf-8")))
     if not queries:
         return entries

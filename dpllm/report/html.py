@@ -27,7 +27,7 @@ def draw_figures(report: Any) -> dict[str, str]:
     """Return the pictures of a report as SVG texts, by name; an empty text where there is no curve to draw.
 
     Args:
-        report: made by `privacy_report`, or one of an earlier format.
+        report: made by `privacy_report`.
     """
     return dict(_drawn(report.curves))
 
@@ -53,20 +53,19 @@ def _drawn(curves: Curves) -> dict[str, str]:
     return found
 
 
-def render_html(report: Any, figures: Mapping[str, str], form: str = "") -> str:
+def render_html(report: Any, figures: Mapping[str, str]) -> str:
     """Return the page.
 
     Args:
-        report: made by `privacy_report`, or one of an earlier format.
+        report: made by `privacy_report`.
         figures: made by `draw_figures`.
-        form: today's, or the folder of the templates of that format.
 
     Raises:
         ValueError: a picture is missing.
     """
     if set(figures) != set(FIGURES):
         raise ValueError(f"the page has the pictures {', '.join(FIGURES)}; got {', '.join(sorted(figures)) or 'none'}")
-    page = template(f"{form}privacy_report.html").render(
+    page = template("privacy_report.html").render(
         report=report, figures=figures, title=title_of(report), **shown_beside(report)
     )
-    return linked(page.rstrip() + "\n", glossary(form, queries=method_of(report) is not None))
+    return linked(page.rstrip() + "\n", glossary(queries=method_of(report) is not None))

@@ -10,14 +10,13 @@ from typing import Any
 from dpllm.report.pages import shown_beside, template
 
 
-def render_markdown(report: Any, form: str = "") -> str:
+def render_markdown(report: Any) -> str:
     """Return the page of a report.
 
     Args:
-        report: made by `privacy_report`, or one of an earlier format.
-        form: today's, or the folder of the templates of that format.
+        report: made by `privacy_report`.
     """
-    page = template(f"{form}privacy_report.md")
+    page = template("privacy_report.md")
     return page.render(report=report, title=title_of(report), **shown_beside(report))
 
 

@@ -15,9 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import json
 import math
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,16 +38,17 @@ from dpllm.privacy.query_plan import QueryPlan, load_plan
 from dpllm.privacy.rounding import up
 from dpllm.report.checklist import SETTLE_OPTION, is_sampled
 from dpllm.report.definition import SELECTED
-from dpllm.report.earlier_reports import EARLIER_FORMATS, due_then, form_of, format_of, forms_until, in_form, then_of
-from dpllm.report.models import PlanOfGenerator, PlanOfParts, PlanOfQueries, PlanOfSelection, PrivacyReport
-from dpllm.report.pages import part, template
+from dpllm.report.models import PlanOfQueries, PrivacyReport
+from dpllm.report.pages import part, replace_file, template, write_pages
 from dpllm.report.query_front import method_of
 from dpllm.report.query_metadata import queries_metadata
-from dpllm.report.release_notes import ReleaseNotes, require_own_words, settled_before
+from dpllm.report.release_notes import ReleaseNotes, require_own_words
 from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, notes_in, privacy_report, write_report
 
 CARD_FILE = "README.md"
 CARD_TEMPLATE = "model_card.md"
+BLOCK = "differential_privacy"
+"""The block of a card's metadata with the guarantee for programs."""
 TAGS = ("differential-privacy", "dp-sgd", "dpllm")
 """Tags of a private model; one that is not private has the last alone."""
 
@@ -58,7 +57,7 @@ _MECHANISM = {
     "unit": "DP-SGD: Gaussian noise on clipped sums over truncated Poisson samples",
     "example": "DP-SGD: Gaussian noise on sums of singly clipped rows over Poisson samples of rows",
 }
-_NOT_KEPT = ("differential_privacy", "model-index", "metrics", "base_model", "base_model_relation", "library_name")
+_NOT_KEPT = (BLOCK, "model-index", "metrics", "base_model", "base_model_relation", "library_name")
 _BASE_TAG = re.compile(r"base_model:(?:[a-z]+:)?(.+)")
 _PRIVACY_HEADING = "## Privacy"
 _FILES = (MARKDOWN_FILE, HTML_FILE, JSON_FILE, PLAN_FILE, LEDGER_FILE)
@@ -76,12 +75,13 @@ def write_model_card(
     license: str | None = None,
     tags: Sequence[str] = (),
     datasets: Sequence[str] = (),
+    ledger: Any = None,
 ) -> Path:
     """Write the card of a model or a checkpoint into its folder, in place of one that PEFT or the Trainer wrote.
 
     Of an earlier card the metadata are kept: its tags, and every key that isn't set here, such as a license, with four
     exceptions. ``model-index`` and ``metrics`` may come from evaluation on private records, which ε doesn't cover;
-    ``differential_privacy`` is written anew; a base model and data sets that are no Hub ids are dropped. Its text is
+    ``differential_privacy`` is written again; a base model and data sets that are no Hub ids are dropped. Its text is
     replaced. The report's utility figures and diagnostics are not repeated, for the first reason.
 
     Args:
@@ -96,6 +96,7 @@ def write_model_card(
         license: the Hub's identifier, or the name of another license; None: as for the language.
         tags: for the metadata, beside those of dpllm and those of the earlier card.
         datasets: public data sets for the metadata; a name that is no Hub id is left out.
+        ledger: the folder's ledger, if a run has it open (`SharedLedger`). None: opens it.
 
     Returns:
         The path of the card.
@@ -136,7 +137,7 @@ def write_model_card(
         num_labels=num_labels,
         has_tokenizer=(folder / "tokenizer_config.json").is_file(),
     )
-    _replace(path, card)
+    write_pages(folder, {CARD_FILE: card}, ledger)
     return path
 
 
@@ -155,41 +156,45 @@ def write_release_card(folder: str | Path, report: PrivacyReport) -> Path:
         "language": list(report.noted.language) or None,
         **license_metadata(report.noted.license),
         "tags": [tag for tag in _tags(None, report.statement.private) if tag != "dp-sgd"],
-        "differential_privacy": privacy_metadata(report),
+        BLOCK: privacy_metadata(report),
     }
     data = ModelCardData(**{key: value for key, value in own.items() if value is not None})
-    _replace(path, template(CARD_TEMPLATE).render(metadata=data.to_yaml(), report=report))
+    write_pages(folder, {CARD_FILE: template(CARD_TEMPLATE).render(metadata=data.to_yaml(), report=report)})
     return path
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write a file such that a reader sees the old one or the new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8", newline="\n")
-    os.replace(temporary, path)
-
-
 def add_notes(folder: str | Path, noted: Mapping[str, Any]) -> PrivacyReport:
-    """Fill in what people, or an audit, know about a run: its report is written anew, and the card's open points.
+    """Fill in what people, or an audit, know about a run: its report is written again, and the card's open points.
 
     Args:
-        folder: of a run or of a checkpoint.
-        noted: fields of `dpllm.report.statement.ReleaseNotes`; the others stay as they are.
+        folder: of a run.
+        noted: fields of `dpllm.report.statement.ReleaseNotes`; the others stay as they are. Without any, nothing is
+            written, and the folder may be a checkpoint.
 
     Returns:
         The report.
 
     Raises:
-        ValueError: the folder holds no plan or no ledger, or they don't belong together.
+        ValueError: the folder holds no plan or no ledger, or they don't belong together; or something is to be noted,
+            and the folder is a checkpoint, or a run is writing its ledger.
     """
     folder = Path(folder)
     plan, contents, notes = _read(folder)
     if not noted:
         return privacy_report(plan, contents, notes)
+    _refuse_checkpoint(folder)
     shown = _as_recorded(folder)
     after = write_report(folder, plan, contents, dataclasses.replace(notes, **noted))
     renew_card(folder, shown, after)
     return after
+
+
+def _refuse_checkpoint(folder: Path) -> None:
+    if (folder / MANIFEST_FILE).is_file():
+        raise ValueError(
+            f"{folder} is a checkpoint, and its own copy of the ledger never changes: note facts and settle points in "
+            f"the folder of its run: `dpllm report {folder.parent}`"
+        )
 
 
 def _read(folder: Path) -> tuple[PrivacyPlan | QueryPlan, LedgerContents, ReleaseNotes]:
@@ -220,11 +225,7 @@ def settle(folder: str | Path, statements: Mapping[str, str], by: str) -> Privac
     """
     folder = Path(folder)
     before = add_notes(folder, {})
-    if (folder / MANIFEST_FILE).is_file():
-        raise ValueError(
-            f"{folder} is a checkpoint, and its own copy of the ledger never changes: settle the points in the folder "
-            f"of its run: `dpllm report {folder.parent}`"
-        )
+    _refuse_checkpoint(folder)
     ways = dict(zip(before.open_points, before.how_to_clear, strict=True))
     for point in statements:
         if point not in ways or SETTLE_OPTION not in ways[point]:
@@ -324,7 +325,7 @@ def add_released(
     """
     folder = Path(folder)
     opened = Ledger.annotate(folder / LEDGER_FILE) if ledger is None else contextlib.nullcontext(ledger)
-    with _rewritten(folder), opened as writer:
+    with _rewritten(folder, ledger), opened as writer:
         for name, files in releases.items():
             writer.append_released(name, files)
 
@@ -356,57 +357,52 @@ def _has_report(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _rewritten(folder: Path) -> Iterator[None]:
-    """Write report and card again after the block has added lines to the ledger."""
+def _rewritten(folder: Path, ledger: Any = None) -> Iterator[None]:
+    """Write report and card again after the block has added lines to the ledger, which a run may have open."""
     shown = _as_recorded(folder)
     yield
     plan, contents = load_plan(folder / PLAN_FILE), read_ledger(folder / LEDGER_FILE)
-    renew_card(folder, shown, write_report(folder, plan, contents, notes_in(folder)))
+    renew_card(folder, shown, write_report(folder, plan, contents, notes_in(folder), opened=ledger), ledger)
 
 
-def _as_recorded(folder: Path) -> Any:
-    """Return the report whose card is in a folder: in the format, and with the words, of the version that wrote it."""
-    plan, contents, notes = _read(folder)
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        recorded = json.loads((folder / JSON_FILE).read_text(encoding="utf-8"))
-        written = format_of(recorded)
-        if written is not None and written in EARLIER_FORMATS:
-            before = privacy_report(plan, contents, notes, settled_before=settled_before(recorded))
-            due = due_then(before, written).model_dump(mode="json", by_alias=True)
-            return then_of(in_form(recorded, due, keep_words=True), written)
-    return privacy_report(plan, contents, notes)
+def _as_recorded(folder: Path) -> PrivacyReport:
+    """Return the report whose card is in a folder."""
+    return privacy_report(*_read(folder))
 
 
-def renew_card(folder: str | Path, before: Any, after: PrivacyReport) -> None:
+def renew_card(folder: str | Path, before: PrivacyReport, after: PrivacyReport, ledger: Any = None) -> None:
     """Put the guarantee, the open points and the notes of another report into the card, if there is a card.
 
     The rest of the card stays as it is, also what people wrote.
 
     Args:
-        folder: of a run or of a checkpoint.
-        before: the report whose card it is; it may have an earlier format.
+        folder: of a run.
+        before: the report whose card it is.
         after: the report as it is now.
+        ledger: the folder's ledger, if a run has it open (`SharedLedger`). None: opens it.
     """
     path = Path(folder) / CARD_FILE
     if path.is_file():
         card = path.read_text(encoding="utf-8")
         renewed = _renewed(card, before, after)
         if renewed != card:
-            _replace(path, renewed)
+            if BLOCK in renewed:
+                write_pages(folder, {CARD_FILE: renewed}, ledger)
+            else:  # a card that people wrote, which has dpllm's open points only
+                replace_file(path, renewed.encode("utf-8"))
 
 
-def _renewed(card: str, before: Any, after: PrivacyReport) -> str:
+def _renewed(card: str, before: PrivacyReport, after: PrivacyReport) -> str:
     """Return the text of a card with the guarantee of another report; the rest stays."""
-    form = _template_of(before)
     for name in ("guarantee", "not_covered", "check_it"):
-        card = card.replace(_part(name, before, form), _part(name, after), 1)
-    old, new = _part("open_points", before, form), _part("open_points", after)
+        card = card.replace(_part(name, before), _part(name, after), 1)
+    old, new = _part("open_points", before), _part("open_points", after)
     where = f"{old}\n\n" if old else f"{_PRIVACY_HEADING}\n\n"  # which follows them
     if old != new:
         card = card.replace(where, (f"{new}\n\n" if new else "") + ("" if old else where), 1)
     card = card.replace(before.checkable.ledger_sha256, after.checkable.ledger_sha256)
-    metadata = {"differential_privacy": privacy_metadata(after), **_noted_metadata(after)}
-    if metadata == {"differential_privacy": privacy_metadata(before), **_noted_metadata(before)}:
+    metadata = {BLOCK: privacy_metadata(after), **_noted_metadata(after)}
+    if metadata == {BLOCK: privacy_metadata(before), **_noted_metadata(before)}:
         return card
     parsed = ModelCard(card, ignore_metadata_errors=True)
     for key, value in metadata.items():
@@ -414,14 +410,8 @@ def _renewed(card: str, before: Any, after: PrivacyReport) -> str:
     return str(parsed)
 
 
-def _template_of(report: Any) -> str:
-    return f"{form_of(report.format)}{CARD_TEMPLATE}"
-
-
-def _noted_metadata(report: Any) -> dict[str, Any]:
-    """Return the metadata that follow from what people noted; reports of earlier formats have none."""
-    if not isinstance(report, PrivacyReport):
-        return {}
+def _noted_metadata(report: PrivacyReport) -> dict[str, Any]:
+    """Return the metadata that follow from what people noted."""
     languages = {"language": list(report.noted.language)} if report.noted.language else {}
     return {**languages, **license_metadata(report.noted.license)}
 
@@ -444,7 +434,7 @@ def keep_own_card(folder: str | Path) -> Path | None:
         metadata = metadata_in(path)
     except ValueError:  # not readable as a card, so not ours
         metadata = {}
-    if "differential_privacy" in metadata:
+    if BLOCK in metadata:
         return None
     names = ("README.own.md", *(f"README.own.{number}.md" for number in range(2, 10_000)))
     kept = next(path.with_name(name) for name in names if not path.with_name(name).exists())
@@ -502,7 +492,7 @@ def _metadata(
         "datasets": data_sets or None,
     }
     known = {key: value for key, value in own.items() if value is not None}
-    return ModelCardData(**{**known, **kept, **known, "differential_privacy": privacy_metadata(report)})
+    return ModelCardData(**{**known, **kept, **known, BLOCK: privacy_metadata(report)})
 
 
 def _tags(earlier: Any, private: bool) -> list[str]:
@@ -523,8 +513,8 @@ def privacy_metadata(report: Any) -> dict[str, Any]:
     private, plan = statement.private, report.checkable.plan
     if isinstance(plan, PlanOfQueries):
         return queries_metadata(report)
-    correlated = isinstance(plan, PlanOfParts) and plan.noise != "independent"
-    discrete = isinstance(plan, PlanOfGenerator) and plan.randomness == "discrete"
+    correlated = plan.noise != "independent"
+    discrete = plan.randomness == "discrete"
     rounds = _rounds(report) if correlated or discrete else {}
 
     def number(value: float) -> float | str:
@@ -544,7 +534,7 @@ def privacy_metadata(report: Any) -> dict[str, Any]:
         "num_steps": accounting.steps.stated,
         "num_units": parameters.num_units,
         **rounds,
-        **({"best_of": plan.selection} if isinstance(plan, PlanOfSelection) else {}),
+        **({} if plan.selection is None else {"best_of": plan.selection}),
     }
 
 
@@ -555,7 +545,7 @@ def _rounds(report: Any) -> dict[str, Any]:
     starts together cost one round with less noise.
     """
     plan = report.checkable.plan
-    options = plan.noise if isinstance(plan, PlanOfParts) and isinstance(plan.noise, dict) else {}
+    options = {} if isinstance(plan, PlanOfQueries) or isinstance(plan.noise, str) else plan.noise
     words = report.checkable.recompute_from_the_numbers.split()
     given = dict(zip(words[2::2], words[3::2], strict=False))
     of_group: dict[str, Any] = {"num_units_of_a_round": int(given["--num-units"])} if "--num-units" in given else {}
@@ -574,37 +564,31 @@ def _rounds(report: Any) -> dict[str, Any]:
     }
 
 
-def guarantee_section(report: Any) -> list[str]:
-    """Return the blocks of Markdown that state the guarantee.
-
-    Args:
-        report: of today's format, or of an earlier one.
-    """
-    return _part("guarantee", report, _template_of(report)).split("\n\n")
+def guarantee_section(report: PrivacyReport) -> list[str]:
+    """Return the blocks of Markdown that state the guarantee."""
+    return _part("guarantee", report).split("\n\n")
 
 
-def points_listed(report: Any) -> list[str]:
+def points_listed(report: PrivacyReport) -> list[str]:
     """Return the points that a card must list, in its words: those that are open, and those that people settled."""
-    lines = _part("open_points", report, _template_of(report)).split("\n")
+    lines = _part("open_points", report).split("\n")
     return [line.removeprefix("- ") for line in lines if line.startswith("- ")]
 
 
-def _part(name: str, report: Any, card: str = CARD_TEMPLATE, **context: Any) -> str:
+def _part(name: str, report: PrivacyReport, **context: Any) -> str:
     """Return a part of the card; the names are those of the blocks in its template."""
-    return part(card, name, report=report, **context)
+    return part(CARD_TEMPLATE, name, report=report, **context)
 
 
-def own_lines(report: Any, base: Any = None) -> set[str]:
+def own_lines(report: PrivacyReport, base: Any = None) -> set[str]:
     """Return every line that dpllm writes into the card of a report, whatever the model's kind.
 
     Args:
-        report: as `dpllm.report.statement.privacy_report` returns it, or of an earlier format.
+        report: as `dpllm.report.statement.privacy_report` returns it.
         base: Hub id of the base model, as the card names it.
     """
-    card = _template_of(report)
     names = ("open_points", "guarantee", "not_covered", "check_it", *(("use",) if method_of(report) else ()))
-    texts = [_part(name, report, card) for name in names]
-    for template_of in [f"{form}{CARD_TEMPLATE}" for form in forms_until(report.format)]:  # a title stays, when renewed
-        for name in (None, hub_id(base)):
-            texts += [_part("title", report, template_of, base=name, adapter=adapter) for adapter in (False, True)]
+    texts = [_part(name, report) for name in names]
+    for name in (None, hub_id(base)):
+        texts += [_part("title", report, base=name, adapter=adapter) for adapter in (False, True)]
     return {line.strip() for text in texts for line in text.split("\n")}

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import ConfigDict, Discriminator, Field, JsonValue, Tag, ValidationError
 
+from dpllm.config.versions import version_words
 from dpllm.report.kinds import (
     Adjacency,
     AtLeastOne,
@@ -33,16 +34,11 @@ from dpllm.report.kinds import (
 from dpllm.report.models_front import Front, KeptFiles, Line, Noted, Settled
 from dpllm.report.models_plan import AnyPlan, DrawNumbers, QueryParameters
 from dpllm.report.models_plan import Plan as Plan
-from dpllm.report.models_plan import PlanOfGenerator as PlanOfGenerator
-from dpllm.report.models_plan import PlanOfParts as PlanOfParts
 from dpllm.report.models_plan import PlanOfQueries as PlanOfQueries
-from dpllm.report.models_plan import PlanOfSelection as PlanOfSelection
+from dpllm.report.models_plan import is_selection as is_selection
 
-FORMAT: Final = 5
-"""Format of the report's JSON. Format 2 had no facts of the run and no open points of the ledger. Format 3 had no first
-screen, no way to settle a point, no list of files that are not for release, and answers in its checklist; its sentences
-about attacks are the table of the first screen now. Format 4 had statements that settle a point in its notes, and not
-in the ledger with person and date, and no line at the very top."""
+FORMAT: Final = 1
+"""Format of the report's JSON."""
 TIERS = ("strong", "reasonable", "weak", "none")
 _MOST_LISTED = 12
 
@@ -148,8 +144,8 @@ class CrossCheck(Part):
 
     name: str = Field(description="Which.")
     epsilon: Epsilon | None = Field(description="Its ε; null where it does not apply.")
-    bounds: tuple[Epsilon, Epsilon] | None = Field(
-        description="Lower and upper bound of an estimate; null where ε is an upper bound itself."
+    must_agree: bool = Field(
+        description="Whether it must agree with ours within 1 %; false: an upper bound that is looser by nature."
     )
     pld_of_the_same_steps: Epsilon | None = Field(
         description="The ε of this report's accountant that it is held against; null where it does not apply."
@@ -316,17 +312,23 @@ class Run(Part):
     run: str = Field(description="Random id.")
     plan_hash: Sha256 = Field(description="SHA-256 of the plan it ran under.")
     version: str = Field(description="Version of dpllm.")
+    commit: str | None = Field(description="Commit of dpllm; null: unknown.")
+    changed: bool = Field(description="Whether dpllm had changes that are in no commit.")
     started_at: str = Field(description="When, in UTC (ISO 8601).")
     entropy: str = Field(description="Where sampling and noise took their randomness from.")
     public: tuple[str, ...] = Field(description="What it had learnt from public data before.")
     planned_step: Event = Field(
-        description="The parameters of a step that determine its privacy cost, and the kind of its event, which is "
-        "missing in ledgers of earlier versions."
+        description="The parameters of a step that determine its privacy cost, and the kind of its event."
     )
     budget: BudgetEntry | None = Field(
         description="The budget of the data set that the run is charged to; null without one."
     )
-    file: str | None = Field(description="Keyed hash of the ledger file's inode; null: an older ledger.")
+    file: str = Field(description="Keyed hash of the ledger file's inode.")
+
+    @property
+    def code(self) -> str:
+        """The version of dpllm that ran, with its commit, for people."""
+        return version_words(self.version, self.commit, self.changed)
 
 
 class QueryStart(Run):
@@ -347,7 +349,6 @@ class Versions(Part):
     dpllm: str = Field(description="dpllm.")
     python: str = Field(description="Python.")
     dp_accounting: str | None = Field(description="dp_accounting.")
-    prv_accountant: str | None = Field(description="prv_accountant.")
     numpy: str | None = Field(description="numpy.")
     scipy: str | None = Field(description="scipy.")
     matplotlib: str | None = Field(description="matplotlib.")
@@ -380,7 +381,9 @@ class Checkable(Part):
     )
     plan: AnyPlan = Field(description="Every number that the guarantee rests on, fixed before the run.")
     plan_hash: Sha256 = Field(description="SHA-256 of the plan's fields.")
-    ledger_sha256: Sha256 = Field(description="SHA-256 of the ledger's file.")
+    ledger_sha256: Sha256 = Field(
+        description="SHA-256 of the ledger's file, without the lines at its end that name the report's files by hash."
+    )
     runs: tuple[
         Annotated[
             Annotated[Run, Tag("started")]
@@ -397,14 +400,26 @@ class Checkable(Part):
     diagnostics_not_covered: dict[str, AtLeastOne] = Field(
         description="Counts that depend on the private data and that ε does not cover."
     )
+    commit: str | None = Field(description="Commit of dpllm that made the report; null: unknown.")
+    changed: bool = Field(description="Whether that dpllm had changes that are in no commit.")
     machine: str = Field(description="Kind of processor that computed the numbers.")
     versions: Versions = Field(description="Versions of the software; null: not installed.")
+
+    @property
+    def code(self) -> str:
+        """The version of dpllm that made the report, with its commit, for people."""
+        return version_words(self.versions.dpllm, self.commit, self.changed)
+
+    @property
+    def code_of_runs(self) -> list[str]:
+        """The versions of dpllm that wrote the ledger, with their commits, each once."""
+        return list(dict.fromkeys(run.code for run in self.runs))
 
 
 class Computed(Part):
     """The parts of a report that are computed from plan and ledger, with a few notes of people in them."""
 
-    format: Literal[5] = Field(description="Format of the report; changes when a key does.")
+    format: Literal[1] = Field(description="Format of the report; changes when a key does.")
     statement: Statement = Field(description="The guarantee in one place.")
     setting: Setting = Field(description="Who is trusted with what.")
     definition: Definition = Field(description="The definition as this run instantiates it.")

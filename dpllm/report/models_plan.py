@@ -5,10 +5,11 @@ Place in the flow: below `dpllm.report.models`.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, JsonValue
+from pydantic import Discriminator, Field, JsonValue, Tag
 
+from dpllm.mechanism.limits import RANDOMNESS
 from dpllm.privacy.methods import METHODS
 from dpllm.report.kinds import (
     Adjacency,
@@ -69,36 +70,19 @@ class Plan(DrawNumbers, ProtectedUnit):
     )
     delta: Probability = Field(description="δ.")
     target_epsilon: Positive | None = Field(description="The ε that the run may cost; null when none was given.")
-    format: Literal[2] = Field(description="Format of the plan: 2 where clipping is flat and noise independent.")
-
-
-class PlanOfParts(Plan):
-    """A plan whose clipping or noise is not that of DP-SGD."""
-
-    format: Literal[3] = Field(description="Format of the plan: 3 where it names clipping and noise.")  # type: ignore[assignment]
+    format: Literal[1] = Field(description="Format of the plan.")
     clipping: ClippingSpec = Field(description="How a contribution is bounded.")
-    noise: NoiseSpec = Field(description="How the noise of the steps hangs together.")
-
-
-class PlanOfGenerator(PlanOfParts):
-    """A plan whose noise has another generator than the default."""
-
-    format: Literal[4] = Field(description="Format of the plan: 4 where it names a generator.")  # type: ignore[assignment]
-    randomness: Literal["chacha20", "discrete"] = Field(description="Generator of the noise.")
-
-
-class PlanOfSelection(PlanOfParts):
-    """A plan of a run that is one of several, of which only the best is released."""
-
-    format: Literal[5] = Field(description="Format of the plan: 5 where only the best of several runs is released.")  # type: ignore[assignment]
-    randomness: Literal["os", "chacha20"] = Field(description="Generator of the noise.")
-    selection: SelectionSpec = Field(description="Distribution of the number of runs, which stays secret.")
+    noise: NoiseSpec = Field(description="Whether and how the noise of the steps is correlated.")
+    randomness: Annotated[str, OneOf(RANDOMNESS)] = Field(description="Generator of the noise.")
+    selection: SelectionSpec | None = Field(
+        description="Distribution of the number of runs of which only the best is released; null for a single run."
+    )
 
 
 class PlanOfQueries(ProtectedUnit):
     """The plan of a query run: a private release that is no training run."""
 
-    format: Literal[6] = Field(description="Format of the plan: 6 where it is that of a query run.")
+    format: Literal[1] = Field(description="Format of the plan.")
     method: Annotated[str, OneOf(tuple(METHODS))] = Field(description="The method of the release.")
     num_units: AtLeastOne = Field(description="N, the number of units; public.")
     charges: tuple[dict[str, JsonValue], ...] = Field(
@@ -118,7 +102,18 @@ class PlanOfQueries(ProtectedUnit):
         return False
 
 
-AnyPlan = Annotated[Plan | PlanOfParts | PlanOfGenerator | PlanOfSelection | PlanOfQueries, Discriminator("format")]
+def _kind_of_plan(value: Any) -> str:
+    return "queries" if isinstance(value, PlanOfQueries) or (isinstance(value, dict) and "method" in value) else "steps"
+
+
+AnyPlan = Annotated[
+    Annotated[Plan, Tag("steps")] | Annotated[PlanOfQueries, Tag("queries")], Discriminator(_kind_of_plan)
+]
+
+
+def is_selection(plan: Plan | PlanOfQueries) -> bool:
+    """Return whether the run is one of several, of which only the best is released."""
+    return isinstance(plan, Plan) and plan.selection is not None
 
 
 class Answers(Part):

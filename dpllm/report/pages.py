@@ -1,17 +1,17 @@
 """The templates of the report's pages, and the filters by which they print numbers and texts.
 
-Place in the flow: below `dpllm.report.markdown` and `dpllm.report.html`. A page follows from the report's values and
-one folder of files: its template and its glossary. A report of an earlier format is printed with the folder of that
-format, so that `dpllm verify` compares its pages letter by letter. To freeze today's pages before they change, copy
-the files of ``dpllm/report/templates`` into a folder of their format, and add the format to
-`dpllm.report.earlier_reports`.
+Place in the flow: below `dpllm.report.markdown` and `dpllm.report.html`. A page follows from the report's values, its
+template and its glossary.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.resources
 import math
+import os
 import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from shlex import quote
@@ -20,6 +20,7 @@ from typing import Any
 import jinja2
 import markupsafe
 
+from dpllm.privacy.ledger import LEDGER_FILE, Ledger
 from dpllm.privacy.rounding import format_delta, format_epsilon, format_percent, one_in, up, up_significant
 from dpllm.report.disclosures import UTILITY_FILE
 from dpllm.report.front import NO_TRAINER, bounds, unit_of
@@ -56,9 +57,8 @@ def template(name: str) -> jinja2.Template:
     HTML is escaped. In Markdown each value is printed in one line, whatever people noted, and None as "-".
 
     Args:
-        name: of the file in ``dpllm/report/templates``; that of an earlier format is in a folder, such as "format3/".
+        name: of the file in ``dpllm/report/templates``.
     """
-    form, slash, _ = name.rpartition("/")
     is_html = name.endswith(".html")
     environment = jinja2.Environment(
         autoescape=is_html,
@@ -74,8 +74,7 @@ def template(name: str) -> jinja2.Template:
         **{"command": _command, "words": _words, "percent": format_percent},
     )
     environment.globals.update(method_of=method_of)
-    words = glossary(f"{form}{slash}")
-    environment.globals.update(not_filled=NOT_FILLED, sections=SECTIONS, glossary=words, utility_file=UTILITY_FILE)
+    environment.globals.update(not_filled=NOT_FILLED, sections=SECTIONS, glossary=glossary(), utility_file=UTILITY_FILE)
     environment.globals.update(where=WHERE, exact=EXACT, kept=KEPT, checkpoints=CHECKPOINTS, trained=NO_TRAINER)
     text = importlib.resources.files("dpllm").joinpath(f"report/templates/{name}").read_text(encoding="utf-8")
     return environment.from_string(text)
@@ -91,6 +90,38 @@ def part(name: str, block: str, **context: Any) -> str:
     """
     page = template(name)
     return "".join(page.blocks[block](page.new_context(context))).strip()
+
+
+def write_pages(folder: str | Path, texts: Mapping[str, str], ledger: Any = None) -> None:
+    """Write files of a report, or its card, and note their hashes in the ledger of the folder.
+
+    Each file is written whole or not at all. `dpllm verify` compares the files with the hashes.
+
+    Args:
+        folder: of the ledger. Without a ledger in it, there is nothing to verify, and no hash is noted.
+        texts: the files by name.
+        ledger: the folder's ledger, if it is open (`Ledger`, or `SharedLedger` on its first process). None: opens it.
+
+    Raises:
+        LedgerError: the ledger is damaged, or a run is writing it.
+    """
+    folder, digests = Path(folder), {}
+    for name, text in texts.items():
+        content = text.encode("utf-8")
+        replace_file(folder / name, content)
+        digests[name] = hashlib.sha256(content).hexdigest()
+    if ledger is not None:
+        ledger.append_pages(digests)
+    elif (folder / LEDGER_FILE).is_file():
+        with Ledger.annotate(folder / LEDGER_FILE) as opened:
+            opened.append_pages(digests)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file such that a reader sees the old one or the new one."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)
 
 
 def in_folder(text: str, folder: str | Path) -> str:

@@ -405,13 +405,11 @@ def _looked_at(report: Mapping[str, Any]) -> tuple[bool, str, list[str]]:
     return (
         bool(report["statement"]["private"]),
         str(report["strength"]["audit"] or ""),
-        [f"{point} Cleared by: {how}." for point, how in zip(report["open_points"], _ways(report), strict=True)],
+        [
+            f"{point} Cleared by: {how}."
+            for point, how in zip(report["open_points"], report["how_to_clear"], strict=True)
+        ],
     )
-
-
-def _ways(report: Mapping[str, Any]) -> list[str]:
-    """Return what clears each open point; reports of earlier versions do not say it."""
-    return [str(how) for how in report.get("how_to_clear") or ["`dpllm report FOLDER`"] * len(report["open_points"])]
 
 
 def _audit_failed(path: Path) -> bool:

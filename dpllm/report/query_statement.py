@@ -312,7 +312,7 @@ def _cross_checks(history: tuple[tuple[Event, int], ...], delta: float) -> tuple
         CrossCheck(
             name="PLD of dp_accounting",
             epsilon=library,
-            bounds=None,
+            must_agree=False,
             pld_of_the_same_steps=None if library is None else ours,
             note="does not apply: it has no distribution of one of these events"
             if library is None
@@ -321,7 +321,7 @@ def _cross_checks(history: tuple[tuple[Event, int], ...], delta: float) -> tuple
         CrossCheck(
             name="zCDP",
             epsilon=of_zcdp,
-            bounds=None,
+            must_agree=False,
             pld_of_the_same_steps=None if of_zcdp is None else ours,
             note="does not apply: one of these events has no finite ρ"
             if of_zcdp is None

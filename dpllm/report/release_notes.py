@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dpllm.config.versions import has_format, other_format, version_words
 from dpllm.report.disclosures import UTILITY_FILE
 from dpllm.report.models import FORMAT
 from dpllm.report.models_front import Noted
@@ -129,41 +130,47 @@ def notes_in(folder: str | Path) -> ReleaseNotes:
     if not path.is_file():
         return ReleaseNotes()
     try:
-        return notes_of(json.loads(path.read_text(encoding="utf-8")))
+        report = json.loads(path.read_text(encoding="utf-8"))
+        other = not has_format(report.get("format", FORMAT), FORMAT)
+        notes = ReleaseNotes() if other else notes_of(report)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a whole privacy report ({type(error).__name__}: {error}), so the notes in it cannot be "
             "read: restore it from a copy, or delete it and note again with `dpllm report`"
         ) from error
+    if other:
+        words = other_format("privacy report", report["format"], FORMAT, written_by(report))
+        raise ValueError(f"{path} {words}, or delete the file and note again with `dpllm report`")
+    return notes
 
 
 def notes_of(report: Mapping[str, Any]) -> ReleaseNotes:
-    """Return what people noted in a report; nothing where it has a format that is not known.
+    """Return what people noted in a report.
 
     Args:
         report: as the JSON file holds it.
     """
-    written = report.get("format")
-    if written not in (2, 3, 4, FORMAT):
-        return ReleaseNotes()
-    added = {name: value for name, value in report["noted"].items() if name != "settled"} if written > 3 else {}
-    if added:
-        added["language"] = tuple(added["language"]) or None
-        added["utility_elsewhere"] = tuple(report["utility_elsewhere"])
+    noted = report["noted"]
     return ReleaseNotes(
         data_holder=report["setting"]["data_holder"],
         audience=report["setting"]["audience"],
         other_uses=report["definition"]["other_uses_of_the_data"],
-        audit=report["strength"].get("audit_noted", report["strength"]["audit"] if written == 2 else None),
+        audit=report["strength"]["audit_noted"],
         utility=report["utility"] or {},
-        **added,
+        utility_elsewhere=tuple(report["utility_elsewhere"]),
+        **{**noted, "language": tuple(noted["language"]) or None},
     )
 
 
-def settled_before(report: Mapping[str, Any]) -> dict[str, str]:
-    """Return the open points that a report of format 4 calls settled, with the statements; later ones are in a ledger.
+def written_by(report: Mapping[str, Any]) -> str | None:
+    """Return the version of dpllm that made a report, in words; None if the report does not name it.
 
     Args:
         report: as the JSON file holds it.
     """
-    return dict(report["noted"]["settled"]) if report.get("format") == 4 else {}
+    checkable = report.get("checkable")
+    versions = checkable.get("versions") if isinstance(checkable, dict) else None
+    version = versions.get("dpllm") if isinstance(versions, dict) else None
+    if not isinstance(checkable, dict) or not isinstance(version, str):
+        return None
+    return version_words(version, checkable.get("commit"), checkable.get("changed") is True)

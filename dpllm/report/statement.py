@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import dpllm
-from dpllm.config.versions import installed_version
+from dpllm.config.versions import code_version, installed_version
 from dpllm.mechanism.discrete import DiscreteStep
 from dpllm.mechanism.events import Event, Round
 from dpllm.mechanism.limits import ADJACENCIES
@@ -36,7 +34,6 @@ from dpllm.report.checklist import REFUTED, completed
 from dpllm.report.curves import curves
 from dpllm.report.definition import (
     FEDERATED,
-    ROWS_LEFT_OUT,
     SECURE,
     TRUSTED,
     assumptions,
@@ -65,6 +62,7 @@ from dpllm.report.models import (
     Versions,
 )
 from dpllm.report.models_front import Settled
+from dpllm.report.pages import write_pages
 from dpllm.report.query_statement import told_of_queries
 from dpllm.report.release_notes import JSON_FILE as JSON_FILE
 from dpllm.report.release_notes import ReleaseNotes as ReleaseNotes
@@ -92,8 +90,6 @@ def privacy_report(
     plan: PrivacyPlan | QueryPlan,
     ledger_contents: LedgerContents,
     notes: ReleaseNotes | None = None,
-    *,
-    settled_before: Mapping[str, str] | None = None,
 ) -> PrivacyReport:
     """Return the privacy statement of what ran so far.
 
@@ -101,8 +97,6 @@ def privacy_report(
         plan: the plan of the run.
         ledger_contents: what the ledger says.
         notes: what only people know. None: those points stay open.
-        settled_before: points that a report of format 4 calls settled, with the statements, to compare with that
-            report. No report is written with them: they have neither date nor author, and no ledger has them.
 
     Raises:
         ValueError: the ledger belongs to another plan, or charges steps that are not the plan's.
@@ -136,12 +130,9 @@ def privacy_report(
         curves=curves(history, plan.delta, plan.adjacency, headline, plan.target_epsilon),
         checkable=_checkable(plan, contents, told.command),
         noted_open_points=(*contents.notes.open_points, *told.open_points),
-        settlements=(
-            *(Settled(point=point, answer=answer, by="", at="") for point, answer in (settled_before or {}).items()),
-            *(
-                Settled(point=line["point"], answer=line["statement"], by=line["by"], at=line["at"])
-                for line in contents.notes.settled
-            ),
+        settlements=tuple(
+            Settled(point=line["point"], answer=line["statement"], by=line["by"], at=line["at"])
+            for line in contents.notes.settled
         ),
         utility=json.loads(json.dumps(dict(notes.utility), allow_nan=False)) or None,
         utility_elsewhere=tuple(notes.utility_elsewhere),
@@ -155,36 +146,38 @@ def write_report(
     plan: PrivacyPlan | QueryPlan,
     ledger: Ledger | LedgerContents,
     notes: ReleaseNotes | None = None,
+    *,
+    opened: Any = None,
 ) -> PrivacyReport:
     """Write ``privacy_report.json``, ``.md`` and ``.html`` into a folder, and return the report.
+
+    Their hashes are written into the ledger of the folder (`dpllm.report.pages.write_pages`).
 
     Args:
         output_dir: an existing folder.
         plan: the plan of the run.
         ledger: the ledger, open or read.
         notes: what only people know.
+        opened: the folder's ledger, if a run has it open (`SharedLedger`). None: `ledger`, or the folder's is opened.
 
     Raises:
-        ValueError: the ledger is damaged, or of another plan.
+        ValueError: the ledger is damaged, or of another plan, or a run is writing it.
     """
     contents = read_ledger(ledger.path) if isinstance(ledger, Ledger) else ledger
     report = privacy_report(plan, contents, notes)
-    _replace(Path(output_dir) / JSON_FILE, json_text(report))
-    _replace(Path(output_dir) / MARKDOWN_FILE, render_markdown(report))
-    _replace(Path(output_dir) / HTML_FILE, render_html(report, draw_figures(report)))
+    files = {
+        JSON_FILE: json_text(report),
+        MARKDOWN_FILE: render_markdown(report),
+        HTML_FILE: render_html(report, draw_figures(report)),
+    }
+    own = ledger if isinstance(ledger, Ledger) and ledger.is_open else None
+    write_pages(output_dir, files, own if opened is None else opened)
     return report
 
 
 def json_text(report: PrivacyReport) -> str:
     """Return the text of the JSON file."""
     return json.dumps(report.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a whole file or nothing of it."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def _told(plan: PrivacyPlan, contents: LedgerContents, notes: ReleaseNotes, epsilons: EpsilonByAdjacency) -> Told:
@@ -343,12 +336,8 @@ def _steps(plan: PrivacyPlan, contents: LedgerContents) -> Steps:
 
 @lru_cache(maxsize=8)
 def _cross_checks(history: tuple[tuple[Event, int], ...], delta: float) -> tuple[CrossCheck, ...]:
-    """Return ε under zero-out by other ways.
-
-    The PRV accountant knows no truncation, so it is held against the PLD of the same steps without truncation.
-    """
+    """Return ε under zero-out by other ways."""
     plain = accounting.untruncated(history)
-    prv = comparison.prv_epsilon(history, delta)
     renyi = comparison.renyi_epsilon(history, delta)
     discrete = any(isinstance(one, DiscreteStep) for one, _ in history)
     no_renyi = "does not apply: it has no event for the rows of a user drawn each by itself"
@@ -356,31 +345,11 @@ def _cross_checks(history: tuple[tuple[Event, int], ...], delta: float) -> tuple
         no_renyi = "does not apply: ε itself is by Rényi divergences, at whole orders"
     selected = any(isinstance(one, SelectedRun) for one, _ in history)
     return (
-        CrossCheck(
-            name="PRV",
-            epsilon=prv.estimate if prv else None,
-            bounds=(prv.lower, prv.upper) if prv else None,
-            pld_of_the_same_steps=accounting.epsilon(plain, delta) if prv else None,
-            note="an estimate with bounds, under zero-out, without the effect of truncation (arXiv:2106.02848); "
-            "held against the PLD of the same steps without truncation"
-            if prv
-            else "does not apply to these steps",
-        ),
-        CrossCheck(
-            name="PLD of dp_accounting",
-            epsilon=None if selected or discrete else comparison.library_epsilon(history, delta),
-            bounds=None,
-            pld_of_the_same_steps=None if selected or discrete else accounting.epsilon(history, delta),
-            note="does not apply: it has no distribution of a selection"
-            if selected
-            else "does not apply: it has no distribution of discrete noise"
-            if discrete
-            else "an upper bound by that library's own accountant, under zero-out, on the coarser grid 0.001",
-        ),
+        _by_dp_accounting(history, delta, "a selection" if selected else "discrete noise" if discrete else None),
         CrossCheck(
             name="Rényi",
             epsilon=renyi,
-            bounds=None,
+            must_agree=False,
             pld_of_the_same_steps=None if renyi is None else accounting.epsilon(plain, delta),
             note=no_renyi
             if renyi is None
@@ -388,6 +357,24 @@ def _cross_checks(history: tuple[tuple[Event, int], ...], delta: float) -> tuple
             if selected
             else "an upper bound, looser by nature, under zero-out, without the effect of truncation",
         ),
+    )
+
+
+def _by_dp_accounting(history: tuple[tuple[Event, int], ...], delta: float, without: str | None) -> CrossCheck:
+    """Return ε by dp_accounting's own accountant; ``without`` is that of which it has no distribution."""
+    found, note = None, f"does not apply: it has no distribution of {without}"
+    if without is None:
+        try:
+            found, grid = comparison.fine_library_epsilon(history, delta)
+            note = f"by that library's own accountant, under zero-out, on the grid {grid:g}; it must agree within 1 %"
+        except ValueError as error:
+            note = f"does not apply: {error}"
+    return CrossCheck(
+        name="PLD of dp_accounting",
+        epsilon=found,
+        must_agree=True,
+        pld_of_the_same_steps=None if found is None else accounting.epsilon(history, delta),
+        note=note,
     )
 
 
@@ -478,7 +465,7 @@ def _command(plan: PrivacyPlan, contents: LedgerContents) -> str:
 
 
 def _checkable(plan: PrivacyPlan | QueryPlan, contents: LedgerContents, command: str | None) -> Checkable:
-    runs = [{**run, "budget": run.get("budget"), "file": run.get("file")} for run in contents.runs]
+    code = code_version()
     return Checkable.model_validate(
         {
             "verify": "dpllm verify .",
@@ -487,16 +474,16 @@ def _checkable(plan: PrivacyPlan | QueryPlan, contents: LedgerContents, command:
             "plan": plan.to_dict(),
             "plan_hash": plan.hash,
             "ledger_sha256": contents.sha256,
-            "runs": runs,
+            "runs": contents.runs,
             "ended": _reason(plan, contents),
             "torn_lines": contents.torn_lines,
-            "diagnostics_not_covered": {
-                name: value for name, value in contents.diagnostics.items() if name != ROWS_LEFT_OUT
-            },
+            "diagnostics_not_covered": contents.diagnostics,
+            "commit": code.commit,
+            "changed": code.changed,
             "machine": platform.machine(),
             "versions": {
                 **{package: installed_version(package) for package in Versions.model_fields},
-                "dpllm": dpllm.__version__,
+                "dpllm": code.version,
                 "python": platform.python_version(),
             },
         }

@@ -1,47 +1,32 @@
 """Whether what lies in the folder of a run is what the run left behind: `dpllm verify`.
 
-Place in the flow: after everything else, by anyone who holds the folder. Everything is computed anew from the plan and
-the ledger and compared with the three forms of the report and with the model card. The hashes of plan and ledger are no
-signatures: whoever edits a ledger and redoes its hashes, the report and the page consistently is not found out. What
-people noted (who holds the data, utility, ...) and the recorded versions of the software are taken as they stand in
-the JSON, and the other forms are held to them.
+Place in the flow: after everything else, by anyone who holds the folder. The numbers are computed again from the plan
+and the ledger and compared with the report's JSON. The report's files and the model card are compared with the hashes
+with which the ledger names them; of a card that people went on writing, dpllm's own parts are compared. Plan, ledger
+and hashes are no signatures: whoever edits a ledger and redoes its hashes consistently is not found out. What people
+noted (who holds the data, utility, ...) and the recorded versions of the software are taken from the JSON.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import platform
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import dpllm
-from dpllm.config.versions import installed_version
+from dpllm.config.versions import code_version, has_format, installed_version, other_format, version_words
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerContents, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.query_plan import QueryPlan, load_plan
 from dpllm.privacy.rounding import format_epsilon
 from dpllm.report.checklist import completed
-from dpllm.report.earlier_reports import (
-    EARLIER_FORMATS,
-    deltas_rounded_up,
-    due_then,
-    form_of,
-    format_of,
-    in_form,
-    in_todays_lines,
-    is_as_old,
-    rounds_to_nearest,
-    sentences_rounded_up,
-    then_of,
-)
-from dpllm.report.html import draw_figures, render_html
-from dpllm.report.markdown import render_markdown
 from dpllm.report.model_card import (
+    BLOCK,
     CARD_FILE,
     guarantee_section,
     metadata_in,
@@ -49,11 +34,11 @@ from dpllm.report.model_card import (
     points_listed,
     privacy_metadata,
 )
-from dpllm.report.models import FORMAT, Part, PrivacyReport, Versions, complaints, listed
+from dpllm.report.models import FORMAT, PrivacyReport, Versions, complaints, listed
 from dpllm.report.query_statement import check_answers
-from dpllm.report.release_notes import settled_before
+from dpllm.report.release_notes import written_by
 from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, ReleaseNotes, notes_of, privacy_report
-from dpllm.report.verify_release import foreign_claims, missing_points, release_checks
+from dpllm.report.verify_release import missing_points, other_claims, release_checks
 from dpllm.report.verify_thresholds import thresholds_found
 
 TOLERANCE = 1e-5
@@ -65,7 +50,7 @@ made up to 3e-6. A report names no such instructions, so that every report is co
 
 _THRESHOLDS = "each step in the ledger carries the clip threshold of a clipping that adapts"
 
-_NUMERIC = ("dp_accounting", "prv_accountant", "numpy", "scipy", "python")
+_NUMERIC = ("dp_accounting", "numpy", "scipy", "python")
 
 
 @dataclass(frozen=True)
@@ -74,10 +59,20 @@ class Check:
 
     what: str
     """What must hold."""
-    ok: bool
-    """Whether it does."""
+    passed: bool | None
+    """Whether it does; None: it was not checked."""
     detail: str
-    """What was found; if it doesn't hold, where."""
+    """What was found; if it doesn't hold, where; if it was not checked, why."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the check did not fail."""
+        return self.passed is not False
+
+    @property
+    def result(self) -> str:
+        """The result in words."""
+        return {True: "ok", False: "failed", None: "not checked"}[self.passed]
 
 
 @dataclass(frozen=True)
@@ -89,7 +84,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether everything holds."""
+        """Whether no check failed."""
         return all(check.ok for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
@@ -97,66 +92,55 @@ class Verification:
         return {
             "ok": self.ok,
             "folder": str(self.folder),
-            "checks": [{"what": check.what, "ok": check.ok, "detail": check.detail} for check in self.checks],
+            "checks": [{"what": check.what, "result": check.result, "detail": check.detail} for check in self.checks],
         }
 
 
 def verification_rows(verification: Verification) -> list[tuple[str, str]]:
     """Return the result as (what, result) rows for people."""
-    return [(check.what, f"{'ok' if check.ok else 'FAILED'}: {check.detail}") for check in verification.checks]
+    shown = {True: "ok", False: "FAILED", None: "not checked"}
+    return [(check.what, f"{shown[check.passed]}: {check.detail}") for check in verification.checks]
 
 
 def verify(folder: str | Path) -> Verification:
-    """Recompute everything from the plan and the ledger, and compare it with what the folder says.
+    """Compare a folder with the numbers that follow from its plan and ledger, and with the hashes in the ledger.
 
     A file that is missing, or can't be read, is a failed check. Checked are: the plan against its hash; the ledger's
     chain of hashes; that the ledger is of that plan, each step the plan's, and no more of them than planned; that the
     report speaks of as many steps as the ledger (lines cut off at the ledger's end break no hash); the JSON against its
-    schema, and key by key against what is recomputed; the Markdown and the HTML against the same, exactly; and, where
-    there is one, the numbers, the guarantee and the open points of the model card, which may make no other claim. The
-    files of the model, the checkpoints and the audits are held to the lines of the ledger that name them
-    (`dpllm.report.verify_release`).
+    schema, and key by key against what is recomputed; the report's files against the hashes in the ledger; and, where
+    there is one, the numbers, the guarantee and the open points of the model card, and the ε that it states. The files
+    of the model, the checkpoints and the audits are held to the lines of the ledger that name them
+    (`dpllm.report.verify_release`). If another version of dpllm made the report, its sentences are held to its hash
+    only.
 
     Args:
         folder: of a run or of a checkpoint.
 
     Returns:
-        All checks, also those that passed. Numbers in the JSON must agree to `TOLERANCE`, pages to the letter.
+        All checks, also those that passed. Numbers in the JSON must agree to `TOLERANCE`.
     """
     folder = Path(folder)
     checks: list[Check] = []
     plan, contents = check_ledger(folder, checks)
     queries = isinstance(plan, QueryPlan)
     recorded = _tried(checks, f"{JSON_FILE} can be read", lambda: _read_json(folder / JSON_FILE), _of_report)
-    written = format_of(recorded)
-    earlier = written if written in EARLIER_FORMATS else None
-    if contents is not None and recorded is not None:
-        checks.append(_step_count(contents, recorded, queries))
     if contents is not None:
+        if recorded is not None:
+            checks += [_version_check(contents, recorded), _step_count(contents, recorded, queries)]
         checks += [Check(*result) for result in release_checks(folder, contents, queries)]
     if recorded is not None:
         checks.append(_schema_check(recorded))
-        if contents is not None and earlier is not None:
-            checks.append(_age_check(contents, earlier))
-    due: Any = _recomputed(checks, plan, contents, recorded)
-    if due is not None and earlier is not None:
-        due = due_then(due, earlier)
-    nearest = rounds_to_nearest(contents)
+    due = _recomputed(checks, plan, contents, recorded)
+    same_code = recorded is not None and _is_of_this_code(recorded)
     if due is not None and recorded is not None:
-        printed, right = sentences_rounded_up(recorded, due) if nearest else recorded, _plain(due)
-        found = printed if earlier is None else in_form(printed, right, keep_words=False)
-        checks.append(_json_check(found, sentences_rounded_up(right, due) if nearest else right, recorded))
+        checks.append(_json_check(recorded, _plain(due), same_code))
         if checks[-1].ok:  # so that rounding of numbers that other versions computed can't matter
             with contextlib.suppress(ValueError):  # a number just out of its range, which the schema's check named
-                if earlier is None:
-                    due = PrivacyReport.read(printed)
-                else:
-                    due = then_of(in_form(printed, right, keep_words=True), earlier)
-    pages = None if due is None else _Pages(due, form_of(earlier), nearest)
-    for name, compare in ((MARKDOWN_FILE, _markdown_check), (HTML_FILE, _html_check)):
-        checks.append(_file_check(folder / name, pages, compare))
+                due = PrivacyReport.read(recorded)
+    checks += [_hash_check(folder / name, contents) for name in (JSON_FILE, MARKDOWN_FILE, HTML_FILE)]
     if (folder / CARD_FILE).is_file():
-        checks.append(_file_check(folder / CARD_FILE, pages, _card_check))
+        checks.append(_card_check(folder / CARD_FILE, due, contents, same_code))
     return Verification(folder, tuple(checks))
 
 
@@ -177,31 +161,6 @@ def check_ledger(folder: Path, checks: list[Check]) -> tuple[PrivacyPlan | Query
     if plan is not None and contents is not None:
         checks += _ledger_checks(plan, contents)
     return plan, contents
-
-
-@dataclass(frozen=True)
-class _Pages:
-    """The pages that are due, in the form of the version that wrote those in the folder."""
-
-    report: Any
-    """Today's report, or one in the format of the pages."""
-    form: str
-    """The folder of the templates of an earlier version that wrote the folder's report; empty: today's."""
-    nearest: bool
-    """Whether that version may have rounded δ to nearest."""
-
-    def comparable(self, text: str) -> str:
-        """Return a file's text, or the text due in its place, in the one form in which both are compared."""
-        lines = in_todays_lines(text) if self.form else text
-        return deltas_rounded_up(lines, self.report) if self.nearest else lines
-
-    def markdown(self) -> str:
-        """Return the Markdown page."""
-        return render_markdown(self.report, self.form)
-
-    def html(self) -> str:
-        """Return the page with its pictures."""
-        return render_html(self.report, draw_figures(self.report), self.form)
 
 
 def _plain(report: Any) -> dict[str, Any]:
@@ -305,33 +264,33 @@ def _step_count(contents: LedgerContents, recorded: Mapping[str, Any], queries: 
 
 def _schema_check(recorded: Mapping[str, Any]) -> Check:
     what = f"{JSON_FILE} fits the published schema"
-    known: dict[int, type[Part]] = {FORMAT: PrivacyReport, **EARLIER_FORMATS}
-    written = format_of(recorded)
-    if written is None or written not in known:
-        return Check(
-            what,
-            False,
-            f"it has format {_short(recorded.get('format'))}, and this version of dpllm reads "
-            f"{', '.join(map(str, sorted(known)))}: verify it with the version that wrote it",
-        )
-    lines = complaints(known[written], recorded)
-    found = "every key known, none missing"
-    if written in EARLIER_FORMATS:
-        found += f" in format {written}, of an earlier version: its sentences are compared by their numbers"
-    return Check(what, not lines, listed(lines) if lines else found)
+    if not has_format(recorded.get("format"), FORMAT):
+        words = other_format("privacy report", recorded.get("format"), FORMAT, written_by(recorded))
+        return Check(what, False, f"it {words}")
+    lines = complaints(PrivacyReport, recorded)
+    return Check(what, not lines, listed(lines) if lines else "every key known, none missing")
 
 
-def _age_check(contents: LedgerContents, written: int) -> Check:
-    """Whether an earlier version can have written the report: of its sentences only the numbers are compared."""
-    older = is_as_old(contents, written)
+def _version_check(contents: LedgerContents, recorded: Mapping[str, Any]) -> Check:
+    """Whether the dpllm that wrote report and ledger is the one that checks them; other code may compute otherwise."""
+    what, here = "report and ledger were written by this version of dpllm", version_words(*code_version())
+    report = written_by(recorded)
+    runs = dict.fromkeys(version_words(run["version"], run["commit"], run["changed"]) for run in contents.runs)
+    if report == here and list(runs) == [here] and code_version().commit and not code_version().changed:
+        return Check(what, True, here)
+    if report == here and list(runs) == [here]:
+        return Check(what, None, f"no commit holds the code of {here}, so it can't be compared")
     return Check(
-        f"{JSON_FILE} is as old as the ledger",
-        older,
-        "both are of an earlier version"
-        if older
-        else "it has the format of an earlier version, and the ledger is of a later one: `dpllm report FOLDER` makes "
-        "the report again",
+        what,
+        None,
+        f"made by another version: report {report or 'unknown'}; ledger {', '.join(runs)}; you run {here}. The numbers "
+        "are computed again by yours",
     )
+
+
+def _is_of_this_code(recorded: Mapping[str, Any]) -> bool:
+    """Whether the sentences of a report must be those of this version; without a name of its version, they must."""
+    return written_by(recorded) in (None, version_words(*code_version()))
 
 
 def _recomputed(
@@ -343,10 +302,9 @@ def _recomputed(
     """Return the report as it should be: what people noted and the versions are taken from what was recorded."""
     if plan is None or contents is None:
         return None
-    what = "the report can be computed anew"
-    notes, settled = _notes(recorded)
+    what = "the report can be computed again"
     try:
-        report = _with_its_software(privacy_report(plan, contents, notes, settled_before=settled), recorded or {})
+        report = _with_its_software(privacy_report(plan, contents, _notes(recorded)), recorded or {})
     except ValueError as error:
         checks.append(Check(what, False, _in_words(error)))
         return None
@@ -355,11 +313,11 @@ def _recomputed(
     return report
 
 
-def _notes(recorded: Mapping[str, Any] | None) -> tuple[ReleaseNotes, Mapping[str, str]]:
+def _notes(recorded: Mapping[str, Any] | None) -> ReleaseNotes:
     try:
-        return notes_of(recorded or {}), settled_before(recorded or {})
+        return notes_of(recorded or {})
     except (KeyError, TypeError, AttributeError, ValueError):
-        return ReleaseNotes(), {}  # what is missing is found when the keys are compared
+        return ReleaseNotes()  # what is missing is found when the keys are compared
 
 
 def _with_its_software(report: PrivacyReport, recorded: Mapping[str, Any]) -> PrivacyReport:
@@ -371,6 +329,8 @@ def _with_its_software(report: PrivacyReport, recorded: Mapping[str, Any]) -> Pr
         report = report.with_part("accounting", tool_version=tool)
     if isinstance(machine, str):
         report = report.with_part("checkable", machine=machine)
+    if isinstance(checkable.get("commit"), str | None) and isinstance(checkable.get("changed"), bool):
+        report = report.with_part("checkable", commit=checkable.get("commit"), changed=checkable["changed"])
     if isinstance(versions, dict) and not complaints(Versions, versions):
         report = report.with_part("checkable", versions=Versions.model_validate(versions))
     return completed(report)
@@ -381,14 +341,33 @@ def _part(recorded: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return part if isinstance(part, dict) else {}
 
 
-def _json_check(found: Mapping[str, Any], due: Mapping[str, Any], recorded: Mapping[str, Any]) -> Check:
+_NUMBERS = ("format", "statement", "accounting", "strength", "curves", "checkable")
+"""Parts of the JSON whose numbers are compared whichever version made the report."""
+
+
+def _json_check(found: Mapping[str, Any], due: Mapping[str, Any], same_code: bool) -> Check:
+    """Compare the JSON with what is recomputed; if another version made it, its numbers and names only."""
     what = f"{JSON_FILE} says what plan and ledger say"
-    changed = _other_versions(recorded)
-    lines = [_difference(path, one, right) for path, one, right in _differences(found, due, "", TOLERANCE)]
+    changed = _other_versions(found)
+    if not same_code:
+        found, due = ({name: part[name] for name in _NUMBERS if name in part} for part in (found, due))
+    lines = [
+        _difference(path, one, right)
+        for path, one, right in _differences(found, due, "", TOLERANCE)
+        if same_code or not (_is_words(one) and _is_words(right))
+    ]
     if lines:
-        return Check(what, False, f"{listed(lines)}{_other_dpllm(recorded)}")
+        return Check(what, False, listed(lines))
     why = f", since other versions computed it ({', '.join(changed)})" if changed else ""
-    return Check(what, True, f"every key agrees, numbers to {TOLERANCE:g}{why}")
+    which = "every key agrees, numbers" if same_code else "its numbers agree"
+    return Check(what, True, f"{which} to {TOLERANCE:g}{why}")
+
+
+def _is_words(value: Any) -> bool:
+    """Whether a value is a sentence, or several: another version may word it otherwise."""
+    if isinstance(value, list):
+        return all(map(_is_words, value))
+    return value is _ABSENT or value is None or (isinstance(value, str) and " " in value)
 
 
 def _other_versions(recorded: Mapping[str, Any]) -> list[str]:
@@ -406,21 +385,6 @@ def _other_versions(recorded: Mapping[str, Any]) -> list[str]:
 
 def _installed(name: str) -> str | None:
     return platform.python_version() if name == "python" else installed_version(name)
-
-
-def _other_dpllm(recorded: Mapping[str, Any]) -> str:
-    if format_of(recorded) in EARLIER_FORMATS:
-        return (
-            ". An earlier version wrote it, which stated the ε of the steps taken where a run had stopped early: "
-            "`dpllm report FOLDER` makes the report again"
-        )
-    try:
-        version = recorded["checkable"]["versions"]["dpllm"]
-    except (KeyError, TypeError):
-        return ""
-    if version == dpllm.__version__:
-        return ""
-    return f". It was written by dpllm {version} and this is {dpllm.__version__}: verify it with that version"
 
 
 _ABSENT = object()
@@ -460,63 +424,65 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
-def _file_check(path: Path, pages: _Pages | None, compare: Callable[[Path, str, _Pages], tuple[bool, str]]) -> Check:
-    what = f"{path.name} says the same"
+def _read_text(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8 text") from error
+
+
+def _hash_check(path: Path, contents: LedgerContents | None) -> Check:
+    """Compare a file of the report with the hash that the ledger names last."""
+    what = f"{path.name} is as dpllm wrote it"
+    try:
+        content = path.read_bytes()
     except OSError as error:
         return Check(what, False, f"{path} cannot be read ({error.strerror})")
-    except UnicodeDecodeError:
-        return Check(what, False, f"{path} is no UTF-8 text")
-    if pages is None:
-        return Check(what, False, "there is nothing to compare it with, since plan or ledger cannot be used")
+    if contents is None:
+        return Check(what, False, "there is nothing to compare it with, since the ledger cannot be used")
+    written = contents.notes.pages.get(path.name)
+    if written is None:
+        return Check(what, False, "the ledger does not name it: dpllm did not write it, or lines were cut off")
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != written:
+        hashes = f"its SHA-256 is {digest[:12]}, and the ledger names {written[:12]}"
+        return Check(what, False, f"{hashes}: it was edited, or lines of the ledger were cut off. Restore both")
+    return Check(what, True, f"SHA-256 {digest[:12]}")
+
+
+def _card_check(path: Path, due: PrivacyReport | None, contents: LedgerContents | None, same_code: bool) -> Check:
+    """Compare dpllm's parts of the card with the report; people may have written the rest."""
+    what = f"{path.name} has the guarantee and the open points of the report"
     try:
-        return Check(what, *compare(path, pages.comparable(text), pages))
+        text, metadata = _read_text(path), metadata_in(path)
     except ValueError as error:
         return Check(what, False, _in_words(error))
-
-
-def _markdown_check(_path: Path, text: str, pages: _Pages) -> tuple[bool, str]:
-    return _same_text(text, pages.comparable(pages.markdown()), "exactly")
-
-
-def _html_check(_path: Path, text: str, pages: _Pages) -> tuple[bool, str]:
-    """Compare the pictures too, where the program that drew them is the one installed."""
-    drawn, here = pages.report.checkable.versions.matplotlib, installed_version("matplotlib")
-    page = pages.comparable(pages.html())
-    if drawn == here:
-        return _same_text(text, page, "exactly, with its pictures")
-    without = re.compile(r"<svg.*?</svg>", flags=re.DOTALL)
-    how = f"without its pictures, which matplotlib {drawn} drew and {here} may draw otherwise"
-    return _same_text(without.sub("", text), without.sub("", page), how)
-
-
-def _same_text(found: str, due: str, how: str) -> tuple[bool, str]:
-    if found == due:
-        return True, how
-    pairs = zip([*found.split("\n"), "nothing"], [*due.split("\n"), "nothing"], strict=False)
-    number, (one, other) = next((at, pair) for at, pair in enumerate(pairs, start=1) if pair[0] != pair[1])
-    return False, f"line {number} is {_short(one)} and should be {_short(other)}"
-
-
-def _card_check(path: Path, text: str, pages: _Pages) -> tuple[bool, str]:
-    due, found = pages.report, metadata_in(path).get("differential_privacy", _ABSENT)
-    blocks = [block for block in guarantee_section(due) if block not in text]
-    if found is _ABSENT:
-        claims, words = foreign_claims(text, ())
-        if claims:
-            return False, f"its block differential_privacy is missing, and it claims: {listed([*map(_short, claims)])}"
-        return True, f"it claims no ε{_not_checked(words)}"
+    if due is None or contents is None:
+        return Check(what, False, "there is nothing to compare it with, since plan or ledger cannot be used")
     right = json.loads(json.dumps(privacy_metadata(due)))
-    lines = [_difference(*found_) for found_ in _differences(found, right, "differential_privacy", 0.0)]
-    lines += [f"its text lacks {_short(block)}" for block in blocks]
-    lines += [f"its open points lack {_short(point)}" for point in missing_points(text, points_listed(due))]
-    foreign, words = foreign_claims(text, own_lines(due, metadata_in(path).get("base_model")))
-    lines += [f"another claim: {_short(line)}" for line in foreign]
+    found, written = metadata.get(BLOCK, _ABSENT), contents.notes.pages.get(path.name)
+    own = [*own_lines(due, metadata.get("base_model")), *(f"epsilon: {value}" for value in _epsilons(right))]
+    claims = [f"another claim: {claim}" for claim in other_claims(text, own)]
+    if found is _ABSENT and written is None and not claims:
+        return Check(what, None, "dpllm wrote no card here")
+    if found is _ABSENT:
+        return Check(what, False, listed([f"its block {BLOCK} is missing", *claims]))
+    lines = [_difference(*one) for one in _differences(found, right, BLOCK, 0.0)]
+    same = hashlib.sha256(text.encode("utf-8")).hexdigest() == written
+    blocks = guarantee_section(due)
+    if same_code:
+        lines += [f"its text lacks {_short(block)}" for block in blocks if block not in text]
+    if same_code or not same:
+        points = points_listed(due) if same_code else due.open_points
+        lines += [f"its open points lack {_short(point)}" for point in missing_points(text, points)]
+    lines += [] if same else claims
     if lines:
-        return False, listed(lines)
-    return True, f"its numbers, its guarantee and its open points are the report's{_not_checked(words)}"
+        return Check(what, False, listed(lines))
+    return Check(what, True, "as dpllm wrote it" if same else "people edited the rest of it, which is not checked")
 
 
-def _not_checked(words: list[str]) -> str:
-    return f"; not checked, since people wrote it: {listed([_short(line) for line in words])}" if words else ""
+def _epsilons(block: Mapping[str, Any]) -> list[Any]:
+    """Return the ε in the card's block for programs."""
+    return [block["epsilon"], *block["epsilon_by_adjacency"].values()]

@@ -1,4 +1,4 @@
-"""Whether the weights, checkpoints, audits and the card in a run's folder are those that its ledger names.
+"""Whether the weights, checkpoints and audits in a run's folder are those that its ledger names.
 
 Place in the flow: the part of `dpllm verify` that looks beyond the report (`dpllm.report.verify`). The guarantee is
 about weights: a report that is right beside other weights says nothing about them.
@@ -7,9 +7,7 @@ about weights: a report that is right beside other weights says nothing about th
 from __future__ import annotations
 
 import hashlib
-import html
 import re
-import unicodedata
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
@@ -25,24 +23,10 @@ from dpllm.privacy.identity import (
     unnamed_weights,
 )
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerContents
-from dpllm.report.model_card import TAGS
 
 _LISTED = 6
-# A claim in any wording and language: the symbol or its name, whatever stands beside it.
-_EPSILON = re.compile(r"ε|epsilon|\beps\b|эпсилон|イプシロン|エプシロン|艾普西|엡실론")
-# Other names of a guarantee, which are a claim where a number is near them.
-_GUARANTEE = re.compile(
-    r"differential|differenz|différentiel|diferencial|差分|차등|дифференциальн|\bdp\b|\bgdp\b|zcdp|dp-sgd|\bdelta\b|δ|"
-    r"\brho\b|ρ|r[eé]nyi|privacy (?:budget|loss|guarantee|parameter|level)|隐私|隱私|プライバシー"
-)
-# Words about privacy without a number: nobody can check them, so they are listed.
-_PRIVACY = re.compile(
-    r"priva[ct]|privé|privad|anonym|anónim|confidential|vertraulich|datenschutz|gdpr|dsgvo|guarantee|garanti|protect|"
-    r"schützt|memori[sz]|\bleak|reveal|personal data|приват|конфиденц|匿名|개인정보"
-)
 _COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)  # of HTML, which nobody sees
-_MARKUP = re.compile(r"<[^>]*>|[*_`$\\{}|#>]")
-_OF_THE_SYMBOL = str.maketrans({"ɛ": "ε", "є": "ε", "ϵ": "ε", "∊": "ε", "∈": "ε"})
+_CLAIM = re.compile(r"(?:ε|\bepsilon)\s*(?:=|:|≤|<=|of|is)\s*(\d+(?:\.\d+)?)", re.IGNORECASE)
 _KNOWN = (
     "README.md",
     LEDGER_FILE,
@@ -51,13 +35,11 @@ _KNOWN = (
     "privacy_report.md",
     "privacy_report.html",
 )
-_IDS = ("base_model", "datasets")  # names on the Hub, which may have any letters and numbers
-_TAG_LINES = tuple(f"- {tag}" for tag in TAGS)
-_Result = tuple[str, bool, str]
+_Result = tuple[str, bool | None, str]
 
 
 def release_checks(folder: Path, contents: LedgerContents, queries: bool = False) -> Iterator[_Result]:
-    """Yield (what must hold, whether it does, what was found) for the files beside a ledger.
+    """Yield (what must hold, whether it does, what was found) for the files beside a ledger; None: it was not checked.
 
     Args:
         folder: of a run, of a checkpoint, or one that a model was saved in.
@@ -105,17 +87,15 @@ def _public_start(folder: Path, contents: LedgerContents) -> _Result:
     what = "the public weights are those that the run began with"
     wrong = public_start_differences(contents, folder)
     if wrong is None:
-        return what, True, f"{PRETRAINED_FOLDER}/ is not in this folder"
+        return what, None, f"{PRETRAINED_FOLDER}/ is not in this folder"
     return what, not wrong, _some(wrong) if wrong else f"{len(contents.notes.public_start or ())} files"
 
 
 def _unnamed(what: str, folder: Path, contents: LedgerContents) -> _Result:
     """The result where the ledger names no files: whose weights lie beside it then, nobody can tell."""
-    if all(run.get("file") is None for run in contents.runs):
-        return what, True, "not compared: the ledger names no files (an older run)"
     weights, _ = unnamed_weights(folder, {})
     if not weights:
-        return what, True, "there are none, and the ledger names none"
+        return what, None, "there are none, and the ledger names none"
     listed = _some([f"{name} may hold weights, and the ledger does not name it" for name in weights])
     return (
         what,
@@ -131,7 +111,7 @@ def _steps(folder: Path, contents: LedgerContents) -> _Result:
     except ValueError as error:
         return what, False, str(error)
     if taken is None:
-        return what, True, "the folder does not say how many they have taken"
+        return what, None, "the folder does not say how many they have taken"
     words = f"{taken} taken, {contents.num_steps} charged"
     return what, taken <= contents.num_steps, words if taken <= contents.num_steps else f"{words}: lines were cut off"
 
@@ -162,34 +142,18 @@ def _audits(folder: Path, contents: LedgerContents) -> _Result:
     return what, not wrong, _some(wrong) if wrong else "; ".join(audit["summary"] for audit in last.values())
 
 
-def foreign_claims(text: str, own: Collection[str]) -> tuple[list[str], list[str]]:
-    """Return the lines of a model card that claim a guarantee and are not dpllm's, and those that speak of privacy.
+def other_claims(text: str, own: Collection[str]) -> list[str]:
+    """Return each value of ε that a model card states and that dpllm's own lines do not.
 
     Args:
         text: of the card.
-        own: the lines that dpllm writes for this report (`dpllm.report.model_card.own_lines`).
+        own: texts that state the report's ε.
 
-    Returns:
-        Lines with an ε in any spelling, or with a number beside another name of a guarantee; and lines with other words
-        about privacy, which hold no number that could be checked.
+    >>> other_claims("ε = 2.0 and epsilon: 0.5", ["epsilon: 2"])
+    ['epsilon: 0.5']
     """
-    claims: list[str] = []
-    words: list[str] = []
-    if text.startswith("---"):
-        front, _, text = text[3:].partition("\n---")
-        claims += [f"{line} in its metadata" for line in _foreign_metadata(front)]
-    lines = [line.strip() for line in text.split("\n")]
-    foreign = [line for line in lines if line and line not in own]
-    for before, line, after in zip(["", *foreign], foreign, [*foreign[1:], ""], strict=False):
-        plain = _plain(line)
-        if _EPSILON.search(plain):
-            claims.append(line)
-        elif _GUARANTEE.search(plain):
-            number = any(character.isnumeric() for character in f"{_plain(before)}{plain}{_plain(after)}")
-            (claims if number else words).append(line)
-        elif _PRIVACY.search(plain):
-            words.append(line)
-    return list(dict.fromkeys(claims)), list(dict.fromkeys(words))
+    stated = {float(found[1]) for one in own for found in _CLAIM.finditer(one)}
+    return [found[0] for found in _CLAIM.finditer(text) if float(found[1]) not in stated]
 
 
 def missing_points(text: str, points: Sequence[str]) -> list[str]:
@@ -204,36 +168,6 @@ def missing_points(text: str, points: Sequence[str]) -> list[str]:
     """
     listed = {line.strip() for line in _COMMENT.sub("", text).split("\n")}
     return [point for point in points if f"- {point}" not in listed]
-
-
-def _foreign_metadata(front: str) -> Iterator[str]:
-    """Keys and values of a card's metadata that speak of a guarantee, outside of the block that dpllm writes.
-
-    A key that is there twice is named too: which of the two a program reads is anybody's guess.
-    """
-    inside, name = False, ""
-    seen: set[str] = set()
-    for line in front.split("\n"):
-        key = re.match(r"([^\s#:-][^:]*):", line)
-        if key:
-            name = key.group(1).strip("\"' ")
-            inside = name == "differential_privacy" and name not in seen
-            if name in seen:
-                yield f"a second {name}"
-            seen.add(name)
-        plain = _plain(line)
-        spoken = _EPSILON.search(plain) or re.search(r"\beps|_eps|^[^:]*privacy[^:]*:", line.lower())
-        if name not in _IDS and any(character.isnumeric() for character in plain):
-            spoken = spoken or _GUARANTEE.search(plain)  # an underscore has become a space there
-        if not inside and line.strip() not in _TAG_LINES and spoken:
-            yield line.strip()
-
-
-def _plain(line: str) -> str:
-    """A line without markup and with one spelling of each symbol: with spaces for the markup, and with nothing."""
-    text = unicodedata.normalize("NFKC", html.unescape(line)).translate(_OF_THE_SYMBOL).casefold()
-    text = "".join(character for character in text if unicodedata.category(character) != "Cf")  # invisible
-    return f"{_MARKUP.sub(' ', text)} {_MARKUP.sub('', text)}"
 
 
 def _some(lines: Sequence[str]) -> str:

@@ -51,19 +51,18 @@ class StepStatistic:
             share = self._clipping.statistic(norm_U).double().clamp(-0.5, 0.5).sum()
             self._sum = share if self._sum is None else self._sum + share
 
-    def finish(self, processes: Processes, counts: bool = True) -> None:
+    def finish(self, processes: Processes) -> None:
         """Add the noise, sum over the processes, and move the clipper's threshold; all processes call it together.
 
         Args:
             processes: all processes.
-            counts: whether the units of this process are counted (`dpllm.engines.division.Division`).
 
         Raises:
             DisagreementError: the processes clipped to different thresholds.
         """
         if self._clipping is None:
             return
-        total = torch.tensor([float(self._sum) if counts and self._sum is not None else 0.0], dtype=torch.float64)
+        total = torch.tensor([float(self._sum) if self._sum is not None else 0.0], dtype=torch.float64)
         deviation = self._plan.mechanism.statistic_stddev
         self._noise.add_share_(STATISTIC, total, deviation, processes.rank, processes.size)
         everywhere = processes.gather_numbers([float(total), self._clipping.threshold])

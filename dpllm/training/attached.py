@@ -6,6 +6,7 @@ Place in the flow: under `dpllm.training.run`. All parts are created together an
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +17,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from dpllm.config import ConfigError
-from dpllm.engines import DeepSpeedZero, EngineError, TensorParallel, engine_for, model_inside
+from dpllm.engines import DeepSpeedZero, engine_for, model_inside
+from dpllm.engines.base import Engine
 from dpllm.engines.errors import no_totals
 from dpllm.engines.optimizers import refuse_unsteppable
 from dpllm.engines.processes import Processes
-from dpllm.engines.protocol import Engine
 from dpllm.engines.replicas import check_model
 from dpllm.ghost import NormMethod, PerUnitClipper, UnitClipper
 from dpllm.ghost.checks import no_gradient
@@ -34,8 +35,8 @@ from dpllm.report.definition import RELEASED_WEIGHTS, TRAINED_MODEL
 from dpllm.training.averaging import Averaging
 from dpllm.training.checks import agreement
 from dpllm.training.checks.independence import IndependenceCheck, IndependenceError
+from dpllm.training.checks.learning_rates import LearningRates
 from dpllm.training.checks.randomness import refuse_own_generators
-from dpllm.training.checks.steering import Steering
 from dpllm.training.checks.watch import Watch
 from dpllm.training.corrected_adamw import SECOND_MOMENT_FACT, refuse_other_second_moment, teller, words_of
 from dpllm.training.gradients import METHOD, chosen, clipper_for, in_words, rows_of_calls
@@ -44,23 +45,6 @@ from dpllm.training.out_of_memory import MicrobatchTooLargeError
 from dpllm.training.rows import LossOf, TrainingRows
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.step import refuse_leftovers
-
-
-@dataclass(frozen=True)
-class _LossOn:
-    """The losses of a model; those of two steps are equal if their function is, since a recording is of one function.
-
-    Attributes:
-        model: that is called.
-        loss_of: of the model and a microbatch's inputs.
-    """
-
-    model: Any
-    loss_of: LossOf
-
-    def __call__(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Return one loss per row (B,)."""
-        return self.loss_of(self.model, inputs)
 
 
 @dataclass(kw_only=True)
@@ -75,7 +59,7 @@ class Attached:
         independence: check of the rows' independence.
         watch: watch over weights and buffers.
         weights: initial and final weights of the run.
-        steering: watch over hyperparameters in a custom loop; the Trainer notes its callbacks instead.
+        rates: record of the learning rates.
         is_noted: whether it is recorded that the run trains this model.
         averaging: average of the weights; None: the weights after the last step are released.
         reach_checked: whether it was checked that losses reach every trained parameter.
@@ -89,7 +73,7 @@ class Attached:
     independence: IndependenceCheck
     watch: Watch
     weights: RunWeights
-    steering: Steering | None = None
+    rates: LearningRates
     is_noted: bool = False
     averaging: Averaging | None = None
     reach_checked: bool = False
@@ -98,23 +82,11 @@ class Attached:
     def make_ready(self) -> None:
         """Check that weights and gradients are unchanged since the last update; checks this process only."""
         self.watch.before_step()
-        if self.averaging is not None:
-            self.averaging.check(waits=False)
         refuse_leftovers(self.clipper, self.engine)
-
-    def begin_step(self, drawn: int) -> None:
-        """Look at how the loop used the last step, before a loss of this one is known."""
-        if self.steering is not None:
-            self.steering.before_step(drawn)
-
-    def end(self, drawn: int, steps_planned: int) -> None:
-        """Look at how the loop used the last step, while the ledger is open."""
-        if self.steering is not None:
-            self.steering.end(drawn, is_last=drawn >= steps_planned)
 
     def loss(self, loss_of: LossOf) -> Callable[[Mapping[str, Any]], Tensor]:
         """Return the function from a microbatch's inputs to one loss per row (B,)."""
-        return _LossOn(self.model, loss_of)
+        return functools.partial(loss_of, self.model)
 
     def check_rows(self, loss_of: LossOf, max_tokens: int | None, ledger: SharedLedger, steps_planned: int) -> None:
         """Check, in the first step and then less and less often, that no row's contribution depends on other rows.
@@ -146,14 +118,14 @@ class Attached:
         self.is_noted = True
 
     def before_update(self, number: int) -> None:
-        """Compare weights and hyperparameters with those of the last update, and begin the update.
+        """Compare the weights with those of the last update, and begin the update.
 
         Args:
             number: of the step, counted from the start or resume.
         """
         self.watch.complete()
-        if self.steering is not None:
-            self.steering.before_update()
+        if isinstance(self.engine, DeepSpeedZero):
+            self.rates.note()
         if self.tell is not None:
             self.tell(number)
 
@@ -162,8 +134,6 @@ class Attached:
         self.watch.note_gradients()
         if self.averaging is not None and isinstance(self.engine, DeepSpeedZero):  # its step has updated the weights
             self.averaging.update()
-        if self.steering is not None:
-            self.steering.after_step()
 
     def refuse_unreached(self) -> None:
         """Check, after the first step of this process, that losses reach every trained parameter, on any process.
@@ -192,7 +162,7 @@ class Attached:
         if memory is None:
             return TOKENS_WITHOUT_MEASURE
         units = rows.units
-        share = plan.expected_batch_size * units.num_rows / units.num_units / self.engine.division.size
+        share = plan.expected_batch_size * units.num_rows / units.num_units / self.engine.processes.size
         if self.clipper.one_unit:
             share = min(share, units.max_rows)
         fit = processes.together(
@@ -208,23 +178,20 @@ class Attached:
         return fewest * int(rows.lengths[units.rows].max())
 
     def check_everything(self) -> None:
-        """Check before a save that nothing but the noisy gradient has changed weights, buffers or the average."""
+        """Check before a save that nothing but the noisy gradient has changed weights or buffers."""
         if self.averaging is None:
             self.watch.check_everything()
             return
         with self.averaging.hidden():  # a loop may end its run while the model holds the average
             self.watch.check_everything()
-        self.averaging.check()
 
     def sums(self) -> dict[str, Any]:
         """Return checksums of the trained weights for a checkpoint; weights that an engine shards have none."""
         return {} if isinstance(self.engine, DeepSpeedZero) else sums_of_trained(self.model)
 
     def take_restored(self) -> None:
-        """Use the weights and hyperparameters that a checkpoint has just restored for later comparisons."""
+        """Use the weights that a checkpoint has just restored for later comparisons."""
         self.watch.rebase()
-        if self.steering is not None:
-            self.steering.loaded()
 
     def remove(self) -> None:
         """Remove the hooks and restore the model."""
@@ -233,8 +200,7 @@ class Attached:
         self.watch.remove()
         if self.averaging is not None:
             self.averaging.detach()
-        if self.steering is not None:
-            self.steering.remove()
+        self.rates.remove()
 
 
 def attach(
@@ -292,11 +258,6 @@ def attach(
         undo.callback(engine.guard.remove)
         if plan.mechanism.noise.wants_total and not engine.forms_total:
             raise no_totals(type(engine).__name__)
-        if averaging is not None and isinstance(engine, TensorParallel):
-            raise EngineError(
-                f"averaging is {averaging.words!r}, and the model is tensor-parallel: averages of its slices were not "
-                "compared with one process. Leave averaging out, or use FSDP2 (dpllm train --config fsdp2)"
-            )
         _refuse_automatic_size(rows, engine)
         gradients = chosen(gradients, inside, rows, loss_of, processes)
         clipper = clipper_for(gradients, inside, plan.mechanism.clipping, norm_method)
@@ -310,6 +271,8 @@ def attach(
         hands_in = (lambda: engine.handing_in) if isinstance(engine, DeepSpeedZero) else None
         watch = Watch(inside, optimizer, clipper.parameters, hands_in, processes.size > 1)
         undo.callback(watch.remove)
+        rates = LearningRates(optimizer, ledger, isinstance(engine, DeepSpeedZero))
+        undo.callback(rates.remove)
         attached = Attached(
             model=inside,
             optimizer=optimizer,
@@ -320,6 +283,7 @@ def attach(
             ),
             watch=watch,
             weights=RunWeights(inside, name, watch.is_written),
+            rates=rates,
             averaging=averaging,
             tell=tell,
         )
@@ -352,7 +316,6 @@ def _attach_average(
         attached.model,
         attached.optimizer,
         deepspeed=model if isinstance(attached.engine, DeepSpeedZero) else None,
-        watch=attached.watch,
         weights=attached.weights,
         ledger=ledger,
         num_steps=plan.num_steps,

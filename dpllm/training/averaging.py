@@ -7,12 +7,11 @@ Guarantee: the average is computed from weights that private steps have updated,
 post-processing of the releases, and ε does not depend on it:
 
 * It is updated inside the optimizer's step, right after the watch (`dpllm.training.checks.watch`) has accepted the
-  gradient and taken the sums of the updated weights; the watch compares again when they enter. Weights that differ from
-  those of the last update, such as weights before the noise, are an error before the next step or save.
+  gradient. Weights that anything else has written are an error before the next step or save.
 * The weights after a step enter at most once, and the weights before the first step never enter.
 * Only trained parameters enter: buffers and frozen parameters do not change during a run.
-* The average's own memory is compared bit by bit from one update to the next, and by checksums from a checkpoint to
-  its load. It is loaded before the first step of a start, and never later.
+* A checkpoint names checksums of the average, which a load compares. It is loaded before the first step of a start, and
+  never later.
 
 Each process keeps the average of its fragments of the optimizer's weights (`dpllm.engines.fragments`). A checkpoint
 holds them by name and position, so that any number of processes, also on another engine, may continue.
@@ -33,7 +32,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dpllm.config import ConfigError
-from dpllm.engines.checksums import placed_sum
+from dpllm.engines.checksums import Checksum, placed_sum, values
 from dpllm.engines.fragments import WeightFragments
 from dpllm.engines.optimizers import innermost
 from dpllm.engines.processes import Processes
@@ -42,9 +41,6 @@ from dpllm.models.ended import RunWeights
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError
 from dpllm.privacy.ledger_reader import LedgerHead, noted_before
 from dpllm.report.definition import RELEASED_WEIGHTS
-from dpllm.training.checks.stamps import WatchError
-from dpllm.training.checks.watch import Watch
-from dpllm.training.checks.written import Written
 from dpllm.training.shared_ledger import SharedLedger
 
 AVERAGE_FOLDER = "average"
@@ -99,7 +95,6 @@ class _Source:
     """The parts of an attached run from which weights enter."""
 
     fragments: WeightFragments
-    watch: Watch
     ledger: SharedLedger
     weights: RunWeights
     processes: Processes
@@ -131,7 +126,7 @@ class Averaging:
         self.count, self.is_shown = 0, False
         self._last = 0  # the step whose weights entered last
         self._values: dict[str, Tensor] = {}
-        self._written, self._shown = Written(), Written()
+        self._shown: Checksum | None = None  # of the model while it holds the average
         self._source: _Source | None = None
         self._handle: Any = None
 
@@ -147,7 +142,6 @@ class Averaging:
         optimizer: Any,
         *,
         deepspeed: Any,
-        watch: Watch,
         weights: RunWeights,
         ledger: SharedLedger,
         num_steps: int,
@@ -160,7 +154,6 @@ class Averaging:
             module: the module inside its engine's wrapper.
             optimizer: the prepared optimizer, whose updates are followed; under DeepSpeed the caller calls `update`.
             deepspeed: DeepSpeed's engine; None: another engine.
-            watch: the watch over the same parameters.
             weights: initial and final weights of the run.
             ledger: of the run; an average that is loaded has to be of the same run.
             num_steps: T of the run's plan.
@@ -173,7 +166,7 @@ class Averaging:
         processes.together(lambda: self._refuse_other_run(ledger, num_steps))
         self.detach()
         fragments = WeightFragments(parameters, module, deepspeed, processes)
-        self._source = _Source(fragments=fragments, watch=watch, ledger=ledger, weights=weights, processes=processes)
+        self._source = _Source(fragments=fragments, ledger=ledger, weights=weights, processes=processes)
         if deepspeed is None:
             self._handle = innermost(optimizer).register_step_post_hook(self._after_update)
 
@@ -207,8 +200,6 @@ class Averaging:
         step = source.ledger.num_steps
         if step <= self._last or not self.average.enters(step, self._num_steps):
             return
-        source.watch.confirm()
-        self._written.compare(self._values.values())
         self.count, self._last = self.count + 1, step
         rate = self.average.rate(self.count)
         with torch.no_grad():
@@ -218,25 +209,6 @@ class Averaging:
                     self._values[name] = present.clone()
                 else:
                     self._values[name].lerp_(present, rate)
-        self._written.take(self._values.values())
-
-    def check(self, waits: bool = True) -> None:
-        """Check that nothing else has written to the average; checks this process only.
-
-        Args:
-            waits: whether to wait for the device; otherwise only an average on the CPU is checked.
-
-        Raises:
-            WatchError: something has.
-        """
-        if waits or self._written.at_hand:
-            self._written.compare(self._values.values())
-            if self._written.found():
-                raise WatchError(
-                    "The average of the weights was written other than by an update of the optimizer. The guarantee "
-                    "covers only averages of weights that private steps have updated. Remove the code that writes to "
-                    "it; do not release any output of this run"
-                )
 
     # ------------------------------------------------------------------ the model
 
@@ -278,19 +250,17 @@ class Averaging:
 
     def _show(self) -> None:
         source = self._attached()
-        source.processes.together(self.check)
         source.fragments.show(self._values)
-        self._shown = Written()
-        self._shown.take(source.fragments.present())
+        self._shown = Checksum(source.fragments.present())
         self.is_shown = True
         source.weights.leave()  # a later run in this process that begins at the average begins at this run's release
 
     def _hide(self) -> None:
         source = self._attached()
-        is_changed = self._shown.differ(source.fragments.present())
+        shown, now = values([self._shown or Checksum([]), Checksum(source.fragments.present())])
         source.fragments.restore()
         self.is_shown = False
-        if is_changed:
+        if shown != now:
             with contextlib.suppress(LedgerError):  # the run has ended: its report names the files that were there
                 source.ledger.append_open_point(CHANGED)
 
@@ -305,11 +275,9 @@ class Averaging:
         """Write this process's part into a checkpoint's folder; on all processes together.
 
         Raises:
-            WatchError: something else has written to the average; on every process.
             OSError: the disk failed, on this process.
         """
         source = self._attached()
-        source.processes.together(self.check)
         folder = Path(checkpoint) / AVERAGE_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         sums = self._sums_of(self._values) if self.count else {}
@@ -354,8 +322,6 @@ class Averaging:
                 "from another checkpoint"
             )
         self.count, self._last, self._values = state["count"], state["last"], values
-        self._written = Written()
-        self._written.take(self._values.values())
 
     def _sums_of(self, values: Mapping[str, Tensor]) -> dict[str, int]:
         """Return a checksum of each whole parameter's values; called by all processes together, which get the same.

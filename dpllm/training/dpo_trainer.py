@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from dpllm.config import ConfigError, PrivacyConfig
-from dpllm.config.python_names import OF_TRAINER, named_in_python
 from dpllm.data.examples import Tokens
 from dpllm.data.preferences import PairCollator, Preferences, reference_in, shares_prompts
 from dpllm.engines.processes import Processes
@@ -88,7 +87,6 @@ class DPDPOTrainer(DPTrainer):
 
     argument_table: ClassVar[Mapping[str, Argument]] = {**ARGUMENTS, **DPO, **_WHOLE}
 
-    @named_in_python(OF_TRAINER)
     def __init__(
         self,
         model: Any,

@@ -66,14 +66,9 @@ class RunEntropy:
         """Return the key that divides the units of a step over the processes; the same on every process."""
         return self._deal_key + num_steps
 
-    def begin_step(self, alike: bool = False) -> None:
-        """Seed the global generators of this process for a step, independently of other steps.
-
-        Args:
-            alike: whether all processes take the same rows, which then need the same dropout masks; if false, the
-                generators are independent of other processes, too.
-        """
-        self._streams.separate(alike)
+    def begin_step(self) -> None:
+        """Seed the global generators of this process for a step, independently of other steps and processes."""
+        self._streams.separate()
 
     def end_step(self) -> None:
         """Seed the global generators of all processes alike, after a check that nothing seeded them in the step.

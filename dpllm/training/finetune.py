@@ -45,7 +45,6 @@ from dpllm.data.rows import (
 )
 from dpllm.data.scratch import remove_private_folder
 from dpllm.engines.processes import Processes
-from dpllm.ghost import NormMethod
 from dpllm.models.given import name_classes
 from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
 from dpllm.models.start_files import START_FILES, refuse_other_start, start_files
@@ -249,7 +248,6 @@ def trainer_of(
         "public": start.public,
         "max_tokens_per_microbatch": recipe.microbatch_tokens,
         "pack_rows": recipe.pack_rows,
-        "norm_method": NormMethod(replay=True) if recipe.replay else None,
         "eval_is_public": recipe.data.eval_is_public,
         "start_is_independent": recipe.model.start_is_independent,
         "noise_memory": recipe.noise_memory,

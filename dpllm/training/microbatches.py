@@ -22,7 +22,6 @@ from torch import Tensor
 
 from dpllm.config import ConfigError
 from dpllm.data.labels import BOUNDARIES, KEY_BOUNDARIES
-from dpllm.data.steps import rows_in_steps, tokens_in_steps
 from dpllm.data.transfer import own_copy, own_rows
 from dpllm.data.units import UnitIndex
 
@@ -104,10 +103,6 @@ class Microbatch:
         unit_B = self.unit_index.numpy()
         if self.taken is None or len(unit_B) < 2:
             return None
-        if unit_B[-1] == PADDING_UNIT:  # rows that were added; one of a process without units is alone
-            kept = int((unit_B != PADDING_UNIT).sum())
-            whole = self.taken[:kept].microbatch(unit_B[:kept], self.num_units, self.continues, self.share)
-            return whole.halves()
         middle, begins = len(unit_B) / 2, 1 + np.flatnonzero(np.diff(unit_B))
         if not len(begins):
             cut = -(-len(unit_B) // 2)
@@ -155,7 +150,6 @@ def microbatches(
     packed: bool = False,
     key: int = 0,
     one_unit: bool = False,
-    steps_to: int | None = None,
 ) -> StepBatch:
     """Cut the units drawn for one step into the microbatches of one process; rows are fetched when it is iterated over.
 
@@ -173,8 +167,6 @@ def microbatches(
         packed: whether the collator concatenates rows without padding; ``max_tokens`` then counts the rows' own tokens.
         key: key of the order in which units are dealt to the processes; the same on all processes, and secret.
         one_unit: whether a microbatch gets rows of one unit only (`dpllm.ghost.PerUnitClipper`).
-        steps_to: the collator pads to the next of a few lengths, at most this one, and padding rows are added up to the
-            next of a few numbers of rows, so that shapes repeat (`dpllm.data.steps`). None: neither.
 
     Raises:
         ValueError: a bound is missing or below 1; or, during the iteration, the collator returned another number of
@@ -189,7 +181,6 @@ def microbatches(
         raise ValueError(f"rank is {rank} of {size} processes; 0 <= rank < size is needed.")
     rows, position = units.rows_of(unit_ids)
     tokens = lengths[rows].astype(np.int64)  # of 8 bits, products would not fit
-    tokens = tokens if steps_to is None else tokens_in_steps(tokens, steps_to)
     tokens_U = np.zeros(len(unit_ids), dtype=np.int64)
     np.maximum.at(tokens_U, position, tokens)
     rank_of = np.empty(len(unit_ids), dtype=np.int64)  # longest first: memory peaks at once or never
@@ -206,20 +197,16 @@ def microbatches(
         pieces.append(list(_pieces(rows_of_unit[owner == process], its, room, cut)))
     mine = owner[unit] == rank
     rows, tokens, unit = rows[mine], tokens[mine], np.cumsum(owner == rank)[unit[mine]] - 1
-    room, shares = _room(tokens, max_rows, max_tokens, packed), _shares(tokens, pieces[rank], packed)
+    shares = _shares(tokens, pieces[rank], packed)
     count = max(1, *map(len, pieces))
 
     def made() -> Iterator[Microbatch]:
-        is_whole = True
         for (start, stop, continues), share in zip(pieces[rank], shares, strict=True):
             here = unit[start:stop]
             num_units = 0 if continues else int(here[-1] - here[0]) + 1
-            added, is_whole = is_whole and not continues and not one_unit and steps_to is not None, not continues
-            more = rows_in_steps(stop - start, int(room[start])) - (stop - start) if added else 0
-            numbers = np.pad(rows[start:stop], (0, more), "edge")  # the shortest row again
+            numbers = rows[start:stop]
             taken = RowsTaken(own_rows(fetch(numbers)), lengths[numbers], collate)
-            unit_index = np.pad(here - here[0], (0, more), constant_values=PADDING_UNIT)
-            yield taken.microbatch(unit_index, num_units, continues, share)
+            yield taken.microbatch(here - here[0], num_units, continues, share)
         for _ in range(count - len(pieces[rank])):
             row = own_rows(fetch(np.asarray(units.rows[:1])))
             yield Microbatch(*_collated(row, collate, np.array([PADDING_UNIT])), num_units=0)

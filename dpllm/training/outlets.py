@@ -20,7 +20,6 @@ from transformers import Trainer
 from transformers.utils import logging
 
 from dpllm.config import TASKS, ConfigError
-from dpllm.config.python_names import OF_TRAINER, named_in_python
 from dpllm.engines.processes import Processes
 from dpllm.models.tasks import task_of
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
@@ -253,13 +252,15 @@ class Outlets(Trainer):
         """
         assert self.ledger is not None
         folder.mkdir(parents=True, exist_ok=True)
-        if folder.resolve() != self.ledger.path.parent.resolve():
+        opened = self.ledger if folder.resolve() == self.ledger.path.parent.resolve() else None
+        if opened is None:
             self.plan.save(folder / PLAN_FILE)
             (folder / LEDGER_FILE).write_bytes(self.ledger.path.read_bytes())
         notes = self._notes_for(folder)  # first: its findings are open points of this report
-        report = write_report(folder, self.plan, read_ledger(self.ledger.path), notes)
+        report = write_report(folder, self.plan, read_ledger(self.ledger.path), notes, opened=opened)
         if with_card:
-            self._start.write_card(folder, report, self.model if trained is None else trained, **metadata)
+            model = self.model if trained is None else trained
+            self._start.write_card(folder, report, model, ledger=opened, **metadata)
 
     def _notes_for(self, folder: Path) -> ReleaseNotes:
         assert self.ledger is not None
@@ -344,7 +345,6 @@ class Outlets(Trainer):
         )
         self.hub_model_id, self.push_in_progress = url.repo_id, None
 
-    @named_in_python(OF_TRAINER)
     def push_to_hub(  # type: ignore[override]  # the Trainer swallows any keyword
         self,
         commit_message: str | None = "End of training",

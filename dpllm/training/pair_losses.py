@@ -37,7 +37,6 @@ class PairLosses:
     def __init__(self, loss: PairLoss) -> None:
         """Store the loss."""
         self.loss = loss
-        self._after: tuple[Callable[[Any], Any], Callable[[Any, Mapping[str, Any]], Tensor]] | None = None
 
     def attention(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Return a context without effect: pairs are padded."""
@@ -45,13 +44,8 @@ class PairLosses:
         return contextlib.nullcontext()
 
     def after(self, prepare: Callable[[Any], Any]) -> Callable[[Any, Mapping[str, Any]], Tensor]:
-        """Return this function on inputs that are prepared first, for instance moved to the model's device.
-
-        The same function in each call: a pass that runs from a recording is of one function.
-        """
-        if self._after is None or self._after[0] != prepare:
-            self._after = prepare, lambda model, inputs: self(model, prepare(dict(inputs)))
-        return self._after[1]
+        """Return this function on inputs that are prepared first, for instance moved to the model's device."""
+        return lambda model, inputs: self(model, prepare(dict(inputs)))
 
     def __call__(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
         """Return the losses (B,) with a graph; each is computed from its own pair.

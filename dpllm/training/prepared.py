@@ -20,7 +20,7 @@ from dpllm.config import ConfigError, PrivacyConfig
 from dpllm.data.lengths import Limits, row_lengths
 from dpllm.data.preferences import PairCollator
 from dpllm.data.records import contents_of
-from dpllm.data.rows import PackedCollator, RowCollator, unit_index_of
+from dpllm.data.rows import PackedCollator, unit_index_of
 from dpllm.data.units import UnitIndex
 from dpllm.engines.processes import Processes
 from dpllm.ghost import NormMethod
@@ -169,7 +169,7 @@ class Prepared:
             units=drawn,
             lengths=lengths,
             fetch=reader(dataset, model, collate, args),
-            collate=PackedCollator() if pack_rows else _in_steps(collate, norm_method, drawn, longest),
+            collate=PackedCollator() if pack_rows else collate,
             max_rows=args.per_device_train_batch_size if max_tokens is None else None,
             max_tokens=max_tokens,
             packed=pack_rows,
@@ -282,14 +282,3 @@ def _draw_of_rows(processes: Processes, privacy: PrivacyConfig) -> np.random.Gen
     """Return the generator that draws the rows a user keeps: secret, and the same on every process."""
     entropy = processes.from_main(lambda: int.from_bytes(secrets.token_bytes(32), "little"))
     return seeded_rng(entropy if privacy.seed is None else privacy.seed)
-
-
-def _in_steps(collate: Any, norm_method: NormMethod | None, units: UnitIndex, longest: int) -> Any:
-    """Return a collator whose shapes repeat, for passes that run from recordings (`NormMethod.replay`), or this one.
-
-    With several rows of a unit in a microbatch the units of its rows differ, and it has another shape nearly each time.
-    """
-    wanted = norm_method is not None and norm_method.replay and units.max_rows == 1
-    # The labels of "seq2seq_lm" have lengths of their own.
-    fits = type(collate) is RowCollator and collate.task != "seq2seq_lm"
-    return replace(collate, steps_to=longest) if wanted and fits else collate

@@ -11,7 +11,7 @@ import math
 
 from torch import Tensor, nn
 
-from dpllm.engines.protocol import Engine
+from dpllm.engines.base import Engine
 from dpllm.ghost import UnitClipper
 from dpllm.ghost.sums import AddSum, Finish, Sum
 from dpllm.mechanism.noise import IndependentStream
@@ -107,7 +107,7 @@ class Release:
         if self._wants_total:
             return
         name, stddev = self._names[id(parameter)], self._plan.noise_stddev
-        rank, size = self._engine.division.of_noise(parameter)
+        rank, size = self._engine.processes.rank, self._engine.processes.size
         if total.is_empty and type(self._noise) is IndependentStream:  # a class made from it may add something else
             self._noise.write_share_(name, total.total, stddev, rank, size)
             total.is_empty = False

@@ -34,25 +34,19 @@ class RowLosses:
     def __init__(self, row_loss: RowLoss, packed: bool) -> None:
         """Store the loss and the layout."""
         self._row_loss, self._packed = row_loss, packed
-        self._after: tuple[Callable[[Any], Any], Callable[[Any, Mapping[str, Any]], Tensor]] | None = None
 
     def attention(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Return the context in which the model's attention processes packed rows separately."""
         return attention_by_row(model) if self._packed else contextlib.nullcontext()
 
     def after(self, prepare: Callable[[Any], Any]) -> Callable[[Any, Mapping[str, Any]], Tensor]:
-        """Return this function on inputs that are prepared first, for instance moved to the model's device.
+        """Return this function on inputs that are prepared first, for instance moved to the model's device."""
 
-        The same function in each call: a pass that runs from a recording is of one function.
-        """
-        if self._after is None or self._after[0] != prepare:
+        def after(model: Any, inputs: Mapping[str, Any]) -> Tensor:
+            return self(model, prepare(dict(inputs)))
 
-            def after(model: Any, inputs: Mapping[str, Any]) -> Tensor:
-                return self(model, prepare(dict(inputs)))
-
-            after.__wrapped__ = self._row_loss  # type: ignore[attr-defined]  # for checks of the user's function
-            self._after = prepare, after
-        return self._after[1]
+        after.__wrapped__ = self._row_loss  # type: ignore[attr-defined]  # for checks of the user's function
+        return after
 
     def __call__(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
         """Return the losses (B,) with a graph.

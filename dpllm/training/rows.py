@@ -16,7 +16,6 @@ from torch import Tensor
 
 from dpllm.config import ConfigError
 from dpllm.data.records import DataError
-from dpllm.data.rows import RowCollator
 from dpllm.data.transfer import own_copy, own_rows
 from dpllm.data.units import UnitIndex
 from dpllm.training.checks import agreement
@@ -141,11 +140,6 @@ class TrainingRows:
         row = own_rows(self.fetch(np.array([number])))
         taken = RowsTaken(row * count, self.lengths[[number] * count], self.collate)
         return taken.microbatch(unit_index, int(unit_index[-1]) + 1)
-
-    @property
-    def steps_to(self) -> int | None:
-        """Return the length up to which ``collate`` pads in steps; numbers of rows are then rounded up as well."""
-        return self.collate.steps_to if isinstance(self.collate, RowCollator) else None
 
     @functools.cached_property
     def contents(self) -> str:

@@ -25,9 +25,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from dpllm.config import ConfigError
-from dpllm.config.python_names import OF_LOOP, named_in_python
-from dpllm.engines import DeepSpeedZero
-from dpllm.engines.division import Division
 from dpllm.engines.processes import Processes, found_by
 from dpllm.engines.replicas import check_before_saving
 from dpllm.ghost import GhostError, NormMethod
@@ -42,8 +39,8 @@ from dpllm.training.attached import Attached, attach
 from dpllm.training.averaging import Averaging, refuse_other_average
 from dpllm.training.checks import agreement
 from dpllm.training.checks.differences import Differences
+from dpllm.training.checks.learning_rates import DECLARED, INDEPENDENT, OWN_LOOP
 from dpllm.training.checks.outstanding import LEFT_OUT, DrawError
-from dpllm.training.checks.steering import Steering
 from dpllm.training.checks.turns import mode_now
 from dpllm.training.draws import Draws
 from dpllm.training.entropy import RunEntropy
@@ -123,7 +120,6 @@ class PrivateRun:
         _TAKEN.add(ledger)
 
     @classmethod
-    @named_in_python(OF_LOOP)
     def start(
         cls,
         folder: str | Path,
@@ -163,7 +159,6 @@ class PrivateRun:
         return run
 
     @classmethod
-    @named_in_python(OF_LOOP)
     def resume(
         cls,
         folder: str | Path,
@@ -185,7 +180,6 @@ class PrivateRun:
             run._files_before = snapshot(folder)
         return run
 
-    @named_in_python(OF_LOOP)
     def attach(
         self,
         model: Any,
@@ -205,9 +199,10 @@ class PrivateRun:
             norm_method: method of computing norms; the default is the cheapest for each layer.
             start_is_independent: declares that starting weights and adapters hold nothing of the private rows, where
                 this is in doubt (`dpllm.models.starting_point`). It becomes an open point of the report.
-            schedule_is_independent: declares that hyperparameters set by the loop, and its decisions about updates,
-                do not depend on losses or anything else computed from private rows
-                (`dpllm.training.checks.steering`). They become a fact of the report; without it each is an open point.
+            schedule_is_independent: declares that the learning rate and other hyperparameters set by the loop, and its
+                decisions about updates, depend on no loss or anything else computed from private rows. It becomes a
+                fact of the report; without it a loop of one's own has an open point. The rates are recorded in any case
+                (`dpllm.training.checks.learning_rates`).
             averaging: an average of the weights after the steps (`dpllm.training.averaging`), which the report names as
                 the released weights: save the model within ``averaging.shown()``. A loop that saves its state calls
                 ``averaging.save`` and ``averaging.load`` beside it. None: the weights after the last step are released.
@@ -228,7 +223,6 @@ class PrivateRun:
         back.
         """
         own_loop = self._files_before is not None
-        again = self.weights is not None and self.ledger.num_steps > 0
         with self.ledger.ended_on_failure() if own_loop else contextlib.nullcontext():
             if averaging is not None and not isinstance(averaging, Averaging):
                 raise ConfigError(
@@ -254,11 +248,11 @@ class PrivateRun:
             )
             self.weights = self._attached.weights
             self._attached.reach_checked = self.ledger in _SIFTED
-            if own_loop:
-                by_engine = isinstance(self._attached.engine, DeepSpeedZero)
-                self._attached.steering = Steering(optimizer, self.ledger, schedule_is_independent, by_engine, again)
+            if own_loop and schedule_is_independent:
+                self.ledger.append_fact(DECLARED, INDEPENDENT)
+            elif own_loop:
+                self.ledger.append_open_point(OWN_LOOP)
 
-    @named_in_python(OF_LOOP)
     def freeze_unused(self, model: Any, loss_of: LossOf) -> list[str]:
         """Freeze the trainable parameters that no loss reaches, before the optimizer is made; the report names them.
 
@@ -338,7 +332,6 @@ class PrivateRun:
             )
         return self._draws.chosen(np.asarray(unit_ids, dtype=np.int64))
 
-    @named_in_python(OF_LOOP)
     def step(self, unit_ids: np.ndarray, loss_of: LossOf, progress: Progress = unseen) -> StepDiagnostics:
         """Take a private step over these units; see `dpllm.training.step.private_step`.
 
@@ -372,13 +365,12 @@ class PrivateRun:
         number = charged.num_steps - self._entropy.first
         if self._threshold is not None:
             self._threshold.give_to(attached.clipper, self.plan)
-        attached.begin_step(self.ledger.num_steps)
         if isinstance(self.max_tokens, str):
             self.max_tokens = attached.find_max_tokens(loss_of, self.rows, self.plan, self.processes)
         attached.check_rows(loss_of, self.max_tokens, self.ledger, self.steps_planned)
         attached.note_trained(self.ledger.num_steps)
         progress(0.0)
-        self._entropy.begin_step(alike=attached.engine.division.size < self.processes.size)
+        self._entropy.begin_step()
 
         def before_update() -> None:
             self._entropy.end_step()
@@ -387,7 +379,7 @@ class PrivateRun:
         try:
             done = private_step(
                 attached.clipper,
-                self._microbatches(unit_ids, self.max_tokens, attached.engine.division),
+                self._microbatches(unit_ids, self.max_tokens),
                 attached.loss(loss_of),
                 self.plan,
                 attached.engine,
@@ -411,7 +403,7 @@ class PrivateRun:
         self._note(done)
         return done
 
-    def _microbatches(self, unit_ids: np.ndarray, max_tokens: int | None, share: Division) -> StepBatch:
+    def _microbatches(self, unit_ids: np.ndarray, max_tokens: int | None) -> StepBatch:
         """This process's share of the drawn units."""
         return microbatches(
             fetch=self.rows.fetch,
@@ -422,11 +414,10 @@ class PrivateRun:
             max_rows=self.rows.max_rows,
             max_tokens=max_tokens,
             packed=self.rows.packed,
-            rank=share.rank,
-            size=share.size,
+            rank=self.processes.rank,
+            size=self.processes.size,
             key=self._entropy.deal_key(self.ledger.num_steps),
             one_unit=self._attached is not None and self._attached.clipper.one_unit,
-            steps_to=self.rows.steps_to,
         )
 
     def _note(self, done: StepDiagnostics) -> None:
@@ -447,7 +438,6 @@ class PrivateRun:
             self._attached.remove()
         self._attached = None
 
-    @named_in_python(OF_LOOP)
     def finish(self, reason: str = COMPLETED, stopped_independently: bool = False) -> dict[str, Any] | None:
         """End the run: undo the hooks, close the ledger, and write the privacy report beside it.
 
@@ -481,7 +471,7 @@ class PrivateRun:
         detached = self.weights if self._attached is None else None
         note_changes(detached, None if detached is None else detached.model, self.ledger, self.processes)
         if self._attached is not None:
-            self._attached.end(self.ledger.num_steps, self.steps_planned)
+            self._attached.rates.end()
         self.detach()
         if self._files_before is not None and self.is_main:
             note_own_release(self.ledger, self.ledger.path.parent, self._files_before)

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from dpllm.config import ConfigError, PrivacyConfig
-from dpllm.config.python_names import OF_TRAINER, named_in_python
 from dpllm.config.values import flag
 from dpllm.data.examples import Tokens
 from dpllm.data.supervised import Supervised
@@ -52,7 +51,6 @@ class DPSFTTrainer(DPTrainer):
 
     argument_table: ClassVar[Mapping[str, Argument]] = {**ARGUMENTS, **SFT}
 
-    @named_in_python(OF_TRAINER)
     def __init__(
         self,
         model: Any,

@@ -317,6 +317,11 @@ class SharedLedger:
         if self._ledger is not None:
             self._ledger.append_released(folder, files)
 
+    def append_pages(self, files: Mapping[str, str]) -> None:
+        """Do as `Ledger.append_pages` on rank 0; other ranks write nothing."""
+        if self._ledger is not None:
+            self._ledger.append_pages(files)
+
     def append_end(self, reason: str, independent: bool = False) -> None:
         """Do as `Ledger.append_end` on rank 0; other ranks write nothing. The budget is charged the stated ε.
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from dpllm.data.transfer import send_array
+from dpllm.engines.base import Engine
 from dpllm.engines.processes import OtherProcessError, Processes, found_by
-from dpllm.engines.protocol import Engine
 from dpllm.engines.replicas import Replicas
 from dpllm.ghost import UnitClipper
 from dpllm.mechanism.parts import NoiseStream
@@ -153,7 +153,7 @@ def private_step(
     try:
         Replicas.check(checksums, number + 1)
         engine.processes.raise_found(error, failed)
-        statistic.finish(engine.processes, engine.division.counts)
+        statistic.finish(engine.processes)
     except Exception:
         for parameter in clipper.parameters.values():
             parameter.grad = None
@@ -267,8 +267,6 @@ class _Tally:
         assert self._counts is not None, "every step has a microbatch"
         processes = engine.processes
         here = [*self._counts.tolist(), self._rows, self._units, portions.num_divided]
-        if not engine.division.counts:  # another process has the same rows
-            here = [0.0] * len(here)
         everywhere = processes.gather_numbers([*here, *replicas.numbers(), float(error is not None)])
         counts = torch.tensor([one[: len(here)] for one in everywhere], dtype=torch.float64).sum(dim=0)
         loss, nonfinite, clipped, rows, units, divided = counts.tolist()

@@ -22,7 +22,6 @@ from transformers.utils import logging
 
 from dpllm.config import ConfigError, PrivacyConfig, refuse_drawn_pieces
 from dpllm.config.output_folder import check_output_folder
-from dpllm.config.python_names import OF_TRAINER, named_in_python
 from dpllm.config.values import choice
 from dpllm.data.lengths import refuse_other_classes
 from dpllm.data.own_rows import refuse_own_rows
@@ -138,7 +137,6 @@ class DPTrainer(RowsTrainer):
     argument_table: ClassVar[Mapping[str, Argument]] = ARGUMENTS
     """The options of ``args`` that this trainer knows; one for a subclass of ``TrainingArguments`` adds its own."""
 
-    @named_in_python(OF_TRAINER)
     def __init__(
         self,
         model: Any = None,
@@ -276,7 +274,6 @@ class DPTrainer(RowsTrainer):
 
     # ------------------------------------------------------------------ the run
 
-    @named_in_python(OF_TRAINER)
     def train(
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> TrainOutput:
@@ -432,7 +429,6 @@ class DPTrainer(RowsTrainer):
 
     # ------------------------------------------------------------------- saving
 
-    @named_in_python(OF_TRAINER)
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model, consolidated, and beside it the plan, the ledger so far, the privacy report and a model card.
 

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from dpllm.config import ConfigError
-from dpllm.engines import TensorParallel
 from dpllm.engines.deepspeed_checkpoint import complete_load, prepare_to_load
 from dpllm.engines.fragments import require_whole_saves
 from dpllm.engines.weights import NonfiniteSteps
@@ -113,12 +111,6 @@ class TrainerRun:
         if self.averaging is not None and by_deepspeed:
             require_whole_saves(model)
         self._prepared.attach(self.private, model, optimizer, self.averaging, loss_of)
-        if self.private.engine_name == TensorParallel.__name__:
-            raise ConfigError(
-                "The model is tensor-parallel (tp_plan), and the Trainer divides rows and saves as if each process had "
-                "a model of its own. Use dpllm.PrivateRun with a loop of your own, or FSDP2 "
-                "(dpllm train --config fsdp2)"
-            )
         if self.averaging is not None and self._checkpoint:
             self.averaging.load(self._checkpoint)
         self.is_attached = True
@@ -181,7 +173,7 @@ class TrainerRun:
         try:
             self.ledger.append_end(reason, independent=self._prepared.privacy.stop == "independent")
             if self.private.is_main:
-                write_report(folder, self._prepared.plan, read_ledger(self.ledger.path), notes)
+                write_report(folder, self._prepared.plan, read_ledger(self.ledger.path), notes, opened=self.ledger)
         except (OSError, ValueError) as error:
             if reason != "failed":
                 raise

@@ -1,7 +1,8 @@
 """Small audits that between them see every planted bug; run on the package beside this file, sound or mutated.
 
-Each setup makes the bug that it is for as visible as it gets, and takes seconds: a model of one layer, a loss of known
-gradient. ``python -m tests.audit.planted SETUP`` prints the result as JSON.
+Each setup makes the bug that it is for as visible as it gets: a model of one layer, a loss of known gradient. It has so
+many blocks or trials that chance hides the bug in less than one of a thousand runs.
+``python -m tests.audit.planted SETUP`` prints the result as JSON.
 """
 
 from __future__ import annotations
@@ -219,7 +220,7 @@ def witnesses() -> AuditResult:
 
 def epochs() -> AuditResult:
     """Blocks of as many steps as an epoch would have, one unit expected in each."""
-    design = Design(num_base=7, num_canaries=1, num_blocks=1200, steps_per_block=8)
+    design = Design(num_base=7, num_canaries=1, num_blocks=2000, steps_per_block=8)
     return audit(*vectors(*[1] * 7, 2), design, batch=1, noise_multiplier=0.5)
 
 
@@ -275,19 +276,19 @@ def banded(bands: int) -> tuple[str, Any]:
 
 def one_cycle() -> AuditResult:
     """A cycle of eight bands, with q' = 1: every unit is in one step, and nobody knows in which."""
-    design = Design(1, 1, num_blocks=500, steps_per_block=8, own_runs=True)
+    design = Design(1, 1, num_blocks=700, steps_per_block=8, own_runs=True)
     return audit_runs(*vectors(1, 2, absent=6), design, plan_with(8, 1, 1.0, 8, banded(8)))
 
 
 def two_bands() -> AuditResult:
     """Four cycles of two bands, with q' = 1."""
-    design = Design(1, 1, num_blocks=700, steps_per_block=8, own_runs=True)
+    design = Design(1, 1, num_blocks=2000, steps_per_block=8, own_runs=True)
     return audit_runs(*vectors(1, 2), design, plan_with(2, 1, 1.5, 8, banded(2)))
 
 
 def many_others() -> AuditResult:
     """Every second of 16 other units is long: where the groups of all of them change, it shows."""
-    design = Design(16, 1, num_blocks=250, steps_per_block=2, own_runs=True)
+    design = Design(16, 1, num_blocks=1000, steps_per_block=2, own_runs=True)
     lengths = [1.0, 0.01] * 8 + [2.0]
     return audit_runs(*vectors(*lengths, absent=1), design, plan_with(18, 9, 1.5, 2, banded(2)))
 
@@ -300,7 +301,7 @@ def resumed_bands() -> AuditResult:
 
 def counted() -> AuditResult:
     """One of two present units of twenty is above the threshold of a clipping to a quantile."""
-    design = Design(1, 1, num_blocks=250, own_runs=True)
+    design = Design(1, 1, num_blocks=400, own_runs=True)
     clipping = {"kind": "quantile", "start": 2 * CLIP_NORM, "count_noise": 2.0}
     return audit_runs(*vectors(1, 5, absent=18), design, plan_with(20, 20, 1.0, 1, ("clipping", clipping)))
 
@@ -393,7 +394,7 @@ def teachers() -> AuditResult:
     """Eleven teachers label twenty texts."""
     made = [Charge(name=name, event=event, count=count) for name, event, count in Vote(20).charges(4.0)]
     settings = {"teachers": 11, "classes": 2, "public texts": 20}
-    return answers("public labels by PATE", made, 2000, **settings)
+    return answers("public labels by PATE", made, 12000, **settings)
 
 
 def confident_teachers() -> AuditResult:
@@ -401,7 +402,7 @@ def confident_teachers() -> AuditResult:
     vote = Vote(80, threshold=5.0, max_answers=2)
     made = [Charge(name=name, event=event, count=count) for name, event, count in vote.charges(4.0)]
     settings = {"teachers": 11, "classes": 2, "public texts": 80, "votes for a label, threshold": 5.0}
-    return answers("public labels by PATE", made, 2000, **settings)
+    return answers("public labels by PATE", made, 8000, **settings)
 
 
 def writing_teachers() -> AuditResult:
@@ -409,7 +410,7 @@ def writing_teachers() -> AuditResult:
     vote = Vote(80, answers=TOKENS)
     made = [Charge(name=name, event=event, count=count) for name, event, count in vote.charges(4.0)]
     settings = {TEACHERS: 11, PROMPTS: 16, NEW_TOKENS: 5, PUBLIC_VOTES: 0.0}
-    return answers("public completions by PATE", made, 2000, **settings)
+    return answers("public completions by PATE", made, 6000, **settings)
 
 
 def tokens(user: bool = False, around_public: bool = True) -> AuditResult:
@@ -423,7 +424,7 @@ def tokens(user: bool = False, around_public: bool = True) -> AuditResult:
         prediction.TOKENS: 40,
         prediction.TEXTS_OF_GROUP: 1,
     }
-    return answers("predicted text", [Charge(name=prediction.CHARGE, event=event, count=40)], 1000, user, **settings)
+    return answers("predicted text", [Charge(name=prediction.CHARGE, event=event, count=40)], 6000, user, **settings)
 
 
 def tokens_of_users() -> AuditResult:
@@ -441,7 +442,7 @@ def rounds(trials: int = 1000, **noise: Any) -> AuditResult:
 
 def secure_rounds() -> AuditResult:
     """Eight clients that add the noise, of which six leave before they send it."""
-    return rounds(2000, noise={"kind": "distributed", "dropouts": 0.75, "min_batch_size": 2}, randomness="discrete")
+    return rounds(8000, noise={"kind": "distributed", "dropouts": 0.75, "min_batch_size": 2}, randomness="discrete")
 
 
 def questions(*kinds: str) -> AuditResult:

@@ -16,6 +16,7 @@ needs_triton = pytest.mark.skipif(not triton_kernels.available(), reason="Triton
 CPU = torch.device("cpu")
 
 
+@pytest.mark.deep
 @needs_triton
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures times, which the tests do not")
 def test_every_kernel_is_reported_with_its_error_and_without_a_time(tmp_path, capsys):

@@ -59,6 +59,7 @@ def test_views_and_allocations_are_no_launches():
     assert found.bytes == 6 * x.nbytes
 
 
+@pytest.mark.deep
 def test_the_command_prints_the_table_and_writes_the_figures(tmp_path, capsys):
     """One mode, with one timed step."""
     path = tmp_path / "launches.json"

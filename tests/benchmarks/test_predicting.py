@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 
+import pytest
 import torch
 
 from tests.benchmarks.material import program, save_model, write_records
@@ -12,6 +13,7 @@ from tests.benchmarks.material import program, save_model, write_records
 benchmark = program("predicting")
 
 
+@pytest.mark.deep
 def test_all_rows_are_measured(tmp_path):
     """Two texts of each method at one ε, the public model and real texts; the private runs are those of the product."""
     save_model(tmp_path / "model", max_length=320)

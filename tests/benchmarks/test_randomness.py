@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from tests.benchmarks.material import program
 
 benchmark = program("randomness")
 
 
+@pytest.mark.deep
 def test_the_command_line_prints_a_table_and_writes_json(tmp_path):
     """Each row has a positive time; regenerated noise is drawn from its first step on."""
     path = tmp_path / "randomness.json"

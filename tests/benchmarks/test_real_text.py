@@ -51,6 +51,7 @@ def settings(folder: Path, **changes) -> benchmark.Settings:
     return benchmark.Settings(**values | changes)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("mode", ["full", deep_case("both")])
 def test_command_line_prints_tables_and_writes_json(mode, material, tmp_path, capsys):
     """Full and LoRA run from the command line; tokens, shares and ratios agree with one another."""

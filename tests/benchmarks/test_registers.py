@@ -26,6 +26,7 @@ def figures(tmp_path: Path, *options: str) -> dict[str, Any]:
     return json.loads(out.read_text())
 
 
+@pytest.mark.deep
 def test_lengths_do_not_lead_to_compilations(tmp_path):
     """At most eight in full and eight with LoRA, for rows of 1 token, of multiples of 16 and of anything else."""
     found = figures(tmp_path, "--count", "--microbatches=30")["compilations"]

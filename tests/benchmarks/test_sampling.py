@@ -16,6 +16,7 @@ benchmark = program("sampling")
 SMALL = ["--units", "1e4", "1e5", "--rates", "1e-4", "--rounds", "2", "--ranks", "3", "--rows", "4"]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("clock", ["wall", deep_case("cpu")])
 def test_command_line_prints_tables_and_writes_json(clock, tmp_path, capsys):
     """Both N are measured, on the index of all their units, the mask up to its limit; figures agree."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.benchmarks.material import program
+from tests.tiers import deep_case
 
 benchmark = program("targets")
 methods, throughput = sys.modules["methods"], sys.modules["throughput"]
@@ -42,7 +43,7 @@ def as_it_runs(settings):
 
 
 @pytest.mark.parametrize("mode", ["full", "lora"])
-@pytest.mark.parametrize("checkpointing", ["none", "reentrant", "nonreentrant"])
+@pytest.mark.parametrize("checkpointing", ["none", deep_case("reentrant"), deep_case("nonreentrant")])
 def test_counts_without_products_are_those_of_a_step(mode, checkpointing):
     """The same operations and the same bytes, for any trained parameters: values change neither."""
     settings = settings_of(1, mode=mode, checkpointing=checkpointing)
@@ -52,6 +53,7 @@ def test_counts_without_products_are_those_of_a_step(mode, checkpointing):
         assert without[name][1] == pytest.approx(ran[name][1], rel=0.01)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("mode", ["full", "lora"])
 def test_the_extension_to_the_whole_depth(mode):
     """From two shallow models to five layers: operations exactly, bytes about, since the peak may lie elsewhere."""
@@ -75,6 +77,7 @@ def test_products_are_skipped_and_the_rest_is_not():
     assert total.eq(1).all() and not out.any() and added.eq(2).all()
 
 
+@pytest.mark.deep
 def test_the_table_has_every_row_and_its_targets():
     """Shapes and targets are those that were set, the widths those of models of one and eight billion parameters."""
     names = [target.name for target in benchmark.TARGETS]
@@ -92,6 +95,7 @@ def test_the_table_has_every_row_and_its_targets():
     }
 
 
+@pytest.mark.deep
 def test_command_line_prints_table_and_writes_files(tmp_path, capsys, monkeypatch):
     """Two rows, with the machine; ratios are of the figures beside them."""
     small = tuple(replace(target, batch=2, tokens=8) for target in benchmark.TARGETS)

@@ -36,6 +36,7 @@ def folder(tmp_path_factory):
     return folder / "pate"
 
 
+@pytest.mark.deep
 def test_the_first_token_has_the_average_of_the_tokens(folder):
     """The vector that a classifier reads is the norm of the centred average of the first layer's vectors and itself."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "encoder")
@@ -53,6 +54,7 @@ def test_the_first_token_has_the_average_of_the_tokens(folder):
     assert math.isclose(float(last_ND.norm(dim=1).mean()), 4, rel_tol=1e-3)  # √16: a norm of weight 1
 
 
+@pytest.mark.deep
 def test_public_sentences_are_not_private_and_the_recipes_are_read(folder):
     """No public sentence is private, and both recipes name the same records and the same trained weights."""
     rows = {

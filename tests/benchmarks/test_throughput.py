@@ -13,6 +13,7 @@ from torch import nn
 
 from dpllm.ghost import GhostClipper
 from tests.benchmarks.material import program
+from tests.tiers import deep_case
 
 _PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "throughput.py"
 _spec = importlib.util.spec_from_file_location("throughput", _PATH)
@@ -142,10 +143,10 @@ def test_twin_shares_weights_and_nothing_else(tied):
     "extra",
     [
         [],
-        ["--mode", "lora", "--rank", "2", "--checkpointing", "reentrant"],
-        ["--mode", "lora", "--rank", "2", "--checkpointing", "nonreentrant", "--attention", "eager"],
-        ["--dtype", "bfloat16", "--tied", "--no-time"],
-        ["--clock", "cpu"],
+        deep_case(["--mode", "lora", "--rank", "2", "--checkpointing", "reentrant"]),
+        deep_case(["--mode", "lora", "--rank", "2", "--checkpointing", "nonreentrant", "--attention", "eager"]),
+        deep_case(["--dtype", "bfloat16", "--tied", "--no-time"]),
+        deep_case(["--clock", "cpu"]),
     ],
     ids=" ".join,
 )

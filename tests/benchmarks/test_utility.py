@@ -34,6 +34,7 @@ def options(folder: Path, *extra: str) -> list[str]:
     return [*places, str(folder / "dev.csv"), *sizes, "--max-length", "48", "--max-tokens", "384", *extra]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "arms", [["non-private", "banded, average", "low-passed"], deep_case([*benchmark.ARMS])], ids=["three", "all"]
 )
@@ -64,6 +65,7 @@ def test_adapters_with_embeddings_and_head(material, tmp_path):
     assert run["mode"] == "lora" and run["perplexity"] > 1
 
 
+@pytest.mark.deep
 def test_a_run_that_a_signal_ended_is_not_stored(material, tmp_path, monkeypatch):
     """DPTrainer ends such a run early and without an error; its model would count as that of all steps."""
     file = tmp_path / "runs.json"
@@ -99,6 +101,7 @@ def test_the_best_rate_of_each_arm_is_compared():
     assert all(part in line for part, line in zip(("**1: 2.000**", "**2: 8.000**", "| 50% |"), table, strict=True))
 
 
+@pytest.mark.deep
 def test_the_page_of_results_has_the_table_of_the_stored_runs():
     """No figure of the page is older than the file of runs."""
     report = json.loads((FOLDER / "utility.json").read_text())

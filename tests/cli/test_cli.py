@@ -230,10 +230,6 @@ def test_memory_of_all_engines(recipe: Path) -> None:
     [
         (["--memory", "--engine", "fsdp3"], "got 'fsdp3'; did you mean 'fsdp2'"),
         (["--memory", "--gpus", "0"], "num_gpus must be at least 1, got 0"),
-        (
-            ["--memory", "--gpus", "12", "--engine", "fsdp2-hybrid"],
-            "a number of GPUs that shard_size=8 divides, got 12",
-        ),
         (["--memory", "--gpus", "2", "--engine", "single"], "the engine single uses 1 GPU, not 2"),
         (["--memory", "train.optim=adafactor"], "train.optim=adafactor"),
         (["--memory", "model.config.n_layers=3"], "has no 'n_layers'; did you mean 'n_layer'"),
@@ -264,20 +260,23 @@ def test_compare_prints_every_method() -> None:
     values = as_json([*EPSILON, "--compare"])
     methods = {row["name"]: row["epsilon"] for row in values["comparison"]}
     assert methods["PLD"] == values["epsilon"] == pytest.approx(4.81365, abs=1e-4)
-    assert methods["PRV"] == pytest.approx(4.8137, abs=1e-3) and methods["Rényi"] == pytest.approx(5.2960, abs=1e-3)
+    assert methods["PLD, dp_accounting"] == pytest.approx(4.8137, abs=1e-3)
+    assert methods["Rényi"] == pytest.approx(5.2960, abs=1e-3)
     assert methods["basic composition"] > methods["advanced composition"] > methods["zCDP"] > methods["PLD"]
     table = run([*EPSILON, "--compare"])
-    assert all(name in table for name in ("PLD", "PRV", "Rényi", "zCDP", "4.8137", "upper bound"))
+    assert all(name in table for name in ("PLD", "dp_accounting", "Rényi", "zCDP", "4.8137", "upper bound"))
 
 
 def test_epsilon_is_checked_by_a_second_accountant() -> None:
-    """ε of the PRV accountant is printed beside ε; if it does not apply, this is said."""
-    assert as_json(EPSILON)["prv"]["estimate"] == pytest.approx(4.8137, abs=1e-3)
-    assert "checked by PRV, zero-out" in run(EPSILON) and "between 4.79" in run(EPSILON)
-    assert as_json([*EPSILON, "--rows-per-unit", "3"])["prv"] is None
-    assert "does not apply" in run([*EPSILON, "--rows-per-unit", "3"])
+    """ε of dp_accounting's own accountant is printed next to ε; if it does not apply, this is said."""
+    assert as_json(EPSILON)["dp_accounting"] == pytest.approx(4.8137, abs=1e-3)
+    assert "checked by dp_accounting, zero-out" in run(EPSILON) and "4.8142" in run(EPSILON)
+    singly = as_json([*EPSILON, "--rows-per-unit", "3"])
+    assert singly["dp_accounting"] == pytest.approx(singly["epsilon"], abs=1e-2)
+    discrete = [*EPSILON, "--num-units", "1000", "--discrete-sensitivity", "1.003"]
+    assert as_json(discrete)["dp_accounting"] is None and "does not apply" in run(discrete)
     silent = [*EPSILON[:2], "0", *EPSILON[3:]]
-    assert as_json(silent)["prv"]["estimate"] == "inf" and "infinite: no privacy" in run(silent)
+    assert as_json(silent)["dp_accounting"] == "inf" and "infinite: no privacy" in run(silent)
 
 
 def test_tuning_is_priced() -> None:

@@ -17,7 +17,7 @@ from dpllm import GhostClipper, GhostError, PrivacyConfig, PrivateRun, make_plan
 from dpllm.config import DataConfig
 from dpllm.data.rows import RowCollator, load_records, tokenize_records
 from dpllm.data.units import UnitIndex
-from dpllm.engines import EngineError, engine_for, model_inside, overlap
+from dpllm.engines import EngineError, buckets, engine_for, model_inside
 from dpllm.engines.processes import DisagreementError, Processes
 from dpllm.mechanism import regenerated
 from dpllm.mechanism.clipping import FlatClipping
@@ -236,7 +236,7 @@ def errors(jobs: list[Job], clip_norm: float = 0.5, bucket_bytes: int | None = N
             bucket.
     """
     if bucket_bytes is not None:
-        overlap._BUCKET_BYTES = bucket_bytes
+        buckets._BUCKET_BYTES = bucket_bytes
     plan = plan_of(clip_norm, noise_multiplier=0.0)
     found = []
     expected = [reference(job, clip_norm) for job in jobs]  # first: ZeRO-3 puts its own linear function in place

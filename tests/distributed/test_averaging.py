@@ -67,10 +67,3 @@ def test_weights_are_put_back_to_the_bit_after_it_was_shown(engine, outcomes):
     """So that the watch, which compares bits, accepts the next step."""
     for found in outcomes(engine):
         assert found["restored"] and found["moved when shown"] > 1e-4
-
-
-@every_engine
-def test_a_write_to_it_on_one_process_is_an_error_on_all(engine, outcomes):
-    """None of them waits for another one."""
-    for found in outcomes(engine):
-        assert found["written"].startswith("The average of the weights was written other than by an update")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpllm.engines.local_sums import sums_are_small
+from dpllm.engines.buckets import sums_are_small
 
 
 def model(trained: int, frozen: int, dtype: torch.dtype = torch.bfloat16) -> nn.Module:

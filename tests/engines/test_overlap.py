@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpllm.engines import overlap
+from dpllm.engines import buckets
 
 
 def works(count: int, steps: int, told: list[tuple[int, int]]):
@@ -26,7 +26,7 @@ def works(count: int, steps: int, told: list[tuple[int, int]]):
 def test_every_work_ends_and_few_are_under_way(count, steps):
     """Each work takes its steps in order; it waits for its k-th collective after k younger works have begun."""
     told: list[tuple[int, int]] = []
-    overlap.in_turns(works(count, steps, told))
+    buckets.in_turns(works(count, steps, told))
     assert sorted(told) == [(number, step) for number in range(count) for step in range(steps)]
     open_works: set[int] = set()
     for number, step in told:
@@ -51,20 +51,20 @@ def test_an_error_ends_the_works_that_follow():
 
     begun = []
     with pytest.raises(ValueError, match="wrong"):
-        overlap.in_turns(begun.append(number) or work(number) for number in range(5))
+        buckets.in_turns(begun.append(number) or work(number) for number in range(5))
     assert begun == [0, 1, 2]
 
 
 def test_buckets_hold_every_parameter_once_in_order(monkeypatch):
     """One kind each, and none larger than allowed unless a single parameter is."""
-    monkeypatch.setattr(overlap, "_BUCKET_BYTES", 100)
+    monkeypatch.setattr(buckets, "_BUCKET_BYTES", 100)
     sizes = [10, 10, 10, 60, 1, 24, 2]
     every = [nn.Parameter(torch.zeros(n)) for n in sizes] + [nn.Parameter(torch.zeros(3).double())]
-    found = overlap.buckets(every, lambda p: p.dtype, lambda p: p.numel() * p.element_size())
+    found = buckets.buckets(every, lambda p: p.dtype, lambda p: p.numel() * p.element_size())
     assert [[p.numel() for p in bucket] for bucket in found] == [[10, 10], [10], [60], [1, 24], [2], [3]]
     assert [id(p) for bucket in found for p in bucket] == [id(p) for p in every]
 
 
 def test_a_parameter_in_a_bucket_begins_at_16_bytes():
     """In 16 bits, too."""
-    assert [overlap.aligned(n) for n in (0, 1, 8, 9)] == [0, 8, 8, 16]
+    assert [buckets.aligned(n) for n in (0, 1, 8, 9)] == [0, 8, 8, 16]

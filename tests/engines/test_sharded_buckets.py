@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from dpllm.engines.sharded_buckets import ShardedBucket
+from dpllm.engines.buckets import ShardedBucket
 
 
 class Mesh:

@@ -121,7 +121,7 @@ def test_a_second_clipper_on_a_model_is_named():
 
 
 def test_models_that_share_a_parameter_are_clipped_apart():
-    """The clipper of one does not take the gradients of the other, and says that ``.grad`` has more than its sums."""
+    """The clipper of one does not take the gradients of the other."""
     one, other, x = Net(), Net(), torch.randn(3, 4)
     other.last.weight = one.last.weight
     clipper, twin = GhostClipper(one, 1.0), GhostClipper(other, 1.0)
@@ -130,6 +130,6 @@ def test_models_that_share_a_parameter_are_clipped_apart():
     clipper.forget()
     twin.forget()
     clipper.backward(one(x).square()[:, 0])
-    assert clipper.foreign_gradient is None
+    first = one.last.weight.grad.clone()
     twin.backward(other(x).square()[:, 0])
-    assert clipper.foreign_gradient == twin.foreign_gradient == "last.weight"
+    assert not torch.equal(one.last.weight.grad, first)  # both add to it

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dpllm import GhostClipper
 from dpllm.ghost.contributions import Instance, Lookup, Outer, RowGradients, Rows, held, merge, squared_norms
 from dpllm.ghost.norm_method import NormMethod
 from dpllm.ghost.sums import Sum, Weights
@@ -182,3 +183,28 @@ def test_a_unit_without_rows_has_no_norm():
     sq_norm_U, slack_U = squared_norms([outer()], rows, NormMethod())
     assert (sq_norm_U[[0, 2]] > 0).all() and (sq_norm_U[[1, 3]] == 0).all() and slack_U[1] == 0
     assert squared_norms([lookup()], Rows.of(torch.full((B,), -1), 0), NormMethod())[0].shape == (0,)
+
+
+def test_units_that_the_caller_changes_in_place():
+    """A clipper keeps no tensor of the caller's units: one that is filled again for each microbatch gives the bound."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(16, 32).double()
+    large = torch.cat([100 * torch.ones(2, 16), 1e-3 * torch.ones(2, 16)]).double()
+    x = large[[0, 2, 1, 3]]  # the units 0, 1, 0, 1: a large and a small one
+    clipper = GhostClipper(model, 0.5, NormMethod(algorithm="gram"))
+
+    def clipped_sum(units):
+        clipper.clip(model(x).square().sum(1), units)
+        sums = []
+        for parameter in clipper.parameters.values():
+            clipper.add_clipped_sum_(parameter, total := Sum.of(parameter))
+            sums.append(total.filled().flatten())
+        return torch.cat(sums)
+
+    buffer = torch.tensor([0, 1, 0, 1])
+    wanted = clipped_sum(buffer)
+    buffer.copy_(torch.tensor([1, 0, 1, 0]))
+    found = clipped_sum(torch.tensor([0, 1, 0, 1]))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    assert float(found.norm()) <= 2 * 0.5 * (1 + 1e-6)
+    clipper.remove()

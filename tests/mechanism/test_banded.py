@@ -103,6 +103,21 @@ def test_steps_cost_as_many_rounds_as_cycles_were_begun():
     assert merge([(step_of(8, 1.2), 1)] * 410) == ((one, 410),)
 
 
+def test_starts_that_begin_again_are_charged_each():
+    """Four starts of two steps cost four cycles of correlated noise, eight steps of one start two; DP-SGD the same."""
+    banded, independent = (
+        make_plan(
+            PrivacyConfig(noise_multiplier=1.0, clip_norm=0.5, expected_batch_size=4, noise=noise), 64, 8
+        ).mechanism
+        for noise in ({"kind": "banded", "bands": 4}, "independent")
+    )
+    assert epsilon(banded.history([2, 2, 2, 2]), 1e-3) == epsilon(banded.history(16), 1e-3)
+    assert epsilon(banded.history([2, 2, 2, 2]), 1e-3) > 1.2 * epsilon(banded.history(8), 1e-3)
+    assert epsilon(independent.history(np.array([2, 6])), 1e-3) == epsilon(independent.history([8]), 1e-3)
+    with pytest.raises(ValueError, match=r"a step cannot have run 2\.5 times"):
+        epsilon(banded.history([2, 2.5]), 1e-3)
+
+
 def test_one_band_is_dp_sgd():
     """Same event, same σ, same noise."""
     plain = Step(num_units=42_061, sampling_rate=1024 / 42_061, max_batch_size=1248, noise_multiplier=0.7)

@@ -1,12 +1,18 @@
 """A clipping refuses invalid bounds, and its sensitivity follows from its bound."""
 
 import math
+from dataclasses import FrozenInstanceError, dataclass, field
+from typing import ClassVar
 
 import pytest
 import torch
 
+from dpllm import GhostClipper, PerUnitClipper
 from dpllm.ghost.factors import clip_factors
 from dpllm.mechanism.automatic import AdaptiveScaleClipping, AutomaticClipping
+from dpllm.mechanism.clipping import FlatClipping
+from dpllm.mechanism.noise import IndependentNoise
+from dpllm.mechanism.parts import Draw, Mechanism, OneGroup
 from tests.mechanism.kinds import CLIPPING_KINDS, clipping
 
 
@@ -34,6 +40,68 @@ def test_a_clipping_keeps_nothing_of_a_model_or_of_norms():
         each.groups({"0.weight": (2, 3), "1.weight": (4, 2)})
         each.factors(torch.ones(1, 3))
         assert vars(each) == before and hash(each) is not None, each
+
+
+@dataclass
+class Settable(OneGroup):
+    """A researcher's clipping: `clipping.clip_norm = 0.5 * result.norms.median()` would publish the norms."""
+
+    clip_norm: float
+    kind: ClassVar[str] = "settable"
+
+    def factors(self, norm_GU):
+        return (self.clip_norm / norm_GU).clamp_max(1)
+
+    def sensitivity(self, adjacency):
+        return self.clip_norm
+
+
+class Inherited(FlatClipping):
+    """Its C cannot be set, but any other attribute that its factors read can."""
+
+
+class Plain(Settable):
+    def __init__(self, clip_norm):
+        self.clip_norm = clip_norm
+
+
+@dataclass(frozen=True)
+class Listed(FlatClipping):
+    scale: list[float] = field(default_factory=lambda: [1.0])
+
+
+DRAW = Draw(num_units=100, population=100, expected_batch_size=10, max_batch_size=30)
+USES = {
+    "mechanism": lambda clipping: Mechanism(DRAW, clipping, IndependentNoise(), 1.0),
+    "GhostClipper": lambda clipping: GhostClipper(torch.nn.Linear(3, 1), clipping=clipping),
+    "PerUnitClipper": lambda clipping: PerUnitClipper(torch.nn.Linear(3, 1), clipping=clipping),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.parametrize("kind", [Settable, Inherited, Plain])
+def test_a_clipping_whose_numbers_can_be_set_is_refused(kind, use):
+    """It could follow the norms of the private gradients, which no ε covers."""
+    with pytest.raises(ValueError, match=f"{kind.__name__} is not a frozen dataclass, .* which no ε covers"):
+        use(kind(8.0))
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_a_clipping_is_copied(use):
+    """What changes in the caller's object changes no bound; the copy's numbers cannot be set."""
+    given = Listed(8.0)
+    held = use(given).clipping
+    given.scale[0] = 9.0
+    assert held.scale == [1.0] and held == Listed(8.0)
+    with pytest.raises(FrozenInstanceError):
+        held.clip_norm = 0.5
+    with pytest.raises(FrozenInstanceError):
+        held.threshold = 0.5
+
+
+def test_equal_mechanisms_are_equal_and_have_a_hash():
+    one, other = (Mechanism(DRAW, FlatClipping(1.0), IndependentNoise(), 1.0) for _ in range(2))
+    assert one == other and hash(one) == hash(other)
 
 
 def test_automatic_clipping_scales_nearly_all_gradients_to_the_clip_norm():

@@ -252,11 +252,6 @@ def test_more_trained_parameters_than_the_sensitivity_covers_are_refused():
     mechanism.require_entries(2**40)
     with pytest.raises(ValueError, match=r"1,099,511,627,777 parameters are trained, but .* at most 1,099,511,627,776"):
         mechanism.require_entries(2**40 + 1)
-    start = mechanism.start(2, NoiseSource(randomness="discrete"))
-    next(start.draws(1))
-    large = torch.nn.Parameter(torch.empty(2**40 + 1, device="meta"))
-    with pytest.raises(ValueError, match="at most 1,099,511,627,776: train fewer, for instance with LoRA"):
-        start.add_noise_({"large": large})
     Mechanism(mechanism.draw, mechanism.clipping, IndependentNoise(), 1.0).require_entries(2**41)
 
 
@@ -271,15 +266,15 @@ def test_a_share_of_a_sum_gets_no_noise():
         engine.collect({}, lambda parameter, total: None, last=True, scale=1.0, to_total=lambda parameter, own: None)
 
 
-def test_a_loop_of_ones_own_adds_discrete_noise():
-    """By the mechanism's start, in one process."""
+def test_a_loop_of_parts_adds_discrete_noise():
+    """By the mechanism's stream, in one process."""
     plan = make_plan(privacy(), num_units=1000, num_steps=2)
-    start = plan.mechanism.start(2, NoiseSource(randomness="discrete"))
-    weight = torch.nn.Parameter(torch.zeros(2000))
-    for _ in start.draws(2):
-        weight.grad = None
-        start.add_noise_({"weight": weight})
-    assert 0.45 < float(weight.grad.std()) < 0.55 and start.history == plan.history
+    stream = plan.mechanism.noise.stream(NoiseSource(randomness="discrete"), 2)
+    for step in range(2):
+        stream.begin(step)
+        total = torch.zeros(2000)
+        stream.add_share_("weight", total, plan.mechanism.noise_stddev, rank=0, size=1)
+    assert 0.45 < float(total.std()) < 0.55 and plan.mechanism.history(2) == plan.history
 
 
 @pytest.mark.parametrize("change", [{"sensitivity": 0.9}, {"sensitivity": math.inf}, {"max_batch_size": 5}])

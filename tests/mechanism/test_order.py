@@ -1,18 +1,17 @@
 """Two steps of a unit are as far apart as the noise has bands, whatever the sampler: wrong ones are refused."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from dpllm.mechanism.banded import BandedNoise, CyclicPoissonSampler
 from dpllm.mechanism.blt import BltNoise
-from dpllm.mechanism.clipping import FlatClipping
-from dpllm.mechanism.fixed_order import FixedOrderSampler
-from dpllm.mechanism.generators import NoiseSource
+from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.order import UnitsApart
-from dpllm.mechanism.parts import Draw, Mechanism, Spec
-from dpllm.mechanism.sampling import TruncatedPoissonSampler, seeded_rng
+from dpllm.mechanism.parts import Draw, Spec
+from dpllm.mechanism.sampling import FixedOrderSampler, TruncatedPoissonSampler, seeded_rng
 from dpllm.training.run import PrivateRun
 from tests.mutations import kills
 from tests.training.test_run import plan_of, rows_of
@@ -72,7 +71,7 @@ REFUSED = (
 )
 @pytest.mark.parametrize("sampler", WRONG.values(), ids=WRONG)
 def test_a_sampler_that_brings_a_unit_back_too_early_is_refused(sampler, monkeypatch, tmp_path):
-    """In a run, before the draw is charged and handed out, at every attempt; and in a loop of one's own."""
+    """In a run, before the draw is charged and handed out, at every attempt."""
     monkeypatch.setattr(BandedNoise, "sampler", lambda self, draw: sampler(self._number))
     plan = dataclasses.replace(plan_of(num_steps=20), noise=Spec.of({"kind": "banded", "bands": 4}))
     run = PrivateRun.start(tmp_path, plan, rows_of())
@@ -83,12 +82,16 @@ def test_a_sampler_that_brings_a_unit_back_too_early_is_refused(sampler, monkeyp
         next(run.draws(1))
     assert run.ledger.num_steps == charged < 20
 
-    start = Mechanism(DRAW, FlatClipping(1.0), BandedNoise(4), 1.0).start(
-        20, NoiseSource(), seeded_rng(0), for_tests=True
-    )
-    with pytest.raises(ValueError, match=REFUSED):
-        for _ in start.draws(20):
-            start._open = False  # as if the noise of the draw had been added
+
+@pytest.mark.parametrize(("given", "error"), [((3, 3, 5), "is twice in one draw"), ((-1, 5), "has the unit -1")])
+def test_a_draw_with_a_unit_twice_is_refused(given, error, monkeypatch, tmp_path):
+    """Also with independent noise: it would contribute up to 2 C. A number below 0 is another name of a unit."""
+    drawing = SimpleNamespace(steps=lambda rng: iter([np.array(given, dtype=np.int64)]))
+    monkeypatch.setattr(IndependentNoise, "sampler", lambda self, draw: drawing)
+    run = PrivateRun.start(tmp_path, plan_of(num_steps=20), rows_of())
+    with pytest.raises(ValueError, match=error):
+        next(run.draws(1))
+    assert run.ledger.num_steps == 0
 
 
 def test_the_samplers_of_the_mechanisms_are_not_refused():

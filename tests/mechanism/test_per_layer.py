@@ -3,6 +3,7 @@
 The layers are written out here, and the gradients come from a float64 loop over single units.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,7 @@ def test_a_unit_that_is_not_finite_in_one_layer_contributes_nothing_to_it():
     assert factors[0, 1] == 0 and factors[1, 1] == factors[1, 0] > 0
 
 
+@dataclass(frozen=True)
 class Undivided(PerLayerClipping):
     """Gives each layer the whole clip norm; from outside the catalogue, although its kind is in it."""
 

@@ -334,18 +334,15 @@ def test_persistent_bytes(shape):
     expected = {  # bytes per parameter on the GPU: weights, clipped sum, optimizer
         "ddp": ((4, 4, 8), (4, 4, 8)),
         "fsdp2": ((4 / 4, 4 / 4, 8 / 4), (4 / 4, 4 / 4, 8 / 4)),
-        "fsdp2-hybrid": ((4 / 2, 4 / 2, 8 / 2), (4 / 2, 4 / 2, 8 / 2)),
         "zero1": ((4, 4, 12 / 4), (2, 8, 12 / 4)),
         "zero2": ((4, 4 / 4, 12 / 4), (2, 4 / 4, 12 / 4)),
         "zero3": ((4 / 4, 4 / 4, 12 / 4), (2 / 4, 4 / 4, 12 / 4)),
-        "zero3_offload": ((4 / 4, 0, 0), (2 / 4, 0, 0)),
     }
     for engine, both in expected.items():
         for bf16, factors in zip((False, True), both, strict=True):
-            result = footprint(shape, run_of(engine, gpus, bf16=bf16, shard_size=2))
+            result = footprint(shape, run_of(engine, gpus, bf16=bf16))
             parts = (result.kept.weights, result.kept.clipped_sum, result.kept.optimizer)
             assert parts == pytest.approx([factor * total for factor in factors], abs=16), (engine, bf16)
-            assert result.cpu == (pytest.approx(20 * total / gpus, abs=32) if engine == "zero3_offload" else 0)
 
 
 def test_communication(shape):
@@ -358,18 +355,13 @@ def test_communication(shape):
         "zero1": (2, 2 * 4),
         "zero2": (2, microbatches * 4),
         "zero3": (microbatches * 3 * 2, microbatches * 4),
-        "zero3_offload": (microbatches * 3 * 2, microbatches * 4),
     }
     for engine, (weights, sums) in expected.items():
         result = footprint(shape, run_of(engine, gpus, bf16=True))
         assert result.sent.weights == pytest.approx(ring * weights * total, rel=1e-6), engine
         assert result.sent.sums == pytest.approx(ring * sums * total, rel=1e-6), engine
+        assert result.seconds(1e9) == result.sent.total / 1e9
     assert footprint(shape, run_of()).sent.total == 0
-    hybrid = footprint(shape, run_of("fsdp2-hybrid", gpus, bf16=True, shard_size=2))
-    assert hybrid.sent.weights == pytest.approx(microbatches * 4 * total / 2, rel=1e-6)
-    # Reduced within the group for each microbatch, across its two copies once per step.
-    assert hybrid.sent.sums == pytest.approx(microbatches * 4 * total / 2 + 2 * 4 * (total / 2) / 2, rel=1e-6)
-    assert hybrid.seconds(1e9) == hybrid.sent.total / 1e9
 
 
 @pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "single"])
@@ -464,7 +456,6 @@ def test_total_holds_every_moment(shape):
     [
         ({"engine": "fsdp"}, "engine must be one of .* did you mean 'fsdp2'"),
         ({"engine": "single", "num_gpus": 2}, "single uses 1 GPU"),
-        ({"engine": "fsdp2-hybrid", "num_gpus": 12}, "shard_size=8 divides, got 12"),
         ({"engine": "ddp", "num_gpus": 0}, "num_gpus must be at least 1"),
         ({"engine": "ddp", "tokens": 0}, "tokens must be at least 1"),
         ({"engine": "fsdp2", "per_unit": True}, "per_unit needs whole parameters"),
@@ -496,11 +487,9 @@ def test_recipe():
     numbers = result.to_dict()
     assert numbers["total"] == result.total and numbers["engine"] == "ddp"
     keys = "engine num_gpus num_microbatches weights clipped_sum optimizer noise average gathered activations"
-    rest = "recomputed logits book forming update cpu weights_sent sums_sent persistent total sent"
+    rest = "recomputed logits book forming update weights_sent sums_sent persistent total sent"
     assert list(numbers) == f"{keys} {rest}".split()
     assert numbers["persistent"] + result.passing.peak == numbers["total"]
-    offloaded = dict(footprint_rows(footprint_of_recipe(recipe, arguments, 2048, "zero3_offload", 2)))
-    assert "memory of the CPU" in offloaded and "memory of the CPU" not in rows
 
 
 def test_one_unit_at_a_time_holds_its_gradient_in_place_of_the_book():
@@ -521,16 +510,13 @@ def test_one_unit_at_a_time_holds_its_gradient_in_place_of_the_book():
 def test_engines_side_by_side():
     """Every engine that makes sense has a column, in one unit, with the numbers that it has by itself."""
     recipe, arguments = recipe_of()
-    assert engines_for(1) == ("single", "zero3_offload")
-    assert set(engines_for(16)) == set(ENGINES) - {"single"} == {*engines_for(8), "fsdp2-hybrid"}
-    assert "fsdp2-hybrid" not in engines_for(12)
+    assert engines_for(1) == ("single",)
+    assert set(engines_for(16)) == set(ENGINES) - {"single"} == {*engines_for(8)}
     results = [footprint_of_recipe(recipe, arguments, 2048, engine, 16) for engine in engines_for(16)]
     unit, (head, *rows) = comparison_rows(results)
     assert unit == "MB" and head == ("", *engines_for(16))
     numbers = {name: values for name, *values in rows}
     assert numbers["total, at most"] == [f"{result.total / 1e6:,.1f}" for result in results]
-    assert numbers["memory of the CPU"][:-1] == ["0"] * 6 and numbers["memory of the CPU"][-1] != "0"
-    assert "memory of the CPU" not in {row[0] for row in comparison_rows(results[:-1])[1]}
     assert setting_of(results[0]) == setting_of(results[1])
 
 
@@ -600,9 +586,9 @@ def test_recipe_of_a_model_that_is_not_here():
 # ------------------------------------------------------------ launch/README.md
 
 SCALE = [
-    ("8B", "full", 8, ("fsdp2", "zero3", "zero3_offload")),
+    ("8B", "full", 8, ("fsdp2", "zero3")),
     ("70B", "LoRA", 8, ("fsdp2", "zero3")),
-    ("70B", "full", 64, ("fsdp2", "zero3", "zero3_offload")),
+    ("70B", "full", 64, ("fsdp2", "zero3")),
     ("405B", "LoRA", 64, ("fsdp2", "zero3")),
 ]
 BATCH, TOKENS, BANDWIDTH, USABLE = 1024, 2048, 50e9, 0.9
@@ -611,7 +597,7 @@ BATCH, TOKENS, BANDWIDTH, USABLE = 1024, 2048, 50e9, 0.9
 def scale_table():
     """Return the table of launch/README.md, in Markdown."""
     names = ["model", "GPUs", "engine", "weights", "sum", "optimizer", "gathered", "activations", "logits", "book"]
-    names += ["forming", "**total**", "CPU", "80 GiB", "141 GB", "sent: microbatch", "step", "at 50 GB/s"]
+    names += ["forming", "**total**", "80 GiB", "141 GB", "sent: microbatch", "step", "at 50 GB/s"]
     lines = ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
     for size, mode, gpus, engines in SCALE:
         shape = shape_of_model(llama3(size, peft={"r": 16, "target_modules": "all-linear"} if mode == "LoRA" else None))
@@ -630,7 +616,7 @@ def scale_table():
             cells, numbers = [f"{size} {mode}", str(gpus), engine], result.to_dict()
             parts = ("weights", "clipped_sum", "optimizer", "gathered", "activations", "logits", "book", "forming")
             cells += [f"{numbers[part] / 1e9:.1f}" for part in parts]
-            cells += [f"**{result.total / 1e9:.1f}**", f"{result.cpu / 1e9:.1f}" if result.cpu else ""]
+            cells += [f"**{result.total / 1e9:.1f}**"]
             cells += ["yes" if result.total <= USABLE * room else "no" for room in (80 * 2**30, 141e9)]
             cells += [
                 f"{once.sent.total / 1e9:.1f} GB",
@@ -661,10 +647,8 @@ def test_an_average_costs_four_bytes_per_trained_parameter_sharded_as_the_optimi
     plain, averaged = (
         footprint(shape, Run(**settings, checkpointing=True, bf16=False, averaged=kept)) for kept in (False, True)
     )
-    parts = {"single": 1, "ddp": 1, "fsdp2-hybrid": 8}.get(engine, gpus)
-    where = averaged.cpu - plain.cpu if engine == "zero3_offload" else averaged.kept.average
-    assert where == -(-4 * shape.trainable // parts) and plain.kept.average == 0
-    assert averaged.kept.average == 0 if engine == "zero3_offload" else averaged.cpu == plain.cpu
+    parts = {"single": 1, "ddp": 1}.get(engine, gpus)
+    assert averaged.kept.average == -(-4 * shape.trainable // parts) and plain.kept.average == 0
     assert averaged.total >= plain.total + averaged.kept.average
     if not averaged.run.is_deepspeed:
         assert averaged.total >= averaged.kept.total + -(-4 * shape.trainable // parts)

@@ -42,8 +42,8 @@ def test_runs_compose_as_one_history(tmp_path: Path) -> None:
     assert found.epsilon == epsilon([(one.event, 50), (two.event, 50)], 1e-5)
     alone = [epsilon([(one.event, 50)], 1e-5), epsilon([(two.event, 50)], 1e-5)]
     assert [run.epsilon for run in found.runs] == alone
-    assert max(alone) < found.epsilon < found.basic_epsilon
-    assert found.basic_epsilon == epsilon([(one.event, 50)], 5e-6) + epsilon([(two.event, 50)], 5e-6)
+    added_up = epsilon([(one.event, 50)], 5e-6) + epsilon([(two.event, 50)], 5e-6)  # basic composition
+    assert max(alone) < found.epsilon < added_up
     assert (found.dataset, found.unit, found.num_units, found.adjacency) == ("chats", "sequence", 1000, "zero-out")
     assert [(run.num_steps, run.num_steps_planned) for run in found.runs] == [(50, 50), (30, 50)]
     assert compose(list(reversed(folders))).epsilon == found.epsilon
@@ -53,7 +53,7 @@ def test_single_run_is_its_own_composition(tmp_path: Path) -> None:
     """One folder gives the ε of its ledger."""
     plan = make_run(tmp_path / "one")
     found = compose([tmp_path / "one"])
-    assert found.epsilon == found.basic_epsilon == plan.epsilon
+    assert found.epsilon == plan.epsilon
 
 
 def test_given_delta_and_adjacency_are_used(tmp_path: Path) -> None:
@@ -159,14 +159,14 @@ def test_runs_that_are_not_private(tmp_path: Path) -> None:
     make_run(tmp_path / "one")
     make_run(tmp_path / "open", noise_multiplier=0)
     found = compose([tmp_path / "one", tmp_path / "open"])
-    assert found.epsilon == math.inf == found.basic_epsilon
+    assert found.epsilon == math.inf
     rows = dict(composition_rows(found))
     assert rows["ε of all together"] == "infinite: no privacy"
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["epsilon"] == "infinite"
 
 
 def test_rows_and_dictionary_say_everything(tmp_path: Path) -> None:
-    """People see each run, whether it ended, and both sums, rounded up; the dictionary holds the same numbers."""
+    """People see each run, whether it ended, and the sum, rounded up; the dictionary holds the same numbers."""
     make_run(tmp_path / "one")
     make_run(tmp_path / "two", num_steps=20, end=None)
     found = compose([tmp_path / "one", tmp_path / "two"])
@@ -175,7 +175,6 @@ def test_rows_and_dictionary_say_everything(tmp_path: Path) -> None:
     assert "(50 of 50 steps)" in rows[f"ε of {tmp_path / 'one'} alone"]
     assert "(20 of 50 steps, not ended: it may still cost more)" in rows[f"ε of {tmp_path / 'two'} alone"]
     assert found.epsilon <= float(rows["ε of all together"]) < found.epsilon + 1e-4
-    assert found.basic_epsilon <= float(rows["the same by basic composition"])
     values = json.loads(json.dumps(found.to_dict()))
     assert values["epsilon"] == found.epsilon and values["delta"] == 1e-5
     assert [run["ended"] for run in values["runs"]] == [True, False]

@@ -457,7 +457,7 @@ def test_a_copied_ledger_is_not_continued_unless_adopted(path: Path) -> None:
     Ledger.open(renamed, PLAN).close()  # the same file
     copy = path.with_name("copy.jsonl")
     copy.write_bytes(renamed.read_bytes())
-    with pytest.raises(LedgerError, match=r"is a copy of the file that the run wrote.*dpllm adopt"):
+    with pytest.raises(LedgerError, match=r"is a copy of the file that the run wrote.*dpllm verify .* --adopt"):
         Ledger.open(copy, PLAN)
     with Ledger.annotate(copy) as ledger:
         ledger.append_adopted()
@@ -478,7 +478,7 @@ def test_a_copy_that_has_the_inode_of_the_deleted_original_is_a_copy(
     write(path, 2, end=None)
     Ledger.open(path, PLAN).close()
     generation[0] = 8
-    with pytest.raises(LedgerError, match=r"is a copy of the file that the run wrote.*dpllm adopt"):
+    with pytest.raises(LedgerError, match=r"is a copy of the file that the run wrote.*dpllm verify .* --adopt"):
         Ledger.open(path, PLAN)
 
     def unknown(descriptor: int, request: int, buffer: bytearray) -> None:

@@ -82,7 +82,7 @@ def test_without_the_key_it_is_an_open_point_once_and_compared_again_later(damag
 
 
 def test_a_ledger_without_a_digest_is_an_open_point(tmp_path):
-    """One that an earlier version wrote."""
+    """One of a run that crashed before it noted the rows."""
     started(tmp_path)
     path = tmp_path / LEDGER
     lines = path.read_text().splitlines(keepends=True)

@@ -55,12 +55,12 @@ def test_the_target_is_met_by_the_selection():
 
 
 def test_it_is_saved_and_read_with_its_hash(tmp_path):
-    """The distribution is covered by the hash; plans without one keep their format and hash."""
+    """The distribution is covered by the hash; a plan without one has none."""
     plan, path = plan_of(), tmp_path / "plan.json"
     plan.save(path)
-    assert PrivacyPlan.load(path) == plan and json.loads(path.read_text())["format"] == 5
+    assert PrivacyPlan.load(path) == plan and json.loads(path.read_text())["format"] == 1
     assert plan.hash != dataclasses.replace(plan, selection=Spec.of({"kind": "logarithmic", "mean": 9})).hash
-    assert dataclasses.replace(plan, selection=None).to_dict()["format"] == 2
+    assert dataclasses.replace(plan, selection=None).to_dict()["selection"] is None
     for other in ({"kind": "logarithmic", "mean": 9}, {"kind": "geometric", "mean": 10}, {"kind": "logarithmic"}, None):
         raw = json.loads(path.read_text()) | {"selection": other}
         (tmp_path / "other.json").write_text(json.dumps(raw))

@@ -25,6 +25,7 @@ from dpllm.training.shared_ledger import SharedLedger
 from tests.conftest import tiny_llama_config
 from tests.methods.queries.making import budget_in, query_plan
 from tests.mutations import kills
+from tests.tiers import deep_case
 from tests.training.test_trainer import arguments, privacy, trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,7 +125,7 @@ shared_ledger.SharedLedger.create(path, plan(), Processes(), budget_file=budget)
 
 @pytest.mark.parametrize(
     ("kind", "moment", "settled"),
-    [("answers", "after", False), ("training", "after", True), ("training", "before", False)],
+    [deep_case("answers", "after", False), ("training", "after", True), deep_case("training", "before", False)],
 )
 def test_a_kill_while_a_run_charges_leaves_no_entry_that_nobody_can_settle(
     tmp_path: Path, kind: str, moment: str, settled: bool

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dpllm.config import PrivacyConfig
+from dpllm.mechanism.catalogue import to_fields
 from dpllm.privacy.ledger import LedgerContents
 from dpllm.privacy.plan import make_plan
 from dpllm.report.checklist import completed, disagreements, settled_by
@@ -22,11 +23,11 @@ from tests.mutations import kills
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> PrivacyReport:
     plan = make_plan(PrivacyConfig(noise_multiplier=2.0, clip_norm=1.0, expected_batch_size=20), 1000, 5)
-    planned = {"num_units": 1000, "sampling_rate": 0.02, "max_batch_size": 52, "noise_multiplier": 2.0}
-    run = {"run": "a", "plan_hash": plan.hash, "version": "0", "started_at": "now", "entropy": "operating system"}
+    run = {"run": "a", "plan_hash": plan.hash, "version": "0", "commit": None, "changed": False, "file": "a"}
+    run |= {"started_at": "now", "entropy": "operating system", "planned_step": to_fields(plan.event)}
     contents = LedgerContents(
         path=tmp_path_factory.mktemp("run"),
-        runs=[{**run, "public": [], "planned_step": planned, "budget": None}],
+        runs=[{**run, "public": [], "budget": None}],
         history=[(plan.event, 5)],
         end="completed",
         sha256="0" * 64,
@@ -34,8 +35,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> PrivacyReport:
     return privacy_report(plan, contents, ReleaseNotes(data_holder="the clinic"))
 
 
-def check(epsilon: Any, ours: Any, bounds: Any = (0.0, 9.0)) -> list[CrossCheck]:
-    values = {"name": "PRV", "epsilon": epsilon, "bounds": bounds, "pld_of_the_same_steps": ours, "note": ""}
+def check(epsilon: Any, ours: Any, must_agree: bool = True) -> list[CrossCheck]:
+    values = {"name": "PLD", "epsilon": epsilon, "must_agree": must_agree, "pld_of_the_same_steps": ours, "note": ""}
     return [CrossCheck.model_validate(values)]
 
 
@@ -127,21 +128,21 @@ def test_more_steps_than_planned_is_an_open_point(report: PrivacyReport) -> None
 
 @pytest.mark.parametrize(("other", "ours"), [(5.06, 5.0), (4.94, 5.0), ("inf", 5.0), (5.0, "inf"), (0.055, 0.05)])
 def test_accountants_that_disagree_are_named(other: Any, ours: Any) -> None:
-    """More than 1 % between an estimate and ours, in either direction, is never passed over."""
+    """More than 1 % between another accountant and ours, in either direction, is never passed over."""
     [line] = disagreements(check(other, ours))
-    assert line.startswith("The two accountants disagree: PRV says")
+    assert line.startswith("The two accountants disagree: PLD says")
 
 
 @pytest.mark.parametrize(("other", "ours"), [(5.04, 5.0), ("inf", "inf"), (None, None), (0.0807, 0.0795)])
 def test_accountants_that_agree_are_not(other: Any, ours: Any) -> None:
-    """Within 1 %, or within the estimate's own error at a tiny ε, nothing is said."""
+    """Within 1 %, or within the other accountant's own error at a tiny ε, nothing is said."""
     assert disagreements(check(other, ours)) == []
 
 
 def test_a_looser_bound_is_no_disagreement() -> None:
     """An upper bound may lie far above ours, but not below it."""
-    assert disagreements(check(9.0, 5.0, bounds=None)) == []
-    assert len(disagreements(check(4.9, 5.0, bounds=None))) == 1
+    assert disagreements(check(9.0, 5.0, must_agree=False)) == []
+    assert len(disagreements(check(4.9, 5.0, must_agree=False))) == 1
 
 
 def test_disagreement_reaches_the_open_points(report: PrivacyReport) -> None:

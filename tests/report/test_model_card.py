@@ -36,7 +36,7 @@ from dpllm.report.models import PrivacyReport
 from dpllm.report.models_front import day_in_words
 from dpllm.report.statement import ReleaseNotes, write_report
 from dpllm.report.verify import verify
-from dpllm.report.verify_release import foreign_claims
+from dpllm.report.verify_release import other_claims
 
 IDS = torch.tensor([[1, 5, 6, 2]])
 
@@ -378,7 +378,7 @@ def test_base_model_license_and_language_that_people_noted(tmp_path: Path, priva
     assert (data["license"], data["license_name"]) == ("other", "the-clinic-s-1.0")
     assert data["language"] == ["en", "de"]
     assert "[`org/base-2b`](https://huggingface.co/org/base-2b)" in card.text and str(tmp_path) not in card.text
-    assert foreign_claims(path.read_text(), own_lines(report, "org/base-2b")) == ([], [])
+    assert other_claims(path.read_text(), own_lines(report, "org/base-2b")) == []
 
 
 def test_a_license_that_is_noted_later_reaches_the_card(tmp_path: Path) -> None:
@@ -433,6 +433,8 @@ def test_a_statement_needs_an_open_point_an_author_and_words_of_ones_own(tmp_pat
     (tmp_path / MANIFEST_FILE).write_text("{}")
     with pytest.raises(ValueError, match="is a checkpoint, and its own copy of the ledger never changes"):
         settle(tmp_path, {point: "Only we see them."}, "A. Meyer")
+    with pytest.raises(ValueError, match="is a checkpoint, and its own copy of the ledger never changes"):
+        add_notes(tmp_path, {"audience": "all"})
 
 
 def test_adapter_of_another_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

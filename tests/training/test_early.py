@@ -16,8 +16,8 @@ from transformers import LlamaForCausalLM
 
 from dpllm import GhostClipper, NormMethod, PrivacyConfig, make_plan
 from dpllm.engines import SingleProcess
+from dpllm.engines.base import EarlyGradients
 from dpllm.engines.ddp import DataParallel
-from dpllm.engines.early import EarlyGradients
 from dpllm.engines.errors import EngineError
 from dpllm.engines.guard import UpdateError
 from dpllm.ghost.sums import Sum

@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 
 from dpllm.data.units import UnitIndex
 from dpllm.training.microbatches import PADDING_UNIT, TOKENS_PER_MICROBATCH, best_cuts, deal, microbatches
-from tests.mutations import kills
 
 
 def collate(rows):
     return {"row": torch.tensor(rows)}
 
 
-def cut(units, lengths, unit_ids, max_rows, rank=0, size=1, max_tokens=None, packed=False, key=0, steps_to=None):
+def cut(units, lengths, unit_ids, max_rows, rank=0, size=1, max_tokens=None, packed=False, key=0):
     return list(
         microbatches(
             lambda rows: rows.tolist(),
@@ -31,7 +30,6 @@ def cut(units, lengths, unit_ids, max_rows, rank=0, size=1, max_tokens=None, pac
             max_tokens,
             packed,
             key,
-            steps_to=steps_to,
         )
     )
 
@@ -259,85 +257,15 @@ def test_a_microbatch_needs_a_bound(max_rows, max_tokens, says):
         cut(UnitIndex.one_row_per_unit(2), [1, 1], [0], max_rows, max_tokens=max_tokens)
 
 
-@kills(
-    "rows that fill a microbatch up count for its last unit",
-    "dpllm/training/microbatches.py",
-    "(0, more), constant_values=PADDING_UNIT)",
-    '(0, more), "edge")',
-)
-@settings(max_examples=80, deadline=None)
-@given(st.data())
-def test_in_steps_rows_are_added_and_no_unit_changes(data):
-    """Added rows are of no unit, at the end, and within the bounds; the rows of a unit are those without steps."""
-    owner = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=60))
-    units = UnitIndex.from_ids([str(o) for o in owner], None)
-    lengths = np.array([data.draw(st.integers(1, 90)) for _ in owner])
-    chosen = data.draw(st.lists(st.integers(0, units.num_units - 1), unique=True, min_size=1))
-    max_rows, max_tokens = data.draw(st.sampled_from([(12, None), (None, 600), (9, 400)]))
-    size = data.draw(st.integers(1, 3))
-    found = []
-    for rank in range(size):
-        batches = cut(units, lengths, chosen, max_rows, rank, size, max_tokens, steps_to=int(lengths.max()))
-        found += units_of(batches, units)
-        for batch in batches:
-            unit_B = batch.unit_index.numpy()
-            real = unit_B != PADDING_UNIT
-            assert not np.any(np.diff(real.astype(int)) > 0)
-            assert len(set(batch.inputs["row"][torch.from_numpy(real)].tolist())) == real.sum()
-            assert len(unit_B) <= (max_rows or len(unit_B)) and (
-                batch.num_tokens <= (max_tokens or np.inf) or real.sum() < 2
-            )
-            if batch.taken is not None and real.any() and (halves := batch.halves()) is not None:
-                rows = [row for half in halves for row in half.inputs["row"].tolist()]
-                assert rows == batch.inputs["row"][torch.from_numpy(real)].tolist()
-                assert sum(half.num_units for half in halves) == batch.num_units
-    assert sorted(found) == sorted(chosen)
-
-
-def test_in_steps_the_shortest_row_is_added_without_a_unit():
-    """Eleven rows where twelve fit: the twelfth is the last one again, and belongs to no unit."""
-    lengths = np.arange(11, 0, -1) + 16
-    (batch,) = cut(UnitIndex.one_row_per_unit(11), lengths, range(11), 12, steps_to=40)
-    assert batch.inputs["row"].tolist() == [*range(11), 10]
-    assert batch.unit_index.tolist() == [*range(11), PADDING_UNIT] and batch.num_units == 11
-    (batch,) = cut(UnitIndex.one_row_per_unit(11), lengths, range(11), 11, steps_to=40)
-    assert batch.unit_index.tolist() == list(range(11))
-
-
-def test_in_steps_rows_are_added_where_a_draw_fits_into_one_microbatch():
-    """The number of drawn units is no bound: otherwise each step had a shape of its own."""
-    units = UnitIndex.one_row_per_unit(64)
-    for drawn in (37, 38, 40):
-        (batch,) = cut(units, [16] * 64, range(drawn), None, max_tokens=64 * 16, steps_to=16)
-        assert len(batch.unit_index) == 40 and batch.num_units == drawn
-    (batch,) = cut(units, [16] * 64, range(37), None, max_tokens=38 * 16, steps_to=16)
-    assert len(batch.unit_index) == 38
-
-
-@pytest.mark.parametrize("steps_to", [None, 100])
-def test_lengths_of_other_integers_keep_the_budget(steps_to):
+def test_lengths_of_other_integers_keep_the_budget():
     """Unsigned, or of 8 bits: the same microbatches."""
     units, lengths = UnitIndex.one_row_per_unit(60), np.random.default_rng(0).integers(1, 100, 60)
     found = []
     for dtype in (np.int64, np.int8, np.uint8, np.uint16, np.uint64):
-        batches = cut(units, lengths.astype(dtype), range(60), None, max_tokens=400, steps_to=steps_to)
+        batches = cut(units, lengths.astype(dtype), range(60), None, max_tokens=400)
         assert max(len(batch.unit_index) * int(batch.taken.lengths_B.max()) for batch in batches) <= 400
         found.append([batch.inputs["row"].tolist() for batch in batches])
     assert all(one == found[0] for one in found)
-
-
-def test_in_steps_shapes_repeat():
-    """Rows of 90 lengths, drawn a hundred times: a few dozen shapes instead of hundreds."""
-    generator = np.random.default_rng(0)
-    lengths, units = generator.integers(10, 100, 2000), UnitIndex.one_row_per_unit(2000)
-    shapes = {None: set(), 100: set()}
-    for steps_to, seen in shapes.items():
-        for _ in range(100):
-            drawn = np.sort(generator.choice(2000, generator.poisson(128), replace=False))
-            for batch in cut(units, lengths, drawn, None, max_tokens=1024, steps_to=steps_to):
-                longest = int(batch.taken.lengths_B.max())
-                seen.add((len(batch.unit_index), longest if steps_to is None else -(-longest // 16) * 16))
-    assert len(shapes[100]) < 60 and len(shapes[None]) > 5 * len(shapes[100])
 
 
 def cost_of(cuts, rows, longest):

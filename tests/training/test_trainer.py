@@ -741,3 +741,38 @@ def test_an_encoder_decoder_that_shifts_its_labels_by_itself(tmp_path):
     run = trainer(tmp_path, M2M100ForConditionalGeneration(config), args=arguments(tmp_path, max_steps=2))
     run.train()
     assert run.state.global_step == 2 and math.isfinite(run.state.log_history[0]["loss"])
+
+
+class _BetweenSteps(TrainerCallback):
+    """Keeps the weights after each step; if asked to, generates, runs the model and loads its own weights."""
+
+    def __init__(self, works):
+        self.works, self.weights = works, []
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        if self.works:
+            model.eval()
+            model.generate(input_ids=torch.tensor([[3, 4, 5]]), max_new_tokens=2, do_sample=False, pad_token_id=0)
+            model.train()
+            model(input_ids=torch.tensor([[3, 4, 5]] * 2))  # with a graph that nobody uses
+            model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+
+
+def test_what_a_callback_does_with_the_model_between_steps_enters_no_sum(tmp_path):
+    """Generation, a forward pass that nobody uses, and its own weights loaded: every step has the same bits.
+
+    Users with two rows, and one with more rows than a microbatch has, at σ = 1, from the same draws and noise.
+    """
+    kept = [_BetweenSteps(works) for works in (False, True)]
+    for number, steps in enumerate(kept):
+        torch.manual_seed(0)
+        folder = tmp_path / str(number)
+        small_trainer(
+            folder,
+            dataset=rows(who=[min(n // 2, 28) for n in range(64)]),
+            config=users(noise_multiplier=1.0, clip_norm=0.05, seed=3, expected_batch_size=14, clipping="quantile"),
+            args=arguments(folder, per_device_train_batch_size=4, max_steps=4, optim="sgd"),
+            callbacks=[steps],
+        ).train()
+    assert len(kept[0].weights) == 4 and all(map(torch.equal, *(one.weights for one in kept)))

@@ -374,20 +374,11 @@ def test_model_init_is_called_once_and_may_not_read_the_data(tmp_path, folder):
     def reads():
         return helper() and LlamaForCausalLM.from_pretrained(folder)
 
-    class Reader:
-        def __init__(self):
-            self.splits = {"train": rows}
-
-        def __call__(self):
-            return LlamaForCausalLM.from_pretrained(folder)
-
     readers = [
         reads,
         lambda: next(LlamaForCausalLM.from_pretrained(folder) for row in rows),
         lambda own=rows: LlamaForCausalLM.from_pretrained(folder),
         functools.partial(lambda own: LlamaForCausalLM.from_pretrained(folder), rows),
-        Reader(),
-        Reader().__call__,
     ]
     for reader in readers:
         with pytest.raises(ConfigError, match="model_init reads a private data set"):

@@ -40,8 +40,7 @@ from scipy import stats
 
 from dpllm.mechanism.discrete import DiscreteNoise, DiscreteStep, most_drawn
 from dpllm.mechanism.events import Event, EventWords
-from dpllm.mechanism.normals import Normals
-from dpllm.mechanism.parts import Draw
+from dpllm.mechanism.parts import Draw, Normals
 from dpllm.mechanism.workload import Workload
 
 SHARE_BITS = 16

@@ -346,10 +346,11 @@ class Server:
         ledger.append_end(COMPLETED, independent=self._recipe.privacy.stop == "independent")
         elsewhere = () if public else tuple(figures)
         notes = dataclasses.replace(noted(self._recipe), utility=figures if public else {}, utility_elsewhere=elsewhere)
-        report = write_report(self.folder, self._plan, read_ledger(ledger.path), notes)
+        report = write_report(self.folder, self._plan, read_ledger(ledger.path), notes, opened=ledger)
         base = self._recipe.model.name
         adapter = isinstance(self.model, PeftModel)
-        write_model_card(self.folder, report, base_model=base, task=self._recipe.model.task, adapter=adapter)
+        task = self._recipe.model.task
+        write_model_card(self.folder, report, base_model=base, task=task, adapter=adapter, ledger=ledger)
         phases.end()
 
     def _figures(self, before: Measurement | None, after: Measurement | None) -> dict[str, str]:

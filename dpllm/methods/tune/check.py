@@ -42,7 +42,7 @@ def verify_tuning(folder: str | Path) -> Verification:
 def _charged(record: Record) -> Check:
     what = "the draws are those that the budget was charged for"
     if record.draws["budget"] is None:
-        return Check(what, True, "no budget file")
+        return Check(what, None, "no budget file")
     try:
         require_charged_draws(record)
     except (BudgetError, OSError) as error:
@@ -76,7 +76,7 @@ def _scores(record: Record) -> Check:
 def _best(record: Record) -> Check:
     what = "the released run has the best score"
     if not record.is_decided:
-        return Check(what, True, "no run is released yet")
+        return Check(what, None, "no run is released yet")
     scores = [score for score in record.scores.values() if score is not None]
     if record.selected is None:
         return Check(what, not scores, "no run is released" + (", but one has a score" if scores else ": all failed"))

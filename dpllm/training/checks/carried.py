@@ -10,6 +10,7 @@ user's functions are only called, as a training calls them. Nothing of what they
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,6 @@ import numpy as np
 
 from dpllm.data.records import DataError
 from dpllm.data.transfer import own_copy
-from dpllm.training.checks import choices
 from dpllm.training.checks.companies import Sample
 from dpllm.training.checks.repeatable import same_randomness, seed_between
 from dpllm.training.checks.sharing import same_values
@@ -96,7 +96,7 @@ def refuse_reading(read: Callable[[int], Any], num_rows: int) -> None:
     Raises:
         DataError: a row depends on the row that was read before it, or is made with random numbers.
     """
-    rows = choices.source().sample(range(num_rows), min(num_rows, _READ))
+    rows = secrets.SystemRandom().sample(range(num_rows), min(num_rows, _READ))
     for place, row in enumerate(rows):
         if len(rows) > 1 and after_others(read, row, (rows[place - 1], row)):
             raise DataError(CARRIED.format(who=DATA_SET, done="read"))
@@ -150,5 +150,5 @@ def after_others(make: Callable[[int], Any], row: int, others: Sequence[int]) ->
     if same_values(*expected):
         return False
     order = [0, 1] * _CONFIRMED
-    choices.source().shuffle(order)  # calls may be counted
+    secrets.SystemRandom().shuffle(order)  # calls may be counted
     return all(same_values(after(others[place]), expected[place]) for place in order)

@@ -8,6 +8,7 @@ shortest row with a target, because effects of padding are largest there, and on
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,6 @@ from torch import Tensor
 
 from dpllm.data.labels import IGNORE
 from dpllm.data.transfer import own_copy
-from dpllm.training.checks import choices
 from dpllm.training.checks.repeatable import same_randomness, seed_between
 from dpllm.training.checks.sharing import same_values
 from dpllm.training.microbatches import by_name
@@ -89,7 +89,7 @@ class Sample:
             first: whether to take the longest row that fits; if false, a long one.
             crowd: rows of a process in a step, for one pass that is as large as a microbatch. 0: no such pass.
         """
-        rng = np.random.default_rng(choices.source().getrandbits(128))
+        rng = np.random.default_rng(secrets.SystemRandom().getrandbits(128))
         numbers = _some(rows.units.rows, rng)
         lengths = np.maximum(1, rows.lengths[numbers])
         order = numbers[_smallest(lengths, SHORTEST)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from dpllm.ghost import UnitClipper
-from dpllm.ghost.groups import shapes_of
+from dpllm.ghost.parameters import shapes_of
 from dpllm.training.checks.companies import Company
 
 

@@ -28,14 +28,12 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 
 from dpllm.ghost import UnitClipper
 from dpllm.ghost.memory import is_shortage
-from dpllm.training.checks import choices
 from dpllm.training.checks.companies import Company, Sample
 from dpllm.training.checks.differences import (
     NEAR,
@@ -52,11 +50,11 @@ from dpllm.training.checks.float64 import float64_operations
 from dpllm.training.checks.passes import CHANCES, Found, IndependenceError, Passes, Setup
 from dpllm.training.checks.randomness import OWN_GENERATOR, own_generator
 from dpllm.training.checks.repeatable import same_randomness, seed_between
-from dpllm.training.checks.sharing import FEWEST, PLACES, Sharing, states_for
+from dpllm.training.checks.sharing import Sharing
 from dpllm.training.out_of_memory import MicrobatchTooLargeError, free_memory
 
 if TYPE_CHECKING:
-    from dpllm.engines.protocol import Engine
+    from dpllm.engines.base import Engine
     from dpllm.training.rows import TrainingRows
 
 FIRST, LATER = (4, 1 / 16, 64), (2, 1 / 64, 16)
@@ -65,7 +63,6 @@ rows, and the most. A run of 100 steps has eight checks (benchmarks/results.md h
 REFUSED = 8
 """Checks refuse in these first steps of a process. A later difference comes from something that changes during
 training, or from rounding in weights that have grown."""
-_APART = 100  # the comparisons by chance are repeated after this many times their own number of rows
 _Result = TypeVar("_Result")
 Results = list[list[Seen]]
 """Results of the passes of a check: of those with its own seed, and of those with each other seed."""
@@ -114,10 +111,9 @@ class IndependenceCheck:
         """Begin before the first step of this process."""
         self._clipper, self._model, self._rows, self._engine = clipper, model, rows, engine
         units = rows.units
-        self._per_step = expected_batch_size * units.num_rows / max(1, units.num_units) / engine.division.size
+        self._per_step = expected_batch_size * units.num_rows / max(1, units.num_units) / engine.processes.size
         self._steps, self._has_failed = 0, False
         self._must_pass = True  # the last check of the first `REFUSED` steps has not passed
-        self._compared = _Compared()
         self._late: set[str] = set()  # findings of late checks that have an open point
         self.last: Differences | None = None
         self.found = Found()
@@ -145,12 +141,6 @@ class IndependenceCheck:
                 process.
             GhostError: the losses or the model are refused by the clipper.
         """
-        with choices.alike(self._engine.processes, self._engine.division.size == 1):
-            self._before_step(loss_of, max_tokens, is_last, source)
-
-    def _before_step(
-        self, loss_of: Callable[[Mapping], Tensor], max_tokens: int | None, is_last: bool, source: Any
-    ) -> None:
         self._steps += 1
         if self._steps & (self._steps - 1) and not is_last and not self._has_failed:
             return
@@ -200,7 +190,7 @@ class IndependenceCheck:
         # From here on all processes run the same passes, even if only one of them found a difference.
         is_random = any(everywhere) and any(self._agreed(passes.is_random, bool)[1])
         if is_random or not any(everywhere):
-            self._refuse_shared(passes, first or is_random)
+            self._refuse_shared(passes)
         if is_random:
             with _evaluating(self._model):  # randomness that could not be switched off: fused attention, custom kernels
                 worst, everywhere = self._agreed(lambda: self._worst(passes, first=False), bool)
@@ -219,19 +209,16 @@ class IndependenceCheck:
             if found is not None:
                 raise IndependenceError(*found)
 
-    def _refuse_shared(self, passes: Passes, first: bool) -> None:
-        """Check that rows share no random numbers; in later checks, if other draws are made or much time has passed."""
-        is_due = self._compared.is_due(passes.numbers.places, self._steps, self._per_step) or first
-        if self._rows.max_rows == 1 or not any(self._engine.processes.gather(is_due)):
+    def _refuse_shared(self, passes: Passes) -> None:
+        """Check that rows share no random numbers."""
+        if self._rows.max_rows == 1:
             return
-        self._compared.step = self._steps
-        states = states_for(min(PLACES, self._rows.max_rows or PLACES), FEWEST)
-        sharing = Sharing(passes.copies, passes.room_for_copies(), states, passes.tolerance, self._engine.lockstep)
+        sharing = Sharing(passes.copies, passes.room_for_copies(), passes.tolerance, self._engine.lockstep)
         self._agreed(sharing.look, bool)
         if any(self._engine.processes.gather(bool(sharing.shared or sharing.generators))):
             self._agreed(sharing.force, bool)
-        if any(self._engine.processes.gather(sharing.is_random)):
-            self._agreed(sharing.compare, bool)
+        if sharing.point is not None:
+            self.found.points.append(sharing.point)
         self._refuse(sharing.message)
 
     def _measured(self, setup: Setup, first: bool) -> tuple[Passes, tuple[Seen, Seen] | None]:
@@ -340,26 +327,6 @@ def _rows_wanted(per_step: float, first: bool) -> int:
     """Return the number of rows to run together: few, unless a step has many more."""
     least, share, most = FIRST if first else LATER
     return min(most, max(least, int(per_step * share)))
-
-
-@dataclass
-class _Compared:
-    """When rows were last compared for random numbers that they share.
-
-    Attributes:
-        places: places in the code, and generators, from which numbers were drawn.
-        step: the step of the last comparison; 0 before the first.
-    """
-
-    places: set[str] = field(default_factory=set)
-    step: int = 0
-
-    def is_due(self, places: set[str], step: int, rows_per_step: float) -> bool:
-        """Return whether numbers are drawn in new places, or much time has passed since the last comparison."""
-        new = places - self.places
-        self.places |= new
-        rows = (step - self.step) * rows_per_step
-        return bool(new) or (bool(self.places) and rows >= _APART * FEWEST * PLACES)
 
 
 def _config_of(model: nn.Module) -> dict[str, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,6 @@ from dpllm.data.labels import IGNORE
 from dpllm.data.transfer import send
 from dpllm.ghost import GhostError, UnitClipper
 from dpllm.ghost.memory import is_shortage
-from dpllm.training.checks import choices
 from dpllm.training.checks.carried import carried_by, doubts
 from dpllm.training.checks.companies import SHORTEST, Company, Sample
 from dpllm.training.checks.differences import Bound, Precision, Seen, compare, counting_norm
@@ -37,12 +37,12 @@ from dpllm.training.checks.repeatable import (
     same_randomness,
     seed_between,
 )
-from dpllm.training.checks.sharing import FAILS, FEWEST, PLACES, STATES, Pass, copied, of_collator
+from dpllm.training.checks.sharing import COPIES, FAILS, FEWEST, PLACES, STATES, Pass, copied, of_collator
 from dpllm.training.microbatches import Microbatch, RowsTaken
 from dpllm.training.out_of_memory import device_of
 
 if TYPE_CHECKING:
-    from dpllm.engines.protocol import Engine
+    from dpllm.engines.base import Engine
     from dpllm.training.rows import TrainingRows
 
 CHANCES = 8
@@ -111,22 +111,15 @@ class Found:
 
 @dataclass
 class _Numbers:
-    """The random numbers that passes drew.
+    """The random numbers that the last pass drew.
 
     Attributes:
-        draws: of the last pass.
+        draws: the calls.
         moved: generators that moved in it, and their states after it.
-        places: places in the code, and generators, of all passes.
     """
 
     draws: list[Draw] = field(default_factory=list)
     moved: dict[str, Any] = field(default_factory=dict)
-    places: set[str] = field(default_factory=set)
-
-    def note(self, draws: list[Draw]) -> None:
-        """Note the draws of a pass whose moved generators are known."""
-        self.draws = draws
-        self.places |= {*self.moved, *(f"{one.name} {one.where}" for one in draws)}
 
 
 class Passes:
@@ -183,7 +176,7 @@ class Passes:
         numbers = numbers[rows.lengths[numbers] == least]
         if not len(numbers) or least == max(lengths) > min(lengths):
             return []
-        number = int(choices.source().choice(numbers.tolist()))
+        number = int(secrets.SystemRandom().choice(numbers.tolist()))
         try:
             if not sample.refetched:
                 row = rows.fetch(np.array([number]))[0]
@@ -220,22 +213,14 @@ class Passes:
             raise IndependenceError(message)
 
     def room_for_copies(self) -> int:
-        """Return how many copies of the shortest row are compared."""
-        rows = self._setup.rows
+        """Return how many copies of the shortest row a microbatch has room for, at most `COPIES`."""
+        rows, most = self._setup.rows, self._setup.max_tokens
         short = max(1, int(rows.lengths[self.sample.together[0]]))
-        return max(
-            1,
-            min(
-                PLACES,
-                rows.max_rows or PLACES,
-                PLACES if self._setup.max_tokens is None else self._setup.max_tokens // short,
-            ),
-        )
+        return max(1, min(COPIES, rows.max_rows or COPIES, COPIES if most is None else most // short))
 
     def copies(self, count: int, numbers: Numbers) -> Pass:
         """Return the result of one pass over copies of the shortest row, for `Sharing`."""
-        seed = choices.source().getrandbits(32) if numbers.is_real else None
-        seen = self.run(Company(self.sample.together[:1] * count, "beside its copies"), seed, numbers=numbers)
+        seen = self.run(Company(self.sample.together[:1] * count, "beside its copies"), numbers=numbers)
         return Pass([one.loss for one in seen], [one.norm for one in seen], self.numbers.draws, self.numbers.moved)
 
     def run(
@@ -384,7 +369,7 @@ class Passes:
                 yield
             finally:
                 self._setup.clipper.forget()  # also an aborted pass
-        self.numbers.note(mode.draws)
+        self.numbers.draws = mode.draws
         self._precision.dtype = max(self._precision.dtype, mode.dtype, key=lambda dtype: torch.finfo(dtype).eps)
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from dpllm.training.checks.stamps import Stamp, WatchError, stamp_of
-from dpllm.training.checks.written import Written
 
 
 class PrivateGradients:
@@ -28,7 +27,6 @@ class PrivateGradients:
         """Begin without gradients."""
         self._trainable = trainable
         self._left: dict[int, tuple[Tensor | None, Stamp]] = {}
-        self._bits = Written()
 
     @property
     def are_left(self) -> bool:
@@ -39,17 +37,10 @@ class PrivateGradients:
         """Forget the gradients, before the next step."""
         self._left = {}
 
-    def take(self, with_bits: bool) -> None:
-        """Store the gradients of the private step.
-
-        Args:
-            with_bits: whether writes past the version counters are found as well.
-        """
+    def take(self) -> None:
+        """Store the gradients of the private step."""
         with torch.no_grad():
             self._left = {id(p): (p.grad, stamp_of(p.grad)) for p in self._trainable.values() if p.grad is not None}
-        self._bits = Written()
-        if with_bits:
-            self._bits.take(self._grads())
 
     def check(self) -> None:
         """Compare the gradients before an update.
@@ -76,24 +67,7 @@ class PrivateGradients:
                         "private step and optimizer.step() that touches .grad"
                     )
 
-    def check_bits(self) -> None:
-        """Compare the bits of the gradients before an update, if they were taken.
-
-        Raises:
-            WatchError: one was written past the version counters.
-        """
-        self._bits.compare(self._grads())
-        if self._bits.found():
-            raise WatchError(
-                "A gradient was written past PyTorch's version counters (through .grad.data) between the private step "
-                "and optimizer.step(). Run nothing in between that touches .grad"
-            )
-
     def drop(self) -> None:
         """Keep only the stamps after an update: the memory of the gradients is needed."""
-        self._bits = Written()
         with torch.no_grad():
             self._left = {key: (None, stamp_of(grad)) for key, (grad, _) in self._left.items() if grad is not None}
-
-    def _grads(self) -> list[Tensor]:
-        return [p.grad for p in self._trainable.values() if p.grad is not None]

@@ -22,7 +22,6 @@ import hashlib
 import inspect
 import random
 import secrets
-import time
 from collections.abc import Iterable
 from types import CodeType
 from typing import Any
@@ -36,13 +35,9 @@ from dpllm.engines.processes import Processes
 
 _ENTROPY_BYTES = 32
 _MT_WORDS = 624  # of the state of a Mersenne Twister
-_WORDS_PER_SECOND = 2_000_000_000  # more than any processor draws from one generator
-_MOST_WORDS = 2**31  # that a process draws from one generator in a step
-_BLOCK = 2**20  # words that are drawn again at once
 _MT_OFFSET = 24  # bytes before these words in the state of PyTorch's CPU generator, each word in 8 bytes
 _DEEPEST = 2  # depth to which attributes are searched for generators
 LIBRARIES = {"builtins", "numpy", "torch", "transformers", "datasets", "tokenizers", "peft", "dpllm"}
-_State = tuple[bytes, int]  # words of a Mersenne Twister, and the number of them already used
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 OWN_GENERATOR = (
     "{who} keeps its own random generator ({what}), whose numbers are not secret and shift when a row is removed. Draw "
@@ -72,20 +67,12 @@ class SecretStreams:
             self._own = hashlib.sha256(f"own {seed} {processes.rank}".encode()).digest()
             self._shared = hashlib.sha256(f"shared {seed}".encode()).digest()
         self._seeded_with: int | None = None
-        self._began: tuple[float, dict[str, _State]] = (0.0, {})  # when, and with which states
         self._step = 0
 
-    def separate(self, alike: bool = False) -> None:
-        """Seed from this process's own stream; at the start of a private step.
-
-        Args:
-            alike: whether to seed all processes alike, since they take the same rows (tensor parallelism); from a
-                stream that differs from that of `share`.
-        """
+    def separate(self) -> None:
+        """Seed from this process's own stream; at the start of a private step."""
         self._step += 1
-        entropy = hashlib.sha256(b"the same rows" + self._shared).digest() if alike else self._own
-        self._seeded_with = _seed_all(_stream(entropy, self._step))
-        self._began = time.perf_counter(), _twisters()
+        self._seeded_with = _seed_all(_stream(self._own, self._step))
 
     def share(self) -> None:
         """Seed from the stream that all processes share; when the private gradient is formed."""
@@ -93,32 +80,21 @@ class SecretStreams:
         _seed_all(_stream(self._shared, self._step))
 
     def check(self) -> None:
-        """Check that the global generators were not seeded since `separate`.
+        """Check that PyTorch's global generator was not seeded since `separate`; it stores its seed.
 
-        PyTorch stores the seed. NumPy's and Python's generators must be at a position in the stream of numbers with
-        which the step began: the stream is drawn again up to that position.
+        NumPy's and Python's do not. Numbers from a seed within a step depend on a row's place in its microbatch, which
+        the comparison of rows finds (`dpllm.training.checks.independence`).
 
         Raises:
-            ConfigError: model, loss or collator called ``manual_seed``, ``set_seed`` or ``seed``.
+            ConfigError: model, loss or collator called ``manual_seed`` or ``set_seed``.
         """
-        if self._seeded_with is None:
-            return
-        if torch.initial_seed() != self._seeded_with:
+        if self._seeded_with is not None and torch.initial_seed() != self._seeded_with:
             raise ConfigError(
                 f"PyTorch's generator was seeded with {torch.initial_seed()} during a private step, by the model, the "
                 "loss or the collator (torch.manual_seed, set_seed). Its random numbers are then public and shift when "
                 "a row is removed, so epsilon would not be true. Remove the call, or put it into "
                 "torch.random.fork_rng()"
             )
-        began, before = self._began
-        limit = int(min(_MOST_WORDS, _MT_WORDS + (time.perf_counter() - began) * _WORDS_PER_SECOND))
-        for name, now in _twisters().items():
-            if now != before[name] and not _leads_to(before[name], now, limit):
-                raise ConfigError(
-                    f"{name} was seeded during a private step, by the model, the loss or the collator (seed, set_seed, "
-                    "set_state). Its random numbers are then public and shift when a row is removed, so epsilon would "
-                    "not be true. Remove the call, or restore the previous state of the generator"
-                )
 
 
 def refuse_own_generators(
@@ -209,33 +185,6 @@ def _objects_of(function: Any) -> list[Any]:
         last = found[-1]
         found.append(last.func if isinstance(last, functools.partial) else last.__self__)
     return found
-
-
-def _twisters() -> dict[str, _State]:
-    """Return the states of the two global generators that do not store their seed; both are Mersenne Twisters."""
-    numpy_state = np.random.get_state(legacy=False)["state"]
-    *words, position = random.getstate()[1]
-    return {
-        "NumPy's global generator (np.random)": (numpy_state["key"].tobytes(), int(numpy_state["pos"])),
-        "Python's global generator (random)": (np.array(words, dtype=np.uint32).tobytes(), position),
-    }
-
-
-def _leads_to(before: _State, now: _State, limit: int) -> bool:
-    """Return whether a generator reaches a state from another by at most about ``limit`` words, drawing them again."""
-    start, here = np.random.RandomState(0), np.random.RandomState(0)
-    for generator, (key, position) in ((start, before), (here, now)):
-        generator.set_state(("MT19937", np.frombuffer(key, dtype=np.uint32), position, 0, 0.0))
-    ahead = here.randint(0, 2**32, 8, dtype=np.uint32)  # 256 bits, which identify a position in the stream
-    stream, drawn = np.empty(0, dtype=np.uint32), 0
-    while drawn <= limit:
-        count = min(_BLOCK, max(_MT_WORDS, drawn))
-        stream = np.concatenate([stream[1 - len(ahead) :], start.randint(0, 2**32, count, dtype=np.uint32)])
-        drawn += count
-        for place in np.flatnonzero(stream[: 1 - len(ahead)] == ahead[0]):
-            if np.array_equal(stream[place : place + len(ahead)], ahead):
-                return True
-    return False
 
 
 def _stream(entropy: bytes, step: int) -> bytes:

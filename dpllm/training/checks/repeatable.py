@@ -13,6 +13,7 @@ import contextlib
 import inspect
 import math
 import random
+import secrets
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,8 +27,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
-
-from dpllm.training.checks import choices
 
 _DROPPING: tuple[Any, ...] = (
     F.dropout,
@@ -109,13 +108,11 @@ class Numbers:
         changed: draws that get other numbers.
         reseeded: generators, `NUMPY` or `PYTHON`, that begin in another state.
         to: the beginning of their sequence, between 0 and 1; a single uniform number has about this value.
-        is_real: whether to leave random numbers as they are, and to disable dropout only.
     """
 
     changed: frozenset[Draw] = frozenset()
     reseeded: frozenset[str] = frozenset()
     to: float = 0.0
-    is_real: bool = False
 
 
 class Repeatable(TorchFunctionMode):
@@ -127,7 +124,7 @@ class Repeatable(TorchFunctionMode):
     found. Numbers from a generator that was seeded within the pass are not changed.
 
     `dpllm.training.checks.sharing` needs passes with other numbers (`Numbers`): some draws differ from those of the
-    pass before and all others do not; or only dropout is disabled.
+    pass before and all others do not.
 
     Attributes:
         draws: the calls that drew random numbers, or would have without this mode, in their order.
@@ -170,7 +167,7 @@ class Repeatable(TorchFunctionMode):
         elif func in _REPEATED:
             result = self._repeated(func, args, kwargs)
         else:
-            draw, self._name = None if self._numbers.is_real else _DRAWS.get(func), getattr(func, "__name__", "")
+            draw, self._name = _DRAWS.get(func), getattr(func, "__name__", "")
             result = func(*args, **kwargs) if draw is None else draw(self, func, args, kwargs)
         if isinstance(result, Tensor) and result.dtype in _COARSE:
             self.dtype = min(self.dtype, result.dtype, key=lambda dtype: -torch.finfo(dtype).eps)
@@ -355,7 +352,7 @@ def seed_between(least: float, most: float) -> int:
     True
     """
     while True:
-        seed = choices.source().getrandbits(32)
+        seed = secrets.SystemRandom().getrandbits(32)
         if least <= _first(seed) < most and least <= np.random.RandomState(seed).random_sample() < most:
             return seed
 

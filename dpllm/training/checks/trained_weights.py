@@ -1,7 +1,8 @@
 """The part of the watch over the trained weights, which change only within the optimizer's ``step``.
 
-Place in the flow: under `dpllm.training.checks.watch`. Version counters are compared first; sums over all bits find
-writes past them (`dpllm.training.checks.written`).
+Place in the flow: under `dpllm.training.checks.watch`. Version counters are compared in every step. A checksum is
+queued right after an update, without a wait; it is read before a save, and where a version counter has moved: weights
+that were written and put back are the same.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from dpllm.engines.checksums import Checksum, values
 from dpllm.training.checks.stamps import Stamp, WatchError, stamp_of
-from dpllm.training.checks.written import Written
 
 
 class TrainedWeights:
@@ -20,37 +21,22 @@ class TrainedWeights:
 
     Args:
         trainable: the clipped parameters, by name.
-        stamped: whether version counters show writes. False for an engine that updates within the private step.
     """
 
-    def __init__(self, trainable: Mapping[str, nn.Parameter], stamped: bool) -> None:
+    def __init__(self, trainable: Mapping[str, nn.Parameter]) -> None:
         """Store the present weights."""
-        self._trainable, self._stamped = trainable, stamped
-        self._stamps: list[Stamp] = []
-        self._bits = Written()
+        self._trainable = trainable
         self.take()
 
     def take(self) -> None:
         """Store the present weights, right after an update."""
         self._stamps = self._stamps_of_now()
-        self.take_bits()
-
-    def take_bits(self) -> None:
-        """Do as `take` for the bits only."""
-        self._bits.take(self._trainable.values())
-
-    def compare_bits(self) -> None:
-        """Queue a comparison with the bits of the last update, without a wait; `check_bits` reads its result."""
-        self._bits.compare(self._trainable.values())
-
-    @property
-    def bits_at_hand(self) -> bool:
-        """Whether `check_bits` needs no wait for a device."""
-        return self._bits.at_hand
+        self._sum = self._sum_of_now()
 
     def is_written(self) -> bool:
         """Return whether a weight is not as the last update left it, to the bit; waits for the device."""
-        return self._bits.differ(self._trainable.values())
+        before, now = values([self._sum, self._sum_of_now()])
+        return before != now
 
     def check(self, when: str) -> None:
         """Compare the version counters; weights that were written and put back are accepted.
@@ -73,22 +59,24 @@ class TrainedWeights:
                     "accelerator.register_for_checkpointing(run)"
                 )
 
-    def check_bits(self) -> None:
-        """Read the results of all comparisons so far.
+    def check_values(self) -> None:
+        """Compare the values with those that the last update left; waits for the device.
 
         Raises:
-            WatchError: a weight was written past the version counters.
+            WatchError: a weight has another value.
         """
-        if self._bits.found():
+        if self.is_written():
             raise WatchError(
-                "A trained parameter was written between two updates past PyTorch's version counters (through .data, "
-                "or another view of its memory). The guarantee covers only weights that change by the noisy gradient. "
-                "Remove the code that writes to it (a model, loss, collator or callback that uses .data); do not "
-                "release any output of this run"
+                "A trained parameter is not as the last update left it, and no version counter of PyTorch shows when "
+                "it was written (through .data, or another view of its memory). The guarantee covers only weights that "
+                "change by the noisy gradient. Remove the code that writes to it; do not release any output of this "
+                "run"
             )
 
+    def _sum_of_now(self) -> Checksum:
+        with torch.no_grad():
+            return Checksum(self._trainable.values())
+
     def _stamps_of_now(self) -> list[Stamp]:
-        if not self._stamped:
-            return []
         with torch.no_grad():
             return [stamp_of(parameter) for parameter in self._trainable.values()]

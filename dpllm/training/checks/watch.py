@@ -8,9 +8,9 @@ own parameter, a second optimizer. The watch refuses each of them when it happen
 * Buffers and frozen parameters do not change. Every step compares their version counters, which PyTorch raises at each
   write. A write through ``.data`` does not raise them, so a checksum of all of them is compared in the steps 1, 2, 4,
   8, … and before each save. A write that leaves the same values is allowed, and so is a cache that grows.
-* Trained parameters change only within the optimizer's own ``step``, and not by its closure. Writes through ``.data``
-  are found by sums over all bits, which every step compares on the device and every save reads
-  (`dpllm.training.checks.written`). Other values may replace them temporarily, as averages do for an evaluation.
+* Trained parameters change only within the optimizer's own ``step``, and not by its closure: every step compares their
+  version counters, and every save a checksum with that of the last update. Other values may replace them temporarily,
+  as averages do for an evaluation.
 * The optimizer receives exactly the gradients of the private step, and none of another parameter.
 * Trainable tensors outside the model, such as a head within the loss, do not change while losses depend on them: the
   graph of the independence check's losses is searched for them, in the steps 1, 2, 4, 8, ….
@@ -81,7 +81,7 @@ class Watch:
             self._handles += [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._trainable.values()]
         self._steps = 0
         self._fixed = FixedTensors(model, self._known)
-        self._weights = TrainedWeights(self._trainable, stamped=hands_in is None)
+        self._weights = TrainedWeights(self._trainable)
         self._gradients, self._outside = PrivateGradients(self._trainable), OutsideTensors(self._known)
 
     def rebase(self) -> None:
@@ -109,8 +109,6 @@ class Watch:
         self._fixed.check("between two private steps")
         self._weights.check("between two private steps, other than by optimizer.step()")
         self._outside.check()
-        if self._is_due(self._steps + 1) or self._weights.bits_at_hand:
-            self._weights.check_bits()
         self._gradients.forget()
 
     def complete(self) -> None:
@@ -125,10 +123,6 @@ class Watch:
         if due:
             self._fixed.take_in_new()
             self._fixed.check_places()
-        if self._hands_in is not None:  # the engine updates next
-            self._weights.compare_bits()
-            if due or self._weights.bits_at_hand:
-                self._weights.check_bits()
         self._fixed.check(_DURING, everything=due)
         self._weights.check(_DURING)
         self._fixed.refuse_gradients(_DURING)
@@ -144,17 +138,13 @@ class Watch:
     def note_gradients(self) -> None:
         """Store the gradients of the private step in ``.grad``; the optimizer must receive exactly these."""
         if self._hands_in is None:
-            self._gradients.take(with_bits=self._is_due(self._steps))
+            self._gradients.take()
         else:
-            self._weights.take_bits()
+            self._weights.take()
 
     def look(self, loss_B: Tensor) -> Tensor:
         """Return the losses, and watch the trainable tensors outside the model that they depend on."""
         return self._outside.look(loss_B)
-
-    def confirm(self) -> None:
-        """Queue a comparison with the weights of the last update; a difference is an error at the next check."""
-        self._weights.compare_bits()
 
     def is_written(self) -> bool:
         """Return whether a trained parameter is not as the last update left it, to the bit; waits for the device."""
@@ -171,8 +161,7 @@ class Watch:
         self._fixed.check("after a private step, before weights were saved", everything=True)
         self._weights.check("after optimizer.step(), before weights were saved")
         self._fixed.check_places()
-        self._weights.compare_bits()
-        self._weights.check_bits()
+        self._weights.check_values()
 
     # ----------------------------------------------------------------- checks
 
@@ -217,7 +206,6 @@ class Watch:
             )
 
     def _before_update(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        self._weights.compare_bits()
         try:
             _refuse_closure(args, kwargs)
             self._check_update(optimizer)
@@ -245,9 +233,6 @@ class Watch:
             return
         self._gradients.check()
         self._weights.check("between the private step and optimizer.step()")
-        if self._is_due(self._steps) or self._weights.bits_at_hand:
-            self._weights.check_bits()
-        self._gradients.check_bits()
 
     def _after_update(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         del optimizer, args, kwargs

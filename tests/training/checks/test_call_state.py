@@ -394,7 +394,7 @@ def test_a_run_loses_nothing_of_a_prefetch_queue_and_writes_into_no_container(tm
     rest = list(collate.items.queue)
     assert collate.taken + rest == collate.put == list(range(len(collate.put)))
     assert len(collate.sizes) == len(collate.taken) and collate.last == {"item": collate.taken[-1]}
-    assert len(collate.taken) <= 150, "the checks of two steps and their start call the collator"
+    assert len(collate.taken) <= 100, "the checks of two steps and their start call the collator"
 
 
 def test_the_start_of_a_run_in_one_process_calls_the_collator_once(tmp_path):

@@ -213,79 +213,29 @@ def test_a_loss_that_seeds_the_generator_is_refused(tmp_path):
         trainer(tmp_path, compute_loss_func=loss).train()
 
 
-@pytest.mark.parametrize(("seed", "name"), [(np.random.seed, "NumPy"), (random.seed, "Python")])
+@pytest.mark.parametrize(
+    ("seed", "draw"), [(np.random.seed, np.random.rand), (random.seed, random.random)], ids=["numpy", "python"]
+)
 @pytest.mark.parametrize("where", ["loss", "collator"])
-def test_a_loss_that_seeds_numpy_or_python_is_refused(seed, name, where, tmp_path):
-    """Or a collator: from there on its numbers are public, and no check of rows sees it."""
-    called, collator = [], RowCollator(pad_token_id=0)
-
-    def seeds(here):
-        if here == where and run.state.global_step == 2:  # a step without a check of rows
-            called.append(seed(0))
+def test_numbers_from_a_seed_of_numpy_or_python_are_refused(seed, draw, where, tmp_path):
+    """They are public, and a row's depend on its place: the values of rows show it."""
+    collator = RowCollator(pad_token_id=0)
 
     def loss(outputs, labels):
-        seeds("loss")
-        return per_sequence_loss(outputs.logits, labels)
+        loss_B = per_sequence_loss(outputs.logits, labels)
+        if where == "loss":
+            seed(0)
+            loss_B = loss_B * torch.tensor([1.0 + draw() for _ in loss_B])
+        return loss_B
 
     def collate(rows):
-        seeds("collator")
+        if where == "collator":
+            seed(0)
+            rows = [{**row, "input_ids": [4 if draw() < 0.3 else one for one in row["input_ids"]]} for row in rows]
         return collator(rows)
 
-    run = trainer(tmp_path, compute_loss_func=loss, data_collator=collate)
-    with pytest.raises(ConfigError, match=rf"{name}'s global generator .* was seeded during a private step"):
-        run.train()
-    assert called and run.ledger.num_steps == 3
-
-
-@pytest.mark.parametrize("count", [0, 1, 5, 623, 624, 625, 700_001])
-def test_any_number_of_draws_is_no_seed(count):
-    """Of whole numbers, real numbers and normal ones, within one block of words or over several."""
-    streams = SecretStreams(Processes())
-    streams.separate()
-    for _ in range(min(count, 3000)):
-        random.random(), random.getrandbits(7), random.gauss(0, 1)
-    np.random.rand(count), np.random.randint(0, 7, count), np.random.randn(count)
-    streams.check()
-
-
-def test_processes_with_the_same_rows_draw_alike_within_a_step():
-    """Dropout masks of a tensor-parallel model; the numbers are not those after the step, which states may reveal."""
-    one, other = SecretStreams(Processes()), SecretStreams(Processes())
-    other._shared = one._shared  # as rank 0 sends it
-    drawn = []
-    for streams in (one, other):
-        streams.separate(alike=True)
-        drawn.append((random.random(), float(np.random.random()), float(torch.rand(1))))
-        streams.share()
-        drawn.append((random.random(), float(np.random.random()), float(torch.rand(1))))
-        streams.separate(alike=True)
-        drawn.append((random.random(), float(np.random.random()), float(torch.rand(1))))
-    assert drawn[:3] == drawn[3:]
-    assert all(len(set(numbers)) == 3 for numbers in zip(*drawn[:3], strict=True))
-
-
-def test_a_place_between_two_blocks_of_words_is_found():
-    """The words that are compared are partly of the one, partly of the other."""
-    streams = SecretStreams(Processes())
-    for count in range(610, 640):
-        streams.separate()
-        np.random.randint(0, 2**32, count, dtype=np.uint32)
-        streams.check()
-
-
-def test_a_state_that_is_put_back_is_no_seed():
-    """As `torch.random.fork_rng` does for PyTorch; without it, each generator is named."""
-    streams = SecretStreams(Processes())
-    streams.separate()
-    before = np.random.get_state(), random.getstate()
-    np.random.seed(0), random.seed(0)
-    with pytest.raises(ConfigError, match="NumPy's global generator"):
-        streams.check()
-    np.random.set_state(before[0])
-    with pytest.raises(ConfigError, match="Python's global generator"):
-        streams.check()
-    random.setstate(before[1])
-    streams.check()
+    with pytest.raises(IndependenceError, match="of a row depends on other rows"):
+        trainer(tmp_path, compute_loss_func=loss, data_collator=collate).train()
 
 
 def test_a_seed_within_a_fork_is_allowed(tmp_path):

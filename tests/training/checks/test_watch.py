@@ -398,6 +398,55 @@ def test_a_write_after_the_last_step_is_found_at_the_end(tmp_path):
     assert read_ledger(tmp_path / "privacy_ledger.jsonl").end == "failed"
 
 
+def test_trained_weights_that_are_not_those_of_the_last_update_are_found_before_a_save(tmp_path):
+    """Also where no version counter has moved: a checksum is compared, before the run counts as finished."""
+    model = network()
+    run, optimizer = run_of(tmp_path, model)
+    take(run, optimizer, 4)
+    model[2].bias.data += 1e-6
+    with pytest.raises(WatchError, match="A trained parameter is not as the last update left it"):
+        run.finish()
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_closure_of_the_optimizer_is_refused(by_name, tmp_path):
+    """It runs after the gradients were compared and before they are used."""
+    model = network()
+    run, optimizer = run_of(tmp_path, model)
+    before = model[0].weight.clone()
+
+    def closure():
+        model[0].weight.grad.add_(100)
+        return torch.zeros(())
+
+    run.step(run.choose(np.arange(8)), loss_of)
+    with pytest.raises(WatchError, match=r"optimizer\.step\(\) was called with a closure"):
+        optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+    assert torch.equal(before, model[0].weight)
+
+
+def test_a_parameter_that_takes_anothers_place_is_refused(tmp_path):
+    """The optimizer trains the old one, and the new one would be saved."""
+    model = network()
+    run, optimizer = run_of(tmp_path, model)
+    take(run, optimizer, 4)
+    model[2] = nn.Linear(10, 1)
+    with pytest.raises(WatchError, match=r"2\.bias is another parameter than when the run was attached"):
+        run.finish()
+
+
+def test_a_head_that_is_replaced_at_the_end_of_training_is_refused(tmp_path):
+    """Fitted by a callback to the rows, for instance."""
+
+    def act(model):
+        model.lm_head = nn.Linear(*reversed(model.lm_head.weight.shape), bias=False)
+
+    model = LlamaForCausalLM(tiny_llama_config())
+    run = trainer(tmp_path, model, callbacks=[FromStep("on_train_end", 4, act)], args=arguments(tmp_path))
+    with pytest.raises(WatchError, match=r"lm_head\.weight is another parameter"):
+        run.train()
+
+
 # --------------------------------------------------------------- sound models
 
 LOSSES = {"causal_lm": per_sequence_loss, "seq2seq_lm": seq2seq_loss, "sequence_classification": classification_loss}

@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from dpllm import GhostClipper
+from dpllm import GhostClipper, PerUnitClipper
 from dpllm.ghost import GhostError
-from dpllm.ghost.groups import one_group
-from dpllm.ghost.trained import TrainedParameters
+from dpllm.ghost.parameters import TrainedParameters, one_group
 
 
 def model():
@@ -92,3 +91,14 @@ def test_a_head_within_the_loss_is_refused_in_a_loop_of_ones_own(call):
         clipper.backward(head(net(x)).square().sum((1, 2)))
     assert head.weight.grad is None
     clipper.backward(head.requires_grad_(False)(net(x)).square().sum((1, 2)))
+
+
+@pytest.mark.parametrize("make", [GhostClipper, PerUnitClipper])
+def test_a_model_that_transformers_divided_is_refused(make):
+    """By its mark too: releases of transformers differ in how they divide. Two processes are in tests/distributed."""
+    model = nn.Sequential(nn.Linear(3, 2))
+    model[0]._tp_size = 1
+    make(model, 1.0).remove()
+    model[0]._tp_size = 2
+    with pytest.raises(GhostError, match=r"tensor-parallel \(tp_size=2\).* --config fsdp2"):
+        make(model, 1.0)

@@ -1,20 +1,50 @@
-"""The trainable parameters of one model: their names, and the groups that have separate norms.
+"""The trainable parameters of one model: their names, and the groups that have separate norms and clip factors.
 
-Place in the flow: found when a clipper is attached, and read by the book for every contribution and every tally.
+Place in the flow: found when a clipper is attached, and read by the book for every contribution and every tally. A
+clipping names its groups then; from there on norms and factors are (G, U). Flat clipping has one group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dpllm.ghost.checks import refuse_missing, refuse_others, refuse_outside, refuse_uses_in_loss
-from dpllm.ghost.groups import Groups, numbered
-from dpllm.ghost.rules import trainable_parameters
-from dpllm.ghost.shards import TensorShards
+from dpllm.ghost.errors import GhostError
+from dpllm.ghost.rules import refuse_tensor_parallel, trainable_parameters
+
+Groups = Callable[[Mapping[str, tuple[int, ...]]], Sequence[Sequence[str]]]
+"""Maps names and shapes of all trainable parameters to the names in each group."""
+
+
+def one_group(shapes: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
+    """Return one group with all names."""
+    return [list(shapes)]
+
+
+def shapes_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, ...]]:
+    """Return the full shape of each parameter, also of one that DeepSpeed has partitioned."""
+    return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in parameters.items()}
+
+
+def numbered(groups: Groups, parameters: Mapping[str, nn.Parameter]) -> tuple[int, dict[int, int]]:
+    """Return the number of groups, and the index of each parameter's group, by the parameter's id.
+
+    Raises:
+        GhostError: the groups are not a partition of the parameters.
+    """
+    named = [list(group) for group in groups(shapes_of(parameters))]
+    every = [name for group in named for name in group]
+    if sorted(every) != sorted(parameters):
+        wrong = sorted(set(every) ^ set(parameters)) or sorted(name for name in set(every) if every.count(name) > 1)
+        raise GhostError(
+            f"The groups of a clipping must hold each trainable parameter once; {wrong[0]} is in none, in two, or is "
+            "not a parameter of the model. A parameter without a group would have no bound."
+        )
+    return len(named), {id(parameters[name]): number for number, group in enumerate(named) for name in group}
 
 
 class TrainedParameters:
@@ -25,7 +55,6 @@ class TrainedParameters:
         groups: the number of each parameter's group, by the parameter's id.
         num_groups: G.
         sharded: whether processes hold parts of the parameters.
-        shards: the parts of this process under tensor parallelism; None without it.
 
     Args:
         model: the model.
@@ -33,17 +62,15 @@ class TrainedParameters:
 
     Raises:
         GhostError: there is none, one has a hook on its gradient, the groups are not a partition, or the model is
-            divided by a tensor-parallel plan that was not tested.
+            divided by tensor parallelism.
     """
 
     def __init__(self, model: nn.Module, groups: Groups) -> None:
         """Find and number the parameters."""
+        refuse_tensor_parallel(model)
         self.by_name: Mapping[str, nn.Parameter] = trainable_parameters(model)
         self.num_groups, self.groups = numbered(groups, self.by_name)
-        self.shards = TensorShards.of(model, self.by_name)
-        self.sharded = self.shards is not None or any(
-            isinstance(p, DTensor) or hasattr(p, "ds_id") for p in self.by_name.values()
-        )
+        self.sharded = any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in self.by_name.values())
         self._names = {id(p): name for name, p in self.by_name.items()}
         self._model = model
 
@@ -67,7 +94,7 @@ class TrainedParameters:
         Raises:
             GhostError: one was unfrozen or added after this object was made.
         """
-        if not self.sharded or self.shards is not None:
+        if not self.sharded:
             refuse_others(self._model, self._names)
 
     def refuse_outside(self, loss_B: Tensor) -> None:
