@@ -20,6 +20,7 @@ from dpllm.training.argument_table import (
     unlisted,
 )
 from dpllm.training.arguments import private_arguments, refuse_options
+from tests import trl_data
 from tests.conftest import tiny_llama_config
 from tests.mutations import kills
 from tests.training.test_trainer import arguments
@@ -163,15 +164,6 @@ def weights_after(folder, **changes):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-class Unread:
-    """Rows that nobody may look at."""
-
-    def __len__(self):
-        raise AssertionError("the data were read")
-
-    __getitem__ = __iter__ = __len__
-
-
 def test_every_option_of_the_installed_class_is_in_one_table():
     """Also those of Seq2SeqTrainingArguments; a later release must be looked at."""
     assert unlisted(TrainingArguments) == unlisted(Seq2SeqTrainingArguments) == []
@@ -215,7 +207,7 @@ def test_a_refused_option_is_refused_before_data_are_read(tmp_path, name):
     model = LlamaForCausalLM(tiny_llama_config(num_hidden_layers=1))
     config = PrivacyConfig(noise_multiplier=1.0, clip_norm=0.5, expected_batch_size=6, delta=1e-3)
     with pytest.raises(ConfigError, match=f"train.{name}=.* cannot be used in private training: "):
-        DPTrainer(model, args, config, Unread())
+        DPTrainer(model, args, config, trl_data.Unread())
     assert not list(tmp_path.iterdir())
 
 

@@ -273,13 +273,8 @@ def test_user_level(tmp_path):
 
 def users(singly=False, **changes):
     """A configuration in which the 64 rows of `rows` belong to 8 users, of whose 8 rows 6 may be used."""
-    settings = {
-        "unit": "user",
-        "unit_column": "who",
-        "max_rows_per_unit": 6,
-        "sampling": "example" if singly else "unit",
-    }
-    return privacy(**{**settings, "expected_batch_size": 4, "delta": 0.01, **changes})
+    settings = {"unit": "user", "unit_column": "who", "max_rows_per_unit": 6, "expected_batch_size": 4, "delta": 0.01}
+    return privacy(**{**settings, "sampling": "example" if singly else "unit", **changes})
 
 
 def test_a_user_with_more_rows_than_a_microbatch_is_clipped_as_one(tmp_path):
@@ -349,16 +344,8 @@ def test_peft_encoder_and_seq2seq_models_train(tmp_path):
     t5 = T5ForConditionalGeneration(
         T5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0)
     )
-    bert = BertForSequenceClassification(
-        BertConfig(
-            vocab_size=61,
-            hidden_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=24,
-            num_labels=3,
-        )
-    )
+    sizes = {"vocab_size": 61, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
+    bert = BertForSequenceClassification(BertConfig(**sizes, num_hidden_layers=1, num_labels=3))
     classes = rows().remove_columns("labels").add_column("labels", [i % 3 for i in range(64)])
     for name, model, dataset in (("lora", lora, rows()), ("t5", t5, rows()), ("bert", bert, classes)):
         run = trainer(tmp_path / name, model, dataset)
@@ -724,20 +711,9 @@ def test_a_model_is_not_saved_over_another_run(tmp_path):
 
 def test_an_encoder_decoder_that_shifts_its_labels_by_itself(tmp_path):
     """M2M100 and NLLB have no function for it; the loss is still that of each row."""
-    config = M2M100Config(
-        vocab_size=61,
-        d_model=16,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=16,
-        decoder_ffn_dim=16,
-        max_position_embeddings=32,
-        pad_token_id=1,
-        encoder_layerdrop=0.0,
-        decoder_layerdrop=0.0,
-    )
+    sides = {"layers": 1, "attention_heads": 2, "ffn_dim": 16, "layerdrop": 0.0}
+    sizes = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in sides.items()}
+    config = M2M100Config(vocab_size=61, d_model=16, max_position_embeddings=32, pad_token_id=1, **sizes)
     run = trainer(tmp_path, M2M100ForConditionalGeneration(config), args=arguments(tmp_path, max_steps=2))
     run.train()
     assert run.state.global_step == 2 and math.isfinite(run.state.log_history[0]["loss"])

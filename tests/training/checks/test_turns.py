@@ -26,10 +26,6 @@ class Two:
             other[place] = value
         return [list(values), other]
 
-    def int64s_from_main(self, numbers, count):
-        assert len(numbers) == count
-        return numbers
-
     def gather(self, value):
         return [value, "evaluation mode"]
 
