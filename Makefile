@@ -1,5 +1,6 @@
 # make quickstart   set everything up and run the main job: a language model fine-tuned privately, with its report
 # make test         set everything up and run the checks that every change passes: about 20 minutes on two idle cores
+# make test-core    its tests without those of the methods; make test-methods: the tests of the methods alone
 # make test-random  the same tests in a random order: none may depend on another
 # make test-deep    the same with every test: all mutations, planted bugs and combinations, whole runs on every engine
 PYTHON ?= python3
@@ -7,14 +8,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: quickstart test test-random test-deep check docs setup format clean
+.PHONY: quickstart test test-core test-methods test-random test-deep check docs setup format clean
 
 # Threads that wait for each other sleep instead of spinning: a machine that is busy otherwise stays usable.
 quickstart: $(VENV)/.quickstart
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/dpllm train quickstart train.output_dir=$(RUN)
 
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not deep"
+	$(MAKE) --no-print-directory test-core
+	$(MAKE) --no-print-directory test-methods
+
+test-core: setup
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not deep" --ignore tests/methods
+
+test-methods: setup
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not deep" tests/methods
 
 test-random: setup
 	$(BIN)/pip install --quiet --no-deps --upgrade --target build/randomly pytest-randomly

@@ -12,6 +12,7 @@ private records, and ε does not cover them.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -37,6 +38,7 @@ from dpllm.engines.processes import Processes
 from dpllm.mechanism.parts import Spec
 from dpllm.methods.attacks.attack_figure import plot_attacks
 from dpllm.methods.attacks.attacks import AttackReport, AttackSettings, attack_facts, attack_folder, attack_tables
+from dpllm.methods.attacks.exposure import Exposure, exposure_of_run
 from dpllm.methods.attacks.extraction import ExtractionSettings
 from dpllm.methods.attacks.lira import ShadowTraining
 from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
@@ -115,7 +117,9 @@ def run(recipe: Recipe, options: argparse.Namespace) -> int:
     leave_helpers()
 
     reference = recipes[PLAIN].model.name
-    reports, audits = {}, {}
+    reports: dict[str, AttackReport] = {}
+    audits: dict[str, AuditResult] = {}
+    exposures: dict[str, Exposure] = {}
     for name in (PRIVATE, PLAIN):
         finetune.console.rule(f"attacks on the {name} model")
         told = dataclasses.replace(settings, reference=reference)
@@ -125,11 +129,13 @@ def run(recipe: Recipe, options: argparse.Namespace) -> int:
         reports[name].save(output / name)
         if options.canaries is not None:
             audits[name] = audit_run(output / name, options.canaries, reference=reference, plain=name == PLAIN)
+            with contextlib.suppress(AuditError):  # no canary was included
+                exposures[name] = exposure_of_run(output / name, options.canaries, None, reference, name == PLAIN)
     titles = {f"{name}: {claim(report)}": report for name, report in reports.items()}
     picture = plot_attacks(titles, output / PICTURE_FILE)
-    path = save(output, recipes, reports, audits)
+    path = save(output, recipes, reports, audits, exposures)
     finetune.console.print("\nthe same records, fine-tuned privately and without privacy", style="bold")
-    print_table(comparison_rows(reports, audits))
+    print_table(comparison_rows(reports, audits, exposures))
     finetune.show("files", [("comparison", str(path)), ("picture", str(picture))])
     return 0
 
@@ -294,9 +300,11 @@ def claim(report: AttackReport) -> str:
     return f"ε = {format_epsilon(report.epsilon)} at δ = {format_delta(report.delta)}"
 
 
-def comparison_rows(reports: Mapping[str, AttackReport], audits: Mapping[str, AuditResult]) -> list[tuple[str, ...]]:
+def comparison_rows(
+    reports: Mapping[str, AttackReport], audits: Mapping[str, AuditResult], exposures: Mapping[str, Exposure]
+) -> list[tuple[str, ...]]:
     """Return the rows of the table: each measured quantity, and its value for each model."""
-    columns = [column_of(report, audits.get(name)) for name, report in reports.items()]
+    columns = [column_of(report, audits.get(name), exposures.get(name)) for name, report in reports.items()]
     figures = [held_out_figures(report.folder) for report in reports.values()]
     both = [name for name in figures[0] if all(name in found for found in figures)]
     for column, found in zip(columns, figures, strict=True):
@@ -312,7 +320,7 @@ def held_out_figures(folder: str | Path) -> dict[str, str]:
     return {name: str(value) for name, value in figures.items() if name.startswith("held-out ") and " after" in name}
 
 
-def column_of(report: AttackReport, audit: AuditResult | None) -> dict[str, str]:
+def column_of(report: AttackReport, audit: AuditResult | None, exposure: Exposure | None) -> dict[str, str]:
     """Return the measured quantities of one model and their values."""
     values = {"guarantee": claim(report), "records attacked": f"{report.records.num} members, as many others"}
     values |= {
@@ -329,22 +337,21 @@ def column_of(report: AttackReport, audit: AuditResult | None) -> dict[str, str]
         values[f"sampled after {hits.prompts}: spans only in training / only in held-out"] = (
             f"{hits.training:,} / {hits.held_out:,}"
         )
-    return values | canary_column(audit)
+    return values | canary_column(audit, exposure)
 
 
-def canary_column(audit: AuditResult | None) -> dict[str, str]:
+def canary_column(audit: AuditResult | None, exposure: Exposure | None) -> dict[str, str]:
     """Return the results of the audit by canaries."""
     if audit is None:
         return {}
     values = {f"canaries, {attack.name}: AUROC": interval(attack.auroc) for attack in audit.attacks}
     values["canaries: ε is at least"] = f"{down(audit.epsilon_lower, 2)} (ceiling {up(audit.ceiling, 2)})"
     values["canaries: verdict"] = audit.verdict
-    exposure = audit.details.get("exposure")
     if exposure is None:
         return values | {"canaries: exposure": "no canary was included"}
-    median, most = exposure["median_by_rank"], exposure["most_by_rank"]
+    median, most = exposure.median_by_rank, exposure.most_by_rank
     values["canaries: exposure, median (never seen: 1)"] = f"{median:.2f} of {most:.2f} bits"
-    values["canaries: exposure, largest"] = f"{exposure['max_by_rank']:.2f} of {most:.2f} bits"
+    values["canaries: exposure, largest"] = f"{exposure.max_by_rank:.2f} of {most:.2f} bits"
     return values
 
 
@@ -361,9 +368,10 @@ def save(
     recipes: Mapping[str, Recipe],
     reports: Mapping[str, AttackReport],
     audits: Mapping[str, AuditResult],
+    exposures: Mapping[str, Exposure],
 ) -> Path:
     """Write compare.json."""
-    head, *rows = comparison_rows(reports, audits)
+    head, *rows = comparison_rows(reports, audits, exposures)
     values: dict[str, Any] = {
         "table": {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows},
         "attacks": {name: report.to_dict() for name, report in reports.items()},

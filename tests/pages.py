@@ -27,7 +27,11 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
-TUTORIALS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "tutorials").glob("*.md"))
+TUTORIALS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for folder in ("tutorials", "methods")
+    for path in (ROOT / "docs" / folder).glob("*.md")
+)
 _BLOCK = re.compile(
     r"(?:^<!-- run: (?P<more>.*?) -->\n+)?^```(?P<language>\w+)(?: +title=\"(?P<title>[^\"]+)\")?\n(?P<code>.*?)^```$",
     re.MULTILINE | re.DOTALL,

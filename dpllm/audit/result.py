@@ -107,7 +107,7 @@ class AuditResult:
     noise: NoiseTest | None = None
     """The test of the noise itself, if releases were observed."""
     details: Mapping[str, Any] = field(default_factory=dict)
-    """Further results: exposure, plan hash, files."""
+    """Further results: plan hash, files, and what a method adds."""
 
     @property
     def best(self) -> LowerBound:

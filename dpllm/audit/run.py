@@ -29,7 +29,6 @@ from dpllm.audit.scores import loss_score, ratio_score, token_scores
 from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, ConfigError, ModelConfig, load_recipe
 from dpllm.data.labels import IGNORE
 from dpllm.data.rows import RowCollator, tokenization_info, tokenize_records
-from dpllm.methods.attacks.exposure import FEWEST_REFERENCE, exposure
 from dpllm.models.load import load_base_model
 from dpllm.privacy.accounting import History
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
@@ -57,6 +56,21 @@ class ReleasedModel:
     """δ of the claim; if there is none, of the recipe."""
     plan_hash: str | None
     """Hash of the plan; None: nothing is claimed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredCanaries:
+    """The canaries of an audit under a released model."""
+
+    made: CanarySet
+    released: ReleasedModel
+    scores: dict[str, NDArray[np.float64]]
+    """Score -> (n,) values: a canary's mean over its records; first those with coins, then the candidates."""
+
+    @property
+    def main(self) -> NDArray[np.float64]:
+        """The score that knows most: the ratio to the reference, if there is one."""
+        return self.scores.get(RATIO, self.scores[LOSS])
 
 
 def audit_run(
@@ -90,27 +104,13 @@ def audit_run(
         AuditError: coins, data, plan, ledger and model do not belong together.
         ValueError: one of the files cannot be read, or a model cannot be loaded.
     """
-    run_folder, canaries = Path(run_folder), Path(canaries)
-    made = CanarySet.load(canaries)
-    released = check_run(run_folder, made, Path(model) if model is not None else None, plain)
-    check_data(made, canaries.parent)
-    tokenizer = _tokenizer(released)
-    rows = canary_rows([*made.canaries, *made.candidates], made, tokenizer)
-    own = load_model_of_run(released.model_folder, run_folder, made, tokenizer)
-    base = _reference(reference, run_folder, made, tokenizer)
-    scores = score_canaries(own, base, rows, int(tokenizer.pad_token_id))
-    per_unit = len(made.canaries[0].records)
-    by_unit = {name: values.reshape(-1, per_unit).mean(axis=1) for name, values in scores.items()}
-    included = np.array(made.included)
-    num = len(included)
-    main = by_unit[RATIO if base is not None else LOSS]
+    run_folder = Path(run_folder)
+    scored = scored_canaries(run_folder, canaries, model, reference, plain)
+    made, released, included = scored.made, scored.released, np.array(scored.made.included)
     details: dict[str, Any] = {"model": str(released.model_folder)}
     if released.plan_hash is not None:
         details["plan"] = released.plan_hash
-    unseen = np.concatenate([main[:num][~included], main[num:]])
-    if included.any() and len(unseen) >= FEWEST_REFERENCE:
-        details["exposure"] = exposure(main[:num][included], unseen).to_dict()
-    judged = {name: values[:num] for name, values in by_unit.items()}
+    judged = {name: values[: len(included)] for name, values in scored.scores.items()}
     result = judge(
         judged,
         included,
@@ -118,7 +118,7 @@ def audit_run(
         history=released.history,
         canary_kind=made.kind,
         unit=made.unit,
-        repetitions=per_unit * made.repetitions,
+        repetitions=len(made.canaries[0].records) * made.repetitions,
         confidence=confidence,
         details=details,
     )
@@ -127,6 +127,31 @@ def audit_run(
     if not plain and released.model_folder == run_folder:
         add_audit(run_folder, AUDIT_FILE, result.summary())
     return result
+
+
+def scored_canaries(
+    run_folder: str | Path,
+    canaries: str | Path,
+    model: str | Path | None = None,
+    reference: str | None = None,
+    plain: bool = False,
+) -> ScoredCanaries:
+    """Score the canaries of an audit under the model of a run; nothing is written.
+
+    Args and errors are those of `audit_run`.
+    """
+    run_folder, canaries = Path(run_folder), Path(canaries)
+    made = CanarySet.load(canaries)
+    released = check_run(run_folder, made, Path(model) if model is not None else None, plain)
+    check_data(made, canaries.parent)
+    tokenizer = _tokenizer(released)
+    rows = canary_rows([*made.canaries, *made.candidates], made, tokenizer)
+    own = load_model_of_run(released.model_folder, run_folder, made, tokenizer)
+    base = _reference(reference, run_folder, made, tokenizer)
+    found = score_canaries(own, base, rows, int(tokenizer.pad_token_id))
+    per_unit = len(made.canaries[0].records)
+    by_unit = {name: values.reshape(-1, per_unit).mean(axis=1) for name, values in found.items()}
+    return ScoredCanaries(made=made, released=released, scores=by_unit)
 
 
 def check_run(run_folder: Path, made: CanarySet, model: Path | None, plain: bool) -> ReleasedModel:

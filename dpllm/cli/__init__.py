@@ -12,14 +12,9 @@ from typing import Annotated
 import typer
 
 import dpllm
+from dpllm import registry
 from dpllm.cli import auditing, budgets, cost, generating, planning, recipes, releasing, runs, starting, training
-from dpllm.cli.common import fill_help_screens
-from dpllm.methods.aggregate import command as aggregating
-from dpllm.methods.federated import command as federating
-from dpllm.methods.pate import command as teaching
-from dpllm.methods.queries import command as querying
-from dpllm.methods.synthesize import evaluating
-from dpllm.methods.tune import command as tuning
+from dpllm.cli.common import fill_help_screens, mark_experimental
 
 app = typer.Typer(
     name="dpllm",
@@ -47,21 +42,38 @@ def _options(
 
 starting.register(app)
 training.register(app)
-federating.register(app)
 recipes.register(app)
 cost.register(app)
 planning.register(app)
 runs.register(app)
 releasing.register(app)
-tuning.register(app)
 generating.register(app)
-evaluating.register(app)
-querying.register(app)
-teaching.register(app)
-aggregating.register(app)
 app.add_typer(budgets.app, name="budget")
 app.add_typer(auditing.app, name="audit")
 fill_help_screens(app)
+
+
+def _add_methods() -> None:
+    """Add the commands of the installed methods, marked as experimental."""
+    of_methods, of_audit = typer.Typer(), typer.Typer()
+    try:
+        methods = registry.methods()
+    except registry.MethodError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise SystemExit(2) from error
+    for method in methods:
+        if method.commands is not None:
+            method.commands(of_methods)
+        if method.audit_commands is not None:
+            method.audit_commands(of_audit)
+    for made, goal in ((of_methods, app), (of_audit, auditing.app)):
+        fill_help_screens(made)
+        mark_experimental(made)
+        goal.registered_commands += made.registered_commands
+        goal.registered_groups += made.registered_groups
+
+
+_add_methods()
 
 
 def main() -> None:

@@ -43,6 +43,11 @@ RowsPerUnit = Annotated[
 Adjacency = Annotated[
     str, typer.Option(help="Definition of neighbours: zero-out (a unit against nothing) or replace-one.")
 ]
+METHODS_PANEL = "Methods (experimental)"
+EXPERIMENTAL = (
+    "Experimental: options, recipes and files of this command may change between versions. Its guarantee is held to "
+    "the same rules as that of training."
+)
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
 
@@ -60,6 +65,21 @@ def fill_help_screens(app: typer.Typer) -> None:
     for group in app.registered_groups:
         if group.typer_instance is not None:
             fill_help_screens(group.typer_instance)
+
+
+def mark_experimental(app: typer.Typer) -> None:
+    """Say of each command of a method that it is experimental, on its own help screen and in the list of commands.
+
+    Args:
+        app: with all its commands and groups, after `fill_help_screens`.
+    """
+    for command in app.registered_commands:
+        command.help = f"{command.help}\n\n{EXPERIMENTAL}"
+        command.rich_help_panel = METHODS_PANEL
+    for group in app.registered_groups:
+        group.rich_help_panel = METHODS_PANEL
+        if group.typer_instance is not None:
+            mark_experimental(group.typer_instance)
 
 
 def one_line_errors(command: _Command) -> _Command:

@@ -64,30 +64,19 @@ class _Steps:
     max_batch_size: int | None
     rows_per_unit: int
     discrete_sensitivity: float | None = None
-    min_batch_size: int | None = None
-    dropouts: float | None = None
 
 
 def _event(run: _Steps) -> Round:
     """Return the event of a step."""
     from dpllm.mechanism.discrete import DiscreteStep
     from dpllm.mechanism.events import dp_sgd
-    from dpllm.methods.federated.distributed import DistributedStep
 
     numbers = asdict(run)
     reach = numbers.pop("discrete_sensitivity")
-    of_clients = {name: numbers.pop(name) for name in ("min_batch_size", "dropouts")}
-    if (reach is None or None in of_clients.values()) and set(of_clients.values()) != {None}:
-        raise ValueError(
-            "--min-batch-size and --dropouts are of federated rounds with noise from each client: give both, and "
-            "--discrete-sensitivity 1.0"
-        )
     if reach is None:
         return dp_sgd(**numbers)
     if numbers.pop("rows_per_unit") != 1:
         raise ValueError("discrete noise has no accounting for rows drawn singly: leave --rows-per-unit out")
-    if of_clients["dropouts"] is not None:
-        return DistributedStep(sensitivity=reach, **numbers, **of_clients)
     return DiscreteStep(sensitivity=reach, **numbers)
 
 
@@ -144,15 +133,6 @@ def epsilon(
             "names it. Left out: Gaussian noise."
         ),
     ] = None,
-    min_batch_size: Annotated[
-        int | None,
-        typer.Option(
-            help="Of a federated round with noise from each client: the fewest survivors, who have σC together."
-        ),
-    ] = None,
-    dropouts: Annotated[
-        float | None, typer.Option(help="The declared share of clients that do not answer; with --min-batch-size.")
-    ] = None,
     adjacency: Adjacency = "zero-out",
     compare: Annotated[bool, typer.Option("--compare", help="Also print ε by other accountants.")] = False,
     best_of: Annotated[
@@ -176,8 +156,6 @@ def epsilon(
         max_batch_size,
         rows_per_unit,
         discrete_sensitivity,
-        min_batch_size,
-        dropouts,
     )
     step, values, rows = _cost(run, steps, delta, adjacency)
     if best_of is not None:
@@ -234,11 +212,7 @@ def _tuning(
 
     found = best_of_epsilon([(step, steps)], delta, mean_runs, Selection(runs, mean_runs).shape)
     if found is None:
-        what = (
-            "noise is discrete"
-            if step.kind in ("discrete poisson", "distributed poisson")
-            else "rows of one unit are drawn singly"
-        )
+        what = "noise is discrete" if step.kind == "discrete poisson" else "rows of one unit are drawn singly"
         raise ValueError(f"--best-of cannot be computed if {what}; add the runs up instead")
     values["best_of"] = {"mean_runs": mean_runs, "runs": runs, "epsilon": found}
     words = f"{format_epsilon(found)} by Rényi accounting (one run: see above, by PLD)"

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dpllm import registry
 from dpllm.cli.common import one_line_errors
 from dpllm.config.values import integer, nearest
-from dpllm.methods.synthesize import options as data_sets
 
 if TYPE_CHECKING:
     from dpllm.models.generation import Prompt, Sampling, TextGenerator
@@ -27,6 +27,17 @@ NewTokens = Annotated[int, typer.Option(help="The most tokens of a text.")]
 Temperature = Annotated[float, typer.Option(help="1: the model's own distribution; 0: the likeliest token.")]
 TopP = Annotated[float, typer.Option(help="Draw from the likeliest tokens with this much probability together.")]
 Seed = Annotated[int | None, typer.Option(help="Seed of the draws; from the operating system without it.")]
+PromptTexts = Annotated[
+    list[str] | None,
+    typer.Option("--prompt", help="A prompt; may be repeated. Without one a text begins from nothing."),
+]
+PromptFile = Annotated[
+    Path | None, typer.Option(help="A file of prompts: .txt, a line each, or .jsonl, .json, .csv, .tsv, .parquet.")
+]
+PromptColumn = Annotated[
+    str | None, typer.Option(help="Column of the file: texts, or lists of messages; prompt without it.")
+]
+BatchSize = Annotated[int, typer.Option(help="The most texts that are made together.")]
 Template = Annotated[
     bool | None,
     typer.Option(
@@ -49,9 +60,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command(
         epilog='Example: dpllm generate runs/quickstart --prompt "The people" -n 5\n\n'
-        "Example: dpllm generate runs/quickstart --prompts prompts.jsonl --output texts.jsonl --temperature 0.8\n\n"
-        "Example: dpllm generate runs/mine -n 5000 --prompt 'topic: {label}' --labels sport,politics,other "
-        "--count-labels topic --output runs/synthetic"
+        "Example: dpllm generate runs/quickstart --prompts prompts.jsonl --output texts.jsonl --temperature 0.8"
     )(generate)
     app.command(epilog="Example: dpllm chat runs/quickstart")(chat)
 
@@ -59,88 +68,37 @@ def register(app: typer.Typer) -> None:
 @one_line_errors
 def generate(
     folder: Folder,
-    prompt: Annotated[
-        list[str] | None, typer.Option(help="A prompt; may be repeated. Without one a text begins from nothing.")
-    ] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(help="A file of prompts: .txt, a line each, or .jsonl, .json, .csv, .tsv, .parquet.")
-    ] = None,
-    prompt_column: Annotated[
-        str | None, typer.Option(help="Column of the file: texts, or lists of messages; prompt without it.")
-    ] = None,
-    number: Annotated[
-        int, typer.Option("--number", "-n", "--n", help="Texts for each prompt; of a data set: texts in all.")
-    ] = 1,
+    prompt: PromptTexts = None,
+    prompts: PromptFile = None,
+    prompt_column: PromptColumn = None,
+    number: Annotated[int, typer.Option("--number", "-n", "--n", help="Texts for each prompt.")] = 1,
     max_new_tokens: NewTokens = 128,
     temperature: Temperature = 1.0,
     top_p: TopP = 1.0,
     seed: Seed = None,
-    batch_size: Annotated[int, typer.Option(help="The most texts that are made together.")] = 16,
+    batch_size: BatchSize = 16,
     template: Template = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(help="A .jsonl file for the texts, a line each; or a new folder for a data set with its report."),
-    ] = None,
+    output: Annotated[Path | None, typer.Option(help="A .jsonl file for the texts, a line each.")] = None,
     unverified: Unverified = False,
-    labels: data_sets.LabelNames = None,
-    label_shares: data_sets.LabelShares = None,
-    count_labels: data_sets.CountLabels = None,
-    count_noise: data_sets.CountNoise = None,
-    min_words: data_sets.MinWords = 1,
-    max_words: data_sets.MaxWords = None,
-    duplicates: data_sets.Duplicates = False,
-    blocklist: data_sets.Blocklist = None,
-    file_format: data_sets.FileFormat = "jsonl",
-    budget: data_sets.BudgetFile = None,
 ) -> None:
     """Sample texts from a released model, and state its guarantee.
 
     The guarantee is recomputed from the folder's ledger, and the weights are compared with it. A folder that fails is
     refused. Generated text has the same guarantee as the model. Texts go to the screen or to --output; all else goes
     to the error stream.
-
-    --output FOLDER makes a data set with ledger, report and card, which `dpllm verify` checks. Only there can texts
-    have labels and filters. Counting labels of the private records (--count-labels) costs ε; everything else is free.
     """
     integer("--number", number, 1)
     integer("--batch-size", batch_size, 1)
-    wishes = data_sets.Wishes(
-        labels,
-        label_shares,
-        count_labels,
-        count_noise,
-        min_words,
-        max_words,
-        duplicates,
-        blocklist,
-        file_format,
-        budget,
-    )
-    makes_folder = data_sets.is_folder(output, wishes)
-    if prompt and prompts is not None:
-        raise ValueError("--prompt and --prompts both give prompts: give one of them")
-    if prompt_column is not None and prompts is None:
-        raise ValueError("--prompt-column names a column of --prompts: add --prompts FILE, or omit it")
-    if output is not None and output.exists() and not makes_folder:
+    if output is not None and output.suffix != ".jsonl":
+        raise ValueError(f"--output {output}: texts are written as .jsonl, a line each: change the ending")
+    if output is not None and output.exists():
         raise ValueError(f"--output {output} exists already, and it is not replaced: give another name, or remove it")
-    if makes_folder and unverified:
-        raise ValueError("--unverified has no guarantee that a data set could state: write a .jsonl file instead")
+    asked = prompts_of(prompt, prompts, prompt_column)
     _say(f"checking {folder}")
-    _check(folder, unverified)
-    planned = data_sets.prepare(folder, wishes, prompt) if makes_folder else None
-    asked: Sequence[Prompt] = [*(prompt or ())] or [""]
-    if prompts is not None:
-        asked = _read(prompts, prompt_column)
-    model, sampling = _load(folder, max_new_tokens, temperature, top_p, seed)
-    in_chat = _uses_template(folder, model, template)
-    if makes_folder:
-        assert output is not None
-        to_model = _as_chat if in_chat else None
-        data_sets.make(
-            folder, output, model, planned or asked, wishes.request(number, sampling, batch_size), wishes, to_model
-        )
-        return
-    ready = [_as_chat(one) if in_chat and isinstance(one, str) and one else one for one in asked]
+    check(folder, unverified)
+    model, sampling = load(folder, max_new_tokens, temperature, top_p, seed)
+    in_chat = uses_template(folder, model, template)
+    ready = [as_chat(one) if in_chat and isinstance(one, str) and one else one for one in asked]
     repeated = [one for one in ready for _ in range(number)]
     made = (text for batch in model.sample(repeated, sampling, batch_size) for text in batch)
     lines = (
@@ -170,9 +128,9 @@ def chat(
     conversation, /exit (or Ctrl-C, or the end of the input) ends.
     """
     _say(f"checking {folder}")
-    _check(folder, unverified)
-    model, sampling = _load(folder, max_new_tokens, temperature, top_p, seed)
-    in_chat = _uses_template(folder, model, template)
+    check(folder, unverified)
+    model, sampling = load(folder, max_new_tokens, temperature, top_p, seed)
+    in_chat = uses_template(folder, model, template)
     how = (
         "by its chat template"
         if in_chat
@@ -237,18 +195,32 @@ class _Talk:
             self.text = str(self._model.tokenizer.decode(kept, skip_special_tokens=True))
 
 
-def _check(folder: Path, unverified: bool) -> None:
+def prompts_of(prompt: list[str] | None, prompts: Path | None, column: str | None) -> Sequence[Prompt]:
+    """Return the prompts of the options --prompt, --prompts and --prompt-column; one empty prompt without them.
+
+    Raises:
+        ValueError: the options contradict each other, or the file has no prompts.
+    """
+    if prompt and prompts is not None:
+        raise ValueError("--prompt and --prompts both give prompts: give one of them")
+    if column is not None and prompts is None:
+        raise ValueError("--prompt-column names a column of --prompts: add --prompts FILE, or omit it")
+    return _read(prompts, column) if prompts is not None else [*(prompt or ())] or [""]
+
+
+def check(folder: Path, unverified: bool = False) -> None:
     """Print the guarantee of a folder.
 
     Raises:
         ValueError: the ledger does not bear it out, and this was not accepted.
     """
-    from dpllm.methods.tune.record import RECORD_FILE
     from dpllm.report.standing import standing_of
 
-    if (folder / RECORD_FILE).is_file():
+    of_method = registry.folder_of_method(folder)
+    if of_method is not None:
         raise ValueError(
-            f"{folder} is the folder of a tuning: give {folder / 'released'}, which holds the released model"
+            f"{folder} is the folder of {of_method.what}: give {folder / of_method.released}, which holds the released "
+            "model"
         )
     remedy = f"`dpllm verify {folder}` shows every check. --unverified goes on without a guarantee"
     try:
@@ -285,9 +257,10 @@ def _refuted(folder: Path, standing: Standing) -> str | None:
     return None
 
 
-def _load(
+def load(
     folder: Path, max_new_tokens: int, temperature: float, top_p: float, seed: int | None
 ) -> tuple[TextGenerator, Sampling]:
+    """Return the model of a folder, and how its texts are drawn."""
     from transformers.utils import logging as transformers_logging
 
     from dpllm.models.generation import Sampling, load_generator
@@ -303,7 +276,7 @@ def _load(
         transformers_logging.enable_progress_bar()
 
 
-def _uses_template(folder: Path, model: TextGenerator, wanted: bool | None) -> bool:
+def uses_template(folder: Path, model: TextGenerator, wanted: bool | None) -> bool:
     """Return whether prompts go into the chat template: as wanted, as in the run's recipe, or if there is one."""
     if wanted and not model.has_template:
         raise ValueError(f"--template: the tokenizer in {folder} has no chat template. Omit --template")
@@ -316,7 +289,8 @@ def _uses_template(folder: Path, model: TextGenerator, wanted: bool | None) -> b
     return load_recipe(folder / RECIPE_FILE).data.format == "chat"
 
 
-def _as_chat(prompt: str) -> list[dict[str, str]]:
+def as_chat(prompt: str) -> list[dict[str, str]]:
+    """Return a prompt as the message of a user."""
     return [{"role": "user", "content": prompt}]
 
 

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from dpllm import registry
 from dpllm.cli.common import AnyRecipe, AsJson, Overrides, one_line_errors, show
 from dpllm.cli.rates import computed_rate, rate_values, rate_words
 from dpllm.cli.suggesting import (
@@ -25,7 +26,6 @@ from dpllm.cli.suggesting import (
 from dpllm.cli.sweeping import UTILIZATION, Setting, run_noise_sweep, run_sweep
 from dpllm.config import Recipe, load_recipe
 from dpllm.config.query_recipe import method_in
-from dpllm.methods.queries.command import show_query_plan
 
 if TYPE_CHECKING:
     from dpllm.privacy.noise_choice import Prediction
@@ -157,12 +157,14 @@ def plan(
         return
     if alone:
         raise ValueError("--num-units and the other numbers replace a recipe: override the recipe's values instead")
-    if method_in(recipe, overrides or ()) is not None:
+    method = method_in(recipe, overrides or ())
+    show_plan = None if method is None else registry.method(method).show_plan
+    if show_plan is not None:
         if memory or sweep or suggest:
             raise ValueError(
                 f"{recipe} is the recipe of a query run, which has no steps: omit --memory, --sweep, --suggest"
             )
-        show_query_plan(recipe, overrides or [], as_json)
+        show_plan(recipe, overrides or [], as_json)
         return
     loaded = load_recipe(recipe, overrides or ())
     if memory:

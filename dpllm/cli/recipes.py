@@ -10,9 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
+from dpllm import registry
 from dpllm.cli.common import AsJson, one_line_errors, show_json
 from dpllm.config import ConfigError, nearest
-from dpllm.config.query_recipe import METHOD_SECTIONS, method_in
+from dpllm.config.query_recipe import method_in
 from dpllm.config.shipped import FOLDERS, shipped_recipes, shipped_root
 from dpllm.config.yaml12 import read_yaml
 
@@ -93,7 +94,7 @@ def described(text: str) -> dict[str, str]:
 
 def _mode(values: dict[str, Any]) -> str:
     model, privacy = values.get("model") or {}, values["privacy"]
-    method = next((name for name in METHOD_SECTIONS if name in values), None)
+    method = next((name for name in registry.query_sections() if name in values), None)
     how = "LoRA" if model.get("peft") else "full"
     if model.get("quantization"):
         how = "QLoRA"

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from dpllm import registry
 from dpllm.cli.common import AsJson, one_line_errors, show_json
 
 OutputDir = Annotated[
@@ -146,16 +147,11 @@ def verify(
             return
     if not as_json:  # the rest takes seconds
         typer.echo(f"checking {output_dir}: computing ε again from the ledger")
-    from dpllm.methods.tune.record import RECORD_FILE
     from dpllm.report.verify import verification_rows
     from dpllm.report.verify import verify as verify_folder
 
-    if (output_dir / RECORD_FILE).is_file():
-        from dpllm.methods.tune.check import verify_tuning  # imports torch, for which other folders need not wait
-
-        result = verify_tuning(output_dir)
-    else:
-        result = verify_folder(output_dir)
+    of_method = registry.folder_of_method(output_dir)
+    result = verify_folder(output_dir) if of_method is None else of_method.verify(output_dir)
     if as_json:
         show_json(result.to_dict())
     else:
@@ -175,17 +171,18 @@ def verify(
 
 
 def _require_run(folder: Path) -> None:
-    """Make sure that a folder has at least one file of a run or a tuning.
+    """Make sure that a folder has at least one file of a run, or is one that a method makes.
 
     Raises:
         ValueError: it has none; folders of runs in it are named.
     """
-    from dpllm.methods.tune.record import RECORD_FILE
     from dpllm.privacy.ledger import LEDGER_FILE
     from dpllm.privacy.plan import PLAN_FILE
     from dpllm.report.statement import JSON_FILE
 
-    if any((folder / name).is_file() for name in (LEDGER_FILE, PLAN_FILE, JSON_FILE, RECORD_FILE)):
+    if any((folder / name).is_file() for name in (LEDGER_FILE, PLAN_FILE, JSON_FILE)):
+        return
+    if registry.folder_of_method(folder) is not None:
         return
     runs = sorted(str(file.parent) for file in folder.glob(f"*/{LEDGER_FILE}"))
     inside = f" Folders of runs in it: {', '.join(runs)}" if runs else ""

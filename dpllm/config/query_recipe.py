@@ -1,7 +1,7 @@
 """The recipe of a query run: the sections ``data`` and ``privacy``, and one section of its method instead of ``train``.
 
-Place in the flow: beside `dpllm.config.recipe`, whose rules for keys, overrides and messages it has. A new method is a
-file with its section and a line in `METHOD_SECTIONS`.
+Place in the flow: beside `dpllm.config.recipe`, whose rules for keys, overrides and messages it has. The
+sections are those of the installed methods (`dpllm.registry`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dpllm import registry
 from dpllm.config import values
 from dpllm.config.data_section import DataConfig
 from dpllm.config.privacy_section import PrivacyUnit
@@ -19,22 +20,6 @@ from dpllm.config.recipe import ModelConfig, ReleaseConfig, read_raw, read_secti
 from dpllm.config.values import ConfigError, nearest
 from dpllm.config.yaml12 import write_yaml
 from dpllm.mechanism.limits import ADJACENCIES, MAX_NOISE, MAX_TARGET_EPSILON, MIN_NOISE
-from dpllm.methods.aggregate.section import AggregateConfig
-from dpllm.methods.count.section import CountConfig
-from dpllm.methods.evolve.section import EvolveConfig
-from dpllm.methods.pate.section import TeachConfig
-from dpllm.methods.predict.section import PredictConfig
-
-METHOD_SECTIONS: dict[str, type] = {
-    "count": CountConfig,
-    "predict": PredictConfig,
-    "evolve": EvolveConfig,
-    "teach": TeachConfig,
-    "aggregate": AggregateConfig,
-}
-"""The section of each method; its name is that of the command, `dpllm count`."""
-
-_HOLD_OUT = ("teach",)  # methods that measure their result on records that were held out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,8 +144,10 @@ def load_query_recipe(path: str | Path, overrides: Sequence[str] = (), method: s
         )
     name = named or method
     if name is None:
-        raise ConfigError(f"{source} has no section of a method: {', '.join(METHOD_SECTIONS)}")
-    sections = {**_SECTIONS, name: METHOD_SECTIONS[name]}
+        raise ConfigError(
+            f"{source} has no section of a method: {', '.join(registry.query_sections()) or 'none is installed'}"
+        )
+    sections = {**_SECTIONS, name: registry.query_sections()[name]}
     known = (*sections, "output_dir")
     for key in raw:
         if key not in known:
@@ -180,7 +167,9 @@ def load_query_recipe(path: str | Path, overrides: Sequence[str] = (), method: s
     if not isinstance(raw.get("output_dir"), str) or not raw["output_dir"].strip():
         raise ConfigError(f"{source}: output_dir must be the name of the run's folder, got {raw.get('output_dir')!r}")
     recipe = QueryRecipe(method=name, options=made.pop(name), output_dir=raw["output_dir"], **made)
-    if name not in _HOLD_OUT and (recipe.data.eval_path or recipe.data.eval_split or recipe.data.eval_fraction):
+    if not registry.method(name).holds_records_out and (
+        recipe.data.eval_path or recipe.data.eval_split or recipe.data.eval_fraction
+    ):
         raise ConfigError(
             f"{source}: data.eval_path, eval_split and eval_fraction hold records out, and `dpllm {name}` uses every "
             "record: leave them out, and keep records that it must not use in another file"
@@ -189,7 +178,7 @@ def load_query_recipe(path: str | Path, overrides: Sequence[str] = (), method: s
 
 
 def _method_of(raw: Mapping[str, Any], source: str) -> str | None:
-    named = [name for name in METHOD_SECTIONS if name in raw]
+    named = [name for name in registry.query_sections() if name in raw]
     if len(named) > 1:
         raise ConfigError(f"{source} has the sections {' and '.join(named)}: a run has one method, keep one of them")
     return named[0] if named else None

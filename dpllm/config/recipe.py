@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dpllm import registry
 from dpllm.config import values
 from dpllm.config.data_section import FORMATS, DataConfig
 from dpllm.config.hub import is_language
@@ -31,7 +32,6 @@ from dpllm.config.values import ConfigError as ConfigError
 from dpllm.config.values import nearest as nearest
 from dpllm.config.yaml12 import read_yaml, write_yaml
 from dpllm.mechanism.limits import NOISE_MEMORIES
-from dpllm.methods.federated.section import FederateConfig
 
 DTYPES = ("float32", "bfloat16", "auto")
 
@@ -185,9 +185,10 @@ class Recipe:
     merge_adapter: bool = False
     """Whether the finished model is also written with its LoRA adapter added to its weights, in the folder "merged" of
     the run, not quantised. It has no influence on the guarantee."""
-    federate: FederateConfig | None = None
-    """A federated run (`dpllm federate`): how clients train, and how the server updates the weights. ``train`` then has
-    the rounds as ``max_steps`` and the server's ``learning_rate``."""
+    beside: Mapping[str, Any] = field(default_factory=dict)
+    """Sections of methods that stand beside ``train``, by name (`dpllm.registry`); each is a key of the file.
+    ``federate`` is that of a federated run (`dpllm federate`): ``train`` then has the rounds as ``max_steps`` and the
+    server's ``learning_rate``."""
     noise_memory: str = "auto"
     """For correlated noise: "stored" keeps the noise of earlier steps, "regenerated" draws it again in each step, and
     "auto" stores as much as fits a quarter of the device's memory. It changes no number."""
@@ -349,7 +350,9 @@ def _similar(name: str) -> str:
 
 def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe as plain nested dictionaries, including every default."""
-    return dataclasses.asdict(recipe)
+    plain = dataclasses.asdict(recipe)
+    beside = plain.pop("beside")
+    return {**plain, **beside}
 
 
 def save_recipe(recipe: Recipe, path: str | Path) -> None:
@@ -364,14 +367,16 @@ _NESTED: dict[type, dict[str, type]] = {
         "privacy": PrivacyConfig,
         "public_pretrain": PublicPretrainConfig,
         "release": ReleaseConfig,
-        "federate": FederateConfig,
     },
     PublicPretrainConfig: {"data": DataConfig},
 }
 
 
 def _names(section: type) -> list[str]:
-    return [item.name for item in dataclasses.fields(section)]
+    names = [item.name for item in dataclasses.fields(section)]
+    if section is not Recipe:
+        return names
+    return [*(name for name in names if name != "beside"), *registry.sections_beside_train()]
 
 
 def read_section(section: type[_Section], raw: Mapping[str, Any], source: str, name: str) -> _Section:
@@ -395,24 +400,28 @@ def read_section(section: type[_Section], raw: Mapping[str, Any], source: str, n
 def _build(section: type[_Section], raw: Mapping[str, Any], source: str, prefix: str) -> _Section:
     """Make the dataclass of a section from its mapping; `prefix` is the dotted path of the section with a final dot."""
     known = _names(section)
+    methods = f"; installed methods: {registry.installed()}" if section is Recipe else ""
     for key in raw:
         if key not in known:
             close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.6)
             hint = f"did you mean '{prefix}{close[0]}'? " if close else ""
-            raise ConfigError(f"{source}: unknown key '{prefix}{key}'; {hint}Known here: {', '.join(known)}")
+            raise ConfigError(f"{source}: unknown key '{prefix}{key}'; {hint}Known here: {', '.join(known)}{methods}")
     given = copy.deepcopy(dict(raw))
-    for key, nested in _NESTED.get(section, {}).items():
+    of_methods = registry.sections_beside_train() if section is Recipe else {}
+    for key, nested in {**_NESTED.get(section, {}), **of_methods}.items():
         value = given.get(key)
         if isinstance(value, Mapping):
             given[key] = _build(nested, value, source, f"{prefix}{key}.")
         elif value is not None:
             raise ConfigError(f"{source}: '{prefix}{key}' must be a mapping, got {values.shown(value)}")
-    optional = {item.name for item in dataclasses.fields(section) if _has_default(item)}  # type: ignore[arg-type]
+    optional = {*of_methods, *(item.name for item in dataclasses.fields(section) if _has_default(item))}  # type: ignore[arg-type]
     for key in known:
         if key not in optional and given.get(key) is None:
             raise ConfigError(f"{source}: missing key '{prefix}{key}'; it has no default")
         if given.get(key, ...) is None:
             del given[key]  # an empty value means the default, as in `train:` with nothing below it
+    if of_methods:
+        given["beside"] = {name: given.pop(name) for name in of_methods if name in given}
     try:
         return section(**given)
     except ConfigError as error:

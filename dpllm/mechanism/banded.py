@@ -176,6 +176,7 @@ class BandedNoise:
 
     kind: ClassVar[str] = "banded"
     wants_total: ClassVar[bool] = False
+    only_discrete: ClassVar[bool] = False
     max_entries: ClassVar[int | None] = None
     bands: int | Literal["auto"] = "auto"
     strategy: Literal["geometric", "free"] | None = None

@@ -1,15 +1,17 @@
 """Every kind of clipping and of noise that a recipe may name, and every event that a ledger may hold.
 
 Place in the flow: above the mechanisms, each in its own file; below configuration, plan and ledger. A new mechanism is
-a file beside this one and a line here.
+a file beside this one and a line here; a method brings its own (`dpllm.registry`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
+from dpllm import registry
 from dpllm.mechanism.automatic import AdaptiveScaleClipping, AutomaticClipping
 from dpllm.mechanism.banded import BandedNoise, BandedStep
 from dpllm.mechanism.blt import BltNoise, BltStep
@@ -24,9 +26,6 @@ from dpllm.mechanism.quantile import QuantileClipping
 from dpllm.mechanism.query import Query
 from dpllm.mechanism.selection import SelectedRun
 from dpllm.mechanism.several import Several
-from dpllm.methods.aggregate.thresholded import ThresholdedCounts
-from dpllm.methods.federated.distributed import DistributedNoise, DistributedStep
-from dpllm.methods.predict.token_draw import TokenDraw
 
 _CLIPPINGS: tuple[type[Clipping], ...] = (
     FlatClipping,
@@ -36,24 +35,31 @@ _CLIPPINGS: tuple[type[Clipping], ...] = (
     GroupClipping,
     QuantileClipping,
 )
-_NOISES: tuple[type[Noise], ...] = (IndependentNoise, BandedNoise, BltNoise, DistributedNoise)
+_NOISES: tuple[type[Noise], ...] = (IndependentNoise, BandedNoise, BltNoise)
 _EVENTS: tuple[type[Event], ...] = (
     Step,
     StepOfRows,
     BandedStep,
     BltStep,
     DiscreteStep,
-    DistributedStep,
     SelectedRun,
     Query,
     Several,
-    TokenDraw,
-    ThresholdedCounts,
 )
 
 CLIPPINGS = {part.kind: part for part in _CLIPPINGS}
-NOISES = {part.kind: part for part in _NOISES}
-EVENTS = {event.kind: event for event in _EVENTS}
+
+
+@cache
+def noises() -> dict[str, type[Noise]]:
+    """Return every noise by its kind, those of methods included."""
+    return {part.kind: part for part in (*_NOISES, *(noise for one in registry.methods() for noise in one.noises()))}
+
+
+@cache
+def events() -> dict[str, type[Event]]:
+    """Return every event by its kind, those of methods included."""
+    return {event.kind: event for event in (*_EVENTS, *(event for one in registry.methods() for event in one.events()))}
 
 
 def clipping_of(spec: Spec, clip_norm: float) -> Clipping:
@@ -77,7 +83,7 @@ def noise_of(spec: Spec) -> Noise:
     >>> noise_of(Spec("banded", (("bands", 4),)))
     BandedNoise(bands=4, strategy=None, ratio=None, coefficients=None)
     """
-    return _make("noise", NOISES, spec, {})
+    return _make("noise", noises(), spec, {})
 
 
 def with_randomness(noise: Noise, randomness: str) -> Noise:
@@ -90,12 +96,12 @@ def with_randomness(noise: Noise, randomness: str) -> Noise:
     >>> with_randomness(IndependentNoise(), "discrete")
     DiscreteNoise()
     """
-    if isinstance(noise, DistributedNoise):
-        if randomness != "discrete":
-            raise ValueError(
-                f"noise='distributed' is made of whole numbers, and randomness is {randomness!r}: set "
-                "privacy.randomness=discrete"
-            )
+    if noise.only_discrete and randomness != "discrete":
+        raise ValueError(
+            f"noise={noise.kind!r} is made of whole numbers, and randomness is {randomness!r}: set "
+            "privacy.randomness=discrete"
+        )
+    if noise.only_discrete:
         return noise
     if randomness != "discrete":
         return noise
@@ -156,8 +162,11 @@ def from_fields(fields: Mapping[str, Any]) -> Event:
     """
     values = dict(fields)
     kind = values.pop("event", None)
-    if kind not in EVENTS:
-        raise ValueError(f"unknown kind of event {kind!r}; known are {', '.join(EVENTS)}")
+    known = events()
+    if kind not in known:
+        raise ValueError(
+            f"unknown kind of event {kind!r}; known are {', '.join(known)}. Installed methods: {registry.installed()}"
+        )
     if kind == Several.kind:
         values["parts"] = tuple((from_fields(one), count) for one, count in values.get("parts", ()))
-    return EVENTS[kind](**values)
+    return known[kind](**values)

@@ -145,6 +145,16 @@ class DiscreteStep(Numbers):
         return None
 
     @property
+    def zcdp_rho(self) -> float:
+        """ρ of zero-concentrated privacy: discrete noise has that of Gaussian noise (arXiv:2004.00010, theorem 4)."""
+        return self._gaussian_rho(self.sensitivity)
+
+    @property
+    def library_gap(self) -> str | None:
+        """dp_accounting has no discrete noise."""
+        return "discrete noise; compare by zCDP"
+
+    @property
     def without_truncation(self) -> DiscreteStep:
         """The same step without truncation."""
         return dataclasses.replace(self, num_units=None, max_batch_size=None)

@@ -92,6 +92,16 @@ class Round(Event, Protocol):
         """Whether truncation can remove a unit because of another one."""
         ...
 
+    @property
+    def zcdp_rho(self) -> float:
+        """ρ of zero-concentrated privacy under zero-out, as if the round held all units; inf if none is known."""
+        ...
+
+    @property
+    def library_gap(self) -> str | None:
+        """What dp_accounting has no loss distribution of, and what to compare by; None: it has one of the event."""
+        ...
+
     def with_noise(self, noise_multiplier: float) -> Round:
         """Return the same round with another σ."""
         ...
@@ -127,8 +137,8 @@ class EventWords:
     """How units are drawn, for a table: a few words."""
     accounted_as: str
     """The accounting of the event, with the source."""
-    options: str
-    """The options of ``dpllm epsilon`` that give the same event."""
+    options: str | None
+    """The options of ``dpllm epsilon`` that give the same event; None: no options do."""
     is_sampled: bool = True
     """Whether the units of a step are a random sample. False: they are visited in an order, and there is no rate q."""
 
@@ -184,6 +194,20 @@ class Numbers:
         """Each step is a separate round, so a resume costs nothing more."""
         return False
 
+    @property
+    def zcdp_rho(self) -> float:
+        """No ρ is known, unless the event says otherwise."""
+        return math.inf
+
+    @property
+    def library_gap(self) -> str | None:
+        """None: dp_accounting has the event, unless it says otherwise."""
+        return None
+
+    def _gaussian_rho(self, moved: float) -> float:
+        """Return ρ of Gaussian noise, continuous or discrete, on a sum that one unit moves by ``moved`` clip norms."""
+        return math.inf if self.noise_multiplier == 0 else moved**2 / (2 * self.noise_multiplier**2)
+
     def with_noise(self, noise_multiplier: float) -> Self:
         """Return the same round with another σ."""
         return dataclasses.replace(self, noise_multiplier=noise_multiplier)
@@ -222,6 +246,11 @@ class Step(Numbers):
     def untruncated(self) -> Step:
         """The same step without truncation."""
         return dataclasses.replace(self, num_units=None, max_batch_size=None)
+
+    @property
+    def zcdp_rho(self) -> float:
+        """ρ of zero-concentrated privacy: that of Gaussian noise."""
+        return self._gaussian_rho(self.moves)
 
     @property
     def without_truncation(self) -> Step:
@@ -318,6 +347,11 @@ class StepOfRows(NeverTruncated):
                 f"rows_per_unit must be at most {MAX_ROWS_DRAWN_PER_UNIT:,}, got {self.rows_per_unit}: the cost of "
                 "more rows of one unit is not computed within seconds. Take fewer rows of a unit"
             )
+
+    @property
+    def zcdp_rho(self) -> float:
+        """ρ of zero-concentrated privacy: that of Gaussian noise on k rows."""
+        return self._gaussian_rho(self.moves)
 
     @property
     def moves(self) -> int:

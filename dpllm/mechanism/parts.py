@@ -297,6 +297,8 @@ class Noise(Protocol):
     kind: ClassVar[str]
     wants_total: ClassVar[bool]
     """Whether the noise is added to complete sums, by one process for each entry, and not to a process's share."""
+    only_discrete: ClassVar[bool]
+    """Whether a recipe may name it only together with ``privacy.randomness=discrete``."""
     max_entries: ClassVar[int | None]
     """The most trained parameters for which the accounting holds; None: any number."""
 

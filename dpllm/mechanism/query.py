@@ -73,6 +73,16 @@ class Query(NeverTruncated):
         """The same event as a step over all units; None for discrete noise."""
         return None if self.discrete else Step(sampling_rate=1.0, noise_multiplier=self.noise_multiplier)
 
+    @property
+    def zcdp_rho(self) -> float:
+        """ρ of zero-concentrated privacy: that of Gaussian noise, discrete or not (arXiv:2004.00010, theorem 4)."""
+        return self._gaussian_rho(self.moves)
+
+    @property
+    def library_gap(self) -> str | None:
+        """dp_accounting has no discrete noise."""
+        return "discrete noise; compare by zCDP" if self.discrete else None
+
     def rounds(self, num_steps: int) -> list[tuple[Round, int]]:
         """Return the answers: each is a round."""
         return [(dataclasses.replace(self, clip_norm=1.0, num_units=None), num_steps)]

@@ -148,6 +148,11 @@ class SelectedRun(NeverTruncated):
         """The rounds of one run: the event and its count."""
         return Step(sampling_rate=self.sampling_rate, noise_multiplier=self.noise_multiplier), self.num_rounds
 
+    @property
+    def library_gap(self) -> str | None:
+        """dp_accounting has no selection of runs."""
+        return "a selection of runs; compare by Rényi accounting"
+
     def rounds(self, num_steps: int) -> list[tuple[Round, int]]:
         """Return the selections: each is a round."""
         return [(dataclasses.replace(self, clip_norm=1.0, num_units=None), num_steps)]

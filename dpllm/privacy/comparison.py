@@ -25,12 +25,8 @@ import dp_accounting
 from dp_accounting import dp_event
 from scipy import optimize
 
-from dpllm.mechanism.discrete import DiscreteStep
-from dpllm.mechanism.events import Step, StepOfRows
-from dpllm.mechanism.query import Query
+from dpllm.mechanism.events import Step
 from dpllm.mechanism.selection import SelectedRun
-from dpllm.methods.aggregate.thresholded import ThresholdedCounts
-from dpllm.methods.predict.token_draw import TokenDraw
 from dpllm.privacy import accounting
 from dpllm.privacy.accounting import DISCRETIZATION, History, merge
 from dpllm.privacy.rounding import up
@@ -139,12 +135,8 @@ def library_epsilon(
     merged = merge(history)
     if any(step.noise_multiplier == 0 for step, _ in merged):
         return math.inf
-    if any(isinstance(one, DiscreteStep) or (isinstance(one, Query) and one.discrete) for one, _ in merged):
-        raise ValueError("dp_accounting has no loss distribution of discrete noise; compare by zCDP")
-    if any(isinstance(one, SelectedRun) for one, _ in merged):
-        raise ValueError("dp_accounting has no loss distribution of a selection of runs; compare by Rényi accounting")
-    if any(isinstance(one, TokenDraw) for one, _ in merged):
-        raise ValueError("dp_accounting has no loss distribution of a token draw; compare by zCDP")
+    if gap := next((one.library_gap for one, _ in merged if one.library_gap), None):
+        raise ValueError(f"dp_accounting has no loss distribution of {gap}")
     if not all(one.has_pair(adjacency) for one, _ in merged):
         raise ValueError(
             f"dp_accounting has no {adjacency} event for units whose rows are drawn singly; compare under zero-out"
@@ -291,17 +283,7 @@ def zcdp_rho(history: History) -> float:
     >>> zcdp_rho([(Step(sampling_rate=0.02, noise_multiplier=2.0), 100)])
     12.5
     """
-    total = 0.0
-    for step, count in merge(history):
-        if isinstance(step, TokenDraw):
-            total += count * step.rho()
-            continue
-        known = isinstance(step, Step | StepOfRows | DiscreteStep | Query) and not isinstance(step, ThresholdedCounts)
-        if step.noise_multiplier == 0 or not known:
-            return math.inf  # a selection and a threshold have no finite ρ; of other events none is known here
-        reach = step.sensitivity if isinstance(step, DiscreteStep) else step.moves
-        total += count * reach**2 / (2 * step.noise_multiplier**2)
-    return total
+    return float(sum(count * step.zcdp_rho for step, count in merge(history)))
 
 
 def zcdp_epsilon(history: History, delta: float) -> float:

@@ -23,9 +23,9 @@ from dpllm.mechanism.limits import MAX_STEPS, RANDOMNESS
 from dpllm.mechanism.several import Several
 from dpllm.privacy.accounting import DISCRETIZATION, epsilon, merge
 from dpllm.privacy.calibration import require_target, solve
-from dpllm.privacy.methods import METHODS
 from dpllm.privacy.plan import PLAN_FILE, PLAN_FORMAT, PrivacyPlan, read_plan_file
 from dpllm.privacy.plan_parts import PlannedUnit
+from dpllm.privacy.release_words import release_words
 from dpllm.privacy.rounding import format_delta, format_delta_limit, format_epsilon
 
 _MOST_NOISE, _COARSE = 1e5, 1e-3
@@ -122,7 +122,7 @@ class QueryPlan(PlannedUnit):
     remedy = "Change these values in the recipe, or where the plan is made"
 
     method: str
-    """Of `dpllm.privacy.methods.METHODS`."""
+    """Of `dpllm.privacy.release_words.release_words`."""
     num_units: int
     """N."""
     charges: tuple[Charge, ...]
@@ -142,9 +142,10 @@ class QueryPlan(PlannedUnit):
         """Return the rules for the fields, and whether each holds."""
         names = [charge.name for charge in self.charges]
         keys = [name for name, _ in self.settings]
+        known = release_words()
         return {
             **super().rules(),
-            f"method in {tuple(METHODS)}": self.method in METHODS,
+            f"method in {tuple(known)}": self.method in known,
             "num_units >= 1": self.num_units >= 1,
             f"0 < delta < 1/num_units = {format_delta_limit(1 / max(self.num_units, 1))}": (
                 self.num_units >= 1 and self.delta > 0 and self.delta * self.num_units < 1
@@ -277,8 +278,8 @@ def training_plan(folder: str | Path, purpose: str) -> PrivacyPlan:
     plan = load_plan(Path(folder) / PLAN_FILE)
     if isinstance(plan, QueryPlan):
         raise ValueError(
-            f"{purpose} needs the folder of a training run, and {folder} holds {METHODS[plan.method].result}, which "
-            "have no steps. Give the folder of the training run"
+            f"{purpose} needs the folder of a training run, and {folder} holds {release_words()[plan.method].result}, "
+            "which have no steps. Give the folder of the training run"
         )
     return plan
 

@@ -1,17 +1,19 @@
-"""The words for one method of private release, which report, page and card take from here.
+"""The words for one kind of private release, which report, page and card take from here.
 
-Place in the flow: below the catalogue of methods. A method's file holds one `Method`, and
-imports nothing that computes.
+Place in the flow: below the plan of a query run, which names the kind. The words belong to a method
+(`dpllm.registry`), whose file imports nothing that computes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dpllm import registry
+
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
-    """The words for one method of private release."""
+class ReleaseWords:
+    """The words for one kind of private release."""
 
     name: str
     """Value of `QueryPlan.method`: a few words, unique."""
@@ -35,3 +37,8 @@ class Method:
     """Whether a public model reads or writes texts, which may have seen private records before."""
     is_model: bool = False
     """Whether the release is a model; otherwise the Hub keeps it as a data set."""
+
+
+def release_words() -> dict[str, ReleaseWords]:
+    """Return the words of every kind of private release that the installed methods make, by name."""
+    return {words.name: words for method in registry.methods() for words in method.words}

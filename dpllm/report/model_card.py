@@ -546,6 +546,8 @@ def _rounds(report: Any) -> dict[str, Any]:
     """
     plan = report.checkable.plan
     options = {} if isinstance(plan, PlanOfQueries) or isinstance(plan.noise, str) else plan.noise
+    if report.checkable.recompute_from_the_numbers is None:
+        return {name: value for name, value in options.items() if name != "kind"}
     words = report.checkable.recompute_from_the_numbers.split()
     given = dict(zip(words[2::2], words[3::2], strict=False))
     of_group: dict[str, Any] = {"num_units_of_a_round": int(given["--num-units"])} if "--num-units" in given else {}
@@ -553,8 +555,6 @@ def _rounds(report: Any) -> dict[str, Any]:
         of_group["noise_multiplier_of_a_round"] = noise
     if "--discrete-sensitivity" in given:
         of_group["discrete_sensitivity"] = float(given["--discrete-sensitivity"])
-    if "--min-batch-size" in given:
-        of_group |= {"min_batch_size": int(given["--min-batch-size"]), "dropouts": float(given["--dropouts"])}
     return {
         **{name: value for name, value in options.items() if name != "kind"},
         "rounds": int(given["--steps"]),

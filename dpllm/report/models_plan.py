@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, JsonValue, Tag
+from pydantic import AfterValidator, Discriminator, Field, JsonValue, Tag
 
 from dpllm.mechanism.limits import RANDOMNESS
-from dpllm.privacy.methods import METHODS
+from dpllm.privacy.release_words import release_words
 from dpllm.report.kinds import (
     Adjacency,
     AtLeastOne,
@@ -30,6 +30,13 @@ from dpllm.report.kinds import (
 )
 
 Value = str | bool | int | float
+
+
+def _known_release(name: str) -> str:
+    """Refuse a kind of release whose words no installed method has."""
+    if name not in release_words():
+        raise ValueError(f"unknown release {name!r}; the installed methods have {', '.join(release_words()) or 'none'}")
+    return name
 
 
 class DrawNumbers(Part):
@@ -83,7 +90,7 @@ class PlanOfQueries(ProtectedUnit):
     """The plan of a query run: a private release that is no training run."""
 
     format: Literal[1] = Field(description="Format of the plan.")
-    method: Annotated[str, OneOf(tuple(METHODS))] = Field(description="The method of the release.")
+    method: Annotated[str, AfterValidator(_known_release)] = Field(description="The method of the release.")
     num_units: AtLeastOne = Field(description="N, the number of units; public.")
     charges: tuple[dict[str, JsonValue], ...] = Field(
         description="All that the run may charge: name, event and its number."

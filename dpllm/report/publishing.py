@@ -24,9 +24,9 @@ from dpllm.mechanism.averages import LAST_FOLDER
 from dpllm.privacy import checkpoints
 from dpllm.privacy.identity import names_exactly, released_files
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
-from dpllm.privacy.methods import METHODS
 from dpllm.privacy.plan import PLAN_FILE
 from dpllm.privacy.query_plan import QueryPlan, load_plan
+from dpllm.privacy.release_words import release_words
 from dpllm.report.checklist import REFUTED
 from dpllm.report.model_card import CARD_FILE, add_released, hub_id, metadata_in
 from dpllm.report.pages import in_folder
@@ -343,7 +343,7 @@ def _of_queries(folder: Path, named: Mapping[str, Any]) -> list[str]:
 def repo_type_of(folder: str | Path) -> str:
     """Return the Hub's kind of repository for a folder: "model", or "dataset" for a release that is no model."""
     plan = load_plan(Path(folder) / PLAN_FILE)
-    return "dataset" if isinstance(plan, QueryPlan) and not METHODS[plan.method].is_model else "model"
+    return "dataset" if isinstance(plan, QueryPlan) and not release_words()[plan.method].is_model else "model"
 
 
 def publish(

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from dpllm.privacy.methods import METHODS, Method
+from dpllm.privacy.release_words import ReleaseWords, release_words
 from dpllm.report.models import Findings, PlanOfQueries
 from dpllm.report.models_front import day_in_words
 
 
-def method_of(report: Any) -> Method | None:
+def method_of(report: Any) -> ReleaseWords | None:
     """Return the method of a query run's report; None for a training run.
 
     Args:
         report: or its findings, of any format.
     """
     plan = getattr(getattr(report, "checkable", None), "plan", None)
-    return METHODS[plan.method] if isinstance(plan, PlanOfQueries) else None
+    return release_words()[plan.method] if isinstance(plan, PlanOfQueries) else None
 
 
 def thing_of(report: Any) -> str:
@@ -27,7 +27,7 @@ def thing_of(report: Any) -> str:
     return "model" if method_of(report) is None else "release"
 
 
-def what_was_asked(findings: Findings, method: Method) -> str:
+def what_was_asked(findings: Findings, method: ReleaseWords) -> str:
     """Return what was done on which data, in sentences."""
     plan, definition = findings.checkable.plan, findings.definition
     data = f"the data set “{definition.dataset}”" if definition.dataset else "a data set without a public name"
@@ -59,7 +59,7 @@ def when_it_was_asked(findings: Findings) -> str:
     return words if steps.charged == steps.planned else f"{words} It ended early ({ended})."
 
 
-def not_even_seen(method: Method | None) -> str:
+def not_even_seen(method: ReleaseWords | None) -> str:
     """Return the records that ε does not cover since a model had seen them, as the end of a sentence; may be empty."""
     if method is None:
         return " nor private records that the starting model had already seen"

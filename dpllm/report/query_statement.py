@@ -1,7 +1,7 @@
 """The privacy statement of a query run: its numbers, and the words of its method.
 
 Place in the flow: beside `dpllm.report.statement`, which computes what both kinds of runs have in common. ε is computed
-from the ledger; the words come from the catalogue of methods (`dpllm.privacy.methods`).
+from the ledger; the words come from the catalogue of methods (`dpllm.registry`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dpllm.mechanism.events import Event
 from dpllm.mechanism.limits import ADJACENCIES
 from dpllm.privacy import accounting, comparison
 from dpllm.privacy.ledger import LedgerContents
-from dpllm.privacy.methods import METHODS
 from dpllm.privacy.query_plan import QueryPlan
+from dpllm.privacy.release_words import release_words
 from dpllm.privacy.rounding import format_delta, format_epsilon, up
 from dpllm.privacy.stated import stated_history
 from dpllm.report.definition import ADJACENCY_WORDS, OTHER_PEOPLE
@@ -162,7 +162,7 @@ def _definition(plan: QueryPlan, contents: LedgerContents, notes: ReleaseNotes) 
             f"the note dataset is {notes.dataset!r}, and the plan of the run names the data set {plan.dataset!r}: "
             "leave the note out"
         )
-    method = METHODS[plan.method]
+    method = release_words()[plan.method]
     model: tuple[str, ...] = ()
     if plan.after is not None:
         model = (
@@ -224,7 +224,7 @@ def _assumptions(plan: QueryPlan, contents: LedgerContents) -> tuple[Assumption,
     entropy = ", ".join(dict.fromkeys(run["entropy"] for run in contents.runs))
     torn = f"; answers torn by a crash are charged: {contents.torn_steps}" if contents.torn_steps else ""
     pairs = [
-        *METHODS[plan.method].assumptions,
+        *release_words()[plan.method].assumptions,
         ("Draws and noise can't be predicted", f"entropy: {entropy}"),
         (
             "Every answer is counted",

@@ -448,10 +448,12 @@ def _of_one_release(rounds: Sequence[tuple[Round, int]]) -> float:
     return 1 / math.sqrt(math.fsum(count / one.noise_multiplier**2 for one, count in rounds))
 
 
-def _command(plan: PrivacyPlan, contents: LedgerContents) -> str:
-    """Return the command that computes ε from the numbers alone."""
+def _command(plan: PrivacyPlan, contents: LedgerContents) -> str | None:
+    """Return the command that computes ε from the numbers alone; None where ``dpllm epsilon`` lacks the event."""
     (one, _), *_ = merge(plan.history)
     sample = one.words().options
+    if sample is None:
+        return None
     rounds = sum(count for _, count in merge(stated_history(plan, contents)))
     sigma = plan.noise_multiplier
     if isinstance(one, SelectedRun):

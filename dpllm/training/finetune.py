@@ -159,10 +159,11 @@ def run(recipe: Recipe) -> int:
     """Run the recipe up to the model and its report; return the exit code, which is not 0 after most signals."""
     began, phases = time.monotonic(), Phases(console, bars=not recipe.train.get("disable_tqdm"))
     phases.begin("checking the recipe", "options, model and output folder")
-    if recipe.federate is not None:
+    if recipe.beside:
+        name = next(iter(recipe.beside))
         raise ConfigError(
-            "the recipe has a section federate, and here one trainer would read the records of all clients: run it "
-            "with dpllm federate, or leave the section out"
+            f"the recipe has a section {name}, and here one trainer would read all records itself: run it with "
+            f"dpllm {name}, or leave the section out"
         )
     check_recipe(recipe)  # before anything is read
     args = training_arguments({**PLAIN, **recipe.train})

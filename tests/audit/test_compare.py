@@ -234,9 +234,9 @@ def test_the_table_has_the_metrics_that_the_recipe_asks_for(compare, recipe, tmp
     keep_utility(
         tmp_path / "private", {"held-out BLEU after": "61.5", "held-out BLEU before": "1", "seconds in all": 3}
     )
-    monkeypatch.setattr(compare, "column_of", lambda report, audit: {"guarantee": "none"})
+    monkeypatch.setattr(compare, "column_of", lambda *given: {"guarantee": "none"})
     reports = {name: SimpleNamespace(folder=str(tmp_path / name)) for name in ("private", "plain")}
-    assert compare.comparison_rows(reports, {})[1:] == [
+    assert compare.comparison_rows(reports, {}, {})[1:] == [
         ("guarantee", "none", "none"),
         ("held-out BLEU after", "61.5", found["held-out BLEU after"]),
     ]

@@ -9,7 +9,7 @@ import pytest
 
 from dpllm.mechanism.banded import BandedNoise, BandedStep
 from dpllm.mechanism.blt import BltNoise, BltStep
-from dpllm.mechanism.catalogue import CLIPPINGS, EVENTS, NOISES, clipping_of, from_fields, noise_of, spec_of, to_fields
+from dpllm.mechanism.catalogue import CLIPPINGS, clipping_of, events, from_fields, noise_of, noises, spec_of, to_fields
 from dpllm.mechanism.discrete import DiscreteStep
 from dpllm.mechanism.events import Step, StepOfRows
 from dpllm.mechanism.noise import IndependentNoise
@@ -48,7 +48,7 @@ def test_events_are_read_back(step):
 
 def test_every_kind_of_event_is_tried_above():
     """A new mechanism adds its own."""
-    assert {step.kind for step in STEPS} == set(EVENTS)
+    assert {step.kind for step in STEPS} == set(events())
 
 
 def test_unknown_events_are_refused():
@@ -94,7 +94,7 @@ def test_wrong_clippings_are_refused_by_name(value, text):
 def test_every_kind_is_described():
     """In the table of the recipes, where users look for it."""
     table = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8").splitlines()
-    for part, kinds in (("clipping", CLIPPINGS), ("noise", NOISES)):
+    for part, kinds in (("clipping", CLIPPINGS), ("noise", noises())):
         (row,) = (line for line in table if line.startswith(f"| privacy | `{part}` |"))
         described = set(re.findall(r"`(?:\{kind: )?([a-z0-9-]+)", row))
         assert set(kinds) <= described, f"recipes/README.md says nothing about {sorted(set(kinds) - described)}"
@@ -126,7 +126,7 @@ def test_an_option_that_is_missing_is_named(monkeypatch):
         kind = "needy"
         bands: int
 
-    monkeypatch.setitem(NOISES, "needy", Needy)
+    monkeypatch.setitem(noises(), "needy", Needy)
     with pytest.raises(ValueError, match=r"noise: \{kind: needy\} needs bands: write noise: \{kind: needy, bands: …\}"):
         noise_of(Spec("needy"))
     assert spec_of(Needy(3)) == Spec("needy", (("bands", 3),))

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, TrainerC
 
 from dpllm.config import PrivacyConfig
 from dpllm.engines.processes import Processes
-from dpllm.methods.queries import QueryRun
+from dpllm.methods.queries.run import QueryRun
 from dpllm.privacy import unused
 from dpllm.privacy.budget import BudgetError, create_budget, read_budget
 from dpllm.privacy.crashed import settle_crashed

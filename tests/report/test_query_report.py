@@ -13,12 +13,13 @@ from typer.testing import CliRunner
 
 from dpllm.cli import app
 from dpllm.mechanism.query import Query
-from dpllm.methods.queries import QueryRun, prior_release
+from dpllm.methods.queries.planned import prior_release
+from dpllm.methods.queries.run import QueryRun
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.ledger_reader import CHAIN_START, next_chain
-from dpllm.privacy.methods import METHODS
 from dpllm.privacy.plan import PLAN_FILE
 from dpllm.privacy.query_plan import Charge, QueryPlan
+from dpllm.privacy.release_words import release_words
 from dpllm.report.model_card import CARD_FILE, add_notes, adopt_run, metadata_in
 from dpllm.report.models import PrivacyReport, report_schema
 from dpllm.report.publishing import PublishError, published_files, repo_type_of, require_publishable
@@ -68,7 +69,7 @@ def test_a_finished_run_verifies_and_says_what_it_released(folder: Path) -> None
     jsonschema.Draft202012Validator(report_schema()).validate(report)
     assert PrivacyReport.read(report).statement.epsilon == plan.epsilon
     page = (folder / MARKDOWN_FILE).read_text()
-    method = METHODS[plan.method]
+    method = release_words()[plan.method]
     for words in (
         method.what,
         "It builds on the model of “trained”",
@@ -236,6 +237,6 @@ def test_a_run_that_asked_nothing_says_so(tmp_path: Path) -> None:
 
 def test_every_method_has_words_for_every_place() -> None:
     """A method without words would leave a hole in its report."""
-    for name, method in METHODS.items():
+    for name, method in release_words().items():
         assert name == method.name and method.what[-1] != "." and method.use.strip()
         assert method.released and method.not_covered and method.assumptions and method.mechanism

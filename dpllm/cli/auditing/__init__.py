@@ -5,9 +5,6 @@ from __future__ import annotations
 import typer
 
 from dpllm.cli.auditing import gradient, prepare, run
-from dpllm.methods.attacks import answers_command as answers
-from dpllm.methods.attacks import attack_command as attack
-from dpllm.methods.attacks import texts_command as texts
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -15,7 +12,4 @@ app = typer.Typer(
 )
 prepare.register(app)
 run.register(app)
-attack.register(app)
 gradient.register(app)
-answers.register(app)
-texts.register(app)

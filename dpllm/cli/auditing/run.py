@@ -45,12 +45,9 @@ def run(
     from rich.console import Console
 
     from dpllm.audit.run import audit_run
-    from dpllm.methods.attacks.exposure import Exposure
 
     with Console(stderr=True).status("scoring the canaries"):
         result = audit_run(run_folder, canaries, model, reference, plain, confidence)
-    words = {"exposure": str(Exposure(**result.details["exposure"]))} if "exposure" in result.details else {}
-    rows = [(name, words.get(name, value)) for name, value in result.rows()]
-    show(result.to_dict(), rows, f"Audit of {run_folder}", as_json)
+    show(result.to_dict(), result.rows(), f"Audit of {run_folder}", as_json)
     if result.failed:
         raise typer.Exit(1)

@@ -12,7 +12,7 @@ import typer
 
 from dpllm.cli.common import AsJson, Overrides, RecipeName, one_line_errors
 from dpllm.config.query_recipe import QueryRecipe
-from dpllm.methods.queries.command import METHODS, OutputDir, QueryCommand, run_method
+from dpllm.methods.queries.command import OutputDir, QueryCommand, run_method
 
 
 def _read(recipe: QueryRecipe) -> Any:
@@ -33,7 +33,7 @@ def _carry_out(recipe: QueryRecipe, records: Any, plan: Any, say: Callable[[str]
     return ask_groups(recipe, records, plan, say)
 
 
-METHODS["aggregate"] = QueryCommand("reading the records", _read, _plan, _carry_out)
+QUERY = QueryCommand("reading the records", _read, _plan, _carry_out)
 
 
 def register(app: typer.Typer) -> None:

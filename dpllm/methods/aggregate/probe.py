@@ -16,8 +16,8 @@ from dpllm.methods.aggregate.aggregate import GROUP_SIZE, KIND, charge_name, cha
 from dpllm.methods.aggregate.combined import Combined, combined
 from dpllm.methods.aggregate.section import Question
 from dpllm.methods.aggregate.thresholded import ThresholdedCounts
-from dpllm.methods.queries import QueryRun
 from dpllm.methods.queries.probe import Probe, made_units
+from dpllm.methods.queries.run import QueryRun
 from dpllm.privacy.query_plan import QueryPlan
 
 _FAR = 12.0

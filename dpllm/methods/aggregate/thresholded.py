@@ -79,6 +79,11 @@ class ThresholdedCounts(Query):
         object.__setattr__(self, "margin", float(self.margin))
 
     @property
+    def zcdp_rho(self) -> float:
+        """Inf: an answer of one group is released with a probability above 0."""
+        return math.inf
+
+    @property
     def hidden_mass(self) -> float:
         """β: the largest probability with which an answer of one group is released; part of δ."""
         return float(stats.norm.sf(self.margin))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dpllm.privacy.release_words import Method
+from dpllm.privacy.release_words import ReleaseWords
 
-AGGREGATED = Method(
+AGGREGATED = ReleaseWords(
     name="answers of groups",
     result="answers to questions, combined from groups of records",
     what="A public model read the records of disjoint groups and answered public questions about each group; the "

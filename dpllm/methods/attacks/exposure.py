@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,25 @@ class Exposure:
             f"{self.num_reference:,} others ({self.most_by_rank:.2f} at most; never seen: median 1); extrapolated "
             f"median {self.median_extrapolated:.2f}, largest {self.max_extrapolated:.2f}"
         )
+
+
+def exposure_of_run(
+    run_folder: str | Path,
+    canaries: str | Path,
+    model: str | Path | None = None,
+    reference: str | None = None,
+    plain: bool = False,
+) -> Exposure:
+    """Return the exposure of the canaries under the model of a run; args and errors are those of `audit_run`.
+
+    Raises:
+        AuditError: no canary was included, or there are too few texts to compare with.
+    """
+    from dpllm.audit.run import scored_canaries
+
+    scored = scored_canaries(run_folder, canaries, model, reference, plain)
+    included, num = np.array(scored.made.included), len(scored.made.included)
+    return exposure(scored.main[:num][included], np.concatenate([scored.main[:num][~included], scored.main[num:]]))
 
 
 def exposure(included: Floats, reference: Floats) -> Exposure:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dpllm.privacy.release_words import Method
+from dpllm.privacy.release_words import ReleaseWords
 
-LABEL_COUNTS = Method(
+LABEL_COUNTS = ReleaseWords(
     name="label counts",
     result="counts of labels",
     what="The records of each public class were counted, and noise was added to each count",

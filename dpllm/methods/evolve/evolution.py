@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from dpllm.methods.evolve.votes import Floats, Int64Array, exact_votes, noisy_votes, votes_charge
-from dpllm.methods.queries import QueryRun
+from dpllm.methods.queries.run import QueryRun
 from dpllm.methods.synthesize.filters import FilterSettings, TextFilter
 from dpllm.methods.synthesize.making import Wanted, Writer, make_texts
 from dpllm.methods.synthesize.texts import LABEL, TEXT

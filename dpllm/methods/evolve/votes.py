@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from dpllm.config import ConfigError
 from dpllm.mechanism.query import Query
-from dpllm.methods.queries import QueryRun
+from dpllm.methods.queries.run import QueryRun
 from dpllm.privacy.query_plan import Charge
 
 Floats = NDArray[np.float64]

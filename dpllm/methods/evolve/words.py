@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dpllm.privacy.release_words import Method
+from dpllm.privacy.release_words import ReleaseWords
 
-EVOLUTION = Method(
+EVOLUTION = ReleaseWords(
     name="private evolution",
     result="synthetic text",
     what="A public model wrote texts; in each step, private records voted for the nearest texts, and the texts with "

@@ -5,3 +5,44 @@ Poisson cohort of clients (`rounds`), each of which trains from the weights of t
 bounds its change and sends it. Either a trusted server adds the noise of the round, or each client adds a share of it
 (`shares`) and secure aggregation shows the server only the sum (`secure`). Messages travel through a `transport`.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dpllm.methods.federated.section import FederateConfig
+from dpllm.registry import Method
+
+if TYPE_CHECKING:
+    import typer
+
+    from dpllm.mechanism.events import Event
+    from dpllm.mechanism.parts import Noise
+
+
+def _events() -> tuple[type[Event], ...]:
+    from dpllm.methods.federated.distributed import DistributedStep
+
+    return (DistributedStep,)
+
+
+def _noises() -> tuple[type[Noise], ...]:
+    from dpllm.methods.federated.distributed import DistributedNoise
+
+    return (DistributedNoise,)
+
+
+def _commands(app: typer.Typer) -> None:
+    from dpllm.methods.federated.command import register
+
+    register(app)
+
+
+METHOD = Method(
+    name="federate",
+    section=FederateConfig,
+    beside_train=True,
+    events=_events,
+    noises=_noises,
+    commands=_commands,
+)

@@ -109,7 +109,7 @@ class DistributedStep(DiscreteStep):
             "(Mironov et al., arXiv:1908.10530), the same as those of Gaussian noise; a round that is truncated or "
             f"given up counts as a failure, for dropouts of at most {self.dropouts:g} of the clients on average. Under "
             "replace-one, by group privacy: ε is twice a zero-out ε at a smaller δ",
-            options=f"{plain.options} --min-batch-size {self.min_batch_size} --dropouts {self.dropouts!r}",
+            options=None,
         )
 
 
@@ -118,6 +118,7 @@ class DistributedNoise(DiscreteNoise):
     """Discrete noise that each client of a cohort adds to its own update, for secure aggregation."""
 
     kind: ClassVar[str] = "distributed"
+    only_discrete: ClassVar[bool] = True
     dropouts: float = 0.3
     """ρ, declared: the largest share of clients, on average over them, that do not answer in a round."""
     min_batch_size: int | None = None

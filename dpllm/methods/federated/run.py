@@ -95,7 +95,8 @@ def check_federated(recipe: Recipe) -> TrainingArguments:
     Raises:
         ConfigError: it is not a recipe of a federated run, or has options that such a run does not have.
     """
-    if recipe.federate is None:
+    federate: FederateConfig | None = recipe.beside.get("federate")
+    if federate is None:
         raise ConfigError(
             "the recipe has no section federate: add one (federate: {local_steps: 8}), or use dpllm train"
         )
@@ -116,9 +117,9 @@ def check_federated(recipe: Recipe) -> TrainingArguments:
         )
     require_federated(recipe.privacy)
     noise = noise_of(Spec.of(recipe.privacy.noise))
-    if isinstance(noise, DistributedNoise) and recipe.federate.simulated_dropouts > noise.dropouts:
+    if isinstance(noise, DistributedNoise) and federate.simulated_dropouts > noise.dropouts:
         raise ConfigError(
-            f"federate.simulated_dropouts={recipe.federate.simulated_dropouts:g}, and privacy.noise declares "
+            f"federate.simulated_dropouts={federate.simulated_dropouts:g}, and privacy.noise declares "
             f"dropouts={noise.dropouts:g} at most: δ counts on it. Declare as many as there are"
         )
     check_recipe(recipe)
@@ -197,8 +198,8 @@ def refuse_used(folder: Path) -> None:
 
 def federate_of(recipe: Recipe) -> FederateConfig:
     """Return the section ``federate``; `check_federated` made sure that there is one."""
-    assert recipe.federate is not None
-    return recipe.federate
+    section: FederateConfig = recipe.beside["federate"]
+    return section
 
 
 def held_out_of(recipe: Recipe, records: datasets.Dataset | None, tokenizer: PreTrainedTokenizerBase) -> HeldOut | None:

@@ -12,7 +12,7 @@ import typer
 
 from dpllm.cli.common import AsJson, Overrides, RecipeName, one_line_errors
 from dpllm.config.query_recipe import QueryRecipe
-from dpllm.methods.queries.command import METHODS, OutputDir, QueryCommand, run_method
+from dpllm.methods.queries.command import OutputDir, QueryCommand, run_method
 
 
 def _read(recipe: QueryRecipe) -> Any:
@@ -35,7 +35,7 @@ def _carry_out(recipe: QueryRecipe, prepared: Any, plan: Any, say: Callable[[str
     return {"texts" if prepared.tokens else "labels": taught.num_texts, **figures}
 
 
-METHODS["teach"] = QueryCommand(
+QUERY = QueryCommand(
     "reading the records and the public texts", _read, lambda recipe, prepared: prepared.plan, _carry_out
 )
 

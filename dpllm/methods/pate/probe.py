@@ -25,8 +25,8 @@ from dpllm.methods.pate.prepare import (
 from dpllm.methods.pate.release import TokenVotes, ballots_of, released_labels
 from dpllm.methods.pate.tokens import written_tokens
 from dpllm.methods.pate.votes import CHECK_CHANGE, CHECKS, LABELS, TOKENS, VOTE_CHANGE, Ballots, Vote
-from dpllm.methods.queries import QueryRun
 from dpllm.methods.queries.probe import Probe, made_units
+from dpllm.methods.queries.run import QueryRun
 from dpllm.privacy.query_plan import QueryPlan
 
 _UNITS_OF_TEACHER = 2

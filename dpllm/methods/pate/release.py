@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dpllm.data.units import Int64Array, UnitIndex
 from dpllm.methods.pate.partition import Partition
 from dpllm.methods.pate.votes import CHECKS, NO_LABEL, Ballots, Vote
-from dpllm.methods.queries import QueryRun
+from dpllm.methods.queries.run import QueryRun
 
 
 def ballots_of(

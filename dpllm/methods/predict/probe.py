@@ -28,8 +28,8 @@ from dpllm.methods.predict.run import (
 )
 from dpllm.methods.predict.sampler import drawn_tokens
 from dpllm.methods.predict.scores import Scoring
-from dpllm.methods.queries import QueryRun
 from dpllm.methods.queries.probe import Probe, made_units
+from dpllm.methods.queries.run import QueryRun
 from dpllm.privacy.query_plan import QueryPlan
 
 _GROUPS = 2

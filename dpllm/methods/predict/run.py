@@ -22,8 +22,8 @@ from dpllm.methods.predict.model import require_independent_rows, require_memory
 from dpllm.methods.predict.plan import TokenPlan, noise_within, plan_tokens
 from dpllm.methods.predict.sampler import GroupSampler, TextLimits
 from dpllm.methods.predict.section import PredictConfig
-from dpllm.methods.queries import QueryRun
 from dpllm.methods.queries.planned import begin_from, plan_with
+from dpllm.methods.queries.run import QueryRun
 from dpllm.privacy.query_plan import QueryPlan, Value
 from dpllm.training.phases import Phases
 

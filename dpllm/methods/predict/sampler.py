@@ -15,9 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dpllm.config import ConfigError
-from dpllm.methods.predict.draw import draw_index
 from dpllm.methods.predict.prompts import PromptEncoder
-from dpllm.methods.predict.scores import Scoring
+from dpllm.methods.predict.scores import Scoring, draw_index
 from dpllm.models.continuation import Continuation
 
 

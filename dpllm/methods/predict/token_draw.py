@@ -29,7 +29,7 @@ privacy), and a loss distribution of its worst pair gives a larger ε over many 
 its variance is η²/3 and not η²/4.
 
 **Floating point.** The scores are whole numbers of steps of a grid, added up exactly, and the token is drawn exactly
-from the weights (`dpllm.methods.predict.scores`, `dpllm.methods.predict.draw`). A score's bound is c (1 - 2^-16): the
+from the weights (`dpllm.methods.predict.scores`, `dpllm.methods.predict.scores`). A score's bound is c (1 - 2^-16): the
 rest of c is a margin for the rounding of the weights. A gap remains that training has too: a model's pass over several
 rows may round a row differently beside other rows. Where a unit is one record, each pass has public sizes; users
 have different numbers of records, so the others' places in a pass may differ. `dpllm.methods.predict.model` measures
@@ -91,6 +91,16 @@ class TokenDraw(NeverTruncated):
             return math.inf
         moved = 2 if adjacency == "replace-one" else 1
         return 0.5 * (moved / self.noise_multiplier) ** 2
+
+    @property
+    def zcdp_rho(self) -> float:
+        """ρ of one token under zero-out."""
+        return self.rho()
+
+    @property
+    def library_gap(self) -> str | None:
+        """dp_accounting has no token draw."""
+        return "a token draw; compare by zCDP"
 
     def rounds(self, num_steps: int) -> list[tuple[Round, int]]:
         """Return the tokens: each is a round."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dpllm.privacy.release_words import Method
+from dpllm.privacy.release_words import ReleaseWords
 
-PREDICTED_TEXT = Method(
+PREDICTED_TEXT = ReleaseWords(
     name="predicted text",
     result="text by private prediction",
     what="Texts were drawn token by token from a public model that reads a group of private records for each text",

@@ -1,6 +1,6 @@
-"""`dpllm count` and `dpllm predict`, and what the commands of all query runs do alike.
+"""What the commands of all query runs do alike: `dpllm count`, `predict`, `aggregate`, `evolve` and `teach`.
 
-Place in the flow: between the command line and the methods of private release. A method is a line in `METHODS`: the
+Place in the flow: between the command line and the methods of private release, each of which has a `QueryCommand`: the
 functions that read its data, plan it and carry it out.
 """
 
@@ -18,7 +18,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import dpllm
-from dpllm.cli.common import AsJson, Overrides, RecipeName, one_line_errors, show, show_json
+from dpllm import registry
+from dpllm.cli.common import show, show_json
 from dpllm.config.output_folder import check_output_folder
 from dpllm.config.query_recipe import QueryRecipe, load_query_recipe
 from dpllm.config.shipped import recipe_file
@@ -42,111 +43,19 @@ class QueryCommand:
     """From the recipe, that, the plan and a function that prints a line to what is shown at the end."""
 
 
-def _read_counts(recipe: QueryRecipe) -> Any:
-    from dpllm.methods.count.counting import read_units
-
-    return read_units(recipe)
-
-
-def _plan_counts(recipe: QueryRecipe, units: Any) -> Any:
-    from dpllm.methods.count.counting import plan_count
-
-    return plan_count(recipe, units)
-
-
-def _count(recipe: QueryRecipe, units: Any, plan: Any, say: Callable[[str], None]) -> dict[str, Any]:
-    from dpllm.methods.count.counting import count_labels
-
-    return {"counts": count_labels(recipe, units, plan)}
-
-
-def _read_for_prediction(recipe: QueryRecipe) -> Any:
-    from dpllm.methods.predict.inputs import read_records
-
-    return read_records(recipe)
-
-
-def _plan_prediction(recipe: QueryRecipe, records: Any) -> Any:
-    from dpllm.methods.predict.run import plan_prediction
-
-    return plan_prediction(recipe, records.num_units)
-
-
-def _predict(recipe: QueryRecipe, records: Any, plan: Any, say: Callable[[str], None]) -> dict[str, Any]:
-    from dpllm.methods.predict.run import predict_texts
-
-    return {"texts": str(predict_texts(recipe, records, plan, say))}
-
-
-def _read_voters(recipe: QueryRecipe) -> Any:
-    from dpllm.methods.evolve.evolving import read_voters
-
-    return read_voters(recipe)
-
-
-def _plan_evolution(recipe: QueryRecipe, voters: Any) -> Any:
-    from dpllm.methods.evolve.evolving import evolution_plan
-
-    return evolution_plan(recipe, voters)
-
-
-def _evolve(recipe: QueryRecipe, voters: Any, plan: Any, say: Callable[[str], None]) -> dict[str, Any]:
-    from dpllm.methods.evolve.evolving import run_evolution
-
-    return {"texts": run_evolution(recipe, voters, plan, say)}
-
-
-METHODS = {
-    "count": QueryCommand("reading the labels", _read_counts, _plan_counts, _count),
-    "predict": QueryCommand("reading the records", _read_for_prediction, _plan_prediction, _predict),
-    "evolve": QueryCommand("reading the records", _read_voters, _plan_evolution, _evolve),
-}
-"""By the name of the recipe's section, which is that of the command."""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command(epilog="Example: dpllm count label_counts privacy.target_epsilon=0.5")(count)
-    app.command(
-        epilog="Example: dpllm predict predict_e2e predict.texts=100\n\n"
-        "Example: dpllm predict mine.yaml predict.kind=logits privacy.target_epsilon=3 --output-dir runs/eps3"
-    )(predict)
-    app.command(epilog="Example: dpllm evolve evolve_e2e privacy.target_epsilon=2")(evolve)
-
-
-@one_line_errors
-def count(
-    recipe: RecipeName, overrides: Overrides = None, output_dir: OutputDir = None, as_json: AsJson = False
-) -> None:
-    """Count the records of each public class with noise, from a recipe to counts with their privacy report."""
-    run_method("count", recipe, overrides or [], output_dir, as_json)
-
-
-@one_line_errors
-def predict(
-    recipe: RecipeName, overrides: Overrides = None, output_dir: OutputDir = None, as_json: AsJson = False
-) -> None:
-    """Draw texts from a public model that reads private records, without training.
-
-    Each text is made by a secret group of records, whose logits are clipped and averaged (private prediction,
-    InvisibleInk). All tokens that the texts may have are charged before the first. `dpllm plan` prints the cost.
-    """
-    run_method("predict", recipe, overrides or [], output_dir, as_json)
-
-
-@one_line_errors
-def evolve(
-    recipe: RecipeName, overrides: Overrides = None, output_dir: OutputDir = None, as_json: AsJson = False
-) -> None:
-    """Make synthetic text without training: a public model writes, and private records vote with noise."""
-    run_method("evolve", recipe, overrides or [], output_dir, as_json)
+def query_command(method: str) -> QueryCommand:
+    """Return the functions of a method, by the name of its section."""
+    query = registry.method(method).query
+    assert query is not None, method
+    found: QueryCommand = query()
+    return found
 
 
 def run_method(method: str, recipe: str, overrides: list[str], output_dir: Path | None, as_json: bool) -> None:
     """Carry out the query run of a recipe, and print what it released.
 
     Args:
-        method: key of `METHODS`.
+        method: name of its section and command.
         recipe: the file, or the name of a shipped recipe.
         overrides: of its values.
         output_dir: the folder of the run; None: the recipe's.
@@ -160,7 +69,7 @@ def run_method(method: str, recipe: str, overrides: list[str], output_dir: Path 
     more = [] if output_dir is None else [f"output_dir={output_dir}"]
     read = load_query_recipe(recipe, [*overrides, *more], method)
     check_output_folder("output_dir", read.output_dir)
-    known = METHODS[method]
+    known = query_command(method)
     say(f"output in {read.output_dir}; {known.reading}")
     data = known.read(read)
     plan = known.plan(read, data)
@@ -210,7 +119,7 @@ def _ended_by_a_signal(folder: str) -> Iterator[None]:
 def show_query_plan(path: Path, overrides: list[str], as_json: bool) -> None:
     """Print the plan of a query run: its cost before anything is paid."""
     recipe = load_query_recipe(path, overrides)
-    known = METHODS[recipe.method]
+    known = query_command(recipe.method)
     typer.echo(f"note: {known.reading}", err=True)
     plan = known.plan(recipe, known.read(recipe))
     from dpllm.methods.queries.planned import format_query_plan

@@ -1,21 +1,71 @@
-"""What every query run does alike, around its method: numbers of the plan, rows for people, start from a recipe.
+"""What every query run does alike, around its method: the run that it builds on, its plan, its start from a recipe.
 
-Place in the flow: between a recipe (`dpllm.config.query_recipe`) and the method's own plan.
+Place in the flow: between a recipe (`dpllm.config.query_recipe`) and the method's own plan. The people of a training
+run on whose model a query run builds bear the ε of both, so plan and report state them together.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from dpllm.config.query_recipe import QueryRecipe
 from dpllm.mechanism.events import Event
 from dpllm.methods.queries.run import QueryRun
-from dpllm.privacy.methods import METHODS
-from dpllm.privacy.query_plan import Charge, PriorRelease, QueryPlan, Value, calibrated
+from dpllm.privacy.compose import check_run
+from dpllm.privacy.ledger import LEDGER_FILE, is_being_written, read_ledger, require_own_file
+from dpllm.privacy.query_plan import Charge, PriorRelease, QueryPlan, Value, calibrated, training_plan
+from dpllm.privacy.release_words import release_words
 from dpllm.privacy.rounding import format_delta, format_epsilon
+from dpllm.privacy.stated import stated_history
+from dpllm.report.definition import selection_points
 from dpllm.report.release_notes import ReleaseNotes
+
+
+def prior_release(folder: str | Path) -> PriorRelease:
+    """Return the released training run of a folder, for `QueryPlan.after`.
+
+    Guarantee: its history is the one whose ε its own report states. It is refused if that ε may still grow, or does not
+    hold.
+
+    Args:
+        folder: of the run.
+
+    Raises:
+        ValueError: the folder holds no training run, plan and ledger do not belong together, the run was not private,
+            has not ended, or is one of a private tuning that did not select it.
+        LedgerError: the ledger is missing or was edited; or it is a copy of one whose stop was declared independent,
+            and the original may have been resumed since.
+    """
+    folder = Path(folder)
+    plan = training_plan(folder, "A run that builds on a model")
+    ledger = folder / LEDGER_FILE
+    contents = read_ledger(ledger)
+    check_run(folder, plan, contents)
+    if contents.end is None or is_being_written(ledger):
+        raise ValueError(
+            f"the run in {folder} has not ended, or crashed: it may still take steps, and its ε would grow. Let it "
+            "end, or resume it"
+        )
+    if contents.notes.stopped_independently:
+        require_own_file(contents)  # a copy from before a resume states fewer steps than were taken
+    if points := selection_points(plan, contents):
+        raise ValueError(f"{folder}: {points[0]}")
+    budget = contents.runs[0].get("budget")
+    return PriorRelease(
+        folder=folder.resolve().name,
+        run=str(contents.runs[0]["run"]),
+        plan_hash=plan.hash,
+        chain=contents.chain,
+        history=tuple(stated_history(plan, contents)),
+        unit=plan.unit,
+        unit_column=plan.unit_column,
+        num_units=plan.num_units,
+        dataset=plan.dataset,
+        budget=None if budget is None else (str(budget["file"]), str(budget["entry"])),
+    )
 
 
 def plan_from(
@@ -32,7 +82,7 @@ def plan_from(
 
     Args:
         recipe: of the run.
-        method: of `dpllm.privacy.methods.METHODS`.
+        method: of `dpllm.privacy.release_words.release_words`.
         num_units: N.
         charges_of: from σ/Δ to the charges: name, event, count.
         settings: public settings on which sensitivity and events rest.
@@ -117,7 +167,11 @@ def begin_from(recipe: QueryRecipe, plan: QueryPlan, **more: Any) -> QueryRun:
 def format_query_plan(plan: QueryPlan) -> list[tuple[str, str]]:
     """Return a plan as (name, value) rows for people."""
     unit = plan.unit if plan.unit == "sequence" else f"user (column {plan.unit_column})"
-    rows = [("release", METHODS[plan.method].result), ("unit of privacy", unit), ("units N", f"{plan.num_units:,}")]
+    rows = [
+        ("release", release_words()[plan.method].result),
+        ("unit of privacy", unit),
+        ("units N", f"{plan.num_units:,}"),
+    ]
     if plan.max_rows_per_unit is not None:
         rows.append(("rows of one user at most", f"{plan.max_rows_per_unit} ({plan.rows_kept})"))
     rows += [

@@ -22,7 +22,7 @@ from dpllm.mechanism.limits import MAX_NOISE, MIN_NOISE
 from dpllm.mechanism.query import Query
 from dpllm.mechanism.sampling import secret_rng
 from dpllm.methods.count.counting import CHARGE, REPLACED, LabelledUnits, charge_and_count
-from dpllm.methods.queries import QueryRun
+from dpllm.methods.queries.run import QueryRun
 from dpllm.methods.synthesize.labels import LabelShares, check_classes, shares_of
 from dpllm.privacy.ledger import LEDGER_FILE
 from dpllm.privacy.query_plan import Charge, QueryPlan, Value

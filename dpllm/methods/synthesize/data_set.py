@@ -1,6 +1,6 @@
 """A synthetic data set from a privately tuned model: its run, from the counts of labels to the card.
 
-Place in the flow: `dpllm generate RUN --output FOLDER`. The data set is a query run (`dpllm.methods.queries`) that
+Place in the flow: `dpllm synthesize RUN --output FOLDER`. The data set is a query run (`dpllm.methods.queries`) that
 builds on the training run: ε is that of both together. Texts cost nothing. Only counting the labels of the private
 records does. It is charged before it happens, and is the only time that private records are read.
 """
@@ -15,7 +15,8 @@ from pathlib import Path
 
 from dpllm.config import ConfigError
 from dpllm.config.values import integer
-from dpllm.methods.queries import QueryRun, prior_release
+from dpllm.methods.queries.planned import prior_release
+from dpllm.methods.queries.run import QueryRun
 from dpllm.methods.synthesize.counted import COUNTS_FILE, CountedLabels, count_noisily, read_labels
 from dpllm.methods.synthesize.filters import FilterSettings, TextFilter
 from dpllm.methods.synthesize.labels import LabelShares, prompt_of, texts_of_each
@@ -27,6 +28,12 @@ from dpllm.privacy.query_plan import QueryPlan, training_plan
 
 METHOD = "synthetic text"
 FORMATS = ("jsonl", "parquet")
+BLOCKED = (
+    "Texts with words of a blocklist were left out. Is the list public? A list made from the private records, such as "
+    "the names of patients, shows by the texts that are missing who is in them, and ε does not cover that. Say where "
+    "the list is from"
+)
+"""The open point of a data set that a blocklist filtered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +182,8 @@ def make_data_set(
         shares = wanted.shares if isinstance(wanted, Labels) else None
         if doubt is not None:
             run.open_point(doubt)
+        if request.filters.blocked:
+            run.open_point(BLOCKED)
         if units is not None and exact is not None:
             shares = count_noisily(run, units, exact)
         asked = _wanted(wanted, shares, request.number, to_model)

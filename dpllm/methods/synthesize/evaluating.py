@@ -124,7 +124,7 @@ def evaluate(
 def _echo(path: Path, texts: Sequence[str]) -> str:
     """Return how much of the canaries is in the texts, in words."""
     from dpllm.audit.canaries import CanarySet
-    from dpllm.methods.synthesize.echo import echo
+    from dpllm.methods.synthesize.overlap import echo
 
     made = CanarySet.load(path)
     own = [" ".join(text for _, text in canary.records) for canary in made.canaries]

@@ -1,10 +1,10 @@
-"""The words for synthetic text from a privately tuned model (`dpllm generate`)."""
+"""The words for synthetic text from a privately tuned model (`dpllm synthesize`)."""
 
 from __future__ import annotations
 
-from dpllm.privacy.release_words import Method
+from dpllm.privacy.release_words import ReleaseWords
 
-SYNTHETIC_TEXT = Method(
+SYNTHETIC_TEXT = ReleaseWords(
     name="synthetic text",
     result="synthetic text",
     what="A privately tuned model wrote texts; the number of texts of each label is public, or follows noisy counts",

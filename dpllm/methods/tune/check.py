@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dpllm.methods.tune.record import RECORD_FILE, Record, TuningError, read_record
-from dpllm.methods.tune.tune import RELEASED_FOLDER, require_charged_draws, run_of, score_in
+from dpllm.methods.tune import RECORD_FILE, RELEASED_FOLDER
+from dpllm.methods.tune.record import Record, TuningError, read_record
+from dpllm.methods.tune.tune import require_charged_draws, run_of, score_in
 from dpllm.privacy.budget import BudgetError
 from dpllm.privacy.ledger import LedgerError
 from dpllm.report.verify import Check, Verification, verify

@@ -23,10 +23,6 @@ from dpllm.privacy import locks
 from dpllm.privacy.ledger import sync_folder
 from dpllm.privacy.ledger_reader import CHAIN_START, file_hash, next_chain
 
-PRIVATE_FOLDER = "not_for_release"
-RECORD_FILE = f"{PRIVATE_FOLDER}/tuning.jsonl"
-"""Relative to the tuning's folder; readable by its owner only."""
-
 
 class TuningError(ValueError):
     """Error: the files of a tuning contradict each other, or were edited."""

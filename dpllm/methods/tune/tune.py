@@ -29,8 +29,9 @@ from dpllm.config import PRETRAINED_FOLDER, ConfigError, Recipe, load_recipe, sa
 from dpllm.config.recipe import recipe_to_dict, refuse_trainer
 from dpllm.mechanism.catalogue import to_fields
 from dpllm.mechanism.selection import Selection
+from dpllm.methods.tune import RECORD_FILE, RELEASED_FOLDER
 from dpllm.methods.tune.plans import common_plan
-from dpllm.methods.tune.record import RECORD_FILE, DrawnRun, Record, TuningError, create_record, open_record
+from dpllm.methods.tune.record import DrawnRun, Record, TuningError, create_record, open_record
 from dpllm.methods.tune.search import Search, overrides_of
 from dpllm.privacy.budget import BudgetError, charge_selection, entry_of, mark, read_budget, settle
 from dpllm.privacy.identity import is_finished
@@ -44,8 +45,9 @@ from dpllm.report.publishing import files_to_publish
 from dpllm.report.statement import JSON_FILE
 from dpllm.report.verify import verify
 
-RELEASED_FOLDER = "released"
 _PARTIAL = f"{RELEASED_FOLDER}.partial"
+SCORES = {"held-out perplexity after": -1, "held-out accuracy after": 1, "held-out mean squared error after": -1}
+"""The figures by which runs are compared, one for each kind of task, and whether more is better."""
 Runner = Callable[[Path, Path], int]
 """Train a recipe (a file), write its output to a log file, and return the exit code."""
 Tell = Callable[[str], None]
@@ -198,7 +200,7 @@ def score_in(folder: Path, selected: Mapping[str, Any]) -> float | None:
         )
     if contents.num_steps != plan.num_steps:
         return None
-    for name, sign in (("held-out perplexity after", -1), ("held-out accuracy after", 1)):
+    for name, sign in SCORES.items():
         if name in utility:
             value = float(utility[name])
             return sign * value if math.isfinite(value) else None

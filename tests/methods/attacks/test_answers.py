@@ -13,12 +13,12 @@ from dpllm.audit.bounds import AuditError, Claim
 from dpllm.cli import app
 from dpllm.mechanism.query import Query
 from dpllm.methods.attacks.answers import MEMORY, run_trials
-from dpllm.methods.attacks.answers_command import PROBES
+from dpllm.methods.attacks.command import PROBES
 from dpllm.methods.count import counting
-from dpllm.methods.queries import prior_release
+from dpllm.methods.queries.planned import prior_release
 from dpllm.methods.queries.probe import EXCESS, Probe, count_probe, made_units
-from dpllm.privacy.methods import METHODS
 from dpllm.privacy.query_plan import Charge, QueryPlan
+from dpllm.privacy.release_words import release_words
 from dpllm.report.verify import verify
 from tests import tiers
 from tests.methods.queries.making import DELTA, UNITS, train
@@ -43,7 +43,7 @@ def refuted(found):
 
 def test_every_method_has_a_probe():
     """A new way of release brings its audit."""
-    assert set(PROBES) == set(METHODS)
+    assert set(PROBES) == set(release_words())
 
 
 @pytest.mark.parametrize("plan", [plan_of(), users()], ids=["sequence", "user"])

@@ -13,8 +13,9 @@ from dpllm.audit.bounds import AuditError
 from dpllm.audit.canaries import CANARIES_FILE, CanarySet
 from dpllm.cli import app
 from dpllm.methods.attacks.texts import audit_texts
-from dpllm.methods.queries import QueryRun, prior_release
-from dpllm.methods.synthesize.echo import longest_runs
+from dpllm.methods.queries.planned import prior_release
+from dpllm.methods.queries.run import QueryRun
+from dpllm.methods.synthesize.overlap import longest_runs
 from dpllm.privacy.query_plan import QueryPlan
 from dpllm.report.verify import verify
 from tests import tiers

@@ -170,7 +170,7 @@ def test_the_report_names_the_assumptions():
     text = " ".join(itertools.chain.from_iterable(ensured))
     assert "at most 0.2 of all clients" in text and "11 survivors have 1.5 together" in text
     assert "a server that follows the protocol" in text
-    assert "--min-batch-size 11 --dropouts 0.2" in ROUND.words().options
+    assert "11 survivors have the noise" in ROUND.words().accounted_as
 
 
 def test_the_configuration_reads_it():

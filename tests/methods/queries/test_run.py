@@ -14,7 +14,9 @@ from typer.testing import CliRunner
 
 from dpllm.cli import app
 from dpllm.mechanism.query import Query
-from dpllm.methods.queries import QueryRun, Randomness, prior_release
+from dpllm.methods.queries.planned import prior_release
+from dpllm.methods.queries.randomness import Randomness
+from dpllm.methods.queries.run import QueryRun
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.budget import BudgetError, budget_rows, read_budget, settle
 from dpllm.privacy.compose import compose

@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 from dpllm.cli import app
 from dpllm.cli.recipes import described
 from dpllm.config import ConfigError
-from dpllm.config.query_recipe import METHOD_SECTIONS, load_query_recipe, method_in
-from dpllm.methods.queries.command import METHODS
+from dpllm.config.query_recipe import load_query_recipe, method_in
+from dpllm.methods.queries.command import query_command
+from dpllm.registry import method, query_sections
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 RECIPES = [path for path in sorted(FOLDER.rglob("*.yaml")) if method_in(path) is not None]
@@ -30,9 +31,10 @@ def test_it_says_what_it_is_and_how_it_is_run(path: Path) -> None:
 
 def test_every_method_has_a_command() -> None:
     """And its section defaults, so that a recipe needs no options."""
-    assert set(METHODS) == set(METHOD_SECTIONS)
-    for section in METHOD_SECTIONS.values():
+    assert set(query_sections()) == {"count", "predict", "evolve", "teach", "aggregate"}
+    for name, section in query_sections().items():
         section()
+        assert query_command(name).reading and method(name).show_plan is not None and method(name).words
 
 
 def test_the_departments_are_planned_and_counted(tmp_path: Path) -> None:

@@ -12,9 +12,8 @@ import pytest
 
 from dpllm.config import ConfigError
 from dpllm.methods.synthesize import distance
-from dpllm.methods.synthesize.echo import echo
 from dpllm.methods.synthesize.evaluation import EvaluationSettings, evaluate
-from dpllm.methods.synthesize.overlap import Runs, overlap
+from dpllm.methods.synthesize.overlap import Runs, echo, overlap
 from dpllm.methods.synthesize.texts import LabelledTexts, read_texts
 
 WORDS = {"pub": ["beer", "ale", "bar"], "cafe": ["tea", "cake", "coffee"]}

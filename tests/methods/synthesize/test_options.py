@@ -1,4 +1,4 @@
-"""Tests of `dpllm generate --output FOLDER` and `dpllm evaluate`: the whole way on the command line, and mistakes."""
+"""Tests of `dpllm synthesize` and `dpllm evaluate`: the whole way on the command line, and mistakes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dpllm.audit.canaries import Canary, CanarySet
+from dpllm.methods.synthesize.data_set import BLOCKED
 from dpllm.methods.synthesize.evaluation import DISCLOSED, EVALUATION_FILE
 from dpllm.models import generation
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
@@ -29,7 +30,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def made(run: Path, *more: str, number: int = 4) -> list[str]:
     output = ["--output", str(run.parent / "made"), "--max-new-tokens", "4"]
-    return ["generate", str(run), "-n", str(number), *output, *more]
+    return ["synthesize", str(run), "-n", str(number), *output, *more]
 
 
 def test_a_data_set_with_counted_labels(run):
@@ -91,7 +92,6 @@ def test_public_shares_and_prompts(run, tmp_path):
         (["--format", "csv"], "one of jsonl, parquet"),
         (["--blocklist", "nowhere.txt"], "--blocklist nowhere.txt cannot be read"),
         (["--max-words", "0"], "max_words"),
-        (["--unverified"], "no guarantee that a data set could state"),
     ],
 )
 def test_mistakes_are_one_line_and_charge_nothing(run, options, words):
@@ -99,10 +99,13 @@ def test_mistakes_are_one_line_and_charge_nothing(run, options, words):
     assert not (run.parent / "made").exists()
 
 
-def test_labels_need_a_data_set(run, tmp_path):
-    """In a file of texts nobody would find the cost of the counts."""
-    for output in ([], ["--output", str(tmp_path / "t.jsonl")]):
-        assert "--output runs/synthetic" in refused(["generate", str(run), "--labels", "a,b", *output])
+def test_a_blocklist_is_an_open_point(run, tmp_path):
+    """A list of patients' names shows by the texts that are missing who is in the records, and no program sees that."""
+    (tmp_path / "words.txt").write_text("Mary Miller\n")
+    result = invoke(made(run, "--blocklist", str(tmp_path / "words.txt"), "--min-words", "0"))
+    assert result.exit_code == 0, result.output
+    assert BLOCKED in read_ledger(tmp_path / "made" / LEDGER_FILE).notes.open_points
+    assert "Is the list public?" in (tmp_path / "made" / "README.md").read_text() and verify(tmp_path / "made").ok
 
 
 def test_the_canaries_of_a_run_are_compared(tmp_path):

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from dpllm.methods.tune import RECORD_FILE
 from dpllm.methods.tune.command import _runner
-from dpllm.methods.tune.record import RECORD_FILE, DrawnRun, create_record, read_record
+from dpllm.methods.tune.record import DrawnRun, create_record, read_record
 from dpllm.privacy.budget import read_budget
 from tests import tiers
 from tests.cli.test_cli import EPSILON, as_json, refuse, run

@@ -12,8 +12,9 @@ import pytest
 
 from dpllm.config import ConfigError
 from dpllm.mechanism.selection import Selection
+from dpllm.methods.tune import RECORD_FILE
 from dpllm.methods.tune.check import verify_tuning
-from dpllm.methods.tune.record import RECORD_FILE, TuningError, create_record, read_record
+from dpllm.methods.tune.record import TuningError, create_record, read_record
 from dpllm.methods.tune.search import load_search
 from dpllm.methods.tune.tune import SystemDraws, Tuning, best_of, prepare, tune
 from dpllm.privacy.accounting import epsilon
@@ -23,6 +24,8 @@ from dpllm.report.definition import SELECTED
 from dpllm.report.publishing import PublishError, require_publishable
 from dpllm.report.verify import Verification, verify
 from tests import tiers
+from tests.methods.tune.conftest import RECIPE
+from tests.small_model import WORDS
 
 pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
 
@@ -379,3 +382,24 @@ def test_ten_runs_end_to_end(recipe_file, search, trained, tmp_path):
     assert len(record.scores) == 10 and None not in record.scores.values()
     assert verify_tuning(tuning.folder).ok and released is not None
     assert read_ledger(released / LEDGER_FILE).num_steps == tuning.plan.num_steps
+
+
+def test_the_runs_of_a_regression_are_compared_by_their_squared_error(
+    tmp_path: Path, base_model: Path, search: Path, trained: Callable
+) -> None:
+    """None had a score: the runs were trained, the budget was charged, and nothing could be released."""
+    for name, count in (("records", 100), ("public", 10)):
+        lines = [json.dumps({"text": f"{WORDS[n % len(WORDS)]} {name}", "label": n / count}) for n in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    recipe = RECIPE.format(model=base_model, folder=tmp_path)
+    recipe = recipe.replace("model: {", "model: {task: regression, ").replace(
+        "data: {", "data: {format: classification, "
+    )
+    (tmp_path / "recipe.yaml").write_text(recipe, encoding="utf-8")
+    tuning = prepare(tmp_path / "recipe.yaml", [f"train.output_dir={tmp_path / 'out'}"], load_search(search))
+    released = tune(tuning, trained, lambda line: None, Draws(2))
+    record = read_record(tuning.folder / RECORD_FILE)
+    found = {number: json.loads((record.folder_of(number) / "privacy_report.json").read_text()) for number in (0, 1)}
+    errors = {number: float(one["utility"]["held-out mean squared error after"]) for number, one in found.items()}
+    assert record.scores == {number: -error for number, error in errors.items()}
+    assert released is not None and errors[record.selected] == min(errors.values())

@@ -1,4 +1,4 @@
-"""The options of `dpllm generate` that make a synthetic data set, and what they do."""
+"""`dpllm synthesize`: a synthetic data set from a released model, with ledger, report and card."""
 
 from __future__ import annotations
 
@@ -10,33 +10,95 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dpllm.cli import generating as texts
+from dpllm.cli.common import one_line_errors
+from dpllm.config.values import integer
+
 if TYPE_CHECKING:
     from dpllm.methods.synthesize.data_set import Labels, Request
     from dpllm.models.generation import Prompt, Sampling, TextGenerator
 
-LabelNames = Annotated[
-    str | None, typer.Option(help="Public labels, with commas; --prompt has {label} in the place of the label.")
-]
-LabelShares = Annotated[
-    Path | None, typer.Option(help="A .json file with the public share of each label, instead of --labels.")
-]
-CountLabels = Annotated[
-    str | None,
-    typer.Option(help="Count --labels in this column of the run's private records, with noise that is charged."),
-]
-CountNoise = Annotated[
-    float | None, typer.Option(help="Noise of a count, over its largest change by one unit; 20 without it.")
-]
-MinWords = Annotated[int, typer.Option(help="Leave out texts with fewer words.")]
-MaxWords = Annotated[int | None, typer.Option(help="Leave out texts with more words.")]
-Duplicates = Annotated[bool, typer.Option("--duplicates", help="Keep texts that the model wrote twice.")]
-Blocklist = Annotated[
-    Path | None, typer.Option(help="A public file of words and phrases, a line each; leave out texts that have one.")
-]
-FileFormat = Annotated[str, typer.Option("--format", help="Of a data set's file of texts: jsonl or parquet.")]
-BudgetFile = Annotated[
-    Path | None, typer.Option(help="The budget file of the people; default: as in the recipe of the run.")
-]
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        epilog="Example: dpllm synthesize runs/mine -n 5000 --prompt 'topic: {label}' --labels sport,politics,other "
+        "--count-labels topic --output runs/synthetic"
+    )(synthesize)
+
+
+@one_line_errors
+def synthesize(
+    folder: texts.Folder,
+    output: Annotated[Path, typer.Option(help="A new folder for the data set with its report.", show_default=False)],
+    number: Annotated[
+        int,
+        typer.Option("--number", "-n", "--n", help="Texts in all, shared evenly by the prompts.", show_default=False),
+    ],
+    prompt: texts.PromptTexts = None,
+    prompts: texts.PromptFile = None,
+    prompt_column: texts.PromptColumn = None,
+    labels: Annotated[
+        str | None, typer.Option(help="Public labels, with commas; --prompt has {label} in the place of the label.")
+    ] = None,
+    label_shares: Annotated[
+        Path | None, typer.Option(help="A .json file with the public share of each label, instead of --labels.")
+    ] = None,
+    count_labels: Annotated[
+        str | None,
+        typer.Option(help="Count --labels in this column of the run's private records, with noise that is charged."),
+    ] = None,
+    count_noise: Annotated[
+        float | None, typer.Option(help="Noise of a count, over its largest change by one unit; 20 without it.")
+    ] = None,
+    min_words: Annotated[int, typer.Option(help="Leave out texts with fewer words.")] = 1,
+    max_words: Annotated[int | None, typer.Option(help="Leave out texts with more words.")] = None,
+    duplicates: Annotated[bool, typer.Option("--duplicates", help="Keep texts that the model wrote twice.")] = False,
+    blocklist: Annotated[
+        Path | None,
+        typer.Option(
+            help="A public file of words and phrases, a line each; leave out texts that have one. The report asks "
+            "whether it is public."
+        ),
+    ] = None,
+    file_format: Annotated[str, typer.Option("--format", help="Of the file of texts: jsonl or parquet.")] = "jsonl",
+    budget: Annotated[
+        Path | None, typer.Option(help="The budget file of the people; default: as in the recipe of the run.")
+    ] = None,
+    max_new_tokens: texts.NewTokens = 128,
+    temperature: texts.Temperature = 1.0,
+    top_p: texts.TopP = 1.0,
+    seed: texts.Seed = None,
+    batch_size: texts.BatchSize = 16,
+    template: texts.Template = None,
+) -> None:
+    """Make a synthetic data set of a released model's texts, with ledger, report and card.
+
+    The guarantee is recomputed from the run's ledger, and the weights are compared with it; a folder that fails is
+    refused. Texts cost nothing. Counting labels of the private records (--count-labels) costs ε, which is charged
+    before. `dpllm verify` checks the data set.
+    """
+    integer("--number", number, 1)
+    integer("--batch-size", batch_size, 1)
+    wishes = Wishes(
+        labels,
+        label_shares,
+        count_labels,
+        count_noise,
+        min_words,
+        max_words,
+        duplicates,
+        blocklist,
+        file_format,
+        budget,
+    )
+    asked = texts.prompts_of(prompt, prompts, prompt_column)
+    _say(f"checking {folder}")
+    texts.check(folder)
+    planned = prepare(folder, wishes, prompt)
+    model, sampling = texts.load(folder, max_new_tokens, temperature, top_p, seed)
+    to_model = texts.as_chat if texts.uses_template(folder, model, template) else None
+    make(folder, output, model, planned or asked, wishes.request(number, sampling, batch_size), wishes, to_model)
 
 
 @dataclass(frozen=True)
@@ -53,14 +115,6 @@ class Wishes:
     blocklist: Path | None
     file_format: str
     budget: Path | None
-
-    def given(self) -> list[str]:
-        """Return the names of the options that were set."""
-        return [f"--{'format' if name == 'file_format' else name.replace('_', '-')}" for name in self._set()]
-
-    def _set(self) -> list[str]:
-        unset: dict[str, Any] = {"min_words": 1, "duplicates": False, "file_format": "jsonl"}
-        return [name for name, value in vars(self).items() if value != unset.get(name)]
 
     def request(self, number: int, sampling: Sampling, batch_size: int) -> Request:
         """Return the request of the data set."""
@@ -79,21 +133,6 @@ class Wishes:
         return Request(
             number=number, sampling=sampling, filters=filters, batch_size=batch_size, file_format=self.file_format
         )
-
-
-def is_folder(output: Path | None, wishes: Wishes) -> bool:
-    """Return whether --output names the folder of a data set.
-
-    Raises:
-        ValueError: options of a data set are set, and there is no folder for it.
-    """
-    folder = output is not None and output.suffix not in (".jsonl", ".json", ".txt", ".csv", ".parquet")
-    if not folder and wishes.given():
-        raise ValueError(
-            f"{', '.join(wishes.given())} needs a data set with its report: give --output a folder, such as "
-            "--output runs/synthetic"
-        )
-    return folder
 
 
 def prepare(folder: Path, wishes: Wishes, prompts: Sequence[str] | None) -> Labels | None:
@@ -161,9 +200,9 @@ def _labels(wishes: Wishes, prompts: Sequence[str] | None) -> Labels | None:
     from dpllm.methods.synthesize.labels import check_classes, public_shares
 
     if wishes.labels is None and wishes.label_shares is None:
-        extra = [name for name in ("--count-labels", "--count-noise") if name in wishes.given()]
-        if extra:
-            raise ValueError(f"{extra[0]} counts public labels: name all of them with --labels")
+        if wishes.count_labels is not None or wishes.count_noise is not None:
+            name = "--count-noise" if wishes.count_labels is None else "--count-labels"
+            raise ValueError(f"{name} counts public labels: name all of them with --labels")
         return None
     if wishes.labels is not None and wishes.label_shares is not None:
         raise ValueError("--labels and --label-shares both name the labels: give one of them")

@@ -1,0 +1,338 @@
+"""`dpllm audit attack`, `exposure`, `answers` and `texts`: attacks on models, answers and texts that were released."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dpllm.cli.common import AsJson, Overrides, one_line_errors, show, show_json, show_table
+from dpllm.config import RECIPE_FILE, ConfigError, load_recipe
+from dpllm.config.query_recipe import load_query_recipe
+from dpllm.config.recipe import read_raw
+from dpllm.methods.queries.command import query_command
+
+if TYPE_CHECKING:
+    from dpllm.methods.attacks.answers import Trials
+    from dpllm.methods.queries.probe import Probe
+    from dpllm.privacy.plan import PrivacyPlan
+    from dpllm.privacy.query_plan import QueryPlan
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to ``dpllm audit``."""
+    app.command(epilog="Example: dpllm audit attack runs/quickstart --records 1000 --shadows 16")(attack)
+    app.command(
+        epilog="Example: dpllm audit exposure audits/quickstart/run --canaries audits/quickstart/canaries.json"
+    )(exposure)
+    app.command(
+        epilog="Example: dpllm audit answers label_counts --trials 4000\n\n"
+        "Example: dpllm audit answers predict_e2e predict.max_new_tokens=32\n\n"
+        "Example, for a finished release: dpllm audit answers runs/counts"
+    )(answers)
+    app.command(
+        epilog="Example: dpllm audit texts synthetic --run audits/quickstart/run "
+        "--canaries audits/quickstart/canaries.json"
+    )(texts)
+
+
+@one_line_errors
+def attack(
+    run_folder: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="A model folder with its recipe.yaml; private or not.", show_default=False),
+    ],
+    reference: Annotated[
+        str | None,
+        typer.Option(help="A model that saw none of the records. Default: the starting model of the training."),
+    ] = None,
+    records: Annotated[
+        int, typer.Option(help="Largest number of members, and of held-out records; an FPR of 0.1 % needs 1000.")
+    ] = 1000,
+    shadows: Annotated[int, typer.Option(help="Run LiRA with this many shadow adapters; they are trained here.")] = 0,
+    shadow_epochs: Annotated[float, typer.Option(help="Passes of each shadow over its half of the records.")] = 4.0,
+    extract: Annotated[int, typer.Option(help="Texts sampled per kind of prompt; 0: no extraction.")] = 200,
+    span: Annotated[int, typer.Option(help="Consecutive tokens that count as verbatim.")] = 20,
+    prefix: Annotated[int, typer.Option(help="Target tokens of a record given before it must be continued.")] = 10,
+    new_tokens: Annotated[int, typer.Option(help="Largest number of tokens of a sampled text.")] = 64,
+    temperature: Annotated[float, typer.Option(help="Temperature of the sampling.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample among this many likeliest tokens; 0: all.")] = 40,
+    word: Annotated[str, typer.Option(help="The word that one kind of prompt repeats.")] = "company",
+    seed: Annotated[int, typer.Option(help="Seed of the draw of records, the samples and the shadows.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Attack a finished model: test whether it reveals its training records, and whether it writes them verbatim.
+
+    Members and non-members are drawn at random from the records that the recipe names. The share of members found is
+    printed beside the share that the ledger allows for any attack. The command writes attacks.json and attacks.png into
+    the folder. They come from private records, and ε does not cover them.
+    """
+    from rich.console import Console
+
+    from dpllm.methods.attacks.attack_figure import plot_attacks
+    from dpllm.methods.attacks.attacks import (
+        PICTURE_FILE,
+        AttackSettings,
+        attack_facts,
+        attack_folder,
+        attack_tables,
+    )
+    from dpllm.methods.attacks.extraction import ExtractionSettings
+    from dpllm.methods.attacks.lira import ShadowTraining
+
+    extraction = None
+    if extract:
+        extraction = ExtractionSettings(
+            num_samples=extract,
+            new_tokens=new_tokens,
+            span=span,
+            prefix=prefix,
+            temperature=temperature,
+            top_k=top_k,
+            word=word,
+            seed=seed,
+        )
+    settings = AttackSettings(
+        num_records=records,
+        reference=reference,
+        shadows=shadows,
+        shadow_training=ShadowTraining(num_epochs=shadow_epochs),
+        extraction=extraction,
+        seed=seed,
+    )
+    with Console(stderr=True).status("reading") as status:
+        report = attack_folder(run_folder, settings, status.update)
+    path = report.save(run_folder)
+    picture = plot_attacks({str(run_folder): report}, run_folder / PICTURE_FILE)
+    if as_json:
+        show_json(report.to_dict())
+        return
+    for title, head, rows in attack_tables(report):
+        typer.echo(title)
+        show_table(head, rows, "")
+        typer.echo("")
+    facts = [*attack_facts(report), ("written", f"{path}, {picture}")]
+    width = max(len(name) for name, _ in facts)
+    for name, value in facts:
+        typer.echo(f"{name:<{width}}  {value}")
+
+
+@one_line_errors
+def exposure(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of the run.", show_default=False)],
+    canaries: Annotated[Path, typer.Option(help="canaries.json of the audit.", show_default=False)],
+    model: Annotated[
+        Path | None, typer.Option(help="Another model of the run, such as a checkpoint; the run's own without it.")
+    ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder or Hub id of a model that never saw the data; default: the run's starting model, if known."
+        ),
+    ] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="The model was trained without privacy, and claims nothing.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print the exposure of the canaries of `dpllm audit prepare`: their rank among texts that were not trained on.
+
+    A canary that was never seen has a median of 1 bit. Exposure is no bound on ε, and no verdict follows from it; that
+    is `dpllm audit run`.
+    """
+    from rich.console import Console
+
+    from dpllm.methods.attacks.exposure import exposure_of_run
+
+    with Console(stderr=True).status("scoring the canaries"):
+        found = exposure_of_run(run_folder, canaries, model, reference, plain)
+    show(found.to_dict(), [("exposure", str(found))], f"Exposure in {run_folder}", as_json)
+
+
+def _counts(plan: QueryPlan) -> Probe:
+    from dpllm.methods.queries.probe import count_probe
+
+    return count_probe(plan)
+
+
+def _evolution(plan: QueryPlan) -> Probe:
+    from dpllm.methods.evolve.probe import vote_probe
+
+    return vote_probe(plan)
+
+
+def _labels(plan: QueryPlan) -> Probe:
+    from dpllm.methods.pate.probe import vote_probe
+
+    return vote_probe(plan)
+
+
+def _tokens(plan: QueryPlan) -> Probe:
+    from dpllm.methods.predict.probe import token_probe
+
+    return token_probe(plan)
+
+
+def _completions(plan: QueryPlan) -> Probe:
+    from dpllm.methods.pate.probe import completion_probe
+
+    return completion_probe(plan)
+
+
+def _group_answers(plan: QueryPlan) -> Probe:
+    from dpllm.methods.aggregate.probe import group_probe
+
+    return group_probe(plan)
+
+
+PROBES: dict[str, Callable[[QueryPlan], Probe]] = {
+    "label counts": _counts,
+    "synthetic text": _counts,  # its own charge, if it has one, is that of label counts
+    "private evolution": _evolution,
+    "predicted text": _tokens,
+    "public labels by PATE": _labels,
+    "public completions by PATE": _completions,
+    "answers of groups": _group_answers,
+}
+"""Method of a plan -> the function that makes its probe."""
+
+
+@one_line_errors
+def answers(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE|FOLDER",
+            help="Recipe of `dpllm count`, `predict`, `aggregate`, `evolve`, `teach` or `federate`, or the folder of "
+            "such a run.",
+            show_default=False,
+        ),
+    ],
+    overrides: Overrides = None,
+    trials: Annotated[
+        int, typer.Option(help="Trials, each with all answers of the plan and a coin of its own.")
+    ] = 1000,
+    confidence: Annotated[
+        float, typer.Option(help="A sound installation passes with at least this probability.")
+    ] = 0.95,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for audit.json and audit.png. Default: FOLDER.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ask a method's questions again and again, with and without a canary, and compute a lower bound on ε.
+
+    The records are made up, and are the worst that the method's bounds allow. Clipping, groups, votes, charge and noise
+    are those of the command. No private record is asked about; of a recipe's records only their number is used. In a
+    finished folder, the verdict is added to the report. Exit code 1: the lower bound is above ε, so a part of this
+    installation breaks the guarantee.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from dpllm.methods.attacks.answers import save_answers
+
+    folder = Path(target)
+    finished = folder.is_dir()
+    plan = _plan_of_folder(folder, overrides) if finished else _plan_of_recipe(target, overrides or [])
+    with Progress(console=Console(stderr=True), disable=as_json, transient=True) as progress:
+        task = progress.add_task("trials", total=trials)
+        found, canary = _asked(plan, trials, lambda: progress.advance(task))
+    with Console(stderr=True).status("computing the bounds"):
+        result = found.result(plan, canary, confidence)
+    places = ([folder] if finished else []) if output is None else [output]
+    for place in places:
+        save_answers(found, result, place, of_run=finished and place == folder)
+    show(result.to_dict(), result.rows(), f"Audit of the answers of {target}", as_json)
+    if result.failed:
+        raise typer.Exit(1)
+
+
+def _asked(plan: QueryPlan | PrivacyPlan, trials: int, on_trial: Callable[[], None]) -> tuple[Trials, str]:
+    """Return the observations of all trials, and the canary in words.
+
+    Raises:
+        ConfigError: there is no audit of the plan's method.
+    """
+    from dpllm.methods.attacks.answers import run_rounds, run_trials
+    from dpllm.privacy.query_plan import QueryPlan
+
+    if not isinstance(plan, QueryPlan):
+        from dpllm.methods.federated.probe import CANARY, RoundProbe, small_federation
+
+        return run_rounds(small_federation(plan, trials), RoundProbe, trials, on_trial), CANARY
+    if plan.method not in PROBES:
+        raise ConfigError(f"there is no audit of {plan.method!r} yet; there is one of {', '.join(PROBES)}")
+    probe = PROBES[plan.method](plan)
+    return run_trials(plan, probe, trials, on_trial), probe.canary
+
+
+def _plan_of_folder(folder: Path, overrides: list[str] | None) -> QueryPlan | PrivacyPlan:
+    """Return the plan of a finished run.
+
+    Raises:
+        ValueError: it has none, or that of a training run in one place, or the command has overrides.
+    """
+    from dpllm.privacy.plan import PLAN_FILE
+    from dpllm.privacy.query_plan import QueryPlan, load_plan
+
+    if overrides:
+        raise ConfigError(f"{overrides[0]}: the plan of a finished run is fixed; give the recipe to change its values")
+    plan = load_plan(folder / PLAN_FILE)
+    recipe = folder / RECIPE_FILE
+    federated = recipe.is_file() and "federate" in read_raw(recipe, [])
+    if not isinstance(plan, QueryPlan) and not federated:
+        raise ConfigError(
+            f"{folder} holds a training run: audit its steps with `dpllm audit gradient --config "
+            f"{recipe}`, or its model with canaries (`dpllm audit prepare`)"
+        )
+    return plan
+
+
+def _plan_of_recipe(recipe: str, overrides: list[str]) -> QueryPlan | PrivacyPlan:
+    if "federate" in read_raw(recipe, overrides):
+        from dpllm.methods.federated.probe import plan_of_recipe
+
+        typer.echo("note: reading the records, for the number of clients", err=True)
+        return plan_of_recipe(load_recipe(recipe, overrides))
+    read = load_query_recipe(recipe, overrides)
+    known = query_command(read.method)
+    typer.echo(f"note: {known.reading}, for their number", err=True)
+    plan: QueryPlan = known.plan(read, known.read(read))
+    return plan
+
+
+@one_line_errors
+def texts(
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="FOLDER", help="What `dpllm synthesize RUN --output` made.", show_default=False),
+    ],
+    run: Annotated[Path, typer.Option(help="The folder of the training, RUN.", show_default=False)],
+    canaries: Annotated[Path, typer.Option(help="canaries.json of the audit.", show_default=False)],
+    confidence: Annotated[float, typer.Option(help="Confidence of all lower bounds together.")] = 0.95,
+    as_json: AsJson = False,
+) -> None:
+    """Search released texts for canaries, and compute a lower bound on the ε of the data set.
+
+    The run was trained on data of `dpllm audit prepare`, which included each canary by a fair coin. A canary's score is
+    its longest run of words that a text repeats. The command writes audit.json and audit.png into the folder of the
+    data set. Exit code 1: the claim is refuted. Otherwise it is consistent with the texts, which is not a proof.
+    """
+    from rich.console import Console
+
+    from dpllm.methods.attacks.exposure import Exposure
+    from dpllm.methods.attacks.texts import audit_texts
+    from dpllm.methods.synthesize.overlap import longest_runs
+    from dpllm.methods.synthesize.texts import read_texts
+
+    with Console(stderr=True).status("searching the texts"):
+        released = read_texts(folder).texts
+        result = audit_texts(folder, run, canaries, lambda own: longest_runs(released, own), confidence)
+    words = {"exposure": str(Exposure(**result.details["exposure"]))} if "exposure" in result.details else {}
+    rows = [(name, words.get(name, value)) for name, value in result.rows()]
+    show(result.to_dict(), rows, f"Audit of the texts in {folder}", as_json)
+    if result.failed:
+        raise typer.Exit(1)

@@ -1,0 +1,131 @@
+"""The methods beside training that this installation has: what each adds to recipes, ledgers, reports and commands.
+
+Place in the flow: below everything. The core asks here for the sections, events, words and commands of the methods in
+`dpllm/methods`, and imports none of them: without that folder, training, accounting, reports and checks work all the
+same. A method is a folder whose ``__init__`` has a `Method` named ``METHOD``, and a line in ``methods/catalogue.toml``.
+The catalogue is a file and no group of entry points, since those are read from the metadata of the last installation:
+after an update of an editable one, ledgers with new events could not be read.
+"""
+
+from __future__ import annotations
+
+import importlib
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import typer
+
+    from dpllm.mechanism.events import Event
+    from dpllm.mechanism.parts import Noise
+    from dpllm.privacy.release_words import ReleaseWords
+    from dpllm.report.verify import Verification
+
+CATALOGUE = Path(__file__).parent / "methods" / "catalogue.toml"
+
+
+class MethodError(ValueError):
+    """A method of the catalogue cannot be imported."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodFolder:
+    """The folders that a method makes where they are no folders of a run."""
+
+    record: str
+    """The file by which such a folder is known."""
+    what: str
+    """What the folder is of, with its article: "a tuning"."""
+    released: str
+    """The folder inside it that holds the released model."""
+    verify: Callable[[Path], Verification]
+    """Check the folder, for `dpllm verify`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One method. Its functions import what they need when they are called: no help screen waits for torch or scipy."""
+
+    name: str
+    """Name of its section in a recipe, if it has one, and of its command."""
+    section: type | None = None
+    """The dataclass of its section."""
+    beside_train: bool = False
+    """Whether the section stands in the recipe of a training run; otherwise it replaces ``train``."""
+    holds_records_out: bool = False
+    """Whether the method measures its result on records that were held out."""
+    events: Callable[[], tuple[type[Event], ...]] = tuple
+    """Return its own events in ledgers, plans and budgets."""
+    noises: Callable[[], tuple[type[Noise], ...]] = tuple
+    """Return its own kinds of noise."""
+    words: tuple[ReleaseWords, ...] = ()
+    """The words of its releases for report and card."""
+    commands: Callable[[typer.Typer], None] | None = None
+    """Add its commands to ``dpllm``."""
+    audit_commands: Callable[[typer.Typer], None] | None = None
+    """Add its commands to ``dpllm audit``."""
+    query: Callable[[], Any] | None = None
+    """Return how a query recipe with its section is read, planned and carried out."""
+    show_plan: Callable[[Path, list[str], bool], None] | None = None
+    """Print the plan of a recipe with its section: the file, the overrides, and whether as JSON."""
+    folder: MethodFolder | None = None
+    """The folders it makes that are no folders of a run."""
+
+
+@cache
+def methods() -> tuple[Method, ...]:
+    """Return the installed methods; none without the folder ``methods``.
+
+    Raises:
+        MethodError: one of them cannot be imported.
+    """
+    if not CATALOGUE.is_file():
+        return ()
+    return tuple(_method(name) for name in tomllib.loads(CATALOGUE.read_text(encoding="utf-8"))["methods"])
+
+
+def _method(name: str) -> Method:
+    try:
+        found: Method = importlib.import_module(name).METHOD
+    except (ImportError, AttributeError) as error:
+        raise MethodError(
+            f"the method {name} cannot be imported ({error}): install dpllm again, or take its line out of {CATALOGUE} "
+            "to go on without it; recipes, ledgers and reports of the method are then unknown"
+        ) from error
+    return found
+
+
+def query_sections() -> dict[str, type]:
+    """Return the sections that replace ``train``, by their names."""
+    return {one.name: one.section for one in methods() if one.section is not None and not one.beside_train}
+
+
+def sections_beside_train() -> dict[str, type]:
+    """Return the sections that stand in the recipe of a training run, by their names."""
+    return {one.name: one.section for one in methods() if one.section is not None and one.beside_train}
+
+
+def method(name: str) -> Method:
+    """Return the method with this name.
+
+    Raises:
+        MethodError: there is none.
+    """
+    found = next((one for one in methods() if one.name == name), None)
+    if found is None:
+        raise MethodError(f"there is no method {name!r}; installed are {installed()}")
+    return found
+
+
+def installed() -> str:
+    """Return the names of all methods, for messages."""
+    return ", ".join(one.name for one in methods()) or "none"
+
+
+def folder_of_method(folder: Path) -> MethodFolder | None:
+    """Return whose kind a folder is, if a method makes such folders and they are no folders of a run."""
+    return next((one.folder for one in methods() if one.folder and (folder / one.folder.record).is_file()), None)
