@@ -116,3 +116,13 @@ def tiny_llama():
     from transformers import LlamaForCausalLM
 
     return LlamaForCausalLM(tiny_llama_config())
+
+
+@pytest.fixture
+def accelerator():
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield Accelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from transformers import LlamaForCausalLM
 
+from dpllm import TrainingRows
 from dpllm.data.rows import train_tokenizer
+from dpllm.data.units import UnitIndex
 from tests.conftest import tiny_llama_config
 
 SMALL_QUICKSTART = [  # less data, and a smaller model
@@ -49,3 +54,14 @@ def save_small_model(folder: Path, hidden_size: int) -> Path:
     LlamaForCausalLM(tiny_llama_config(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def rows_by_number(rows: Sequence[Any], collate: Callable[..., Any], lengths: Any = None, **more: Any) -> TrainingRows:
+    """Rows that are units of their own, of one token each unless ``lengths`` says otherwise."""
+    return TrainingRows(
+        units=more.pop("units", None) or UnitIndex.one_row_per_unit(len(rows)),
+        lengths=np.ones(len(rows), dtype=np.int64) if lengths is None else np.array(lengths),
+        fetch=lambda numbers: [rows[int(number)] for number in numbers],
+        collate=collate,
+        **{"max_rows": 4, **more},
+    )

@@ -146,3 +146,10 @@ def preferences(count: int = 4) -> dict[str, Dataset]:
             {"chosen": [a + b for a, b, _ in chats], "rejected": [a + c for a, _, c in chats]}
         ),
     }
+
+
+class Unread:
+    """A data set that must not be touched."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"the data were read: {name}")

@@ -26,7 +26,7 @@ def test_the_simulated_mechanism_is_the_one_claimed():
 
 
 @pytest.mark.deep
-def test_sound_runs_are_not_accused(tmp_path, capsys):
+def test_sound_runs_are_not_accused(tmp_path):
     """Of 12 sound runs of each setting hardly one fails; the table and the JSON say the same."""
     path = tmp_path / "alarms.json"
     benchmark.main(["--runs", "12", "--json", str(path)])
@@ -35,4 +35,3 @@ def test_sound_runs_are_not_accused(tmp_path, capsys):
     for row in found.values():
         assert row["runs"] == 12 and row["alarms"] <= 3 and row["share"] == row["alarms"] / 12 < row["at_most"]
         assert row["highest_bound_over_claim"] > 0
-    assert "FAIL" in capsys.readouterr().out

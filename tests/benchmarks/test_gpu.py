@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import doctest
 import json
 import os
@@ -105,25 +104,6 @@ def test_compiled_methods_are_in_the_table(toy):
     compiled = f"{ROW}, compiled"
     assert set(plan.COMPILED) <= methods_of(toy[1], compiled).keys()
     assert {plan.PLAIN, plan.COMPILED[0]} <= measured(toy[1], compiled)
-
-
-@pytest.mark.deep
-def test_figures_become_a_section(toy, tmp_path):
-    """Goals, rows and every part are there; a toy claims no speed; so it is with the figures of a visit cut short."""
-    out, values, _ = toy
-    half = copy.deepcopy(values)
-    del half["steps"]["whole step"], half["steps"]["profile"], half["steps"]["headline"][plan.LORA_8B]
-    del methods_of(half)[plan.OURS]
-    half["steps"]["headline"][f"{ROW}, compiled"] = {"state": "running", "began": 1.0, **empty()}
-    (tmp_path / "half.json").write_text(json.dumps(half))
-    for path, there in ((out / "gpu.json", values), (tmp_path / "half.json", half)):
-        section = call("report", str(path)).stdout
-        assert "no figure says anything about speed" in section
-        for step, parts in there["steps"].items():
-            assert f"### {step.capitalize()}" in section and all(f"| {name} |" in section for name in parts)
-        blocks = [block.splitlines() for block in section.split("\n\n") if block[:1] == "|"]
-        assert all(len({line.count("|") for line in block}) == 1 for block in blocks)
-        assert all(f"≥ {goal}" in section for goal in ("0.95", "0.92", "0.985", "0.93", "0.97"))
 
 
 @pytest.mark.deep
@@ -256,25 +236,6 @@ def empty() -> dict:
     return {"seconds": 0.0, "figures": {}, "lines": [], "wrong": []}
 
 
-@pytest.mark.parametrize("count", [3, 500])
-def test_the_end_is_short_and_names_what_is_wrong(count):
-    """All WRONG lines that fit are there, and the number of the others; the tables follow."""
-    wrong = [f"check {n}: {'long ' * 9}" for n in range(count)]
-    row = {"methods": {plan.OURS: {"speed_ratio": 0.95, "memory_ratio": 1.0}}}
-    parts = {
-        "programs": {**empty(), "state": record.WRONG, "wrong": wrong},
-        ROW: {**empty(), "state": record.OK, "figures": row},
-        **{f"{n}": {**empty(), "state": record.NOT_REACHED} for n in range(count)},
-    }
-    doubtful = {"state": record.DOUBTFUL, "why": "a Triton program is WRONG"}
-    values = {"machine": {"device": "NVIDIA H100"}, "kernels": doubtful, "steps": {"headline": parts}}
-    text = summary.text_of(values, ["headline"], "9 s")
-    assert len(text) <= 4000 and "0.950/1.000" in text
-    there = [n for n in range(count) if f"check {n}:" in text]
-    assert there == list(range(len(there))) and there
-    assert len(there) == count or f"{count - len(there)} more WRONG" in text
-
-
 # ---------------------------------------------------------------------------------- what travels
 
 
@@ -325,16 +286,6 @@ def test_the_list_of_wheels_is_exact_and_without_torch():
     assert len(packages) == len(set(packages))
     assert not {"torch", "triton", "transformers", "accelerate", "peft"} & set(packages)
     assert {"dp-accounting", "datasets", "jsonschema", "deepspeed"} <= set(packages)
-
-
-def test_pip_fetches_no_dependency_and_takes_a_folder_for_a_folder(tmp_path, monkeypatch):
-    """Binaries for the machine; source distributions and source folders are built."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder").mkdir()
-    download, *built = wheels.commands(tmp_path, ["hjson==3.1.0", "deepspeed==0.19.8"], ["folder"])
-    assert all("--no-deps" in command for command in (download, *built))
-    assert "--python-version=3.12" in download and "hjson==3.1.0" in download and "deepspeed==0.19.8" not in download
-    assert [command[-1] for command in built] == ["deepspeed==0.19.8", str(tmp_path / "folder")]
 
 
 def test_libraries_for_other_devices_stay_behind(tmp_path):

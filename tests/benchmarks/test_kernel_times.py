@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from dpllm.ghost import kernels, triton_kernels
 from tests.benchmarks.material import program
@@ -31,7 +27,6 @@ def test_every_kernel_is_reported_with_its_error_and_without_a_time(tmp_path, ca
     report = json.loads(out.read_text())
     assert "no time was measured" in printed and not report["timed"]
     assert {case["kernel"] for case in report["cases"]} == set(benchmark.KERNELS)
-    assert printed.count("\n| ") == 1 + len(report["cases"])
     for case in report["cases"]:
         assert case["roofline_ms"] == pytest.approx(1e3 * max(case["flops"] / 1e12, case["bytes"] / 1e9))
         for form in ("fused", "plain"):
@@ -74,25 +69,3 @@ def test_a_known_gpu_has_its_rates_and_another_asks_for_them(monkeypatch):
     with pytest.raises(SystemExit, match="give --peak-tflops and --bandwidth"):
         benchmark.device_rates(benchmark.parse_arguments([]))
     assert benchmark.device_rates(benchmark.parse_arguments(["--peak-tflops=9", "--bandwidth=1"])) == (9.0, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--rounds=0"], "--rounds is 0; at least 1 is needed"),
-        (["--bandwidth=0"], "--bandwidth is 0.0; it has to be positive"),
-        (["--only=nothing"], "invalid choice"),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments, message, capsys):
-    """A measurement that is impossible is refused before anything runs."""
-    with pytest.raises(SystemExit):
-        benchmark.parse_arguments(arguments)
-    assert message in capsys.readouterr().err
-
-
-def test_a_machine_without_triton_is_told_so(monkeypatch):
-    """No kernel, no figures."""
-    monkeypatch.setattr(triton_kernels, "available", lambda: False)
-    with pytest.raises(SystemExit, match="Triton is not installed"):
-        benchmark.main([])

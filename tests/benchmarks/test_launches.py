@@ -66,9 +66,7 @@ def test_the_command_prints_the_table_and_writes_the_figures(tmp_path, capsys):
     benchmark.main(["--modes", "LoRA", "--rounds", "1", "--operations", "--json", str(path)])
     report = json.loads(path.read_text())
     assert set(report["launches"]) == set(report["host_time"]) == {"LoRA"}
-    printed = capsys.readouterr().out
-    assert "| LoRA | 203 |" in printed and "a private layer against a plain one" in printed
-    assert len({line.count("|") for line in printed.splitlines() if line.startswith("|")}) == 1
+    assert "| LoRA | 203 |" in capsys.readouterr().out
 
 
 def test_a_norm_of_garbage_is_an_error():

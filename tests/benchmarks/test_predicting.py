@@ -14,7 +14,7 @@ benchmark = program("predicting")
 
 
 @pytest.mark.deep
-def test_all_rows_are_measured(tmp_path, capsys):
+def test_all_rows_are_measured(tmp_path):
     """Two texts of each method at one ε, the public model and real texts; the private runs are those of the product."""
     save_model(tmp_path / "model", max_length=320)
     pick = random.Random(0)
@@ -30,8 +30,6 @@ def test_all_rows_are_measured(tmp_path, capsys):
     for kind in ("invisible-ink", "logits"):
         assert 5.9 < rows[kind]["epsilon"] <= 6 and rows[kind]["clip"] > 0 and rows[kind]["texts"] == 2
     assert all(row["perplexity"] > 1 for row in rows.values())
-    printed = capsys.readouterr().out
-    assert all(f"| {name} | 2 |" in printed for name in rows)
 
 
 def test_what_is_found_and_what_is_distinct():

@@ -33,12 +33,7 @@ def test_command_line_prints_tables_and_writes_json(clock, tmp_path, capsys):
         assert 0 < step["step_ms_range"][0] <= step["step_ms"] <= step["step_ms_range"][1]
         assert set(step["ms"]) == set(benchmark.PARTS)
         assert step["median_drawn"] <= step["max_batch_size"]
-    printed = capsys.readouterr().out
-    tables = printed.split("Once per run")
-    for table, start in zip(tables, ("| N | q |", "| N | index s |"), strict=True):
-        lines = [line for line in table.splitlines() if line.startswith("|")]
-        assert lines[0].startswith(start) and lines[3].startswith("| 1e+05 |")
-        assert len({line.count("|") for line in lines}) == 1
+    assert capsys.readouterr().out.count("| 1e+05 |") == 2
 
 
 @pytest.mark.deep
@@ -51,34 +46,6 @@ def test_memory_does_not_grow_with_the_units():
         peaks.append(benchmark.measure_step(*made, 1000 / units, settings)["peak_bytes"])
         assert setup["facts_peak_bytes"] < 30 * 2**20
     assert 1000 * 8 < peaks[1] < 2 * peaks[0] < 10**6
-
-
-def test_what_is_timed_is_the_whole_step():
-    """Rank by rank, the microbatches that are timed hold every drawn unit once."""
-    unit_ids = np.arange(0, 1000, 10)
-    drawn = benchmark.Drawn(benchmark.UnitIndex.one_row_per_unit(1000), benchmark.lengths_of(1000), unit_ids)
-    seen = []
-    for rank in range(3):
-        for batch in benchmark.microbatches(
-            benchmark.identity,
-            lambda rows: {"rows": torch.tensor(rows)},
-            drawn.index,
-            drawn.lengths,
-            drawn.unit_ids,
-            max_rows=4,
-            rank=rank,
-            size=3,
-        ):
-            seen += batch.inputs["rows"][batch.unit_index >= 0].tolist()
-    assert sorted(seen) == unit_ids.tolist()
-
-
-def test_nothing_drawn_is_a_step_too():
-    """An empty draw is divided like any other: each rank runs its padding row."""
-    none = np.zeros(0, dtype=np.int64)
-    drawn = benchmark.Drawn(benchmark.UnitIndex.one_row_per_unit(9), benchmark.lengths_of(9), none)
-    drawn.divide(benchmark.Settings())
-    assert len(drawn.unit_ids) == 0
 
 
 def test_rate_of_the_mask():
@@ -100,23 +67,3 @@ def test_peak_bytes_counts_what_is_alive_at_once():
         np.zeros(10**5)
 
     assert 8 * 10**5 <= benchmark.peak_bytes(two_in_turn) < 12 * 10**5
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--units", "many"], "many is not a whole number of at least 1; write it as 1000000 or 1e6"),
-        (["--units", "1.5"], "1.5 is not a whole number"),
-        (["--rounds", "0"], "0 is not a whole number of at least 1"),
-        (["--rates", "2"], "--rates has 2; a sampling rate is above 0 and at most 1"),
-        (["--rates", "nan"], "--rates has nan; a sampling rate is above 0"),
-        (["--units", "1000", "--rates", "1e-6"], "is no unit in most steps; raise one of the two"),
-        (["--clock", "sun"], "invalid choice"),
-    ],
-)
-def test_wrong_options_are_one_line(arguments, message, capsys):
-    """A wrong option ends with one clear line."""
-    with pytest.raises(SystemExit):
-        benchmark.parse_arguments(arguments)
-    lines = capsys.readouterr().err.splitlines()
-    assert message in lines[-1]

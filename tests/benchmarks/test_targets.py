@@ -109,9 +109,7 @@ def test_command_line_prints_table_and_writes_files(tmp_path, capsys, monkeypatc
         assert row["flop_ratio"] == row["flops"][PLAIN] / row["flops"][OURS]
         assert row["memory_ratio"] == row["peak_bytes"][OURS] / row["peak_bytes"][PLAIN]
         assert row["speed_ratio"] is None and row["opacus"] == row["fastdp"] == "not installed"
-    printed = capsys.readouterr().out
-    assert printed == markdown.read_text()
-    assert len({line.count("|") for line in printed.splitlines() if line.startswith("|")}) == 1
+    assert capsys.readouterr().out == markdown.read_text()
 
 
 def test_without_a_gpu_peers_are_counted_in_the_same_way(monkeypatch):
@@ -127,7 +125,6 @@ def test_without_a_gpu_peers_are_counted_in_the_same_way(monkeypatch):
     flops, memory = map(float, row["opacus"].split(" / "))
     assert flops < 0.9 < row["flop_ratio"] and 0.5 < memory < 2
     assert row["fastdp"] == "NotImplementedError: parameter tying"
-    assert "Opacus, FLOPs / memory" in "\n".join(benchmark.heading({"device": "", "threads": 1, "torch": ""}, False))
 
 
 def test_per_layer_clipping_frees_a_layer_in_the_backward_pass():
@@ -159,8 +156,6 @@ def test_on_a_gpu_times_and_peers_are_in_the_row(monkeypatch, installed):
     assert (row["speed_ratio"], row["flop_ratio"], row["memory_ratio"]) == (0.9, None, 1.1)
     assert row["opacus"] == ("parameter tying" if installed else "not installed")
     assert row["fastdp"] == ("0.75 / 1.30" if installed else "not installed")
-    report = {"machine": benchmark.machine(torch.device("cpu")), "rows": [row]}
-    assert "whole models" in benchmark.as_markdown(report) and "0.900" in benchmark.as_markdown(report)
 
 
 def test_an_error_in_our_step_keeps_the_time_without_privacy(monkeypatch, tmp_path):
@@ -177,17 +172,3 @@ def test_an_error_in_our_step_keeps_the_time_without_privacy(monkeypatch, tmp_pa
     with pytest.raises(SystemExit):
         benchmark.main(["--rows", "1", "--device", "cpu", "--json", str(tmp_path / "targets.json")])
     assert json.loads((tmp_path / "targets.json").read_text())["rows"][0]["ms"] == {PLAIN: [9.0]}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--rounds", "0"], "--rounds is 0; at least 1 is needed"),
-        (["--rows", "13"], "--rows has 13; the table has the rows 1 to 12"),
-    ],
-)
-def test_wrong_options_are_one_line(arguments, message, capsys):
-    """A wrong option ends with one clear line."""
-    with pytest.raises(SystemExit):
-        benchmark.parse_arguments(arguments)
-    assert message in capsys.readouterr().err.splitlines()[-1]

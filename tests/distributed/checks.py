@@ -32,7 +32,7 @@ from dpllm.training.rows import TrainingRows
 from dpllm.training.run import PrivateRun
 from dpllm.training.shared_ledger import SharedLedger
 from tests.distributed.setups import unreduced
-from tests.training.test_run import UNITS, flat, loss_of, network, plan_of, rows_of
+from tests.training.test_run import UNITS, flat, loss_of, network, numbered, plan_of, rows_of
 
 STEPS = 6
 EVALUATED = {"several batches": (9, 2), "fewer batches than ranks": (2, 4), "as many as ranks": (4, 2)}
@@ -157,10 +157,6 @@ def runs(folder: Path) -> dict[str, Any]:
         results[name] = {"steps": steps, "parameters": flat(model), "num_steps": ledger.num_steps}
         run.detach()
     return results
-
-
-def numbered(rows: list[Any]) -> dict[str, torch.Tensor]:
-    return {"number": torch.tensor([int(row) for row in rows])}
 
 
 def disagreeing_runs(folder: Path) -> dict[str, Any]:

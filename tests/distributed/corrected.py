@@ -15,7 +15,7 @@ from dpllm.training.corrected_adamw import CorrectedAdamW
 from dpllm.training.run import PrivateRun
 from tests.distributed.averaging import Ledger
 from tests.distributed.matrix import plan_of
-from tests.distributed.setups import dispose, prepare, whole_parameters
+from tests.distributed.setups import dispose, prepare, update, whole_parameters
 from tests.distributed.watching import NUM_ROWS, loss_of, rows_of
 from tests.reference.zoo import Case, build_model
 
@@ -61,9 +61,7 @@ def outcome(engine: str, dtype: str, kind: str) -> dict[str, Any]:
     base._noise = NOISE  # the gradients of this run are without noise, so that all engines have the same
     for _ in range(NUM_STEPS):
         run.step(run.choose(np.arange(NUM_ROWS)), loss_of)
-        if not hasattr(model, "zero_optimization_stage"):  # DeepSpeed has updated by itself
-            optimizer.step()
-            optimizer.zero_grad()
+        update(model, optimizer)
     after = {name: value.double() for name, value in whole_parameters(model, inner).items()}
     (group,) = base.param_groups
     expected = group["expected"] / (1 - 0.95 ** group["taken"])

@@ -23,9 +23,9 @@ from dpllm.engines.processes import OtherProcessError, Processes
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.training.run import PrivateRun
 from tests.distributed.checks import caught
-from tests.distributed.drifting import local
+from tests.distributed.drifting import begin, local
 from tests.scarce import BreaksOff
-from tests.training.test_run import loss_of, network, plan_of, rows_of
+from tests.training.test_run import loop, loss_of, network, plan_of, rows_of
 
 STEPS, FAILS = 6, 2  # the third step has no check of the rows before it, unlike the first, second and fourth
 PATIENCE = 4.0  # seconds, the time limit of the group of the sharded model
@@ -136,13 +136,8 @@ def case(
 
 def main_only(root: Path) -> None:
     """Only rank 0 ends the run; the other process has ended."""
-    model = DistributedDataParallel(network())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = PrivateRun.start(root / "main only", plan_of(0.8, num_steps=1), rows_of())
-    run.attach(model, optimizer)
-    for unit_ids in run.draws(1):
-        run.step(unit_ids, loss_of)
-        optimizer.step()
+    run, _, optimizer = begin(root / "main only")
+    loop(run, optimizer, 1)
     found = caught(run.finish) if run.is_main else None
     (root / "world" / f"result.{dist.get_rank()}").write_bytes(pickle.dumps(found))
     os._exit(0)
@@ -150,10 +145,7 @@ def main_only(root: Path) -> None:
 
 def ended_in_mid_step(root: Path) -> None:
     """Rank 1 is gone in the middle of the second step, as when the system ends it for its memory."""
-    model = DistributedDataParallel(network())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = PrivateRun.start(root / "ended", plan_of(0.8, num_steps=2), rows_of())
-    run.attach(model, optimizer)
+    run, _, optimizer = begin(root / "ended")
     result = root / "world" / f"result.{dist.get_rank()}"
 
     def leaving(model: Any, inputs: Any) -> torch.Tensor:
@@ -173,10 +165,7 @@ def ended_in_mid_step(root: Path) -> None:
 
 def ended_in_the_sum(root: Path) -> None:
     """Memory runs out on rank 1 while the processes add up the sums of the second step, and it ends."""
-    model = DistributedDataParallel(network())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = PrivateRun.start(root / "ended", plan_of(0.8, num_steps=2), rows_of())
-    run.attach(model, optimizer)
+    run, model, optimizer = begin(root / "ended")
     broken = BreaksOff(1, torch.OutOfMemoryError("none left"), within="_packed")
 
     def go() -> None:

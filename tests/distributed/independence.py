@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from dpllm import PrivateRun, TrainingRows, per_sequence_loss
+from dpllm import PrivateRun, per_sequence_loss
 from dpllm.data.rows import RowCollator
-from dpllm.data.units import UnitIndex
 from dpllm.engines import model_inside
 from dpllm.engines.processes import Processes
 from dpllm.training.checks.independence import IndependenceError
 from tests.conftest import tiny_llama_config
 from tests.distributed.matrix import NoLedger, plan_of
-from tests.distributed.setups import dispose, prepare
+from tests.distributed.setups import dispose, prepare, update
+from tests.small_model import rows_by_number
 
 NUM_ROWS = 12
 
@@ -81,13 +81,7 @@ def late(engine: str) -> tuple[int, str, list[str]]:
 def _attempt(engine: str, loss_of: Any, ledger: Disclosing | None = None, count: int = 3) -> tuple[int, float, str]:
     rng = np.random.default_rng(3)
     rows = [{"input_ids": rng.integers(3, 61, int(n)).tolist()} for n in rng.integers(3, 17, NUM_ROWS)]
-    data = TrainingRows(
-        units=UnitIndex.one_row_per_unit(NUM_ROWS),
-        lengths=np.array([len(row["input_ids"]) for row in rows]),
-        fetch=lambda numbers: [rows[int(number)] for number in numbers],
-        collate=RowCollator(pad_token_id=0),
-        max_rows=4,
-    )
+    data = rows_by_number(rows, RowCollator(pad_token_id=0), [len(row["input_ids"]) for row in rows])
     torch.manual_seed(0)
     model, optimizer = prepare(engine, LlamaForCausalLM(tiny_llama_config(attention_dropout=0.2)).train(), lr=1e-3)
     ledger = Disclosing() if ledger is None else ledger
@@ -97,9 +91,7 @@ def _attempt(engine: str, loss_of: Any, ledger: Disclosing | None = None, count:
     try:
         for unit_ids in run.draws(count):
             run.step(unit_ids, loss_of)
-            if not hasattr(model, "zero_optimization_stage"):
-                optimizer.step()
-                optimizer.zero_grad()
+            update(model, optimizer)
     except IndependenceError as error:
         message = str(error)
     assert ledger.disclosures == bool(message)

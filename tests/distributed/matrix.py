@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dpllm import GhostClipper, GhostError, PrivacyConfig, PrivateRun, TrainingRows, make_plan, per_sequence_loss
+from dpllm import GhostClipper, GhostError, PrivacyConfig, PrivateRun, make_plan, per_sequence_loss
 from dpllm.config import DataConfig
 from dpllm.data.rows import RowCollator, load_records, tokenize_records
 from dpllm.data.units import UnitIndex
@@ -31,7 +31,7 @@ from dpllm.training.adapting import StepStatistic
 from dpllm.training.gradients import clipper_for
 from dpllm.training.microbatches import microbatches
 from dpllm.training.step import private_step
-from tests.distributed.setups import dispose, prepare, unreduced, whole_parameters
+from tests.distributed.setups import dispose, prepare, unreduced, update, whole_parameters
 from tests.reference.oracle import LOSSES
 from tests.reference.zoo import (
     Batch,
@@ -42,6 +42,7 @@ from tests.reference.zoo import (
     forward_context,
     make_batch,
 )
+from tests.small_model import rows_by_number
 
 NUM_ROWS = 7  # over two processes: unequal shares, and microbatches that have to be made up
 
@@ -198,9 +199,7 @@ def movement(
         private_step(clipper, mine, loss_of(inner, case, calls), plan, runner, ledger, stream)
         if thresholds is not None:
             thresholds.append(clipper.threshold)
-        if not hasattr(prepared, "zero_optimization_stage"):
-            optimizer.step()
-            optimizer.zero_grad()
+        update(prepared, optimizer)
         after = whole_parameters(prepared, inner)
         released.append((flat(before) - flat(after)) / lr * plan.expected_batch_size)
     clipper.remove()
@@ -451,13 +450,7 @@ def real(
     )
     collator = RowCollator(pad_token_id=tokenizer.pad_token_id or 0)
     plan = plan_of(clip_norm, noise_multiplier=0.0, num_units=len(rows))
-    data = TrainingRows(
-        units=UnitIndex.one_row_per_unit(len(rows)),
-        lengths=np.array([len(ids) for ids in rows["input_ids"]]),
-        fetch=lambda numbers: [rows[int(number)] for number in numbers],
-        collate=collator,
-        max_rows=4,
-    )
+    data = rows_by_number(rows, collator, [len(ids) for ids in rows["input_ids"]])
     every = np.arange(len(rows))
 
     def loss(model: Any, inputs: dict[str, Tensor]) -> Tensor:
@@ -482,8 +475,7 @@ def real(
         run.attach(model, optimizer)
         before = whole_parameters(model, inner)
         run.step(run.choose(every), loss)
-        if not hasattr(model, "zero_optimization_stage"):
-            optimizer.step()
+        update(model, optimizer)
         released = (flat(before) - flat(whole_parameters(model, inner))) / 1e3 * plan.expected_batch_size
         run.detach()
         dispose(model)

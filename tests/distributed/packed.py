@@ -7,15 +7,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from dpllm import PrivateRun, TrainingRows, packed_sequence_loss
+from dpllm import PrivateRun, packed_sequence_loss
 from dpllm.data.rows import PackedCollator
 from dpllm.data.units import UnitIndex
 from dpllm.engines import model_inside
 from dpllm.models.packing import attention_by_row
 from tests.distributed.matrix import NUM_ROWS, NoLedger, flat, plan_of
-from tests.distributed.setups import dispose, prepare, whole_parameters
+from tests.distributed.setups import dispose, prepare, update, whole_parameters
 from tests.reference.oracle import clipped_sum
 from tests.reference.zoo import Case, build_model, enable_checkpointing, float64_copy, make_batch
+from tests.small_model import rows_by_number
 
 
 def errors(engine: str, clip_norm: float = 0.5) -> list[float]:
@@ -43,15 +44,7 @@ def movement(engine: str, model: Any, case: Case, owners: list[int], batch: Any,
         for ids, labels, length in zip(batch.inputs["input_ids"], batch.labels, lengths, strict=True)
     ]
     units = UnitIndex.from_ids(owners)
-    data = TrainingRows(
-        units=units,
-        lengths=lengths,
-        fetch=lambda numbers: [rows[int(number)] for number in numbers],
-        collate=PackedCollator(),
-        max_rows=None,
-        max_tokens=22,
-        packed=True,
-    )
+    data = rows_by_number(rows, PackedCollator(), lengths, units=units, max_rows=None, max_tokens=22, packed=True)
 
     def loss(module: Any, inputs: Any) -> torch.Tensor:
         inputs = dict(inputs)
@@ -67,8 +60,7 @@ def movement(engine: str, model: Any, case: Case, owners: list[int], batch: Any,
         run.attach(prepared, optimizer)
         before = whole_parameters(prepared, inner)
         run.step(run.choose(np.arange(units.num_units)), loss)
-        if not hasattr(prepared, "zero_optimization_stage"):
-            optimizer.step()
+        update(prepared, optimizer)
         after = whole_parameters(prepared, inner)
         run.detach()
         dispose(prepared)

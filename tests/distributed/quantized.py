@@ -17,13 +17,6 @@ from tests.distributed.watching import NUM_ROWS, loss_of, rows_of
 from tests.models.quantized import adapted
 
 
-class Noting(NoLedger):
-    """Accepts facts, too."""
-
-    def append_fact(self, name: str, value: str | int | float) -> None:
-        pass
-
-
 def outcome(base: str, engine: str, other_scales: bool) -> Any:
     """The private gradient of a step over all rows, or the error.
 
@@ -38,7 +31,7 @@ def outcome(base: str, engine: str, other_scales: bool) -> Any:
         scales_of(layer)["weight.offset"].add_(1e-3)
     try:
         prepared, optimizer = prepare(engine, model, lr=1e-3)
-        run = PrivateRun(plan_of(0.5, noise_multiplier=0.0, num_units=NUM_ROWS), rows_of(2), Noting())
+        run = PrivateRun(plan_of(0.5, noise_multiplier=0.0, num_units=NUM_ROWS), rows_of(2), NoLedger())
         run.attach(prepared, optimizer)
         run.step(run.choose(np.arange(NUM_ROWS)), loss_of)
         parts = [p.grad.flatten() for p in model_inside(prepared).parameters() if p.requires_grad]

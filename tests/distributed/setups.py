@@ -95,6 +95,13 @@ def _deepspeed(engine: str, model: nn.Module, optimizer: Any, dtype: str) -> tup
     return prepared, wrapped
 
 
+def update(prepared: Any, optimizer: Any) -> None:
+    """Step and clear the gradients, unless it is DeepSpeed, which has updated by itself."""
+    if not hasattr(prepared, "zero_optimization_stage"):
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def whole_parameters(prepared: Any, inner: nn.Module) -> dict[str, torch.Tensor]:
     """Every trainable parameter, consolidated, as the optimizer has it (DeepSpeed: its float32 master)."""
     if hasattr(prepared, "zero_optimization_stage"):

@@ -166,11 +166,7 @@ def test_ranks_that_disagree_stop_before_the_first_step(seen, what, text):
 def test_ways_of_spreading_a_model_that_are_refused_by_name(seen, what, kind, texts):
     """Under each of them the sum would not be the private one; the message names a replacement."""
     assert same_error(seen("engines", what), kind, *texts)
-
-
-def test_replicated_parameters_get_the_engine_for_them(seen):
-    """As `accelerator.prepare` wraps them."""
-    assert seen("engines", "ddp") == ["DataParallel"] * 2
+    assert seen("engines", "ddp") == ["DataParallel"] * 2  # as `accelerator.prepare` wraps replicated parameters
 
 
 def test_the_guard_stops_every_rank_when_one_of_them_differs(seen):

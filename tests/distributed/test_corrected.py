@@ -36,7 +36,7 @@ def alone():
 
 
 @every_engine
-def test_the_weights_are_those_of_one_process(engine, outcomes, alone, table):
+def test_the_weights_are_those_of_one_process(engine, outcomes, alone):
     """Entry by entry, in whatever parts an engine holds the parameters; some entries are divided by the known noise."""
     alone = alone[engine[2]]
     assert 0.05 < alone["at Φ"] < 0.95
@@ -45,7 +45,6 @@ def test_the_weights_are_those_of_one_process(engine, outcomes, alone, table):
         assert found["progress"] == alone["progress"] and found["progress"]["taken"] == NUM_STEPS
         furthest = max(float((found["after"][name] - want).abs().max()) for name, want in alone["after"].items())
         moved = max(float((alone["before"][name] - want).abs().max()) for name, want in alone["after"].items())
-        table("-".join(engine), f"{furthest:.1e}", f"moved {moved:.1e}")
         assert moved > 0.01 and furthest < (0.05 if engine[1] == "bfloat16" else 1e-5)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -62,10 +63,15 @@ def some(jobs: Sequence[Job]) -> list[Job]:
     return [jobs[number] for number in sorted(tiers.sample(axes, 1))]
 
 
-def check_errors(jobs: list[Job], results: list, table: Callable[..., None]) -> None:
+def check_exact(jobs: list[Job], folder: Path) -> None:
+    """See `check_errors` and `check_reach`."""
+    check_errors(jobs, run(folder / "errors", "tests.distributed.matrix:errors", jobs=jobs))
+    check_reach(jobs, run(folder / "reach", "tests.distributed.matrix:reach", jobs=jobs))
+
+
+def check_errors(jobs: list[Job], results: list) -> None:
     """The reduced clipped sums are those of one process, on every rank."""
     for job, (to_float64, to_same_precision) in zip(jobs, results[0], strict=True):
-        table(f"{job}", f"{to_float64:.1e}", f"{to_same_precision:.1e}")
         if job.case.dtype == "float32":
             assert to_float64 < 2e-5 and to_same_precision < 1e-6, job
         else:  # activations in bfloat16: the engine adds at most one rounding to the error of one process
@@ -74,10 +80,9 @@ def check_errors(jobs: list[Job], results: list, table: Callable[..., None]) -> 
     assert all(result == results[0] for result in results)
 
 
-def check_reach(jobs: list[Job], results: list, table: Callable[..., None]) -> None:
+def check_reach(jobs: list[Job], results: list) -> None:
     """The parameters moved by at most lr·C·B, and by lr·C for one long unit."""
     for job, (all_units, one_unit) in zip(jobs, results[0], strict=True):
-        table(f"{job}", f"{all_units:.6f}", f"{one_unit:.6f}")
         rounding = 1e-5 if job.case.dtype == "float32" else 4e-3  # of parameters in bfloat16, after the update
         assert 0.1 < all_units <= 1 + rounding, job
         assert 0.99 < one_unit <= 1 + rounding, job
@@ -89,7 +94,7 @@ def check_reach(jobs: list[Job], results: list, table: Callable[..., None]) -> N
     "before = self._parts.pop(bucket, None)",
     "before = None",
 )
-def test_every_engine_releases_the_clipped_sum_of_one_process(tmp_path, table):
+def test_every_engine_releases_the_clipped_sum_of_one_process(tmp_path):
     """Every engine with every option; all combinations are in `test_the_reduced_clipped_sum_is_that_of_one_process`.
 
     Engines that shard gradients keep the sums of earlier microbatches in two ways, reduced or, of LoRA, whole.
@@ -99,15 +104,15 @@ def test_every_engine_releases_the_clipped_sum_of_one_process(tmp_path, table):
     accumulating = [Job(engine, Case("llama", mode=mode, dtype="float32"), 2) for engine, mode in kept]
     jobs += [job for job in accumulating if job not in jobs]
     small: Any = {"bucket_bytes": 5000}  # a model of several buckets, of one parameter or more
-    check_errors(jobs, run(tmp_path / "two", "tests.distributed.matrix:errors", jobs=jobs, **small), table)
+    check_errors(jobs, run(tmp_path / "two", "tests.distributed.matrix:errors", jobs=jobs, **small))
     hybrid = jobs_of("fsdp2-hybrid")[:1]
-    check_errors(hybrid, run(tmp_path / "four", "tests.distributed.matrix:errors", 4, jobs=hybrid, **small), table)
+    check_errors(hybrid, run(tmp_path / "four", "tests.distributed.matrix:errors", 4, jobs=hybrid, **small))
 
 
-def test_every_engine_moves_the_parameters_by_at_most_lr_clip_norm_batch(tmp_path, table):
+def test_every_engine_moves_the_parameters_by_at_most_lr_clip_norm_batch(tmp_path):
     """A sample of `test_an_update_moves_the_parameters_by_at_most_lr_clip_norm_batch`."""
     jobs = some([job for engine in (*ENGINES, *VARIANTS) if size_of(engine) == 2 for job in jobs_of(engine)])
-    check_reach(jobs, run(tmp_path, "tests.distributed.matrix:reach", jobs=jobs), table)
+    check_reach(jobs, run(tmp_path, "tests.distributed.matrix:reach", jobs=jobs))
 
 
 # family, mode, activation checkpointing, rows of a microbatch, rows of a unit
@@ -126,6 +131,10 @@ MIXTURES: dict[str, tuple[tuple[str, str, str, int, int], ...]] = {
         ("qwen3_moe", "lora-attention", "non-reentrant", 2, 1),
         ("deepseek_v3", "lora-attention", "none", 3, 2),
         ("mixtral", "experts-only", "none", 2, 1),
+        # Trained routers multiply inside ZeRO-3's own linear function, where only a twin of the product can be tapped.
+        ("deepseek_v3", "frozen-experts", "none", NUM_ROWS, 1),
+        ("deepseek_v3", "frozen-experts", "non-reentrant", 2, 2),
+        ("deepseek_v3", "frozen-experts", "reentrant", 2, 2),
     ),
     # Four calls on each process: from the third on, DeepSpeed compares each with its record of the first two.
     "zero3-unfetched": (("mixtral", "lora-experts", "none", 1, 1), ("qwen3_moe", "full", "none", 1, 1)),
@@ -141,14 +150,13 @@ MIXTURES: dict[str, tuple[tuple[str, str, str, int, int], ...]] = {
 )
 @pytest.mark.deep
 @pytest.mark.parametrize("engine", MIXTURES)
-def test_mixtures_of_experts_are_exact_on_engines(engine, tmp_path, table):
+def test_mixtures_of_experts_are_exact_on_engines(engine, tmp_path):
     """Stacks of experts, LoRA factors of them, and routers are reduced and sharded like any parameter."""
     jobs = [
         Job(engine, Case(family, mode=mode, dtype="float32", checkpointing=checkpointing), rows, per_unit)
         for family, mode, checkpointing, rows, per_unit in MIXTURES[engine]
     ]
-    check_errors(jobs, run(tmp_path / "errors", "tests.distributed.matrix:errors", jobs=jobs), table)
-    check_reach(jobs, run(tmp_path / "reach", "tests.distributed.matrix:reach", jobs=jobs), table)
+    check_exact(jobs, tmp_path)
 
 
 @pytest.mark.deep
@@ -162,49 +170,36 @@ def test_trained_parameters_in_a_leaf_module_of_zero3_are_refused(tmp_path):
 @pytest.mark.deep
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
 @pytest.mark.parametrize("family", ["mamba2", "falcon_h1", "qwen3_next"])
-def test_parameters_that_functions_use_are_exact_on_engines(family, engine, tmp_path, table):
+def test_parameters_that_functions_use_are_exact_on_engines(family, engine, tmp_path):
     """State space models and linear attention, recomputed or not."""
     ways = ("full", "none", NUM_ROWS, 1), ("lora-attention", "non-reentrant", 2, 2), ("full", "reentrant", 2, 2)
     jobs = [
         Job(engine, Case(family, mode=mode, dtype="float32", checkpointing=checkpointing), rows, per_unit)
         for mode, checkpointing, rows, per_unit in ways
     ]
-    check_errors(jobs, run(tmp_path / "errors", "tests.distributed.matrix:errors", jobs=jobs), table)
-    check_reach(jobs, run(tmp_path / "reach", "tests.distributed.matrix:reach", jobs=jobs), table)
-
-
-@pytest.mark.deep
-def test_trained_routers_are_exact_under_zero3(tmp_path, table):
-    """They multiply inside ZeRO-3's own linear function, where only a twin of the product can be tapped."""
-    ways = ("none", NUM_ROWS, 1), ("non-reentrant", 2, 2), ("reentrant", 2, 2)
-    jobs = [
-        Job("zero3", Case("deepseek_v3", mode="frozen-experts", dtype="float32", checkpointing=again), rows, per_unit)
-        for again, rows, per_unit in ways
-    ]
-    check_errors(jobs, run(tmp_path / "errors", "tests.distributed.matrix:errors", jobs=jobs), table)
-    check_reach(jobs, run(tmp_path / "reach", "tests.distributed.matrix:reach", jobs=jobs), table)
+    check_exact(jobs, tmp_path)
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("engine", [*ENGINES, *VARIANTS])
-def test_the_reduced_clipped_sum_is_that_of_one_process(engine, tmp_path, table):
+def test_the_reduced_clipped_sum_is_that_of_one_process(engine, tmp_path):
     """Full and LoRA, float32 and bfloat16, accumulated, checkpointed, tied: the same sum as one float64 process."""
     jobs = jobs_of(engine)
     results = run(tmp_path, "tests.distributed.matrix:errors", size=size_of(engine), fresh=True, jobs=jobs)
-    check_errors(jobs, results, table)
+    check_errors(jobs, results)
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("engine", [*ENGINES, *VARIANTS])
-def test_an_update_moves_the_parameters_by_at_most_lr_clip_norm_batch(engine, tmp_path, table):
+def test_an_update_moves_the_parameters_by_at_most_lr_clip_norm_batch(engine, tmp_path):
     """C = 1e-6, no noise, SGD: an engine that leaks unclipped gradients moves them a million times further."""
     jobs = jobs_of(engine)
     results = run(tmp_path, "tests.distributed.matrix:reach", size=size_of(engine), fresh=True, jobs=jobs)
-    check_reach(jobs, results, table)
+    check_reach(jobs, results)
 
 
 @pytest.mark.deep
-def test_one_unit_at_a_time_releases_the_clipped_sum_of_one_process(tmp_path, table):
+def test_one_unit_at_a_time_releases_the_clipped_sum_of_one_process(tmp_path):
     """By plain autograd beside the hooks of replicas and of DeepSpeed: the same sum, and the same bound."""
     ways = [*WAYS[:-1], (True, "non-reentrant", 2, 1)]
     jobs = [
@@ -212,19 +207,18 @@ def test_one_unit_at_a_time_releases_the_clipped_sum_of_one_process(tmp_path, ta
         for engine in ("ddp", "zero1", "zero2")
         for mode, dtype, (tied, again, rows, of_unit) in zip(MODES * 3, DTYPES * 3, ways, strict=False)
     ]
-    check_errors(jobs, run(tmp_path / "errors", "tests.distributed.matrix:errors", jobs=jobs), table)
-    check_reach(jobs, run(tmp_path / "reach", "tests.distributed.matrix:reach", jobs=jobs), table)
+    check_exact(jobs, tmp_path)
 
 
 @pytest.mark.deep
-def test_a_loss_of_two_calls_releases_the_clipped_sum_of_one_process(tmp_path, table):
+def test_a_loss_of_two_calls_releases_the_clipped_sum_of_one_process(tmp_path):
     """A preference loss calls the model with both answers of its pairs before the backward pass, on every engine."""
     jobs = [
         Job(engine, Case("llama", mode=mode, tied=tied, dtype="float32", checkpointing=again), rows, of_unit, calls=2)
         for engine in ENGINES
         for mode, (tied, again, rows, of_unit) in (("full", WAYS[0]), ("lora-all-linear", WAYS[1]), ("full", WAYS[3]))
     ]
-    check_errors(jobs, run(tmp_path / "errors", "tests.distributed.matrix:errors", jobs=jobs), table)
+    check_errors(jobs, run(tmp_path / "errors", "tests.distributed.matrix:errors", jobs=jobs))
 
 
 @pytest.mark.deep
@@ -256,7 +250,7 @@ def test_one_unit_at_a_time_is_refused_for_shards_by_name(engine, tmp_path):
     case="zero2",
 )
 @pytest.mark.parametrize("engine", [*ENGINES, tiers.deep_case("fsdp2-hybrid"), tiers.deep_case("zero3-offload")])
-def test_noise_is_drawn_exactly_once(engine, tmp_path, table):
+def test_noise_is_drawn_exactly_once(engine, tmp_path):
     """Variance σ²C² per entry, independent between the processes' slices and between steps, equal on replicas."""
     results = run(tmp_path, "tests.distributed.matrix:noise", size=size_of(engine), engine=engine)
     stddev = results[0]["noise_stddev"]
@@ -266,13 +260,6 @@ def test_noise_is_drawn_exactly_once(engine, tmp_path, table):
     correlations = [abs(np.corrcoef(steps[i], steps[j])[0, 1]) for i in range(len(steps)) for j in range(i)]
     halves = max(abs(np.corrcoef(*np.array_split(step[: entries // 2 * 2], 2))[0, 1]) for step in steps)
     normal = scipy.stats.kstest(steps.ravel(), "norm").pvalue
-    table(
-        engine,
-        f"variance {variance:.4f}",
-        f"shards {halves:.4f}",
-        f"steps {max(correlations):.4f}",
-        f"KS p {normal:.2f}",
-    )
     assert abs(variance - 1) < 6 * (2 / steps.size) ** 0.5 + 1e-3
     assert max(*correlations, halves) < 6 / (entries // 2) ** 0.5
     assert normal > 1e-8
@@ -310,12 +297,10 @@ def check_covariance(kind: str, found: dict, entries: int) -> None:
         tiers.deep_case("zero3-offload", 2),
     ],
 )
-def test_other_mechanisms_hold_on_every_engine(engine, size, tmp_path, table):
+def test_other_mechanisms_hold_on_every_engine(engine, size, tmp_path):
     """Other clippings reach C at most; correlated noise has its covariance over steps; white noise is no such noise."""
     results = run(tmp_path, "tests.distributed.matrix:mechanism", size=size, engine=engine)
     found = results[0]
-    reached = [f"{kind} {value:.4f}" for kind, value in found["reached"].items()]
-    table(engine, *reached, *[f"{value:.3f}" for value in np.diag(found["noises"]["banded"]["covariance"])])
     assert found["reached"].keys() == {"automatic", "per-layer", "quantile", "groups"}
     (moved,) = {result["moved"] for result in results}  # 4 of 7 units at or below the threshold, b = 1
     assert moved == pytest.approx(-0.2 * (0.5 + (4 - 3) / 2 - 0.5), rel=1e-9)
@@ -336,12 +321,11 @@ def test_other_mechanisms_hold_on_every_engine(engine, size, tmp_path, table):
     case="ddp",
 )
 @pytest.mark.parametrize("engine", [*map(tiers.deep_case, ("fsdp2", "ddp", "fsdp2-hybrid"))])
-def test_discrete_noise_is_added_once_to_complete_sums(engine, tmp_path, table):
+def test_discrete_noise_is_added_once_to_complete_sums(engine, tmp_path):
     """Every entry of the sum over microbatches and processes gets it from one process, and all replicas are equal."""
     results = run(tmp_path, "tests.distributed.matrix:totals", size=size_of(engine), engine=engine)
     steps = np.stack(results[0]["released"]).astype(np.float64) / results[0]["noise_stddev"]
     halves = abs(np.corrcoef(*np.array_split(steps[0][: steps.shape[1] // 2 * 2], 2))[0, 1])
-    table(engine, f"error {results[0]['error']:.1e}", f"variance {steps.var():.4f}", f"shards {halves:.4f}")
     assert results[0]["error"] < 1e-4
     assert abs(steps.var() - 1) < 6 * (2 / steps.size) ** 0.5 + 1e-3
     assert max(halves, abs(np.corrcoef(steps)[0, 1])) < 6 / (steps.shape[1] // 2) ** 0.5
@@ -367,33 +351,30 @@ def test_regenerated_noise_is_stored_noise_on_every_engine(engine, tmp_path):
     "add_share_(STATISTIC, total, deviation, processes.rank, processes.size)",
     "add_share_(STATISTIC, total, deviation, 0, 1)",
 )
-def test_the_count_of_a_clipping_that_adapts_gets_its_noise_from_one_process(tmp_path, table):
+def test_the_count_of_a_clipping_that_adapts_gets_its_noise_from_one_process(tmp_path):
     """N(0, σ_b²) once, and one threshold everywhere; a process that moved its own stops all."""
     results = run(tmp_path, "tests.distributed.matrix:count")
     counts = np.array(results[0]["counts"]) / 2.0
     normal = scipy.stats.kstest(counts, "norm").pvalue
-    table(f"deviation {counts.std():.3f}", f"KS p {normal:.2f}")
     assert normal > 1e-8 and abs(counts.std() - 1) < 6 / (2 * len(counts)) ** 0.5
     for result in results:
         assert result["counts"] == results[0]["counts"]
         assert "clip to different thresholds (rank 0: 1.0, rank 1: 2.0)" in result["refusal"]
 
 
-def test_an_engine_that_is_broken_from_outside_stops_in_its_first_step(tmp_path, table):
+def test_an_engine_that_is_broken_from_outside_stops_in_its_first_step(tmp_path):
     """Hooks that no longer fire, clipping switched on, a missing reduction, something added: every process stops."""
     results = run(tmp_path, "tests.distributed.matrix:broken")
     for name, error in results[0].items():
-        table(name, str(error)[:90])
         assert error is not None and error.startswith("UpdateError: The gradient that reaches the optimizer"), name
     assert results[1].keys() == results[0].keys() and all(results[1].values())
 
 
 @pytest.mark.deep
 @pytest.mark.skipif(not SHARED.exists(), reason="the test weights and texts beside the project are not here")
-def test_pretrained_weights_on_real_text(tmp_path, table):
+def test_pretrained_weights_on_real_text(tmp_path):
     """A pretrained model and E2E's records, through the public loop: every engine releases one process's sum."""
     arguments = {"weights": str(SHARED / "stories260K"), "text": str(SHARED / "e2e" / "devset.csv")}
     results = run(tmp_path, "tests.distributed.matrix:real", engines=list(ENGINES), **arguments)
-    for engine, (error, ratio) in zip(ENGINES, results[0], strict=True):
-        table(engine, f"{error:.1e}", f"{ratio:.3f}")
-        assert error < 1e-5 and 0.05 < ratio <= 1
+    assert len(results[0]) == len(ENGINES)
+    assert all(error < 1e-5 and 0.05 < ratio <= 1 for error, ratio in results[0])

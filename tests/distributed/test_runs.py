@@ -69,7 +69,7 @@ def printed_perplexity(printed: str) -> float:
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_a_recipe_runs_on_every_engine_and_leaves_a_plain_model(config, folder, table):
+def test_a_recipe_runs_on_every_engine_and_leaves_a_plain_model(config, folder):
     """ε is the ledger's, the consolidated model is the trained one, and every checkpoint is whole."""
     printed = launch(config, folder)
     out = folder / "out"
@@ -85,12 +85,11 @@ def test_a_recipe_runs_on_every_engine_and_leaves_a_plain_model(config, folder, 
     for step in (2, 4, 6):
         verify(out / f"checkpoint-{step}")
     assert "differential_privacy" in (out / "README.md").read_text()
-    table(config, f"ε {epsilon}", f"final loss {losses(folder)[-1]:.4f}", f"perplexity {printed_perplexity(printed)}")
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("config", ["cpu_ddp", "cpu_fsdp2"])
-def test_a_run_with_discrete_noise_states_the_epsilon_of_its_event(config, folder, table):
+def test_a_run_with_discrete_noise_states_the_epsilon_of_its_event(config, folder):
     """In two processes: ledger, report and printed line agree, `verify` passes, and rounded noise is no open matter."""
     printed = launch(config, folder, "privacy.randomness=discrete")
     out = folder / "out"
@@ -105,7 +104,6 @@ def test_a_run_with_discrete_noise_states_the_epsilon_of_its_event(config, folde
     assert float(shown) == pytest.approx(stated, abs=1e-4) and stated <= 8
     assert verify_report(out).ok and "discrete Gaussian noise" in (out / "privacy_report.md").read_text()
     assert "exactness of floating-point noise" not in (out / "privacy_report.md").read_text()
-    table(config, f"ε {shown}", f"perplexity {printed_perplexity(printed)}")
 
 
 @pytest.mark.deep
@@ -187,7 +185,7 @@ def kill_in_mid_run(config: str, folder: Path, after: int, *overrides: str) -> i
 
 @pytest.mark.deep
 @pytest.mark.parametrize("config", ["cpu_ddp", "cpu_fsdp2"])
-def test_after_a_kill_a_run_resumes_on_one_and_on_two_processes(config, folder, tmp_path_factory, table):
+def test_after_a_kill_a_run_resumes_on_one_and_on_two_processes(config, folder, tmp_path_factory):
     """Steps that were lost stay charged, ε keeps its target, and the loss goes on where the checkpoint was."""
     steps = ("train.max_steps=14", "train.save_steps=4")
     lost = kill_in_mid_run(config, folder, 6, *steps)
@@ -212,22 +210,6 @@ def test_after_a_kill_a_run_resumes_on_one_and_on_two_processes(config, folder, 
         after = losses(again)
         assert after[:saved] == before[:saved]
         assert abs(after[saved] - before[saved - 1]) < 1.0  # not as at the start, and not from nothing
-        table(
-            f"{config} on {num_processes}",
-            f"saved {saved}",
-            f"charged at the kill {lost}",
-            f"ε {epsilon}",
-            " ".join(f"{loss:.2f}" for loss in after),
-        )
-
-
-@pytest.mark.deep
-def test_another_plan_is_refused_on_resume(folder):
-    """A changed clip norm would make the ledger's ε that of another mechanism."""
-    launch("single", folder, "train.max_steps=2")
-    child = start("single", folder, "train.max_steps=2", "train.resume_from_checkpoint=true", "privacy.clip_norm=2")
-    assert child.wait(240) != 0
-    assert "was written under the plan" in (folder / "log").read_text()
 
 
 def is_open(port: int) -> bool:
@@ -236,7 +218,7 @@ def is_open(port: int) -> bool:
 
 
 @pytest.mark.deep
-def test_two_nodes_find_each_other(folder, table):
+def test_two_nodes_find_each_other(folder):
     """Two agents of one process each meet at a rendezvous and make one run."""
     port = free_port()
     (folder / "accelerate_configs").symlink_to(ROOT / "accelerate_configs")
@@ -267,8 +249,7 @@ def test_two_nodes_find_each_other(folder, table):
     codes = children.wait_all(agents)
     printed = [(folder / f"log.{node}").read_text(errors="replace") for node in range(2)]
     assert codes == [0, 0], "\n".join(text[-3000:] for text in printed)
-    (epsilon,) = re.findall(r"guarantee\s+ε = ([0-9.]+)", "".join(printed))  # one run, told once
+    assert len(re.findall(r"guarantee\s+ε = ([0-9.]+)", "".join(printed))) == 1  # one run, told once
     assert re.search(r"processes\s+2", "".join(printed))
     ledger = read_ledger(folder / "out" / "privacy_ledger.jsonl")
     assert ledger.num_steps == 6 and len(ledger.runs) == 1
-    table("two nodes", f"ε {epsilon}", f"final loss {losses(folder)[-1]:.4f}")

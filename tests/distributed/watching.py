@@ -15,7 +15,7 @@ from dpllm.models.losses import per_sequence_loss
 from dpllm.training.rows import TrainingRows
 from dpllm.training.run import PrivateRun
 from tests.distributed.matrix import NoLedger, plan_of
-from tests.distributed.setups import dispose, prepare
+from tests.distributed.setups import dispose, prepare, update
 from tests.reference.zoo import Case, build_model, make_batch
 
 NUM_ROWS = 6
@@ -118,9 +118,7 @@ def _outcome(engine: str, way: str) -> str | None:
             run.step(run.choose(np.arange(NUM_ROWS)), loss_of)
             if odd and step == 1 and way in _BEFORE_AN_UPDATE:  # the guard compares the sums of the first step
                 _BEFORE_AN_UPDATE[way](inner)
-            if not hasattr(model, "zero_optimization_stage"):  # DeepSpeed has updated by itself
-                optimizer.step()
-                optimizer.zero_grad()
+            update(model, optimizer)
             if step == 0 and way in _EVERYWHERE:
                 _EVERYWHERE[way](inner)
             if odd and step == 0 and way in _AFTER_A_STEP:

@@ -7,15 +7,10 @@ import torch
 from dpllm.engines.processes import OtherProcessError, Processes, _in_one_line
 
 
-def test_one_process_is_rank_zero_of_one():
-    """No other module of the package checks whether torch.distributed runs."""
-    alone = Processes()
-    assert (alone.rank, alone.size, alone.is_main) == (0, 1, True)
-
-
 def test_collectives_of_one_process_return_what_they_are_given():
     """Sums are floats, tensors do not change, and nothing waits."""
     alone = Processes()
+    assert (alone.rank, alone.size, alone.is_main) == (0, 1, True)
     assert alone.sum([1, 2.5, 0]) == [1.0, 2.5, 0.0] and all(isinstance(value, float) for value in alone.sum([1]))
     tensor = torch.arange(3.0)
     alone.sum_(tensor)

@@ -51,14 +51,3 @@ def test_sums_of_a_single_microbatch_exist_one_at_a_time():
     assert collect(engine_of(own), own, 1.0, last=True) == [1, 1, 1, 1, 1]
     more = parameters()
     assert collect(engine_of(more), more, 1.0, last=False) == [1, 2, 3, 4, 5]
-
-
-def test_noise_is_added_to_the_complete_sum_before_the_scale():
-    """Once, with the last microbatch."""
-    own = parameters(torch.float32, count=2)
-    engine = engine_of(own)
-    collect(engine, own, 1.0, last=False)
-    engine.collect(
-        own, lambda _, total: total.filled().add_(2), last=True, scale=0.5, to_total=lambda _, own: own.mul_(10)
-    )
-    assert all((parameter.grad == 15).all() for parameter in own.values())

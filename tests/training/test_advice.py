@@ -1,9 +1,6 @@
 """Advice names each setting that was measured worse, with the value to write, and is silent about all others."""
 
-import logging
-
 import pytest
-import torch
 from transformers import TrainingArguments
 
 from dpllm.config import PrivacyConfig
@@ -12,7 +9,6 @@ from dpllm.data.units import UnitIndex
 from dpllm.training.advice import advice
 from dpllm.training.arguments import plan_for, training_arguments
 from dpllm.training.workload import UpdateRule
-from tests.training.test_trainer import arguments, privacy, rows, trainer
 
 pytestmark = pytest.mark.usefixtures("rows_not_compared")
 
@@ -95,34 +91,6 @@ def test_a_rate_that_is_never_above_zero_is_named():
 def test_without_noise_there_is_none():
     """Nothing has to be averaged out."""
     assert advice_of(BANDED, None, sigma=0.0, lr_scheduler_type="linear", adam_beta1=0.0) == []
-
-
-def test_a_trainer_logs_it_and_changes_nothing(tmp_path, caplog, monkeypatch):
-    """`TrainingArguments` cannot tell a default from a choice, so its schedule stays; one line says what to write."""
-    logger = logging.getLogger("dpllm.training.trainer")
-    monkeypatch.setattr(logger, "propagate", True)
-    caplog.set_level(logging.WARNING, logger="dpllm.training.trainer")
-    args = arguments(tmp_path / "falls", max_steps=4)
-    run = trainer(tmp_path / "falls", dataset=rows(60), config=privacy(noise={"kind": "banded", "bands": 2}), args=args)
-    run.train()
-    logged = [record.getMessage() for record in caplog.records if record.name == logger.name]
-    expected = advice(run.plan, UpdateRule.of(args, 4))
-    assert logged == expected and len(expected) == 2
-    assert str(run.args.lr_scheduler_type.value) == "linear" and run.args.warmup_steps == 0
-
-    caplog.clear()
-    model = run.model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    own = trainer(
-        tmp_path / "own",
-        model=model,
-        dataset=rows(60),
-        config=privacy(noise={"kind": "banded", "bands": 2}),
-        optimizers=(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer)),
-        start_is_independent=True,
-    )
-    own.train()
-    assert not [record for record in caplog.records if "Set train." in record.getMessage()]
 
 
 def test_the_default_schedule_is_the_one_that_is_trained_with():

@@ -20,8 +20,10 @@ from dpllm.training.argument_table import (
     unlisted,
 )
 from dpllm.training.arguments import private_arguments, refuse_options
+from tests import trl_data
 from tests.conftest import tiny_llama_config
 from tests.mutations import kills
+from tests.training.test_trainer import arguments
 
 pytestmark = pytest.mark.usefixtures("rows_not_compared")
 
@@ -147,20 +149,6 @@ OFF = {  # a value of each refused option
 }
 
 
-def options(folder, kind=TrainingArguments, **changes):
-    settings = {
-        "output_dir": str(folder),
-        "max_steps": 2,
-        "per_device_train_batch_size": 8,
-        "learning_rate": 1e-2,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "disable_tqdm": True,
-    }
-    return kind(**{**settings, **changes})
-
-
 def weights_after(folder, **changes):
     """Return the weights after private steps with fixed draws and noise, and with evaluation rows."""
     torch.manual_seed(0)
@@ -168,21 +156,12 @@ def weights_after(folder, **changes):
     generator = torch.Generator().manual_seed(1)
     rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, 61, (24, 6), generator=generator).tolist()]
     config = PrivacyConfig(noise_multiplier=1.0, clip_norm=0.5, expected_batch_size=6, delta=1e-3, seed=3)
-    args = options(folder, **changes)
+    args = arguments(folder, max_steps=2, **changes)
     follows = not changes.keys().isdisjoint({"metric_for_best_model", "greater_is_better"})
     public = [{"input_ids": [5, 6], "labels": [5, 6]}]
     run = DPTrainer(model, args, config, rows, eval_dataset=public if follows else rows[:3], eval_is_public=follows)
     run.train()
     return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-class Unread:
-    """Rows that nobody may look at."""
-
-    def __len__(self):
-        raise AssertionError("the data were read")
-
-    __getitem__ = __iter__ = __len__
 
 
 def test_every_option_of_the_installed_class_is_in_one_table():
@@ -223,12 +202,12 @@ def test_a_refused_option_is_refused_before_data_are_read(tmp_path, name):
     """By name, with the reason of the table. It is set on finished arguments, whose class refuses some itself."""
     if name not in INSTALLED:
         pytest.skip("not in this release")
-    args = options(tmp_path, Seq2SeqTrainingArguments)
+    args = arguments(tmp_path, Seq2SeqTrainingArguments)
     setattr(args, name, OFF.get(name, True))
     model = LlamaForCausalLM(tiny_llama_config(num_hidden_layers=1))
     config = PrivacyConfig(noise_multiplier=1.0, clip_norm=0.5, expected_batch_size=6, delta=1e-3)
     with pytest.raises(ConfigError, match=f"train.{name}=.* cannot be used in private training: "):
-        DPTrainer(model, args, config, Unread())
+        DPTrainer(model, args, config, trl_data.Unread())
     assert not list(tmp_path.iterdir())
 
 
@@ -243,7 +222,7 @@ def test_every_option_that_works_has_an_example():
 def test_an_option_that_works_or_is_ignored_can_be_set(tmp_path, name):
     """The arguments are made, checked and kept."""
     changes = {name: EXAMPLES[name], **{k: v for k, v in TOGETHER.get(name, {}).items() if k in INSTALLED}}
-    private_arguments(options(tmp_path, **{"eval_strategy": "no", **changes}))
+    private_arguments(arguments(tmp_path, **{"eval_strategy": "no", **changes}))
 
 
 def harmless():
@@ -298,11 +277,11 @@ class Later(TrainingArguments):
 )
 def test_an_unknown_option_is_refused_unless_it_has_its_default(tmp_path):
     """Its effect on the guarantee is not known."""
-    refuse_by_table(options(tmp_path, Later))
+    refuse_by_table(arguments(tmp_path, Later))
     for change in ({"packing": True}, {"sampler_kwargs": {"a": 1}}, {"filled_in": 9}):
         with pytest.raises(
             ConfigError, match=f"train.{next(iter(change))}=.* of Later that this trainer does not know"
         ):
-            refuse_by_table(options(tmp_path, Later, **change))
+            refuse_by_table(arguments(tmp_path, Later, **change))
         table = {**ARGUMENTS, next(iter(change)): ARGUMENTS["learning_rate"]}
-        refuse_by_table(options(tmp_path, Later, **change), table)
+        refuse_by_table(arguments(tmp_path, Later, **change), table)

@@ -8,21 +8,20 @@ import math
 import numpy as np
 import pytest
 import torch
-from transformers import TrainerCallback
 
-from dpllm import PrivacyConfig, PrivateRun, TrainingRows, make_plan
+from dpllm import PrivacyConfig, PrivateRun, make_plan
 from dpllm.config import ConfigError
 from dpllm.config.recipe import PublicPretrainConfig
-from dpllm.data.units import UnitIndex
 from dpllm.engines.optimizers import innermost
 from dpllm.mechanism.known_noise import KnownNoise
 from dpllm.privacy.accounting import epsilon
-from dpllm.training.arguments import private_arguments, refuse_options
+from dpllm.training.arguments import refuse_options
 from dpllm.training.corrected_adamw import SECOND_MOMENT_FACT, CorrectedAdamW, refuse_unusable, words_of
 from dpllm.training.microbatch_size import needed_later
 from dpllm.training.workload import UpdateRule
+from tests.small_model import rows_by_number
 from tests.tiers import deep_case
-from tests.training.test_trainer import arguments, privacy, small_trainer
+from tests.training.test_trainer import Stop, arguments, privacy, small_trainer
 
 pytestmark = pytest.mark.usefixtures("rows_not_compared")
 
@@ -113,40 +112,29 @@ def test_updates_equal_the_formula_entry_by_entry_over_two_resumes(problem, kind
     assert optimizer.param_groups[0]["noise"] == pytest.approx(noise_seen(kind == "low_passed")[-1], rel=1e-12)
 
 
-def test_parts_of_a_group_that_are_stepped_one_by_one_are_one_step(problem):
-    """As ZeRO-3 does: the other parts are out of the groups meanwhile."""
+@pytest.mark.parametrize("by", ["parts of a group", "groups"])
+def test_parts_that_are_stepped_one_by_one_are_one_step(problem, by):
+    """As ZeRO-3 does with parts of a group, ZeRO-1 and -2 with groups: the others are out meanwhile."""
     starts, gradients = problem
     whole, parts = ([torch.nn.Parameter(torch.tensor(start)) for start in starts] for _ in range(2))
-    one = CorrectedAdamW(whole, NOISE, lr=0.1, betas=(SLOW, SLOWER))
-    take(one, whole, gradients, range(3))
-    other = CorrectedAdamW(parts, NOISE, lr=0.1, betas=(SLOW, SLOWER))
-    for step in range(3):
-        other.tell(step)
-        for parameter, given in zip(parts, gradients, strict=True):
-            parameter.grad = torch.tensor(given[step])
-            other.param_groups[0]["params"] = [parameter]
-            other.step()
-    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
-    assert other.param_groups[0]["taken"] == 3
-
-
-def test_groups_that_are_stepped_one_by_one_are_one_step(problem):
-    """As ZeRO-1 and -2 do: the other groups are out of the optimizer meanwhile."""
-    starts, gradients = problem
-    whole, apart = ([torch.nn.Parameter(torch.tensor(start)) for start in starts] for _ in range(2))
-    one, other = made(whole), made(apart)
+    one, other = (
+        made(own) if by == "groups" else CorrectedAdamW(own, NOISE, lr=0.1, betas=(SLOW, SLOWER))
+        for own in (whole, parts)
+    )
     take(one, whole, gradients, range(3))
     groups = other.param_groups
     for step in range(3):
         other.tell(step)
-        for parameter, given in zip(apart, gradients, strict=True):
+        for number, (parameter, given) in enumerate(zip(parts, gradients, strict=True)):
             parameter.grad = torch.tensor(given[step])
-        for group in groups:
-            other.param_groups = [group]
+            if by == "groups":
+                other.param_groups = [groups[number]]
+            else:
+                groups[0]["params"] = [parameter]
             other.step()
         other.param_groups = groups
-    assert all(torch.equal(a, b) for a, b in zip(whole, apart, strict=True))
-    assert [group["taken"] for group in groups] == [3, 3]
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+    assert {group["taken"] for group in groups} == {3}
 
 
 def test_a_step_outside_of_a_run_only_makes_the_state():
@@ -180,13 +168,7 @@ def test_moments_of_bfloat16_parameters_are_float32_also_after_a_resume(problem)
 def rows_of(units=60):
     """One row per unit."""
     values = torch.randn(units, 40, generator=torch.Generator().manual_seed(2))
-    return TrainingRows(
-        units=UnitIndex.from_ids(list(range(units))),
-        lengths=np.ones(units, dtype=np.int64),
-        fetch=lambda numbers: [values[int(number)] for number in numbers],
-        collate=lambda rows: {"rows": torch.stack(rows)},
-        max_rows=60,
-    )
+    return rows_by_number(values, lambda rows: {"rows": torch.stack(rows)}, max_rows=60)
 
 
 def plan_for(steps, **changes):
@@ -231,16 +213,6 @@ def test_the_noise_in_the_first_moment_is_the_one_that_is_subtracted(tmp_path, c
     assert words.startswith("that of the first moment, less the known variance of the noise in it")
     assert {"name": SECOND_MOMENT_FACT, "values": [words]} in report["definition"]["facts"]
     assert not [point for point in report["open_points"] if "hyperparameter" in point]
-
-
-class Stop(TrainerCallback):
-    """Stops after a step, and reads the groups of the optimizer."""
-
-    def __init__(self, after):
-        self._after = after
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = control.should_training_stop or state.global_step == self._after
 
 
 def begun(folder, optim_args=LOW_PASSED, noise="independent", **more):
@@ -434,7 +406,3 @@ def test_a_public_stage_takes_no_such_option():
     """Its gradients have no noise, and the stock Trainer would ignore the option."""
     with pytest.raises(ConfigError, match=r"train\.optim_args is an option of the private training"):
         PublicPretrainConfig(data=None, train={"optim_args": LOW_PASSED})  # type: ignore[arg-type]
-
-
-def test_the_arguments_of_a_private_run_keep_it(tmp_path):
-    assert private_arguments(arguments(tmp_path, optim_args=LOW_PASSED)).optim_args == LOW_PASSED

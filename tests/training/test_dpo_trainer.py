@@ -12,7 +12,7 @@ from datasets import Dataset  # noqa: E402
 from peft import LoraConfig, PeftModel  # noqa: E402
 from transformers import LlamaForCausalLM  # noqa: E402
 
-from dpllm import DPDPOTrainer  # noqa: E402
+from dpllm import DPDPOTrainer, DPSFTTrainer, DPTrainer  # noqa: E402
 from dpllm.config import ConfigError  # noqa: E402
 from dpllm.data.records import DataError  # noqa: E402
 from dpllm.models.preference import SIDES, pair_log_probs  # noqa: E402
@@ -32,12 +32,8 @@ from tests.mutations import kills  # noqa: E402
 from tests.tiers import deep_case  # noqa: E402
 
 C = 1e-3
+pytestmark = pytest.mark.usefixtures("rows_not_compared")  # unless a test is marked otherwise
 SHAPES = trl_data.preferences(8)
-
-
-@pytest.fixture(autouse=True)
-def _short(rows_not_compared):
-    """These runs are about other things than the comparison of rows, unless marked otherwise."""
 
 
 def dpo(folder, dataset=None, model=None, config=None, privacy=None, **more):
@@ -150,7 +146,8 @@ def test_the_comparison_of_rows_finds_a_loss_that_follows_other_pairs(couples, t
 def test_the_reference_is_the_model_at_the_start_or_another_one_or_given(tmp_path):
     """Each number is computed of its pair alone; with an adapter the start is the base under it."""
     model, other = trl_data.model_and_reference()
-    alone = [pair_log_probs(model, dpo(tmp_path / "a", model=model).data_collator([row])) for row in pairs(tmp_path)]
+    pairs = dpo(tmp_path / "pairs").train_dataset
+    alone = [pair_log_probs(model, dpo(tmp_path / "a", model=model).data_collator([row])) for row in pairs]
     start = dpo(tmp_path / "b", model=model).data_collator.reference
     assert np.array_equal(start, torch.cat(alone).double().detach().numpy())
     lora = dpo(tmp_path / "c", model=model, peft_config=LoraConfig(target_modules=["q_proj"]))
@@ -180,10 +177,6 @@ def test_a_reference_that_was_trained_privately_is_refused_unless_declared(tmp_p
     run = dpo(tmp_path / "third", ref_model=trained, start_is_independent=True)
     run.train()
     assert any("Declared independent" in point for point in run.privacy_report()["open_points"])
-
-
-def pairs(folder):
-    return dpo(folder / "pairs").train_dataset
 
 
 def test_a_run_leaves_a_report_that_names_the_loss_and_verifies(tmp_path):
@@ -243,13 +236,6 @@ def test_an_evaluation_has_rewards_and_is_counted(tmp_path):
         run.evaluate(SHAPES["prompt"])
 
 
-class Unread:
-    """A data set that must not be touched."""
-
-    def __getattr__(self, name):
-        raise AssertionError(f"the data were read: {name}")
-
-
 @pytest.mark.parametrize(
     ("config", "says"),
     [
@@ -270,7 +256,7 @@ class Unread:
 def test_options_are_refused_before_data_are_read(config, says, tmp_path):
     """Each with the reason and the remedy."""
     with pytest.raises(ConfigError, match=says):
-        dpo(tmp_path, Unread(), config=config, privacy=trl_data.privacy(8))
+        dpo(tmp_path, trl_data.Unread(), config=config, privacy=trl_data.privacy(8))
 
 
 @pytest.mark.parametrize(
@@ -286,10 +272,10 @@ def test_options_are_refused_before_data_are_read(config, says, tmp_path):
 def test_arguments_that_it_sets_itself_or_cannot_use_are_refused(more, says, tmp_path):
     """They would be ignored."""
     with pytest.raises(ConfigError, match=says):
-        dpo(tmp_path, Unread(), privacy=trl_data.privacy(8), **more)
+        dpo(tmp_path, trl_data.Unread(), privacy=trl_data.privacy(8), **more)
     model = trl_data.model()
     with pytest.raises(ConfigError, match="ref_model is the model itself"):
-        dpo(tmp_path, Unread(), model, privacy=trl_data.privacy(8), ref_model=model)
+        dpo(tmp_path, trl_data.Unread(), model, privacy=trl_data.privacy(8), ref_model=model)
 
 
 def test_dropout_is_off_as_in_trl_unless_it_is_asked_for(tmp_path):
@@ -301,6 +287,7 @@ def test_dropout_is_off_as_in_trl_unless_it_is_asked_for(tmp_path):
     assert any(getattr(module, "p", 0) == 0.5 for module in run.model.modules())
 
 
-def test_no_method_of_it_is_taken_for_the_users_own():
+@pytest.mark.parametrize("kind", [DPDPOTrainer, DPSFTTrainer])
+def test_no_method_of_it_is_taken_for_the_users_own(kind):
     """The report would have an open point for each."""
-    assert own_methods(DPDPOTrainer.__new__(DPDPOTrainer)) == []
+    assert own_methods(kind.__new__(kind)) == [] and issubclass(kind, DPTrainer)

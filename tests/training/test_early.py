@@ -37,6 +37,11 @@ N, B, C = 40, 4, 0.5
 METHODS = {"groups": (1, "per-layer"), "two passes": (2, "flat")}
 
 
+@pytest.fixture(autouse=True)
+def _always(monkeypatch):
+    always(monkeypatch)
+
+
 class Calls:
     """A source of noise: its k-th call gives every entry k times the deviation."""
 
@@ -115,9 +120,8 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize("kind", ["untied", "tied", "lora"])
 @pytest.mark.parametrize("method", METHODS)
-def test_the_gradients_are_those_of_a_loop_over_single_units(tmp_path, monkeypatch, method, kind):
+def test_the_gradients_are_those_of_a_loop_over_single_units(tmp_path, method, kind):
     """In the first step, which the guard checks, and in the second; of a tied layer, what is left until the end."""
-    always(monkeypatch)
     model, units = model_of(kind), [3, 8, 21]
     expected = clipped_in_a_loop(model, units, layers_of(method, kind, model))
     run = Stepping(tmp_path, method, model)
@@ -136,9 +140,8 @@ def test_the_gradients_are_those_of_a_loop_over_single_units(tmp_path, monkeypat
     "self._hand_in(parameter, total, add, last=True)",
     "self._hand_in(parameter, total, add, last=False)",
 )
-def test_an_empty_step_is_noise(tmp_path, monkeypatch):
+def test_an_empty_step_is_noise(tmp_path):
     """A step without units has a microbatch of padding."""
-    always(monkeypatch)
     run = Stepping(tmp_path, noise_multiplier=1.0)
     _, found = run.take([])
     assert run.engine.early.count == len(found)
@@ -158,9 +161,8 @@ def noise_in(found, clipped):
 
 @pytest.mark.parametrize("kind", ["untied", "tied"])
 @pytest.mark.parametrize("method", METHODS)
-def test_each_entry_gets_the_noise_of_one_call(tmp_path, monkeypatch, method, kind):
+def test_each_entry_gets_the_noise_of_one_call(tmp_path, method, kind):
     """Of a call that no other parameter and no other step got, whether its gradient is finished early or late."""
-    always(monkeypatch)
     model, units = model_of(kind), [3, 8]
     clipped = clipped_in_a_loop(model, units, layers_of(method, kind, model))
     run = Stepping(tmp_path, method, model, noise_multiplier=1.0)
@@ -194,9 +196,8 @@ def scarce(run, tokens, when):
 )
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("is_checked", [True, False], ids=["first step", "later step"])
-def test_after_memory_ran_out_each_unit_and_each_noise_is_there_once(tmp_path, monkeypatch, is_checked, method):
+def test_after_memory_ran_out_each_unit_and_each_noise_is_there_once(tmp_path, is_checked, method):
     """The gradients finished before are dropped with their noise; the halves are summed up as any two microbatches."""
-    always(monkeypatch)
     model, units = model_of("untied"), [3, 8, 21, 30]
     clipped = clipped_in_a_loop(model, units, layers_of(method, "untied", model))
     run = Stepping(tmp_path, method, model, noise_multiplier=1.0)
@@ -209,9 +210,8 @@ def test_after_memory_ran_out_each_unit_and_each_noise_is_there_once(tmp_path, m
     assert run.engine.early.count == refused[0], "halves are collected late"
 
 
-def test_a_pass_that_fails_otherwise_leaves_no_gradient(tmp_path, monkeypatch):
+def test_a_pass_that_fails_otherwise_leaves_no_gradient(tmp_path):
     """And the engine takes no other step."""
-    always(monkeypatch)
     run = Stepping(tmp_path, noise_multiplier=1.0)
 
     def fail(grad):
@@ -231,9 +231,8 @@ def test_a_pass_that_fails_otherwise_leaves_no_gradient(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("runs_out", [False, True])
 @pytest.mark.parametrize("tampered", [False, True])
-def test_the_guard_checks_them_in_the_first_step(tmp_path, monkeypatch, tampered, runs_out):
+def test_the_guard_checks_them_in_the_first_step(tmp_path, tampered, runs_out):
     """In the dtype of the model: sums handed in early are compared with the optimizer's gradients, dropped ones not."""
-    always(monkeypatch)
     run = Stepping(tmp_path, model=LlamaForCausalLM(tiny_llama_config()).bfloat16(), noise_multiplier=1.0)
     run.noise = IndependentStream(NoiseSource(1))
     run.clipper._book.checked.rows = True
@@ -251,9 +250,8 @@ def test_the_guard_checks_them_in_the_first_step(tmp_path, monkeypatch, tampered
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_memory_may_run_out_while_the_first_gradient_is_made(tmp_path, monkeypatch, method):
+def test_memory_may_run_out_while_the_first_gradient_is_made(tmp_path, method):
     """The guard of the first step forgets the sum that was handed in for it: the step is the private one."""
-    always(monkeypatch)
     for number in itertools.count(1):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -270,9 +268,8 @@ def test_memory_may_run_out_while_the_first_gradient_is_made(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_one_sum_in_float32_exists_at_a_time(tmp_path, monkeypatch, method):
+def test_one_sum_in_float32_exists_at_a_time(tmp_path, method):
     """Of a bfloat16 model: the rest are gradients of 2 bytes an entry."""
-    always(monkeypatch)
     run = Stepping(tmp_path, method, LlamaForCausalLM(tiny_llama_config()).bfloat16(), noise_multiplier=1.0)
     run.engine.guard.done = True
     refs, alive = [], []
@@ -296,9 +293,8 @@ class Another(IndependentStream):
 
 
 @pytest.mark.parametrize("case", ["several microbatches", "another stream", "another engine", "rows that continue"])
-def test_other_steps_finish_their_gradients_after_the_pass(tmp_path, monkeypatch, case):
+def test_other_steps_finish_their_gradients_after_the_pass(tmp_path, case):
     """The sums of earlier microbatches could not be restored, and correlated noise can be drawn once only."""
-    always(monkeypatch)
     model, units = model_of("untied"), [3, 8, 21, 30]
     clipped = clipped_in_a_loop(model, units, layers_of("groups", "untied", model))
     run = Stepping(tmp_path, model=model)

@@ -15,7 +15,7 @@ from dpllm.ghost import PerUnitClipper
 from dpllm.training.gradients import GHOST, PER_UNIT
 from dpllm.training.made_up import NotMadeUp, made_up
 from dpllm.training.rows import TrainingRows
-from tests.training.test_per_unit import Coupled, begun, gradients_of
+from tests.training.test_per_unit import Coupled, Experts, begun, gradients_of
 from tests.training.test_run import FEATURES, ledger_of, loss_of, network, plan_of, rows_of
 from tests.training.test_trainer import arguments, small_trainer
 
@@ -31,20 +31,13 @@ class Pooled(nn.Module):
         return self.body(x)
 
 
-class Experts(nn.Module):
-    """A row uses one of two networks, by its first number."""
-
-    def __init__(self):
-        super().__init__()
-        self.experts = nn.ModuleList([network(), network()])
-
-    def forward(self, x):
-        return torch.cat([self.experts[int(row[0] > 0)](row[None]) for row in x])
+def run_of(folder, rows=None):
+    plan = plan_of(noise_multiplier=0.0)
+    return PrivateRun(plan, rows or rows_of(), ledger_of(folder, plan))
 
 
 def attached(folder, model, loss=loss_of, **options):
-    made = plan_of(noise_multiplier=0.0)
-    run = PrivateRun(made, rows_of(max_rows=1), ledger_of(folder, made))
+    run = run_of(folder, rows_of(max_rows=1))
     run.attach(model, torch.optim.SGD(model.parameters(), lr=0.3), gradients="auto", loss_of=loss, **options)
     return run
 
@@ -113,8 +106,7 @@ def test_unused_parameters_are_frozen_by_name_before_the_optimizer_is_made(tmp_p
     with pytest.raises(GhostError, match=r"first is pooler.weight.*privacy.unused_parameters=freeze"):
         gradients_of(run, optimizer, model, [[0, 1]])
     run.detach()
-    plan = plan_of(noise_multiplier=0.0)
-    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path / "freeze", plan))
+    run = run_of(tmp_path / "freeze")
     assert run.freeze_unused(model, loss_of) == ["pooler.weight", "pooler.bias"]
     assert not model.pooler.weight.requires_grad and model.body[0].weight.requires_grad
     run.attach(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
@@ -127,8 +119,7 @@ def test_unused_parameters_are_frozen_by_name_before_the_optimizer_is_made(tmp_p
 
 def test_an_expert_that_only_some_rows_use_is_not_frozen(tmp_path):
     """Whether a row uses it depends on the row, so it is not decided by private rows."""
-    model, plan = Experts(), plan_of(noise_multiplier=0.0)
-    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
+    model, run = Experts(), run_of(tmp_path)
     assert run.freeze_unused(model, loss_of) == []
     run.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), gradients="per_unit")
     with pytest.raises(ConfigError, match="A model is attached"):
@@ -137,8 +128,7 @@ def test_an_expert_that_only_some_rows_use_is_not_frozen(tmp_path):
 
 
 def test_a_model_whose_losses_reach_nothing_is_refused(tmp_path):
-    plan = plan_of(noise_multiplier=0.0)
-    run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
+    run = run_of(tmp_path)
     with pytest.raises(ConfigError, match="reach no trainable parameter"):
         run.freeze_unused(network(), lambda model, inputs: loss_of(model, inputs).detach())
 
@@ -173,7 +163,7 @@ class Picture(nn.Module):
 
 def test_whether_the_first_row_has_a_value_does_not_decide_what_is_frozen(tmp_path):
     """The frozen names are in the report, and would tell it."""
-    plan, rows = plan_of(noise_multiplier=0.0), rows_of()
+    rows = rows_of()
 
     def collate(some):
         pictures = [row["picture"] for row in some]
@@ -185,8 +175,7 @@ def test_whether_the_first_row_has_a_value_does_not_decide_what_is_frozen(tmp_pa
     def fetch(numbers):
         return [{"text": row[:FEATURES], "picture": None} for row in rows.fetch(numbers)]
 
-    made = TrainingRows(rows.units, rows.lengths, fetch, collate, 1)
-    run = PrivateRun(plan, made, ledger_of(tmp_path, plan))
+    run = run_of(tmp_path, TrainingRows(rows.units, rows.lengths, fetch, collate, 1))
     with pytest.raises(ConfigError, match="'picture' has no value in the first row"):
         run.freeze_unused(Picture(), lambda model, inputs: model(**inputs).squeeze(1))
 
@@ -194,7 +183,7 @@ def test_whether_the_first_row_has_a_value_does_not_decide_what_is_frozen(tmp_pa
 @pytest.mark.parametrize("first", [True, False])
 def test_whether_the_first_row_has_a_column_does_not_decide_what_is_frozen(first, tmp_path):
     """Rows may be dictionaries with different keys; `auto` does not try rows of either form."""
-    plan, rows = plan_of(noise_multiplier=0.0), rows_of()
+    rows = rows_of()
 
     def fetch(numbers):
         found = [{"text": row[:FEATURES]} for row in rows.fetch(numbers)]
@@ -209,9 +198,7 @@ def test_whether_the_first_row_has_a_column_does_not_decide_what_is_frozen(first
             "picture": torch.stack(pictures) if len(pictures) == len(some) else None,
         }
 
-    run = PrivateRun(
-        plan, TrainingRows(rows.units, rows.lengths, fetch, collate, 1), ledger_of(tmp_path, plan)
-    )  # fmt: skip
+    run = run_of(tmp_path, TrainingRows(rows.units, rows.lengths, fetch, collate, 1))
     model, seen = Picture(), []
     with pytest.raises(ConfigError, match="row 1 has other columns than row 0"):
         run.freeze_unused(model, lambda model, inputs: model(**inputs).squeeze(1))

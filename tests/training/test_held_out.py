@@ -20,9 +20,8 @@ from dpllm.data.rows import DataError, RowCollator, tokenize_records, train_toke
 from dpllm.training.evaluation import class_counts, mean_f1, measure
 from dpllm.training.held_out import HeldOut, HeldOutRows, best_span
 from tests.small_model import WORDS
-from tests.training.test_evaluation import Rank
+from tests.training.test_evaluation import SIZES, Rank
 
-SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 T5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
 RECORDS = [
     {"prompt": "the red dog: ", "completion": "a small bridge"},

@@ -46,15 +46,6 @@ def test_what_the_shipped_configurations_set_is_accepted():
     )
 
 
-def test_saving_on_each_node_is_refused(tmp_path):
-    """A checkpoint that every machine has its own part of cannot be resumed."""
-    args = training_arguments(
-        {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", "save_on_each_node": True}
-    )
-    with pytest.raises(ConfigError, match=r"train\.save_on_each_node=True cannot be used .* one folder"):
-        private_arguments(args)
-
-
 def test_a_deepspeed_file_is_found_from_any_folder(tmp_path, monkeypatch):
     """A missing path is resolved from the repository; a path that exists in the working directory is unchanged."""
     monkeypatch.chdir(tmp_path)

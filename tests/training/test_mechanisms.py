@@ -31,7 +31,7 @@ from tests.conftest import tiny_llama_config
 from tests.tiers import deep, deep_case
 from tests.training.test_run import loss_of, network, plan_of
 from tests.training.test_run import rows_of as users_rows
-from tests.training.test_trainer import arguments, privacy, rows, trainer
+from tests.training.test_trainer import At, Stop, arguments, crash, privacy, rows, trainer
 
 pytestmark = pytest.mark.usefixtures("rows_not_compared")
 
@@ -69,18 +69,10 @@ def test_a_run_says_what_it_was_and_verifies(parts, tmp_path):
 QUANTILE = {"kind": "quantile", "count_noise": 2.0, "start": 3.0}
 
 
-class Crash(TrainerCallback):
-    """A power cut after step 3."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 3:
-            raise RuntimeError("power cut")
-
-
-def crash(folder, config, args):
+def train_until_crash(folder, config, args):
     """Train up to the power cut, after the checkpoint of step 2."""
     with pytest.raises(RuntimeError, match="power cut"):
-        trainer(folder, dataset=rows(60), config=config, args=args, callbacks=[Crash()]).train()
+        trainer(folder, dataset=rows(60), config=config, args=args, callbacks=[At(3, crash)]).train()
 
 
 def resumed(folder, config, args):
@@ -95,7 +87,7 @@ def test_a_resume_continues_with_the_threshold_of_the_ledger(tmp_path):
     """It is a released value; the report shows its path."""
     config = privacy(expected_batch_size=8, clipping=QUANTILE)
     args = arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=5)
-    crash(tmp_path, config, args)
+    train_until_crash(tmp_path, config, args)
     before = read_ledger(tmp_path / LEDGER_FILE).notes.thresholds
     assert len(before) == 3 and before[0] == 3.0 and len(set(before)) == 3
     run = resumed(tmp_path, config, args)
@@ -191,7 +183,7 @@ def test_a_resume_begins_a_fresh_cycle_with_fresh_noise(tmp_path):
     """Steps of each start are counted by themselves, and the report is that of both."""
     config = privacy(expected_batch_size=8, noise=BANDED)
     args = arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=6)
-    crash(tmp_path, config, args)
+    train_until_crash(tmp_path, config, args)
     run = resumed(tmp_path, config, args)
     history = read_ledger(tmp_path / LEDGER_FILE).history
     assert history == [(run.plan.event, 3), (run.plan.event, 3)]
@@ -204,7 +196,7 @@ def test_a_resume_of_a_fixed_order_is_a_second_release(tmp_path):
     """Its steps are counted by themselves, and both releases compose; the numbers of the report give the same ε."""
     config = privacy(expected_batch_size=8, noise=BLT, noise_multiplier=2.0, target_epsilon=50.0)
     args = arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=6)
-    crash(tmp_path, config, args)
+    train_until_crash(tmp_path, config, args)
     run = resumed(tmp_path, config, args)
     event, history = run.plan.event, read_ledger(tmp_path / LEDGER_FILE).history
     assert history == [(event, 3), (event, 3)] and verify(tmp_path).ok
@@ -238,12 +230,7 @@ def test_the_epsilon_of_a_resumed_run_counts_its_starts(tmp_path):
     """In its logs, at its end and in its report: 2 and 4 steps are 3 rounds, and 6 in one go are 2."""
     config = privacy(expected_batch_size=8, noise=BANDED, noise_multiplier=1.0, target_epsilon=50.0)
     args = arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=6, logging_steps=1)
-
-    class Stop(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            control.should_training_stop = state.global_step == 2
-
-    trainer(tmp_path, dataset=rows(60), config=config, args=args, callbacks=[Stop()]).train()
+    trainer(tmp_path, dataset=rows(60), config=config, args=args, callbacks=[Stop(2)]).train()
     run = resumed(tmp_path, config, args)
     event, delta = run.plan.event, run.plan.delta
     logged = {entry["step"]: entry["epsilon"] for entry in run.state.log_history if "epsilon" in entry}

@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 from datasets import Dataset
-from transformers import TrainingArguments
 
 from dpllm import DPTrainer, PrivacyConfig
 from dpllm.config import ConfigError
 from tests.ghost.media import SIDE, TOKEN, freeze_tower, llava, whisper
 from tests.mutations import kills
+from tests.training.test_trainer import arguments
 
 
 def image_rows(count=40):
@@ -45,10 +45,7 @@ def collate(rows):
 
 
 def trainer_of(folder, model, rows, collator=collate, **privacy):
-    args = TrainingArguments(
-        output_dir=str(folder), max_steps=3, per_device_train_batch_size=8, learning_rate=1e-3, report_to="none",
-        use_cpu=True, save_strategy="no", disable_tqdm=True, remove_unused_columns=False,
-    )  # fmt: skip
+    args = arguments(folder, max_steps=3, learning_rate=1e-3, remove_unused_columns=False)
     settings = PrivacyConfig(noise_multiplier=1.0, delta=1e-3, clip_norm=0.5, expected_batch_size=10, **privacy)
     return DPTrainer(model=model, args=args, train_dataset=rows, data_collator=collator, privacy=settings)
 

@@ -9,13 +9,11 @@ import torch
 from torch import nn
 
 from dpllm import GhostClipper
-from dpllm.config import ConfigError
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.training import attached
 from dpllm.training.microbatch_size import (
     TOKENS_WITHOUT_MEASURE,
     largest_that_fits,
-    memory_of,
     needed_later,
     rows_that_fit,
 )
@@ -101,11 +99,6 @@ def test_what_is_needed_later_is_kept_free():
     optimizer.step()
     assert before - needed_later(model.parameters(), optimizer) == pytest.approx(20 * 8, abs=16)
     assert needed_later(model.bfloat16().parameters(), None) == 20 * (4 + 4)
-
-
-def test_a_cpu_is_not_measured():
-    """A CPU's system allocates more memory than there is."""
-    assert memory_of(torch.device("cpu"), 0) is None
 
 
 class Counted:
@@ -213,9 +206,3 @@ def test_steps_after_a_shortage_are_cut_smaller(tmp_path):
     assert run.max_tokens == done[0].max_tokens < 2000 and done[1].max_tokens is None
     diagnostics = read_ledger(run.ledger.path).diagnostics
     assert diagnostics == {"microbatches taken again in halves for lack of memory": done[0].num_divided}
-
-
-def test_a_budget_of_another_word_is_refused():
-    """A typing error is refused."""
-    with pytest.raises(ConfigError, match="max_tokens is 'automatic'"):
-        dataclasses.replace(rows_of(), max_tokens="automatic")

@@ -45,15 +45,22 @@ def units_of(batches, units):
     return found
 
 
+def drawn(data, most=8, fewest=1):
+    """The owner of each row, an index of units, their rows' lengths, and the units of a step."""
+    owner = data.draw(st.lists(st.integers(0, most), min_size=1, max_size=30))
+    units = UnitIndex.from_ids([str(o) for o in owner], None)
+    chosen = data.draw(st.lists(st.integers(0, units.num_units - 1), unique=True, min_size=fewest))
+    lengths = data.draw(st.lists(st.integers(1, 50), min_size=len(owner), max_size=len(owner)))
+    return owner, units, np.array(lengths), chosen
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_every_row_of_every_unit_exactly_once(data):
     """For any number of units, rows and any budget: a unit's rows stay together, in one microbatch or in its own."""
-    owner = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=30))
-    units = UnitIndex.from_ids([str(o) for o in owner], None)
-    chosen = data.draw(st.lists(st.integers(0, units.num_units - 1), unique=True, min_size=1))
+    owner, units, lengths, chosen = drawn(data, most=6)
     max_rows = data.draw(st.integers(1, 8))
-    batches = cut(units, [data.draw(st.integers(1, 50)) for _ in owner], chosen, max_rows)
+    batches = cut(units, lengths, chosen, max_rows)
     seen, held = [], []
     for batch in batches:
         rows = batch.inputs["row"].tolist()
@@ -95,12 +102,6 @@ def test_rows_of_similar_length_go_together():
     assert [sorted(b.inputs["row"].tolist()) for b in batches] == [[1, 3, 5], [0, 2, 4]]
 
 
-def test_an_empty_step_has_one_padding_row():
-    """The step is taken all the same, on every rank, with a row of weight 0."""
-    (batch,) = cut(UnitIndex.one_row_per_unit(4), [1, 1, 1, 1], [], 3)
-    assert batch.num_units == 0 and batch.unit_index.tolist() == [PADDING_UNIT] and batch.inputs["row"].shape == (1,)
-
-
 def test_shares_are_parts_of_the_work_of_a_process():
     """By padded tokens, or by the rows' own tokens without padding; a padding row has none."""
     units, lengths = UnitIndex.one_row_per_unit(4), [30, 20, 10, 10]
@@ -114,35 +115,11 @@ def test_shares_are_parts_of_the_work_of_a_process():
     assert empty.share == 0
 
 
-def test_a_collator_that_packs_rows_is_refused():
-    """Several units in one row cannot be clipped one by one."""
-    with pytest.raises(ValueError, match=r"3 rows into 'row' of shape \(1, 3\)"):
-        list(
-            microbatches(
-                lambda rows: rows.tolist(),
-                lambda rows: {"row": torch.tensor([rows])},
-                UnitIndex.one_row_per_unit(3),
-                np.ones(3, dtype=np.int64),
-                np.arange(3),
-                8,
-            )
-        )
-
-
-def test_a_budget_of_no_rows_is_refused():
-    """Nothing would ever be trained."""
-    with pytest.raises(ValueError, match="max_rows is 0"):
-        cut(UnitIndex.one_row_per_unit(3), [1, 1, 1], [0], 0)
-
-
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_every_unit_is_on_exactly_one_rank_and_ranks_have_equally_many_microbatches(data):
     """Any number of ranks, also more than units, and an empty draw: no unit twice, none left out, no rank waits."""
-    owner = data.draw(st.lists(st.integers(0, 8), min_size=1, max_size=30))
-    units = UnitIndex.from_ids([str(o) for o in owner], None)
-    chosen = data.draw(st.lists(st.integers(0, units.num_units - 1), unique=True))
-    lengths = data.draw(st.lists(st.integers(1, 50), min_size=len(owner), max_size=len(owner)))
+    _, units, lengths, chosen = drawn(data, fewest=0)
     size, max_rows = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 8))
     shares = [cut(units, lengths, chosen, max_rows, rank, size) for rank in range(size)]
     assert sorted(unit for share in shares for unit in units_of(share, units)) == sorted(chosen)
@@ -155,14 +132,6 @@ def test_every_unit_is_on_exactly_one_rank_and_ranks_have_equally_many_microbatc
         assert len(batch.unit_index) <= max_rows
 
 
-def test_the_share_of_a_rank_does_not_depend_on_who_asks():
-    """Each rank computes the whole division separately, from facts known to all of them."""
-    units, lengths = UnitIndex.one_row_per_unit(20), np.arange(1, 21)
-    again = [units_of(cut(units, lengths, range(20), 3, rank, 3), units) for rank in range(3)]
-    assert again == [units_of(cut(units, lengths, range(20), 3, rank, 3), units) for rank in range(3)]
-    assert min(map(len, again)) >= 6
-
-
 def test_a_rank_with_nothing_and_an_empty_draw_run_padding_rows():
     """Two units on four ranks, a long unit beside five short ones, no unit at all: all ranks run equally often."""
     units = UnitIndex.one_row_per_unit(4)
@@ -172,18 +141,18 @@ def test_a_rank_with_nothing_and_an_empty_draw_run_padding_rows():
     assert sorted([batch.num_units for batch in share] for share in uneven) == [[1, 1, 0], [1, 1, 1]]
     for rank in range(2):
         (batch,) = cut(units, [1, 2, 3, 4], [], 5, rank, 2)
-        assert batch.num_units == 0 and batch.unit_index.tolist() == [PADDING_UNIT]
+        assert (
+            batch.num_units == 0 and batch.unit_index.tolist() == [PADDING_UNIT] and batch.inputs["row"].shape == (1,)
+        )
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_unit_s_rank_depends_on_no_other_unit_s_length(data):
     """Only ids, key and number of processes decide it: a neighbour's longer row moves nobody."""
-    owner = data.draw(st.lists(st.integers(0, 8), min_size=1, max_size=30))
-    units = UnitIndex.from_ids([str(o) for o in owner], None)
-    chosen = data.draw(st.lists(st.integers(0, units.num_units - 1), unique=True))
+    owner, units, one, chosen = drawn(data, fewest=0)
     size, key = data.draw(st.integers(2, 5)), data.draw(st.integers(0, 2**128 - 1))
-    one, other = (data.draw(st.lists(st.integers(1, 50), min_size=len(owner), max_size=len(owner))) for _ in range(2))
+    other = np.array(data.draw(st.lists(st.integers(1, 50), min_size=len(owner), max_size=len(owner))))
     for rank in range(size):
         shares = [
             sorted(units_of(cut(units, lengths, chosen, 4, rank, size, key=key), units)) for lengths in (one, other)
@@ -219,24 +188,27 @@ def test_a_rank_that_does_not_exist_is_refused(rank, size):
         cut(UnitIndex.one_row_per_unit(3), [1, 1, 1], [0], 2, rank, size)
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @settings(max_examples=80, deadline=None)
 @given(st.data())
-def test_a_budget_of_tokens_is_kept(data):
-    """Rows times the longest never exceed the budget, except for a single row above it; nothing is lost."""
-    owner = data.draw(st.lists(st.integers(0, 8), min_size=1, max_size=30))
-    units = UnitIndex.from_ids([str(o) for o in owner], None)
-    chosen = data.draw(st.lists(st.integers(0, units.num_units - 1), unique=True, min_size=1))
-    lengths = np.array(data.draw(st.lists(st.integers(1, 50), min_size=len(owner), max_size=len(owner))))
+def test_a_budget_of_tokens_is_kept(packed, data):
+    """Rows times the longest, or the packed rows' own tokens, never exceed it, except for a single row above it.
+
+    Nothing is lost, and no unit is split.
+    """
+    _, units, lengths, chosen = drawn(data)
     budget, max_rows = data.draw(st.integers(1, 200)), data.draw(st.one_of(st.none(), st.integers(1, 6)))
     size = data.draw(st.integers(1, 3))
-    shares = [cut(units, lengths, chosen, max_rows, rank, size, max_tokens=budget) for rank in range(size)]
+    shares = [cut(units, lengths, chosen, max_rows, rank, size, budget, packed) for rank in range(size)]
     assert len({len(share) for share in shares}) == 1
+    assert sorted(unit for share in shares for unit in units_of(share, units)) == sorted(chosen)
     found = []
     for batch in (batch for share in shares for batch in share):
         rows = batch.inputs["row"][batch.unit_index >= 0].tolist()
         found += rows
         if rows:
-            assert len(rows) == 1 or len(rows) * lengths[rows].max() <= budget
+            tokens = int(lengths[rows].sum()) if packed else len(rows) * lengths[rows].max()
+            assert len(rows) == 1 or tokens <= budget
             assert max_rows is None or len(rows) <= max_rows
     assert sorted(found) == sorted(units.rows_of(np.asarray(chosen))[0].tolist())
 
@@ -248,29 +220,6 @@ def test_a_budget_of_tokens_fills_microbatches_with_short_rows():
     assert [len(b.unit_index) for b in batches] == [2, 2, 10]
 
 
-@settings(max_examples=80, deadline=None)
-@given(st.data())
-def test_a_budget_of_tokens_of_packed_rows_is_kept(data):
-    """The rows' own tokens never exceed it, except for a single row; nothing is lost, no unit is split."""
-    owner = data.draw(st.lists(st.integers(0, 8), min_size=1, max_size=30))
-    units = UnitIndex.from_ids([str(o) for o in owner], None)
-    chosen = data.draw(st.lists(st.integers(0, units.num_units - 1), unique=True, min_size=1))
-    lengths = np.array(data.draw(st.lists(st.integers(1, 50), min_size=len(owner), max_size=len(owner))))
-    budget, max_rows = data.draw(st.integers(1, 200)), data.draw(st.one_of(st.none(), st.integers(1, 6)))
-    size = data.draw(st.integers(1, 3))
-    shares = [cut(units, lengths, chosen, max_rows, rank, size, budget, packed=True) for rank in range(size)]
-    assert len({len(share) for share in shares}) == 1
-    assert sorted(unit for share in shares for unit in units_of(share, units)) == sorted(chosen)
-    found = []
-    for batch in (batch for share in shares for batch in share):
-        rows = batch.inputs["row"][batch.unit_index >= 0].tolist()
-        found += rows
-        if rows:
-            assert len(rows) == 1 or int(lengths[rows].sum()) <= budget
-            assert max_rows is None or len(rows) <= max_rows
-    assert sorted(found) == sorted(units.rows_of(np.asarray(chosen))[0].tolist())
-
-
 def test_packed_rows_are_as_many_as_their_own_tokens_allow():
     """A row of 100 tokens leaves room for five of 20, which would have been padded to 100 each."""
     units = UnitIndex.one_row_per_unit(6)
@@ -278,28 +227,33 @@ def test_packed_rows_are_as_many_as_their_own_tokens_allow():
     assert [len(b.unit_index) for b in cut(units, [100] + [20] * 5, range(6), None, max_tokens=200)] == [1, 5]
 
 
+PACKED = {"input_ids": torch.zeros(1, 4), "cu_seq_lens_q": torch.tensor([0, 2, 3, 4])}
+
+
 @pytest.mark.parametrize(
-    ("change", "match"),
+    ("inputs", "match"),
     [
-        ({"cu_seq_lens_q": torch.tensor([0, 2])}, r"3 rows into packed rows with the boundaries \[0, 2\]"),
-        ({"cu_seq_lens_q": torch.tensor([0, 1, 1, 2])}, r"with the boundaries \[0, 1, 1, 2\]"),
-        ({"cu_seq_lens_q": torch.tensor([1, 2, 3, 4])}, r"with the boundaries \[1, 2, 3, 4\]"),
-        ({"input_ids": torch.zeros(1, 5)}, r"packed 4 tokens, but 'input_ids' has shape \(1, 5\)"),
-        ({"input_ids": torch.zeros(3, 4)}, r"'input_ids' has shape \(3, 4\)"),
+        ({"row": torch.tensor([[0, 1, 2]])}, r"3 rows into 'row' of shape \(1, 3\)"),  # several units in one row
+        ({**PACKED, "cu_seq_lens_q": torch.tensor([0, 2])}, r"3 rows into packed rows with the boundaries \[0, 2\]"),
+        ({**PACKED, "cu_seq_lens_q": torch.tensor([0, 1, 1, 2])}, r"with the boundaries \[0, 1, 1, 2\]"),
+        ({**PACKED, "cu_seq_lens_q": torch.tensor([1, 2, 3, 4])}, r"with the boundaries \[1, 2, 3, 4\]"),
+        ({**PACKED, "input_ids": torch.zeros(1, 5)}, r"packed 4 tokens, but 'input_ids' has shape \(1, 5\)"),
+        ({**PACKED, "input_ids": torch.zeros(3, 4)}, r"'input_ids' has shape \(3, 4\)"),
     ],
 )
-def test_a_collator_that_packs_other_rows_than_it_was_given_is_refused(change, match):
+def test_a_collator_that_packs_other_rows_than_it_was_given_is_refused(inputs, match):
     """As many rows as there were, and every input as long as they are together."""
-    inputs = {"input_ids": torch.zeros(1, 4), "cu_seq_lens_q": torch.tensor([0, 2, 3, 4]), **change}
     arguments = (UnitIndex.one_row_per_unit(3), np.ones(3, dtype=np.int64), np.arange(3), 8)
     with pytest.raises(ValueError, match=match):
         list(microbatches(lambda rows: rows.tolist(), lambda rows: inputs, *arguments))
 
 
-@pytest.mark.parametrize(("max_rows", "max_tokens"), [(0, None), (None, 0), (None, None)])
-def test_a_microbatch_needs_a_bound(max_rows, max_tokens):
+@pytest.mark.parametrize(
+    ("max_rows", "max_tokens", "says"), [(0, None, "max_rows is 0"), (None, 0, "max_tokens"), (None, None, "max_")]
+)
+def test_a_microbatch_needs_a_bound(max_rows, max_tokens, says):
     """Without one, all rows of a step would go through the model at once."""
-    with pytest.raises(ValueError, match=r"max_(rows|tokens)"):
+    with pytest.raises(ValueError, match=says):
         cut(UnitIndex.one_row_per_unit(2), [1, 1], [0], max_rows, max_tokens=max_tokens)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
-from dpllm import GhostClipper, PrivacyConfig, make_plan, per_sequence_loss
+from dpllm import GhostClipper, PrivacyConfig, make_plan
 from dpllm.data.units import UnitIndex
 from dpllm.engines import SingleProcess
 from dpllm.ghost import GhostError
@@ -26,8 +26,10 @@ from tests.conftest import tiny_llama_config
 from tests.mutations import kills
 from tests.reference.zoo import enable_checkpointing
 from tests.scarce import Gate, more_than
+from tests.training.test_step import Rows, loss_of
 
 ROWS, CLIP = 24, 0.3
+collate = Rows().collate
 OWNERS = {
     "single rows": tuple(range(ROWS)),
     "several rows": (0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 4, 5, 5, 5, 5, *range(6, 15)),
@@ -51,11 +53,6 @@ def row_ids():
     return [torch.randint(3, 61, (5 + n % 4,), generator=generator) for n in range(ROWS)]
 
 
-def collate(rows):
-    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
-
-
 def cut(owners, max_rows=6, max_tokens=None, unit_ids=None):
     """The microbatches of a step in which all units take part."""
     units, rows = UnitIndex.from_ids(owners), row_ids()
@@ -69,14 +66,6 @@ def cut(owners, max_rows=6, max_tokens=None, unit_ids=None):
         max_rows,
         max_tokens=max_tokens,
     )
-
-
-def loss_of(model):
-    def loss(inputs):
-        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
-        return per_sequence_loss(logits, inputs["labels"])
-
-    return loss
 
 
 class Recording(SingleProcess):
@@ -206,12 +195,15 @@ def test_memory_that_others_than_pytorch_lack_runs_out_too(text, tmp_path):
     assert parts.diagnostics.num_divided >= 1
 
 
-def test_another_error_of_the_device_is_no_shortage(tmp_path):
+@pytest.mark.parametrize(
+    "error", [RuntimeError("CUDA error: an illegal memory access was encountered"), ValueError("something else")]
+)
+def test_another_error_is_no_shortage(error, tmp_path):
     """It is raised as it is, and no row is run again."""
     model, gate = model_with(more_than(30))
-    gate.error = lambda: RuntimeError("CUDA error: an illegal memory access was encountered")
+    gate.error = lambda: error
     parts = Stepped(tmp_path / "parts", cut(OWNERS["single rows"]), model=model)
-    with pytest.raises(RuntimeError, match="illegal memory access"):
+    with pytest.raises(type(error), match=f"^{error}$"):
         parts.done()
 
 
@@ -425,16 +417,6 @@ def test_a_shortage_in_a_function_that_is_run_again_is_one_too():
     microbatch = Microbatch({"x": torch.randn(4, 3)}, torch.arange(4), 4)
     assert attempt(clipper, microbatch, loss, check_rows=False) == OutOfMemory("no room for the rows' own gradients")
     clipper.remove()
-
-
-def test_other_errors_are_left_alone(tmp_path):
-    """Only a shortage of memory is recovered from."""
-
-    def refuse(direction, tokens):
-        raise ValueError("something else")
-
-    with pytest.raises(ValueError, match="something else"):
-        Stepped(tmp_path / "run", cut(OWNERS["single rows"]), refuse).take()
 
 
 @pytest.mark.parametrize("owners", OWNERS.values(), ids=OWNERS.keys())

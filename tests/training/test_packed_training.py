@@ -8,7 +8,7 @@ from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 from dpllm import per_sequence_loss
 from dpllm.config import ConfigError
 from tests.conftest import tiny_llama_config
-from tests.training.test_trainer import arguments, privacy, rows, trainer, users
+from tests.training.test_trainer import arguments, privacy, rows, trainer, update_of, users
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -27,9 +27,7 @@ def test_packed_rows_give_the_same_update(tmp_path, checkpointing):
         )
         seen = []
         run.model.register_forward_pre_hook(lambda _, a, kw, s=seen: s.append(kw["input_ids"].shape), with_kwargs=True)
-        before = torch.cat([p.detach().flatten().double() for p in run.model.parameters()])
-        run.train()
-        updates.append(torch.cat([p.detach().flatten().double() for p in run.model.parameters()]) - before)
+        updates.append(update_of(run))
         tokens.append(list(seen))
         assert run.evaluate(rows(8))["eval_loss"] > 0  # of padded rows, by the model's own attention
     assert float((updates[1] - updates[0]).norm()) <= 1e-4 * float(updates[0].norm())
@@ -56,9 +54,7 @@ def test_packed_rows_of_users_and_of_an_adapter(tmp_path):
             eval_dataset=rows(8),
             pack_rows=packed,
         )
-        before = torch.cat([p.detach().flatten().double() for p in model.parameters()])
-        run.train()
-        updates.append(torch.cat([p.detach().flatten().double() for p in model.parameters()]) - before)
+        updates.append(update_of(run))
     for update in updates[1:]:
         assert float((update - updates[0]).norm()) <= 2e-3 * float(updates[0].norm()) > 0
 

@@ -177,49 +177,32 @@ def test_state_that_is_carried_from_unit_to_unit_is_refused(where, error, match,
     """By value in the first step, and a buffer that changes by its name; nothing reaches the weights."""
     model = Remembers(where)
     before = [p.detach().clone() for p in model.parameters()]
-    run, optimizer = begun(tmp_path, model, max_rows=1)
     with pytest.raises(error, match=match):
-        gradients_of(run, optimizer, model, [[0, 2]])
+        attack(tmp_path, model, loss_of)
     assert all(torch.equal(p, value) for p, value in zip(model.parameters(), before, strict=True))
-    with contextlib.suppress(WatchError):
-        run.detach()
 
 
-def test_state_of_the_loss_is_refused(tmp_path):
-    """A loss that weighs a row by the mean of the rows before it."""
-    seen = []
+class Experts(nn.Module):
+    """A row uses one of two networks, by its first number; there may be a part that no row uses."""
 
-    def loss(model, inputs):
-        loss_B = loss_of(model, inputs)
-        seen.append(float(loss_B.detach().mean()))
-        return loss_B * (1 + np.mean(seen[-3:]))
+    def __init__(self, least=0, unused=False):
+        super().__init__()
+        self.experts, self.least = nn.ModuleList([network(), network()]), least
+        if unused:
+            self.pooler = nn.Linear(2, 2)
 
-    model = network()
-    run, optimizer = begun(tmp_path, model, max_rows=1)
-    with pytest.raises(IndependenceError):
-        gradients_of(run, optimizer, model, [[0, 2]], loss)
-    run.detach()
+    def forward(self, x):
+        return torch.cat([self.experts[int(row[0] > self.least)](row[None]) for row in x])
 
 
 def test_a_parameter_that_no_unit_reaches_is_refused_and_one_that_some_reach_is_not(tmp_path):
     """It would be trained on noise only. An expert that this unit does not use has the gradient 0."""
-
-    class Experts(nn.Module):
-        def __init__(self, unused):
-            super().__init__()
-            self.experts, self.unused = nn.ModuleList([network(), network()]), unused
-            if unused:
-                self.pooler = nn.Linear(2, 2)
-
-        def forward(self, x):
-            return torch.cat([self.experts[int(row[0] > 1)](row[None]) for row in x])
-
-    model = Experts(unused=True)
+    model = Experts(1, unused=True)
     run, optimizer = begun(tmp_path / "unused", model)
     with pytest.raises(GhostError, match=r"No gradient reached 2 trainable parameter\(s\), the first is pooler.weight"):
         gradients_of(run, optimizer, model, [list(range(20))])
     run.detach()
-    model = Experts(unused=False)
+    model = Experts(1)
     run, optimizer = begun(tmp_path / "some", model)
     assert bool((gradients_of(run, optimizer, model, [list(range(20)), [0]]).abs().sum(1) > 0).all())
     run.detach()
@@ -279,19 +262,6 @@ def test_a_loss_that_calls_backward_is_refused(tmp_path):
         return loss_B
 
     with pytest.raises(EngineError, match="received a gradient that is not clipped"):
-        attack(tmp_path, network(), loss)
-
-
-def test_features_of_the_last_unit_in_a_loss_are_refused(tmp_path):
-    last = [torch.zeros(FEATURES)]
-
-    def loss(model, inputs):
-        x = inputs["rows"][:, :-1]
-        loss_B = loss_of(model, inputs) + (x.mean(0) - last[0]).square().sum() * model[0].weight.sum()
-        last[0] = x.mean(0)
-        return loss_B
-
-    with pytest.raises(IndependenceError, match="state"):
         attack(tmp_path, network(), loss)
 
 

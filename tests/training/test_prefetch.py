@@ -20,7 +20,6 @@ from transformers import (
     DataCollatorForSeq2Seq,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
-    TrainingArguments,
     default_data_collator,
 )
 
@@ -41,6 +40,8 @@ from tests.conftest import tiny_llama_config
 from tests.distributed.matrix import NoLedger
 from tests.mutations import kills
 from tests.scarce import Gate, more_than
+from tests.training.test_run import loop
+from tests.training.test_trainer import arguments
 
 UNITS, ROWS, LIMIT = 12, 3, 20  # seconds after which a thread that should have been called was not
 
@@ -71,9 +72,10 @@ class Data:
         finally:
             self.busy.release()
 
-    def rows(self, fetch=None):
+    def rows(self, collate=None, fetch=None, ahead=True):
         units, lengths = UnitIndex.one_row_per_unit(UNITS), np.ones(UNITS, dtype=np.int64)
-        return TrainingRows(units, lengths, fetch or self.fetch, self.collate, max_rows=ROWS, fetch_ahead=True)
+        functions = fetch or self.fetch, collate or self.collate
+        return TrainingRows(units, lengths, *functions, max_rows=ROWS, fetch_ahead=ahead)
 
 
 class Stepped:
@@ -230,29 +232,43 @@ def test_a_run_fetches_nothing_between_its_steps(tmp_path):
     assert len(data.threads) == 2  # of the steps, and of the checks before them
 
 
+CONTAINERS = {
+    "a dictionary": (lambda made: made, lambda inputs: inputs),
+    "nested BatchEncoding": (lambda made: {"pair": BatchEncoding(made)}, lambda inputs: inputs["pair"]),
+    "lists": (lambda made: {"both": [made["x"], (made["y"],)]}, lambda i: {"x": i["both"][0], "y": i["both"][1][0]}),
+}
+
+
 @kills(
     "a collator's own tensors wait to be run",
     "dpllm/training/microbatches.py",
     "own_copy(by_name(collate(own_rows(rows))))",
     "by_name(collate(own_rows(rows)))",
 )
-def test_a_collator_that_fills_the_same_tensors_again_does_not_move_rows():
-    """The next rows would replace those of a microbatch that waits or runs, and their units would count twice."""
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_a_collator_that_fills_the_same_tensors_again_does_not_move_rows(name):
+    """The next rows would replace those of a microbatch that waits or runs, and their units would count twice.
+
+    Whatever holds the tensors, nothing of what the collator returned is written to.
+    """
+    wrap, unwrap = CONTAINERS[name]
     usual, filled = Data(), Data()
     buffers = {"x": torch.empty(ROWS, 4), "y": torch.empty(ROWS, 1)}
+    same = wrap(buffers)
 
     def collate(rows):
         made = Data.collate(filled, rows)
-        return {name: buffers[name][: len(rows)].copy_(value) for name, value in made.items()}
+        part = {name: buffers[name][: len(rows)].copy_(value) for name, value in made.items()}
+        return same if len(rows) == ROWS else wrap(part)
 
-    whole, filled.rows = Stepped(usual).gradient(), lambda: rows_of(filled, collate)
-    assert torch.equal(Stepped(filled).gradient(), whole)
-    torch.testing.assert_close(Stepped(filled, refuse=more_than(ROWS - 1)).gradient(), whole, rtol=1e-5, atol=1e-7)
+    def unwrapped(model, inputs):
+        return loss(model, unwrap(inputs))
 
-
-def rows_of(data, collate):
-    units, lengths = UnitIndex.one_row_per_unit(UNITS), np.ones(UNITS, dtype=np.int64)
-    return TrainingRows(units, lengths, data.fetch, collate, max_rows=ROWS, fetch_ahead=True)
+    whole, filled.collate = Stepped(usual).gradient(), collate
+    assert torch.equal(Stepped(filled, unwrapped).gradient(), whole)
+    scarce = Stepped(filled, unwrapped, more_than(ROWS - 1))
+    torch.testing.assert_close(scarce.gradient(), whole, rtol=1e-5, atol=1e-7)
+    assert unwrap(same)["x"] is buffers["x"]
 
 
 def test_a_seeded_run_takes_its_random_numbers_in_one_order(tmp_path):
@@ -277,24 +293,19 @@ def test_a_seeded_run_takes_its_random_numbers_in_one_order(tmp_path):
         plan = make_plan(privacy, UNITS, 4)
         (tmp_path / name).mkdir()
         ledger = SharedLedger.create(tmp_path / name / "ledger.jsonl", plan, Processes())
-        run = PrivateRun(plan, rows_of(data, collate), ledger, seed=3)
+        run = PrivateRun(plan, data.rows(collate), ledger, seed=3)
         run.attach(model, optimizer)
-        for unit_ids in run.draws(4):
-            run.step(unit_ids, late)
-            optimizer.step()
-            optimizer.zero_grad()
+        loop(run, optimizer, 4, late)
         found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.equal(*found)
 
 
 def run_of(tmp_path, data, collate=None, fetch=None, model=None, loss_of=loss, ahead=True):
     """Two steps over all units in a run; return the sum of their gradients."""
-    units, lengths = UnitIndex.one_row_per_unit(UNITS), np.ones(UNITS, dtype=np.int64)
-    rows = TrainingRows(units, lengths, fetch or data.fetch, collate or data.collate, max_rows=ROWS, fetch_ahead=ahead)
     privacy = PrivacyConfig(noise_multiplier=0.0, clip_norm=0.5, expected_batch_size=UNITS)
     torch.manual_seed(2)
     model = torch.nn.Linear(4, 1) if model is None else model
-    run = PrivateRun.start(tmp_path, make_plan(privacy, UNITS, 4), rows)
+    run = PrivateRun.start(tmp_path, make_plan(privacy, UNITS, 4), data.rows(collate, fetch, ahead))
     run.attach(model, torch.optim.SGD(model.parameters(), lr=0.0))
     total = 0
     for _ in range(2):
@@ -361,33 +372,6 @@ def test_a_collator_that_shares_numbers_or_a_model_with_the_pass_does_not_run_ne
     one = Pass()
     run_of(tmp_path / "usual", data, lambda rows: one.look() or Data.collate(data, rows), loss_of=one.loss)
     assert one.met > 0
-
-
-CONTAINERS = {
-    "nested BatchEncoding": (lambda made: {"pair": BatchEncoding(made)}, lambda inputs: inputs["pair"]),
-    "lists": (lambda made: {"both": [made["x"], (made["y"],)]}, lambda i: {"x": i["both"][0], "y": i["both"][1][0]}),
-}
-
-
-@pytest.mark.parametrize("name", CONTAINERS)
-def test_whatever_holds_the_tensors_they_are_not_filled_again(name, tmp_path):
-    """The collator fills the same tensors and returns the same object; nothing of it is written to."""
-    wrap, unwrap = CONTAINERS[name]
-    buffers = {"x": torch.empty(ROWS, 4), "y": torch.empty(ROWS, 1)}
-    same = wrap(buffers)
-
-    def collate(rows):
-        x = torch.stack(rows)
-        if len(rows) < ROWS:
-            return wrap({"x": x, "y": x.sum(1, keepdim=True)})
-        buffers["x"].copy_(x)
-        buffers["y"].copy_(x.sum(1, keepdim=True))
-        return same
-
-    whole = run_of(tmp_path / "whole", Data())
-    found = run_of(tmp_path / "filled", Data(), collate, loss_of=lambda m, inputs: loss(m, unwrap(inputs)))
-    assert torch.equal(found, whole)
-    assert unwrap(same)["x"] is buffers["x"]
 
 
 def test_a_data_set_that_fills_one_array_again_loses_no_row_when_memory_runs_out():
@@ -468,37 +452,6 @@ def test_what_only_one_thread_can_read_is_refused_before_anything_is_charged(bou
     free.close()
 
 
-def test_without_fetch_ahead_rows_are_read_between_passes_by_the_thread_of_the_loop(tmp_path):
-    """The default: a file that the loss reads too never returns another record's bytes."""
-    path, width = tmp_path / "rows.bin", 16_384  # records larger than a file's buffer
-    x = Data().x
-    records = torch.zeros(UNITS, width)
-    records[:, :4], records[:, 4] = x, x.sum(1)
-    path.write_bytes(records.numpy().tobytes())
-    threads = set()
-    with path.open("rb") as file:
-
-        def record(number):
-            threads.add(threading.current_thread())
-            file.seek(int(number) * width * 4)
-            return torch.frombuffer(bytearray(file.read(width * 4)), dtype=torch.float32)
-
-        def taught(model, inputs):
-            y = torch.stack([record(number)[4:5] for number in inputs["number"].tolist()])
-            return loss(model, {"x": inputs["x"], "y": y})
-
-        found = run_of(
-            tmp_path / "run",
-            Data(),
-            lambda rows: {"x": torch.stack([row for _, row in rows]), "number": torch.tensor([n for n, _ in rows])},
-            lambda numbers: [(int(number), record(number)[:4]) for number in numbers],
-            loss_of=taught,
-            ahead=False,
-        )
-    assert torch.equal(found, run_of(tmp_path / "usual", Data()))
-    assert threads == {threading.current_thread()} and not fetching()
-
-
 def test_rows_that_draw_while_a_pass_runs_end_the_step(tmp_path):
     """Only some rows draw, after the first microbatch: masks of dropout may follow their seed. Nothing is released."""
     data = Data()
@@ -509,8 +462,9 @@ def test_rows_that_draw_while_a_pass_runs_end_the_step(tmp_path):
 
     with pytest.raises(ConfigError, match="fetch_ahead=False"):
         run_of(tmp_path / "ahead", data, fetch=fetch)
-    usual = run_of(tmp_path / "usual", Data())
-    assert torch.equal(run_of(tmp_path / "run", data, fetch=fetch, ahead=False), usual)
+    usual, own = run_of(tmp_path / "usual", Data()), Data()
+    assert torch.equal(run_of(tmp_path / "run", own, fetch=fetch, ahead=False), usual)
+    assert own.threads == {threading.current_thread().name} and not fetching()  # the default: between passes
 
 
 @dataclasses.dataclass
@@ -642,22 +596,6 @@ def test_what_shares_nothing_with_the_model_is_read_ahead():
         assert not shares_nothing(other, pads)
 
 
-def trainer(folder, rows, collate):
-    args = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=2,
-        per_device_train_batch_size=2,
-        dataloader_num_workers=2,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
-        use_cpu=True,
-    )
-    privacy = PrivacyConfig(noise_multiplier=1.0, delta=1e-3, clip_norm=1.0, expected_batch_size=12)
-    model = LlamaForCausalLM(tiny_llama_config(vocab_size=100))
-    return DPTrainer(model=model, args=args, privacy=privacy, train_dataset=rows, data_collator=collate)
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_a_trainer_calls_functions_of_the_user_between_passes(late, tmp_path):
     """Collators, also with workers for the evaluation; and transforms that are set after the trainer was made."""
@@ -673,7 +611,10 @@ def test_a_trainer_calls_functions_of_the_user_between_passes(late, tmp_path):
         threads.add(threading.current_thread())
         return some
 
-    run = trainer(tmp_path, rows, None if late else collate)
+    privacy = PrivacyConfig(noise_multiplier=1.0, delta=1e-3, clip_norm=1.0, expected_batch_size=12)
+    args = arguments(tmp_path, max_steps=2, per_device_train_batch_size=2, dataloader_num_workers=2)
+    model = LlamaForCausalLM(tiny_llama_config(vocab_size=100))
+    run = DPTrainer(model, args, privacy, rows, data_collator=None if late else collate)
     if late:
         rows.set_transform(transform)
     run.train()

@@ -26,7 +26,7 @@ from dpllm.mechanism.discrete import DiscreteNoise
 from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
 from dpllm.models.loading import refuse_mismatch
 from dpllm.models.positions import num_positions
-from dpllm.training import finetune as program
+from dpllm.training import finetune
 from dpllm.training.arguments import training_arguments
 from dpllm.training.preflight import check_recipe
 from tests.test_recipes import tiny_model
@@ -39,11 +39,6 @@ LORA = {"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("gpt2"), "gpt2")
-
-
-@pytest.fixture(scope="module")
-def finetune() -> Any:
-    return program
 
 
 def write_recipe(tmp_path: Path, model: Path, **train: Any) -> Path:
@@ -104,7 +99,7 @@ BAD_OPTIONS = [
 
 @pytest.mark.parametrize(("overrides", "match"), BAD_OPTIONS, ids=[words[0][:40] for words, _ in BAD_OPTIONS])
 def test_options_are_refused_before_the_data_in_training_and_plan(
-    tmp_path: Path, model: Path, finetune, monkeypatch, capsys, overrides: list[str], match: str
+    tmp_path: Path, model: Path, monkeypatch, capsys, overrides: list[str], match: str
 ) -> None:
     """One line and exit code 2 from both programs; nothing is written."""
     monkeypatch.chdir(tmp_path)
@@ -283,17 +278,6 @@ def test_only_unusable_options_are_mistakes(tmp_path: Path, model: Path, error: 
     monkeypatch.setattr(Trainer, "get_optimizer_cls_and_kwargs", staticmethod(optimizer))
     with pytest.raises(type(error)):
         check_recipe(load_recipe(write_recipe(tmp_path, model)))
-
-
-def test_a_damaged_tokenizer_is_one_line_of_the_program(tmp_path: Path, finetune, monkeypatch, capsys) -> None:
-    """It is named before the data, which do not exist here."""
-    folder = tiny_model(tmp_path / "model", "gpt2")
-    (folder / "tokenizer.json").write_text("{}")
-    monkeypatch.setattr(sys, "argv", ["finetune.py", "--config", str(write_recipe(tmp_path, folder))])
-    with pytest.raises(SystemExit):
-        finetune.main()
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert "the tokenizer" in line and "cannot be loaded" in line and "no_such" not in line
 
 
 def test_a_classifier_may_have_a_new_head(tmp_path: Path, model: Path) -> None:

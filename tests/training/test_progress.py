@@ -4,13 +4,10 @@ import io
 import sys
 
 import pytest
-from rich.console import Console
 from transformers import ProgressCallback, TrainerControl, TrainerState
 
 from dpllm.report.disclosures import receivers
 from dpllm.training import progress
-from dpllm.training.finetune import End
-from dpllm.training.phases import Phases
 from dpllm.training.progress import Batch, StepProgress
 from tests.training.test_trainer import arguments, trainer
 
@@ -62,33 +59,11 @@ def test_time_left_and_throughput_are_those_of_the_steps_after_the_first(bar):
     assert "25 units/s, 1,000 tokens/s" in str(shown)
 
 
-def test_the_time_so_far_counts_from_the_start_also_in_the_first_step(bar):
-    """Whose own time says nothing of the time left."""
-    assert "1/10 [16:40<?, ?step/s" in str(bar(1000))
-
-
-def test_a_long_step_shows_its_share_on_a_terminal(bar, monkeypatch):
-    """After a second without words, and beside the figures of the steps before."""
-    monkeypatch.setattr(bar.screen, "isatty", lambda: True)
-    bar(10)
-    bar(2, [0.4, 0.9])
-    assert "step 2: 40%" in bar.screen.getvalue() and "step 2: 90%" in bar.screen.getvalue()
-    assert "ε 1.0000, step 2" in bar.screen.getvalue() and "step" not in str(bar(2)).partition("step, ")[2]
-    bar(0.5, [0.2, 1.0])
-    assert "step 4" not in bar.screen.getvalue()  # a short step writes no words of its own
-
-
 def test_a_file_says_now_and_then_that_a_step_is_under_way_and_not_how_far(bar):
     """The share follows the number of units that were drawn, which ε does not cover."""
     bar(100, [number / 20 for number in range(20)])
     written = bar.screen.getvalue()
     assert written.count("step 1: under way") == 3 and "%" not in written.replace("%|", "")
-
-
-def test_epsilon_is_beside_the_bar_and_not_below_what_was_spent(bar):
-    """From the first step on."""
-    assert "ε 1" in str(bar(1))
-    assert "ε 3" in str([bar(1), bar(1)][-1])
 
 
 def test_an_epsilon_of_an_earlier_step_is_named_so_and_that_of_the_last_step_is_computed(monkeypatch):
@@ -112,36 +87,6 @@ def test_an_epsilon_of_an_earlier_step_is_named_so_and_that_of_the_last_step_is_
     assert "ε 1" in spent[0] and "after step" not in spent[0]
     assert "after step 1" in spent[1]
     assert "ε 3" in spent[2] and "after step" not in spent[2]
-
-
-def test_a_resumed_run_goes_on_at_its_step(bar):
-    """A bar of 10 steps that begins with step 7 of them done."""
-    state = TrainerState(max_steps=10, is_world_process_zero=True, global_step=7)
-    callback = StepProgress(Batch(units=50, tokens=2000.0), lambda: 1.0)
-    callback.on_train_begin(None, state, TrainerControl())
-    assert callback.training_bar.n == callback.training_bar.initial == 7
-    state.global_step = 8
-    callback.on_step_end(None, state, TrainerControl())
-    assert callback.training_bar.n == 8
-    callback.on_train_end(None, state, TrainerControl())
-
-
-def test_the_next_phase_is_told_when_the_bar_is_closed(tmp_path):
-    """Its last line would otherwise follow the name of the next phase."""
-    shown, told = trainer(tmp_path, args=arguments(tmp_path, disable_tqdm=False)), io.StringIO()
-    phases = Phases(Console(file=told))
-    phases.begin = lambda name, words="": told.write(
-        f"{name}, bar {'open' if bar_of(shown).training_bar else 'closed'}"
-    )
-    shown.add_callback(End(phases))
-    handler = shown.callback_handler
-    bar_of(shown).on_train_begin(shown.args, TrainerState(max_steps=3), TrainerControl())
-    handler.on_train_end(shown.args, TrainerState(max_steps=3), TrainerControl())
-    assert told.getvalue() == "report, bar closed"
-
-
-def bar_of(made):
-    return next(one for one in made.callback_handler.callbacks if isinstance(one, StepProgress))
 
 
 def test_every_trainer_with_a_bar_has_it_and_none_without(tmp_path):

@@ -19,7 +19,7 @@ from dpllm.training.checks.watch import WatchError
 from tests.models.quantized import batch, save_model
 from tests.mutations import kills
 from tests.tiers import deep_case
-from tests.training.test_trainer import arguments, privacy
+from tests.training.test_trainer import Stop, arguments, privacy
 
 bnb = pytest.importorskip("bitsandbytes", reason="pip install 'dpllm[quantization]'")
 pytestmark = [
@@ -108,11 +108,18 @@ def test_a_run_with_evaluations_ends_with_an_adapter_and_a_merged_model_that_ver
     "note_release(self.ledger, folder / MERGED_FOLDER, {})",
     "pass",
 )
-def test_a_changed_merged_model_is_found(tmp_path, base):
-    """Its files are named by hash, in the ledger of the run and in its own copy."""
+def test_a_merged_model_is_a_release_and_no_new_start_and_is_found_when_it_was_changed(tmp_path, base):
+    """Its files are named by hash, in the ledger of the run and in its own copy.
+
+    The folder has the ledger; another run that begins there would state its own ε only.
+    """
     run = trainer(tmp_path, model_of(base, **NF4), merge_adapter=True)
     run.train()
     run.save_model()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / MERGED_FOLDER)
+    with pytest.raises(ConfigError, match="merged, a private run"):
+        trainer(tmp_path / "second", again)
+    del again  # its weights are mapped from the file that is changed below
     for folder in (tmp_path, tmp_path / MERGED_FOLDER):
         assert [found for found in verify(folder).checks if not found.ok] == []
     weights = tmp_path / MERGED_FOLDER / "model.safetensors"
@@ -120,16 +127,6 @@ def test_a_changed_merged_model_is_found(tmp_path, base):
     for folder in (tmp_path, tmp_path / MERGED_FOLDER):
         wrong = [found for found in verify(folder).checks if not found.ok]
         assert len(wrong) == 1 and "model.safetensors" in wrong[0].detail
-
-
-def test_a_merged_model_is_a_release_and_no_new_start(tmp_path, base):
-    """The folder has the ledger; another run that begins there would state its own ε only."""
-    run = trainer(tmp_path / "first", model_of(base, **NF4), merge_adapter=True)
-    run.train()
-    run.save_model()
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "first" / MERGED_FOLDER)
-    with pytest.raises(ConfigError, match="merged, a private run"):
-        trainer(tmp_path / "second", again)
 
 
 @pytest.mark.parametrize("config", [NF4, INT8, {"load_in_8bit": True}], ids=["nf4", "int8", "outliers"])
@@ -144,14 +141,7 @@ def test_one_unit_at_a_time_takes_any_form(tmp_path, base, config):
 def test_a_run_is_resumed_on_a_base_that_is_quantised_again(tmp_path, base, config):
     """The checkpoint holds the adapter, and moments of 8 bits; the base comes from its own files."""
     saving = {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_8bit", "learning_rate": 1e-2}
-    run = trainer(tmp_path, model_of(base, **config), saving)
-
-    class Stop(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            control.should_training_stop = state.global_step == 1
-
-    run.add_callback(Stop())
-    run.train()
+    trainer(tmp_path, model_of(base, **config), saving, callbacks=[Stop(1)]).train()
     shutil.rmtree(tmp_path / "checkpoint-2", ignore_errors=True)
     again = trainer(tmp_path, model_of(base, **config), saving)
     again.train(resume_from_checkpoint=True)

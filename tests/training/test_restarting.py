@@ -13,10 +13,10 @@ from tests.training.test_trainer import arguments, trainer
 pytestmark = pytest.mark.usefixtures("rows_not_compared")
 
 
-def ledger(folder, steps=0, end=None):
+def ledger(folder, steps=0, end=None, plan=None):
     """A ledger with some steps, as a run that crashed or ended leaves it."""
     folder.mkdir(exist_ok=True)
-    plan = plan_of()
+    plan = plan or plan_of()
     with Ledger.create(folder / LEDGER_FILE, plan) as made:
         for number in range(steps):
             made.append_step(number, plan.event)
@@ -83,10 +83,8 @@ def test_a_completed_run_is_left_alone(tmp_path):
 
 def test_a_run_that_ended_at_its_budget_is_left_alone(tmp_path):
     """Its planned steps are charged, so a restart would only write an older checkpoint over its model."""
-    ledger(tmp_path, 3)
+    ledger(tmp_path, 3, "stopped at the budget, after 3 of 9 steps")
     checkpoint(tmp_path, 2)
-    with Ledger.annotate(tmp_path / LEDGER_FILE) as opened:
-        opened.append_end("stopped at the budget, after 3 of 9 steps")
     with pytest.raises(RunCompletedError, match=r"is completed \(3 steps\)"):
         restart_of(tmp_path, "auto")
 
@@ -96,10 +94,7 @@ def test_a_stopped_run_says_how_many_steps_a_resume_leaves_out(tmp_path):
     does not cut, all steps that are left follow."""
     banded, said = banded_plan(16), {}
     for name, plan, steps in (("cut", banded, 5), ("whole", banded, 8), ("independent", plan_of(), 2)):
-        (tmp_path / name).mkdir()
-        with Ledger.create(tmp_path / name / LEDGER_FILE, plan) as made:
-            for number in range(steps):
-                made.append_step(number, plan.event)
+        ledger(tmp_path / name, steps, plan=plan)
         said[name] = to_go_on(plan, read_ledger(tmp_path / name / LEDGER_FILE))
     command = ("to go on", "the same command with train.resume_from_checkpoint=auto")
     assert said["whole"] == said["independent"] == [command]
@@ -115,7 +110,6 @@ def test_a_stopped_run_says_how_many_steps_a_resume_leaves_out(tmp_path):
 def test_a_stopped_run_that_cannot_go_on_says_why(tmp_path):
     """A resume would cost more than the target ε: no further step of this plan fits."""
     plan = banded_plan(4)
-    with Ledger.create(tmp_path / LEDGER_FILE, plan) as made:
-        made.append_step(0, plan.event)
+    ledger(tmp_path, 1, plan=plan)
     ((name, words),) = to_go_on(plan, read_ledger(tmp_path / LEDGER_FILE))
     assert name == "to go on" and words.startswith("not possible: ") and "no further step stays within ε = 8" in words

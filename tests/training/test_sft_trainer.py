@@ -12,17 +12,12 @@ from transformers import LlamaForCausalLM, TrainingArguments  # noqa: E402
 from dpllm import DPSFTTrainer  # noqa: E402
 from dpllm.config import ConfigError  # noqa: E402
 from dpllm.data.records import DataError  # noqa: E402
-from dpllm.training.trainer import DPTrainer  # noqa: E402
 from tests import trl_data  # noqa: E402
 from tests.mutations import kills  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("rows_not_compared")  # unless a test is marked otherwise
 SHAPES = trl_data.shapes(8)
 C = 1e-2
-
-
-@pytest.fixture(autouse=True)
-def _short(rows_not_compared):
-    """These runs are about other things than the comparison of rows."""
 
 
 def sft(folder, dataset=None, model=None, config=None, privacy=None, **more):
@@ -126,13 +121,6 @@ def test_pieces_of_longer_texts_need_the_number_of_their_text(tmp_path):
     assert run.plan.num_units == 3
 
 
-class Unread:
-    """A data set that must not be touched."""
-
-    def __getattr__(self, name):
-        raise AssertionError(f"the data were read: {name}")
-
-
 @kills(
     "options of TRL that couple rows are accepted",
     "dpllm/training/argument_table.py",
@@ -164,7 +152,7 @@ class Unread:
 def test_options_are_refused_before_data_are_read(config, says, tmp_path):
     """Each with the reason and the remedy."""
     with pytest.raises(ConfigError, match=says):
-        sft(tmp_path, Unread(), config=config, privacy=trl_data.privacy(8))
+        sft(tmp_path, trl_data.Unread(), config=config, privacy=trl_data.privacy(8))
 
 
 @pytest.mark.parametrize(
@@ -181,7 +169,7 @@ def test_options_are_refused_before_data_are_read(config, says, tmp_path):
 def test_arguments_that_it_sets_itself_or_cannot_use_are_refused(more, says, tmp_path):
     """They would be ignored."""
     with pytest.raises(ConfigError, match=says):
-        sft(tmp_path, Unread(), privacy=trl_data.privacy(8), **more)
+        sft(tmp_path, trl_data.Unread(), privacy=trl_data.privacy(8), **more)
 
 
 def test_plain_arguments_are_refused(tmp_path):
@@ -209,7 +197,7 @@ def test_a_template_in_another_encoding_is_named(tmp_path):
     (tmp_path / "latin.jinja").write_bytes(b"{# \xe9 #}")
     with pytest.raises(ConfigError, match=r"latin\.jinja' is no UTF-8 text: save it as UTF-8"):
         config = {"chat_template_path": str(tmp_path / "latin.jinja")}
-        sft(tmp_path, Unread(), config=config, privacy=trl_data.privacy(8))
+        sft(tmp_path, trl_data.Unread(), config=config, privacy=trl_data.privacy(8))
 
 
 def test_a_template_that_does_not_mark_the_assistant_is_replaced_or_refused(tmp_path):
@@ -217,13 +205,6 @@ def test_a_template_that_does_not_mark_the_assistant_is_replaced_or_refused(tmp_
     marked, private = {"assistant_only_loss": True}, trl_data.privacy(8)
     plain = trl_data.TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     with pytest.raises(ConfigError, match=r"TRL has no version of it that does. Write \{% generation %\}"):
-        sft(tmp_path, Unread(), config=marked, processing_class=trl_data.tokenizer(plain), privacy=private)
+        sft(tmp_path, trl_data.Unread(), config=marked, processing_class=trl_data.tokenizer(plain), privacy=private)
     with pytest.raises(ConfigError, match="the tokenizer has none: give chat_template_path"):
-        sft(tmp_path, Unread(), config=marked, processing_class=trl_data.tokenizer(None), privacy=private)
-
-
-def test_no_method_of_it_is_taken_for_the_users_own():
-    """The report would have an open point for each."""
-    from dpllm.report.disclosures import own_methods
-
-    assert own_methods(DPSFTTrainer.__new__(DPSFTTrainer)) == [] and issubclass(DPSFTTrainer, DPTrainer)
+        sft(tmp_path, trl_data.Unread(), config=marked, processing_class=trl_data.tokenizer(None), privacy=private)

@@ -6,7 +6,6 @@ import pty
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,9 @@ import pytest
 from dpllm.privacy.checkpoints import verify
 from dpllm.privacy.ledger import read_ledger
 from dpllm.training.signals import exit_code
+from tests import children
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 400  # seconds; only catches a deadlock
 PROGRAM = """
 import os, sys
 from pathlib import Path
@@ -53,54 +52,19 @@ def environment():
     return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-@pytest.fixture
-def start(tmp_path):
-    """Starts commands; kills the remaining processes of their sessions at the end."""
-    started = []
-    script = tmp_path / "program.py"
+def start(folder, *command, **more):
+    """Start the program below a command."""
+    script = folder / "program.py"
     script.write_text(PROGRAM)
-
-    def run(*command, **more):
-        process = subprocess.Popen(
-            [*command, str(script), str(tmp_path / "out")],
-            cwd=ROOT,
-            env=environment(),
-            start_new_session=True,
-            **{"stdin": subprocess.DEVNULL, **more},
-        )
-        started.append(process)
-        return process
-
-    yield run
-    for process in started:
-        for pid in [process.pid, *pids_of(tmp_path / "out")]:
-            if alive(pid):
-                os.kill(pid, signal.SIGKILL)
-        process.wait()
+    command = [*command, str(script), str(folder / "out")]
+    return children.Child(command, cwd=ROOT, env=environment(), **{"stdin": subprocess.DEVNULL, **more})
 
 
-def pids_of(folder):
-    return [int(path.read_text()) for path in folder.glob("ready.*") if path.read_text()]
-
-
-def alive(pid):
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
-
-
-def until(condition, what):
-    end = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.1)
-
-
-def ready(folder, count=1):
-    until(lambda: len(pids_of(folder)) == count, "the program does not train")
-    return sorted(pids_of(folder))
+def ready(process, folder, count=1):
+    """Wait until all processes train; return their numbers, by rank."""
+    files = [folder / "out" / f"ready.{rank}" for rank in range(count)]
+    children.wait_for(lambda: process.poll() is not None or all(f.exists() and f.read_text() for f in files))
+    return [int(file.read_text()) for file in files]
 
 
 def ended_in_order(folder):
@@ -113,12 +77,13 @@ def ended_in_order(folder):
 
 
 @pytest.mark.deep
-def test_ctrl_c_in_a_terminal_below_accelerate_launch(start, tmp_path):
+def test_ctrl_c_in_a_terminal_below_accelerate_launch(tmp_path):
     """The launcher ends as its child does: no traceback, no orphan, exit code 0."""
     master, slave = pty.openpty()
-    process = start(sys.executable, "-c", IN_TERMINAL, *ACCELERATE, stdin=slave, stdout=slave, stderr=slave)
+    terminal = {"stdin": slave, "stdout": slave, "stderr": slave}
+    process = start(tmp_path, sys.executable, "-c", IN_TERMINAL, *ACCELERATE, **terminal)
     os.close(slave)
-    (pid,) = ready(tmp_path / "out")
+    ready(process, tmp_path)
     os.write(master, b"\x03")
     screen = b""
     while True:
@@ -130,33 +95,32 @@ def test_ctrl_c_in_a_terminal_below_accelerate_launch(start, tmp_path):
             break
         screen += part
     os.close(master)
-    assert process.wait(LIMIT) == 0
+    assert process.wait(children.LIMIT) == 0
     text = screen.decode(errors="replace")
     assert "SIGINT: finishing this step" in text and "Traceback" not in text
-    assert not alive(pid)
+    assert not list(process.family())
     ended_in_order(tmp_path / "out")
 
 
 @pytest.mark.deep
-def test_a_launcher_that_dies_takes_its_child_with_it_in_order(start, tmp_path):
+def test_a_launcher_that_dies_takes_its_child_with_it_in_order(tmp_path):
     """Without a terminal; accelerate's launcher forwards nothing."""
-    process = start(*ACCELERATE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    (pid,) = ready(tmp_path / "out")
+    process = start(tmp_path, *ACCELERATE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    ready(process, tmp_path)
     process.terminate()
-    assert process.wait(LIMIT) == -signal.SIGTERM
-    until(lambda: not alive(pid), "an orphan goes on")
+    assert process.wait(children.LIMIT) == -signal.SIGTERM
+    children.wait_for(lambda: not list(process.family()))
     ended_in_order(tmp_path / "out")
 
 
 @pytest.mark.deep
-def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step(start, tmp_path):
+def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step(tmp_path):
     """And the launcher takes it for success."""
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    process = start(*launcher, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    pids = ready(tmp_path / "out", count=2)
-    os.kill(int((tmp_path / "out" / "ready.1").read_text()), signal.SIGTERM)
-    assert process.wait(LIMIT) == 0
-    assert not any(alive(pid) for pid in pids)
+    process = start(tmp_path, *launcher, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    os.kill(ready(process, tmp_path, count=2)[1], signal.SIGTERM)
+    assert process.wait(children.LIMIT) == 0
+    assert not list(process.family())
     ended_in_order(tmp_path / "out")
 
 

@@ -5,7 +5,7 @@ import torch
 
 from dpllm.config import ConfigError
 from dpllm.ghost import NormMethod
-from tests.training.test_trainer import arguments, privacy, trainer
+from tests.training.test_trainer import arguments, privacy, trainer, update_of
 
 pytestmark = pytest.mark.usefixtures("rows_not_compared")
 
@@ -25,9 +25,7 @@ def test_microbatches_by_tokens_give_the_same_update(tmp_path):
         run.model.register_forward_pre_hook(
             lambda _, a, kw, s=seen: s.append(kw["input_ids"].numel()), with_kwargs=True
         )
-        before = torch.cat([p.detach().flatten().double() for p in run.model.parameters()])
-        run.train()
-        updates.append(torch.cat([p.detach().flatten().double() for p in run.model.parameters()]) - before)
+        updates.append(update_of(run))
         calls.append(seen)
     for update in updates[1:]:
         assert float((update - updates[0]).norm()) <= 1e-4 * float(updates[0].norm())
@@ -70,8 +68,6 @@ def test_every_form_gives_the_same_update(tmp_path):
             args=arguments(folder, max_steps=2, optim="sgd", gradient_checkpointing=True),
             norm_method=norm_method,
         )
-        before = torch.cat([p.detach().flatten().double() for p in run.model.parameters()])
-        run.train()
-        updates.append(torch.cat([p.detach().flatten().double() for p in run.model.parameters()]) - before)
+        updates.append(update_of(run))
     for update in updates[1:]:
         assert float((update - updates[0]).norm()) <= 1e-4 * float(updates[0].norm()) > 0

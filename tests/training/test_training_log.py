@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from dpllm.privacy.checkpoints import MANIFEST_FILE, CheckpointError
 from dpllm.privacy.ledger import read_ledger
 from dpllm.training.training_log import LOG_FILE, TrainingLog
-from tests.training.test_trainer import arguments, rows, trainer
+from tests.training.test_trainer import At, arguments, crash, rows, trainer
 
 pytestmark = pytest.mark.usefixtures("rows_not_compared")
 
@@ -111,16 +111,10 @@ def test_the_losses_are_in_one_file_that_the_report_lists(tmp_path):
     assert LOG_FILE in (tmp_path / "privacy_report.md").read_text()
 
 
-class Crash(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 3:
-            raise RuntimeError("crash")
-
-
 def test_a_resumed_run_has_its_losses_back_without_those_of_lost_steps(tmp_path):
     """For the picture of the run; the checkpoint itself holds none of them."""
-    with pytest.raises(RuntimeError, match="crash"):
-        saved(tmp_path, callbacks=[Crash()])
+    with pytest.raises(RuntimeError, match="power cut"):
+        saved(tmp_path, callbacks=[At(3, crash)])
     before = TrainingLog(tmp_path).read()
     args = arguments(tmp_path, logging_steps=1, save_strategy="no")
     again = trainer(tmp_path, args=args)
@@ -132,38 +126,22 @@ def test_a_resumed_run_has_its_losses_back_without_those_of_lost_steps(tmp_path)
     assert TrainingLog(tmp_path).read() == again.state.log_history
 
 
-def test_a_half_line_of_a_crash_is_left_out(tmp_path):
-    """The lines after it are read."""
-    log = TrainingLog(tmp_path)
-    log.append({"loss": 1.0, "step": 1})
-    with log.path.open("a") as file:
-        file.write('{"loss": 2.0, "st\n')
-    log.append({"loss": 3.0, "step": 3})
-    assert [entry["loss"] for entry in log.read()] == [1.0, 3.0]
-
-
-def test_a_half_line_does_not_swallow_the_mark_of_a_resumed_run(tmp_path):
-    """Otherwise the losses of lost steps would be there twice."""
+@pytest.mark.parametrize(("begins", "left"), [(None, [1.0, 2.0, 2.5]), (1, [1.0, 2.5])])
+def test_a_half_line_of_a_crash_is_left_out(tmp_path, begins, left):
+    """The lines after it are read, and the mark of a resumed run: losses of lost steps would be there twice."""
     log = TrainingLog(tmp_path)
     log.append({"loss": 1.0, "step": 1})
     log.append({"loss": 2.0, "step": 2})
     with log.path.open("a") as file:
-        file.write('{"loss": 3.0, "st')
-    log.begin(1)
+        file.write('{"loss": 3.0, "st' + ("\n" if begins is None else ""))
+    if begins is not None:
+        log.begin(begins)
     log.append({"loss": 2.5, "step": 2})
-    assert [entry["loss"] for entry in log.read()] == [1.0, 2.5]
+    assert [entry["loss"] for entry in log.read()] == left
 
 
 def test_a_callback_that_saves_a_random_state_stops_the_save(tmp_path):
     """As the Trainer itself did."""
-
-    class Saving(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            folder = tmp_path / "_staging" / "checkpoint-2"
-            if state.global_step == 2:
-                self.kept = folder
-            return control
-
     run = trainer(tmp_path, args=arguments(tmp_path, save_strategy="steps", save_steps=2))
     save_scaler = run._save_scaler
 

@@ -1,6 +1,5 @@
 """Every field of TRL's configurations is in a table: it works, is ignored with a reason, or is refused."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,8 +8,7 @@ trl = pytest.importorskip("trl")
 
 from transformers import TrainingArguments  # noqa: E402
 
-from dpllm.config import ConfigError  # noqa: E402
-from dpllm.training.argument_table import ARGUMENTS, IGNORED, REFUSED, WORKS, refuse_by_table  # noqa: E402
+from dpllm.training.argument_table import IGNORED, REFUSED, WORKS  # noqa: E402
 from dpllm.training.trl_arguments import DPO, SFT, checked_config, document, own_arguments  # noqa: E402
 from tests import trl_data  # noqa: E402
 
@@ -28,19 +26,6 @@ def test_defaults_are_never_refused(name, tmp_path):
     """And each entry says how the field is treated."""
     checked_config(trl_data.arguments(getattr(trl, name), tmp_path), name, TABLES[name], "this")
     assert all(entry.kind in (WORKS, IGNORED, REFUSED) and entry.reason for entry in TABLES[name].values())
-
-
-def test_a_field_of_a_newer_release_is_refused_where_it_has_another_value(tmp_path):
-    """It would be ignored."""
-
-    @dataclasses.dataclass
-    class Newer(trl.SFTConfig):
-        mixes_rows: bool = False
-
-    table = {**ARGUMENTS, **SFT}
-    refuse_by_table(trl_data.arguments(Newer, tmp_path), table)
-    with pytest.raises(ConfigError, match=r"mixes_rows=.* is an option of Newer that this trainer does not know"):
-        refuse_by_table(trl_data.arguments(Newer, tmp_path, mixes_rows=True), table)
 
 
 def test_the_page_is_made_of_the_tables():

@@ -18,16 +18,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import peft
 import torch
 from torch import Tensor, nn
 
-from dpllm import GhostClipper, PerUnitClipper, PrivateRun, TrainingRows
-from dpllm.data.units import UnitIndex
+from dpllm import GhostClipper, PerUnitClipper, PrivateRun
 from dpllm.ghost import GhostError
 from dpllm.training.checks.independence import IndependenceError
 from tests.benchmarks.material import program
+from tests.small_model import rows_by_number
 
 from .tasks import TASKS, Batch, collate, losses, rows_of
 from .toy import NUM_LABELS, toy_config
@@ -295,13 +294,8 @@ def refusal_by_run(model: nn.Module, task: str, rows: list[Batch], pad: int) -> 
     """
     examples = [{name: value[0] for name, value in row.items()} for row in rows]
     model.zero_grad()
-    given = TrainingRows(
-        units=UnitIndex.one_row_per_unit(len(rows)),
-        lengths=np.array([len(example["input_ids"]) for example in examples]),
-        fetch=lambda numbers: [rows[int(number)] for number in numbers],
-        collate=lambda taken: collate(taken, pad),
-        max_rows=len(rows),
-    )
+    lengths = [len(example["input_ids"]) for example in examples]
+    given = rows_by_number(rows, lambda taken: collate(taken, pad), lengths, max_rows=len(rows))
     run = PrivateRun(independence.plan_of(len(rows), len(rows)), given, independence.Charged())
     run.attach(model, torch.optim.SGD(trainable(model).values(), lr=0.0))
     try:

@@ -10,7 +10,6 @@ from transformers import TrainingArguments
 from dpllm import DPTrainer, per_sequence_loss
 from dpllm.data.rows import DataError, RowCollator
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
-from dpllm.training.checks.carried import after_others
 from dpllm.training.checks.independence import IndependenceError
 from tests import trl_data
 from tests.mutations import kills
@@ -162,23 +161,3 @@ def test_a_collator_of_single_rows_that_carries_nothing_on_passes(collate, tmp_p
     run = trainer(tmp_path, llama(), batch=1, steps=2, data_collator=single)
     run.train()
     assert run.ledger.num_steps == 2
-
-
-def test_the_row_before_is_the_only_difference():
-    """Numbers of each call's own, and counted calls, are not taken for tokens of the row before."""
-    calls, last = [], [None]
-
-    def counted(number):
-        calls.append(number)
-        return {"value": len(calls)}
-
-    def carried(number):
-        last[:], value = [number], {"own": number, "before": last[0]}
-        return value
-
-    secret = random.SystemRandom()
-    others = (1, 2)
-    assert after_others(carried, 0, others)
-    assert not after_others(counted, 0, others)
-    assert not after_others(lambda number: {"value": number, "noise": random.random()}, 0, others)
-    assert not any(after_others(lambda number: {"coin": secret.random() < 0.05}, 0, others) for _ in range(20))

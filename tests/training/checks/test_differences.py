@@ -42,20 +42,7 @@ def of(loss, norm, *beside):
     return Seen(row=0, place=0, loss=loss, norm=norm, company=Company((0, *beside), "words"))
 
 
-@pytest.mark.parametrize(
-    ("loss", "norms", "counting", "is_found"),
-    [
-        (1e-6, (1e-6, 1.2e-6), 1e-6, True),  # a small scale, and C as small: a fifth of C
-        (1e-6, (1e-6, 1.2e-6), 1.0, False),  # the same beside C = 1: rounding, or a millionth of C
-        (1e-6, (3.0, 3.1), 1.0, True),
-        (1e-6, (3.0, 3.02), 1.0, False),  # nearly 0 and clipped: rounding
-        (1.0, (1e-6, 1.01e-6), 1.0, True),
-    ],
-)
-def test_a_difference_counts_by_what_it_adds_to_the_sum(loss, norms, counting, is_found):
-    """Not by the scale of the loss, which a user chooses together with C."""
-    _, worst = compare([of(loss, norms[0]), of(loss, norms[1], 1)], counting, TOLERANCE["cpu", "float32"])
-    assert (worst is not None) is is_found
+FLOAT32, BFLOAT16, FLOAT16 = (("cpu", dtype) for dtype in ("float32", "bfloat16", "float16"))
 
 
 @kills(
@@ -65,21 +52,28 @@ def test_a_difference_counts_by_what_it_adds_to_the_sum(loss, norms, counting, i
     "_LOOSEST",
 )
 @pytest.mark.parametrize(
-    ("arithmetic", "norms", "counting", "is_found"),
+    ("arithmetic", "loss", "norms", "counting", "is_found"),
     [
-        (("cpu", "bfloat16"), (1e-6, 1.4e-6), 1e-6, True),  # two sevenths of C
-        (("cpu", "bfloat16"), (1e-6, 1.4e-6), 1.0, False),  # the same beside C = 1
-        (("cpu", "bfloat16"), (3.0, 3.3), 1.0, False),  # rounding of a clipped gradient at a loss of nearly 0
-        (("cpu", "float16"), (1e-6, 1.4e-6), 1e-6, True),
-        (("cpu", "float16"), (3.0, 3.3), 1.0, False),
-        (("gpu", "bfloat16"), (1e-6, 1.4e-6), 1e-6, True),
-        (("gpu", "autocast to bfloat16"), (1e-6, 1.4e-6), 1e-6, True),
+        (FLOAT32, 1e-6, (1e-6, 1.2e-6), 1e-6, True),  # a small scale, and C as small: a fifth of C
+        (FLOAT32, 1e-6, (1e-6, 1.2e-6), 1.0, False),  # the same beside C = 1: rounding, or a millionth of C
+        (FLOAT32, 1e-6, (3.0, 3.1), 1.0, True),
+        (FLOAT32, 1e-6, (3.0, 3.02), 1.0, False),  # nearly 0 and clipped: rounding
+        (FLOAT32, 1.0, (1e-6, 1.01e-6), 1.0, True),
+        (BFLOAT16, 1e-6, (1e-6, 1.4e-6), 1e-6, True),  # two sevenths of C
+        (BFLOAT16, 1e-6, (1e-6, 1.4e-6), 1.0, False),  # the same beside C = 1
+        (BFLOAT16, 1e-6, (3.0, 3.3), 1.0, False),  # rounding of a clipped gradient at a loss of nearly 0
+        (FLOAT16, 1e-6, (1e-6, 1.4e-6), 1e-6, True),
+        (FLOAT16, 1e-6, (3.0, 3.3), 1.0, False),
+        (("gpu", "bfloat16"), 1e-6, (1e-6, 1.4e-6), 1e-6, True),
+        (("gpu", "autocast to bfloat16"), 1e-6, (1e-6, 1.4e-6), 1e-6, True),
     ],
 )
-def test_coarse_arithmetic_hides_no_coupling_of_small_losses(arithmetic, norms, counting, is_found):
-    """A bound that is a multiple of the tolerance would be 15 C in bfloat16: a difference of any size would pass."""
-    seen = [of(1e-6, norms[0]), of(1e-6, norms[1], 1)]
-    _, worst = compare(seen, counting, TOLERANCE[arithmetic])
+def test_a_difference_counts_by_what_it_adds_to_the_sum(arithmetic, loss, norms, counting, is_found):
+    """Not by the scale of the loss, which a user chooses together with C; coarse arithmetic hides no coupling.
+
+    A bound that is a multiple of the tolerance would be 15 C in bfloat16: a difference of any size would pass.
+    """
+    _, worst = compare([of(loss, norms[0]), of(loss, norms[1], 1)], counting, TOLERANCE[arithmetic])
     assert (worst is not None) is is_found
 
 

@@ -13,13 +13,9 @@ from transformers import DataCollatorForLanguageModeling, GPT2Config, GPT2LMHead
 from dpllm.data.rows import RowCollator
 from dpllm.training.checks.drawn import Alone, part_of
 from dpllm.training.checks.independence import IndependenceError
-from tests.training.checks.test_independence import GPT2, llama, rows_of, steps, trainer, unequal
+from tests.training.checks.test_independence import GPT2, llama, plain, rows_of, steps, trainer
 
 PAD = RowCollator(pad_token_id=0)
-
-
-def plain(**sizes):
-    return [{"input_ids": row["input_ids"]} for row in unequal(**sizes).to_list()]
 
 
 def hidden(rows, share=0.3):

@@ -26,10 +26,6 @@ class Two:
             other[place] = value
         return [list(values), other]
 
-    def int64s_from_main(self, numbers, count):
-        assert len(numbers) == count
-        return numbers
-
     def gather(self, value):
         return [value, "evaluation mode"]
 
@@ -38,13 +34,6 @@ class Two:
 
 
 UNITS = np.arange(5)
-
-
-def test_processes_that_agree_go_on():
-    """The draw is rank 0's."""
-    turns = Turns(Two())
-    assert turns.draw(lambda: UNITS, 3) is UNITS
-    turns.step(UNITS, 3, "training")
 
 
 @kills(
@@ -68,19 +57,6 @@ def test_a_process_that_stops_by_itself_stops_all(call, changes, says):
     getattr(Turns(Two()), call)(3)
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({1: 4.0}, "rank 0: draws the units of step 4, rank 1: draws the units of step 5"),
-        ({0: 2.0}, "rank 0: draws the units of step 4, rank 1: takes step 4"),
-    ],
-)
-def test_a_process_that_is_ahead_stops_all_before_the_draw(changes, says):
-    """Its extra draw would be charged, and its share would be taken from other units."""
-    with pytest.raises(DisagreementError, match=says):
-        Turns(Two(changes)).draw(lambda: UNITS, 3)
-
-
 @kills(
     "the processes' units are not compared",
     "dpllm/training/checks/turns.py",
@@ -100,15 +76,3 @@ def test_processes_that_take_other_units_or_another_mode_stop_before_the_step(ch
     """As many units, but others, and the same units under other settings."""
     with pytest.raises(DisagreementError, match=says):
         Turns(Two(changes)).step(UNITS, 3, "training")
-
-
-def test_a_process_that_has_ended_is_named_in_one_line():
-    """The system closed its connections; the words of gloo follow."""
-
-    class Ended(Two):
-        def gather_numbers(self, values):
-            raise RuntimeError("Connection closed by peer [127.0.0.1]:4711\nsee its log")
-
-    with pytest.raises(DisagreementError, match=r"This process ends the run, .*ended or cannot be reached") as raised:
-        Turns(Ended()).end(3)
-    assert "\n" not in str(raised.value) and "on every process, not only on the main one" in str(raised.value)
