@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dpllm.cli import main
+from dpllm.cli.program import main
 
 if __name__ == "__main__":
     main()

@@ -137,7 +137,7 @@ def _run(line: str, more: tuple[str, ...]) -> str:
     if words[0] == "dpllm":
         from typer.testing import CliRunner
 
-        from dpllm.cli import app
+        from dpllm.cli.program import app
 
         result = CliRunner().invoke(app, words[1:])
         if result.exception is not None and not isinstance(result.exception, SystemExit):

@@ -12,7 +12,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
-from dpllm.cli import app
+from dpllm.cli.program import app
 from dpllm.privacy.budget import create_budget
 from dpllm.privacy.ledger import read_ledger
 from dpllm.report.verify import verify

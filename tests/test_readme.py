@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from dpllm.cli import app
+from dpllm.cli.program import app
 from dpllm.config import load_recipe
 from dpllm.config.shipped import recipe_file
 from dpllm.config.yaml12 import read_yaml

@@ -32,7 +32,7 @@ from pathlib import Path
 from dpllm import registry
 registry.CATALOGUE = Path("there/is/none.toml")
 from typer.testing import CliRunner
-from dpllm.cli import app
+from dpllm.cli.program import app
 from dpllm.mechanism.catalogue import from_fields
 
 def call(*arguments, code=0):

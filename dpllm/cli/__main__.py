@@ -1,5 +1,5 @@
 """``python -m dpllm.cli``."""
 
-from dpllm.cli import main
+from dpllm.cli.program import main
 
 main()

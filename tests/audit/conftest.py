@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dpllm.audit.canaries import CANARIES_FILE, CanarySet
-from dpllm.cli import app
+from dpllm.cli.program import app
 from tests.small_model import WORDS, save_small_model
 
 RECIPE = """

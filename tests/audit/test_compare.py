@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from dpllm.audit.bounds import AuditError
 from dpllm.audit.prepare import CanaryOptions, prepare
-from dpllm.cli import app
+from dpllm.cli.program import app
 from dpllm.config import ConfigError, ModelConfig, PublicPretrainConfig, load_recipe
 from dpllm.data.rows import train_tokenizer
 from dpllm.mechanism.events import dp_sgd

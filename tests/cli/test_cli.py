@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from dpllm.cli import app
+from dpllm.cli.program import app
 from dpllm.cli.sweeping import Setting
 from dpllm.config import PrivacyConfig, load_recipe
 from dpllm.planning.footprint import ENGINES, engines_for, footprint_of_recipe
@@ -569,7 +569,7 @@ def test_help_names_every_engine() -> None:
 def test_accounting_commands_do_not_import_torch() -> None:
     """The commands that only compute start without torch and transformers."""
     code = (
-        "import sys; from dpllm.cli import app\n"
+        "import sys; from dpllm.cli.program import app\n"
         f"try: app({EPSILON!r})\n"
         "except SystemExit as done: assert not done.code\n"
         "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
@@ -580,7 +580,7 @@ def test_accounting_commands_do_not_import_torch() -> None:
 def test_help_does_not_import_the_accounting() -> None:
     """Help and a mistyped option are there at once: nothing is computed for them."""
     code = (
-        "import sys; from dpllm.cli import app\n"
+        "import sys; from dpllm.cli.program import app\n"
         "try: app(['epsilon', '--help'])\n"
         "except SystemExit as done: assert not done.code\n"
         "assert not {'dp_accounting', 'scipy', 'datasets'} & set(sys.modules)"
@@ -591,7 +591,7 @@ def test_help_does_not_import_the_accounting() -> None:
 def test_the_help_of_all_commands_imports_no_large_library() -> None:
     """As ``dpllm --help`` is printed, in an interpreter of its own."""
     code = (
-        "import sys; from dpllm.cli import app\n"
+        "import sys; from dpllm.cli.program import app\n"
         "try: app(['--help'])\n"
         "except SystemExit as done: assert not done.code\n"
         "large = {'torch', 'scipy', 'transformers', 'dp_accounting', 'datasets', 'accelerate', 'pandas', 'numpy'}\n"

@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dpllm.audit.canaries import CANARIES_FILE, Canary, CanarySet
-from dpllm.cli import app
+from dpllm.cli.program import app
 from dpllm.config import PrivacyConfig
 from dpllm.privacy.budget import charge, create_budget, read_budget
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, read_ledger

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dpllm.cli import app, generating
+from dpllm.cli import generating
 from dpllm.cli.generating import COVERED
+from dpllm.cli.program import app
 from dpllm.models import generation
 from dpllm.models.generation import Sampling, TextGenerator, load_generator
 from tests.cli.test_cli import run

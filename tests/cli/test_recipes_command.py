@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 import dpllm
-from dpllm.cli import app
+from dpllm.cli.program import app
 from dpllm.cli.recipes import described
 from dpllm.config import load_recipe
 from dpllm.config.shipped import shipped_recipes

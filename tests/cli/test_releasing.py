@@ -12,7 +12,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from dpllm.cli import app
+from dpllm.cli.program import app
 from dpllm.config import ConfigError, load_recipe
 from dpllm.models.start_files import START_FILES, start_files
 from dpllm.privacy.identity import is_finished

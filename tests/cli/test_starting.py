@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from dpllm.cli import app
+from dpllm.cli.program import app
 from dpllm.config import load_recipe
 from tests.cli.test_cli import run
 from tests.small_model import WORDS, save_small_model

@@ -149,7 +149,7 @@ def test_mistakes_are_one_line(path, arguments, message, monkeypatch):
     if any("nobody" in argument for argument in arguments):
         from typer.testing import CliRunner
 
-        from dpllm.cli import app
+        from dpllm.cli.program import app
 
         done = CliRunner().invoke(app, ["plan", str(path), *arguments])
         assert done.exit_code == 2 and message in done.stderr.splitlines()[-1]

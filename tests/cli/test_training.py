@@ -40,7 +40,8 @@ def test_the_first_line_is_printed_before_the_libraries_are_loaded(tmp_path):
 
 def test_a_mistake_is_one_line_before_torch_is_loaded(tmp_path):
     """With exit code 2; nothing is written."""
-    code = "import sys\nfrom dpllm.cli import main\ntry:\n    main()\nfinally:\n    assert 'torch' not in sys.modules\n"
+    program = "import sys\nfrom dpllm.cli.program import main\n"
+    code = f"{program}try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules\n"
     words = [sys.executable, "-c", code, "train", "quickstart", "privacy.epsilon=3"]
     wrong = children.run(words, cwd=tmp_path, env=environment(), check=False)
     assert wrong.returncode == 2 and wrong.stdout.count("\n") == 1

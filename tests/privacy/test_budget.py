@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dpllm.cli import app
+from dpllm.cli.program import app
 from dpllm.config import PrivacyConfig
 from dpllm.engines.processes import Processes
 from dpllm.privacy.accounting import epsilon

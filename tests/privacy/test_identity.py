@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from dpllm.cli import app
+from dpllm.cli.program import app
 from dpllm.config import PRETRAINED_FOLDER
 from dpllm.engines.processes import Processes
 from dpllm.privacy.budget import BudgetError, create_budget, read_budget

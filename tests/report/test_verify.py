@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dpllm.cli import app
+from dpllm.cli.program import app
 from dpllm.config import PRETRAINED_FOLDER, PrivacyConfig
 from dpllm.config.versions import CodeVersion, code_version, version_words
 from dpllm.privacy.checkpoints import checkpoint_folder, latest_whole, prepare_staging, publish

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, Trainer, TrainingArguments
 from typer.testing import CliRunner
 
-from dpllm.cli import app
+from dpllm.cli.program import app
 from dpllm.config import load_recipe
 from dpllm.config.output_folder import check_output_folder
 from dpllm.config.values import ConfigError

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from dpllm.cli import app
+from dpllm.cli.program import app
 from dpllm.config import ConfigError
 from dpllm.config.query_recipe import load_query_recipe
 from dpllm.methods.aggregate import aggregate as module

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dpllm.audit.bounds import AuditError, Claim
-from dpllm.cli import app
+from dpllm.cli.program import app
 from dpllm.mechanism.query import Query
 from dpllm.methods.attacks.answers import MEMORY, run_trials
 from dpllm.methods.attacks.command import PROBES

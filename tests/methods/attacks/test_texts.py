@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from dpllm.audit.bounds import AuditError
 from dpllm.audit.canaries import CANARIES_FILE, CanarySet
-from dpllm.cli import app
+from dpllm.cli.program import app
 from dpllm.methods.attacks.texts import audit_texts
 from dpllm.methods.queries.planned import prior_release
 from dpllm.methods.queries.run import QueryRun

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from dpllm.cli import app
+from dpllm.cli.program import app
 from dpllm.config import ConfigError
 from dpllm.config.query_recipe import load_query_recipe, method_in
 from dpllm.data.rows import DataError

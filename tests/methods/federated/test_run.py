@@ -9,7 +9,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from dpllm.cli import app
+from dpllm.cli.program import app
 from dpllm.config import ConfigError, load_recipe
 from dpllm.methods.federated.local import LocalTraining
 from dpllm.methods.federated.run import run

@@ -2,7 +2,7 @@
 
 from typer.testing import CliRunner
 
-from dpllm.cli import app
+from dpllm.cli.program import app
 from tests.cli.test_cli import as_json, run
 from tests.methods.pate.school import TEACHERS, write_recipe
 

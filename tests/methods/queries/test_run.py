@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from dpllm.cli import app
+from dpllm.cli.program import app
 from dpllm.mechanism.query import Query
 from dpllm.methods.queries.planned import prior_release
 from dpllm.methods.queries.randomness import Randomness

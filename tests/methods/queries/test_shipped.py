@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from dpllm.cli import app
+from dpllm.cli.program import app
 from dpllm.cli.recipes import described
 from dpllm.config import ConfigError
 from dpllm.config.query_recipe import load_query_recipe, method_in

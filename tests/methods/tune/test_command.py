@@ -103,7 +103,7 @@ def test_verify_takes_the_folder_of_a_tuning(tmp_path):
     """Its record is checked, with exit code 1 for a run that has not ended."""
     from typer.testing import CliRunner
 
-    from dpllm.cli import app
+    from dpllm.cli.program import app
 
     create_record(tmp_path / RECORD_FILE, {"selected": {}, "budget": None}, [DrawnRun("aa", 0)])
     result = CliRunner().invoke(app, ["verify", str(tmp_path)])

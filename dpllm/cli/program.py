@@ -1,0 +1,81 @@
+"""The command line: a run from its recipe to its publication, and its cost before and after it.
+
+Place in the flow: a thin layer over training, accounting, plan, budget and report; nothing is computed here. With
+`--json` a command prints only one JSON object. A mistake is one line, `error: ...`, on the error stream, with exit code
+2; a failed check (`dpllm verify`) has exit code 1.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import dpllm
+from dpllm import registry
+from dpllm.cli import auditing, budgets, cost, generating, planning, recipes, releasing, runs, starting, training
+from dpllm.cli.common import fill_help_screens, mark_experimental
+
+app = typer.Typer(
+    name="dpllm",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Differentially private fine-tuning of language models: the run, and its cost before and after it.",
+)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"dpllm {dpllm.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and stop.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Differentially private fine-tuning of language models: the run, and its cost before and after it."""
+
+
+starting.register(app)
+training.register(app)
+recipes.register(app)
+cost.register(app)
+planning.register(app)
+runs.register(app)
+releasing.register(app)
+generating.register(app)
+app.add_typer(budgets.app, name="budget")
+app.add_typer(auditing.app, name="audit")
+fill_help_screens(app)
+
+
+def _add_methods() -> None:
+    """Add the commands of the installed methods, marked as experimental."""
+    of_methods, of_audit = typer.Typer(), typer.Typer()
+    try:
+        methods = registry.methods()
+    except registry.MethodError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise SystemExit(2) from error
+    for method in methods:
+        if method.commands is not None:
+            method.commands(of_methods)
+        if method.audit_commands is not None:
+            method.audit_commands(of_audit)
+    for made, goal in ((of_methods, app), (of_audit, auditing.app)):
+        fill_help_screens(made)
+        mark_experimental(made)
+        goal.registered_commands += made.registered_commands
+        goal.registered_groups += made.registered_groups
+
+
+_add_methods()
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
