@@ -14,7 +14,6 @@ from dpllm.cli.generating import COVERED
 from dpllm.cli.program import app
 from dpllm.models import generation
 from dpllm.models.generation import Sampling, TextGenerator, load_generator
-from tests.cli.test_cli import run
 from tests.models.test_generation import TEMPLATE
 from tests.mutations import kills
 from tests.report.test_standing import edit, folder_of
@@ -161,13 +160,10 @@ def test_a_run_that_was_stopped_holds_no_model(tmp_path):
     ("arguments", "message"),
     [
         (["--prompt", "a", "--prompts", "p.txt"], "give one of them"),
-        (["--prompt-column", "a"], "add --prompts FILE"),
         (["-n", "0"], "--number must be at least 1"),
-        (["--batch-size", "0"], "--batch-size must be at least 1"),
         (["--prompts", "absent.txt"], "there is no such file"),
         (["--prompts", "p.docx"], "its ending is none of"),
         (["--prompts", "p.csv"], "no column named prompt. It has a, b"),
-        (["--prompts", "p.csv", "--prompt-column", "c"], "no column 'c'"),
         (["--prompts", "numbers.jsonl"], "record 1 is neither a text nor a list of messages"),
         (["--prompts", "empty.txt"], "it holds none"),
         (["--temperature", "-1"], "temperature must be >= 0"),
@@ -261,13 +257,6 @@ def test_words_of_an_answer_are_on_the_screen(folder, generator):
     result = invoke(["chat", str(folder), "--temperature", "0", "--max-new-tokens", "6"], "one\n")
     ((text,),) = generator.sample(["one"], Sampling(max_new_tokens=6, temperature=0))
     assert result.exit_code == 0 and text.strip() in result.stdout
-
-
-@pytest.mark.parametrize("command", ["generate", "chat"])
-def test_the_help_has_an_example(command):
-    """Without the documents."""
-    shown = " ".join(run([command, "--help"]).replace("│", " ").split())
-    assert f"Example: dpllm {command} runs/quickstart" in shown and "--unverified" in shown
 
 
 @pytest.mark.deep

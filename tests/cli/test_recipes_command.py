@@ -8,7 +8,6 @@ from typer.testing import CliRunner
 
 import dpllm
 from dpllm.cli.program import app
-from dpllm.cli.recipes import described
 from dpllm.config import load_recipe
 from dpllm.config.shipped import shipped_recipes
 
@@ -30,14 +29,6 @@ def test_each_recipe_is_listed_with_what_it_is_its_mode_and_its_cost():
     for name, about in listed.items():
         assert all(about.values()) and name in shown
     assert "dpllm train NAME" in shown
-
-
-def test_a_header_without_a_cost_says_so():
-    """A recipe with a noise multiplier has no target."""
-    about = described("# A model. And more.\nmodel: {name: a, peft: {r: 1}}\nprivacy: {noise_multiplier: 1.5}\n")
-    assert about == {"what": "A model", "mode": "LoRA, σ = 1.5 per record", "cost": "not stated"}
-    about = described("# B.\nmodel: {name: a}\nprivacy: {target_epsilon: 8}\ntrain: {trainer: dpo}\n")
-    assert about["mode"] == "DPO, full, ε = 8 per record"
 
 
 def test_a_recipe_is_printed_as_it_is():

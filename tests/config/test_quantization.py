@@ -34,17 +34,13 @@ def test_words_and_mappings(value, expected):
     ("value", "message"),
     [
         ("int4", r"quantization\.kind must be one of 'nf4', 'fp4', 'int8', got 'int4'"),
-        ({"kind": "nf5"}, r"quantization\.kind must be one of"),
         ({"double": True}, "must be one of nf4, fp4, int8, or a mapping with kind"),
-        (8, "must be one of nf4, fp4, int8, or a mapping with kind"),
         ({"kind": "nf4", "dubble": True}, r"nf4 has no option 'dubble'; did you mean 'double'\?"),
-        ({"kind": "int8", "double": True}, "int8 has no option 'double'"),
         ({"kind": "nf4", "double": "yes"}, r"quantization\.double must be true or false"),
         (
             {"kind": "int8", "outlier_threshold": 6.0},
             "=6 chooses outlier columns over all rows.*Leave it out.*Or use nf4",
         ),
-        ({"kind": "int8", "outlier_threshold": "6"}, r"outlier_threshold must be a finite number"),
     ],
     ids=str,
 )

@@ -24,9 +24,6 @@ from dpllm.config import (
     recipe_to_dict,
     save_recipe,
 )
-from dpllm.config.data_section import DataSource, HeldOutData, RecordFormat
-from dpllm.config.privacy_section import PrivacyCost, PrivacyMechanism, PrivacyNumbers, PrivacyUnit
-from dpllm.config.topics import Topic
 from dpllm.config.train_values import WARM_UP
 from dpllm.methods.federated.section import FederateConfig
 
@@ -75,30 +72,16 @@ def test_privacy_config_is_frozen() -> None:
     ("change", "match"),
     [
         ({"target_epsilon": None}, "give target_epsilon or noise_multiplier"),
-        ({"target_epsilon": 0}, "target_epsilon must be > 0"),
         ({"target_epsilon": "8"}, "target_epsilon must be a finite number, got '8'"),
-        ({"target_epsilon": float("inf")}, "target_epsilon must be a finite number"),
-        ({"target_epsilon": None, "noise_multiplier": -1}, "noise_multiplier must be >= 0"),
-        ({"target_epsilon": None, "noise_multiplier": float("nan")}, "noise_multiplier must be a finite number"),
         ({"clip_norm": 0}, "clip_norm must be > 0"),
-        ({"clip_norm": True}, "clip_norm must be a finite number"),
-        ({"expected_batch_size": 0}, "expected_batch_size must be at least 1"),
-        ({"expected_batch_size": 2.5}, "expected_batch_size must be a whole number"),
-        ({"expected_batch_size": True}, "expected_batch_size must be a whole number"),
-        ({"delta": 0}, "delta must be between 0 and 1"),
-        ({"delta": 1}, "delta must be between 0 and 1"),
         ({"unit": "users"}, "did you mean 'user'"),
         ({"unit": "user"}, "needs unit_column"),
-        ({"unit": "user", "unit_column": ""}, "unit_column must be a text"),
         ({"unit": "user", "unit_column": "id"}, "needs max_rows_per_unit"),
-        ({"unit": "user", "unit_column": "id", "max_rows_per_unit": 0}, "max_rows_per_unit must be at least 1"),
         ({"unit_column": "id"}, 'unit_column belongs to unit="user"'),
         ({"max_rows_per_unit": 3}, 'max_rows_per_unit belongs to unit="user"'),
         ({"max_batch_size": 63}, "max_batch_size=63 is below expected_batch_size=64"),
         ({"adjacency": "add-or-remove"}, "adjacency must be one of 'zero-out', 'replace-one'"),
-        ({"seed": -1}, "seed must be at least 0"),
         ({"sampling": "shuffle"}, "not Poisson sampling, and the ε of Poisson sampling does not hold"),
-        ({"sampling": "fixed"}, "not Poisson sampling"),
         ({"sampling": "poisson"}, "sampling must be one of 'unit', 'example'"),
         ({"sampling": "example"}, 'belongs to unit="user"'),
         (
@@ -108,7 +91,6 @@ def test_privacy_config_is_frozen() -> None:
         ({"rows_kept": "random"}, 'rows_kept belongs to unit="user"'),
         ({**USERS, "rows_kept": "last"}, "rows_kept must be one of 'first', 'random'"),
         ({"on_budget": "warn"}, "on_budget must be one of 'stop', 'error'"),
-        ({"dataset": ""}, "dataset must be a text"),
         ({"dataset": "mail", "budget_file": 3}, "budget_file must be a text"),
         ({"budget_file": "mail.json"}, "budget_file needs dataset"),
     ],
@@ -117,28 +99,6 @@ def test_bad_privacy_value_is_refused(change: dict[str, Any], match: str) -> Non
     """Every unusable privacy value is an error that names the field."""
     with pytest.raises(ConfigError, match=match):
         PrivacyConfig(**{**PRIVACY, **change})
-
-
-@pytest.mark.parametrize(
-    ("part", "good", "bad", "match"),
-    [
-        (PrivacyNumbers, PRIVACY, {"delta": 1}, "delta must be between 0 and 1"),
-        (PrivacyUnit, {}, {"unit": "user"}, "needs unit_column"),
-        (PrivacyMechanism, PRIVACY, {"max_batch_size": 63}, "max_batch_size=63 is below"),
-        (PrivacyMechanism, PRIVACY, {"unit": "user"}, "needs unit_column"),
-        (PrivacyCost, {}, {"budget_file": "spent.json"}, "budget_file needs dataset"),
-        (DataSource, {"path": "x", "max_length": 8}, {"max_length": 1}, "max_length must be at least 2"),
-        (HeldOutData, {}, {"eval_fraction": 1}, "eval_fraction must be"),
-        (RecordFormat, {}, {"format": "prose"}, "format must be one of"),
-    ],
-)
-def test_a_part_of_a_section_checks_its_own_keys(
-    part: type[Topic], good: dict[str, Any], bad: dict[str, Any], match: str
-) -> None:
-    """And those of its bases, so the checks of a topic hold wherever the part is used."""
-    part(**good)
-    with pytest.raises(ConfigError, match=match):
-        part(**{**good, **bad})
 
 
 def test_budget_and_noise_may_both_be_given() -> None:
@@ -172,9 +132,6 @@ def test_a_microbatch_may_be_counted_in_tokens(tmp_path: Path) -> None:
     assert load_recipe(path).microbatch_tokens is None
     assert load_recipe(path, ["microbatch_tokens=4096"]).microbatch_tokens == 4096
     assert load_recipe(path, ["microbatch_tokens=auto"]).microbatch_tokens == "auto"
-    for value in ("0", "2.5", "true", "automatic"):
-        with pytest.raises(ConfigError, match="microbatch_tokens must be"):
-            load_recipe(path, [f"microbatch_tokens={value}"])
 
 
 def test_rows_may_be_packed(tmp_path: Path) -> None:
@@ -183,8 +140,6 @@ def test_rows_may_be_packed(tmp_path: Path) -> None:
     path.write_text(RECIPE)
     assert load_recipe(path).pack_rows is False
     assert load_recipe(path, ["pack_rows=true"]).pack_rows is True
-    with pytest.raises(ConfigError, match="pack_rows must be true or false, got 1"):
-        load_recipe(path, ["pack_rows=1"])
     with pytest.raises(ConfigError, match=r'pack_rows concatenates rows, which model\.task="seq2seq_lm"'):
         Recipe(
             model=ModelConfig(name="t5", task="seq2seq_lm"),
@@ -207,16 +162,11 @@ def test_rows_of_split_records_are_not_drawn_singly() -> None:
     [
         ({}, "exactly one of name .* and config .*, got neither"),
         ({"name": "gpt2", "config": {"model_type": "gpt2"}}, "got both"),
-        ({"name": ""}, "name must be a text"),
         ({"config": {"hidden_size": 8}}, "config must be a mapping with model_type"),
         ({"name": "gpt2", "task": "causal"}, "task must be one of"),
         ({"name": "gpt2", "dtype": "float16"}, "dtype must be one of"),
         ({"name": "gpt2", "tokenizer": "gpt2", "tokenizer_vocab_size": 1000}, "not both"),
         ({"name": "gpt2", "tokenizer_vocab_size": 10}, "tokenizer_vocab_size must be at least 260"),
-        ({"name": "gpt2", "peft": [1]}, "peft must be a mapping"),
-        ({"name": "gpt2", "tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
-        ({"name": "gpt2", "freeze": "wte"}, "freeze must be a list"),
-        ({"name": "gpt2", "num_labels": 1}, "num_labels must be at least 2"),
     ],
 )
 def test_bad_model_value_is_refused(values: dict[str, Any], match: str) -> None:
@@ -228,15 +178,11 @@ def test_bad_model_value_is_refused(values: dict[str, Any], match: str) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"path": ""}, "path must be a text"),
         ({"name": 3}, "name must be a text"),
-        ({"max_length": 1}, "max_length must be at least 2"),
         ({"eval_fraction": 0.1, "eval_is_public": True}, "eval_is_public declares public rows"),
-        ({"eval_fraction": 1}, "eval_fraction must be at least 0 and below 1"),
         ({"eval_fraction": 0.1, "eval_split": "test"}, "eval_fraction holds records out"),
         ({"format": "txt"}, "did you mean 'text'"),
         ({"long_records": "drop"}, "long_records must be one of"),
-        ({"limit": 0}, "limit must be at least 1"),
         ({"encoding": "hex"}, "encoding='hex' is unknown; usual: utf-8"),
     ],
 )
@@ -307,10 +253,7 @@ def test_saved_recipe_loads_equal(recipe_path: Path, tmp_path: Path) -> None:
         ("privacy.delta=2", "section 'privacy': delta must be"),
         ("model=gpt2", "'model' must be a mapping"),
         ("model.name.x=gpt2", "'model.name' is a value, not a section"),
-        ("train=[1]", "train must be a mapping"),
-        ("data=null", "missing key 'data'"),
         ("privacy.delta", "must read key=value"),
-        ("privacy..delta=1", "must read key=value"),
         ("privacy.delta={", "not valid YAML"),
     ],
 )

@@ -129,7 +129,6 @@ def test_a_number_that_readers_disagree_on_is_refused(tmp_path: Path, text: str)
     ("text", "match"),
     [
         ("model: " + "[" * 5000, "nests lists and mappings more than 32 deep"),
-        ("a: " * 50 + "1", "not valid YAML"),
         ("x: &x [*x]", "repeats values by aliases"),
         (
             "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
@@ -139,9 +138,7 @@ def test_a_number_that_readers_disagree_on_is_refused(tmp_path: Path, text: str)
         ("train: {null: 3}", "key None is neither a text nor a whole number"),
         ("train: {max_steps: 3, max_steps: 4}", "key 'max_steps' is repeated"),
         ("train: {1.5: 3}", "key 1.5 is neither"),
-        ("train: {[1]: 3}", r"key \[1\] is neither"),
         ("train: {max_steps: !!int abc}", "not a whole number"),
-        ("train: {max_steps: !!timestamp 2024-13-45}", "not valid YAML"),
         ("train: {max_steps: !!python/object:os.system x}", "not valid YAML"),
         ("a: 1\n---\nb: 2", "not valid YAML"),
         ("#" + "x" * 1_000_001, "a recipe has at most 1,000,000"),

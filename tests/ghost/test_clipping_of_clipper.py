@@ -112,14 +112,6 @@ class Wider(BySize):
         return dataclasses.replace(self, clip_norm=3.0)
 
 
-@dataclass(frozen=True)
-class Whole(BySize):
-    """Gives each group all of C."""
-
-    def factors(self, norm_GU):
-        return (self.clip_norm / norm_GU).clamp_max(1)
-
-
 @kills(
     "a clipping may become another one when it gets the sizes of the groups",
     "dpllm/ghost/factors.py",
@@ -144,14 +136,6 @@ def test_a_clipping_that_has_another_bound_with_sizes_is_refused(clipping, words
     """The noise is for the bound that it stated without them."""
     with pytest.raises(GhostError, match=words):
         GhostClipper(model_of(4, 9, 3, 2), clipping=clipping)
-
-
-def test_factors_with_sizes_are_checked_against_the_sensitivity():
-    """As those of any clipping of one's own."""
-    model = model_of(4, 9, 3, 2)
-    clipper = GhostClipper(model, clipping=Whole(C))
-    with pytest.raises(GhostError, match="exceeds its sensitivity"):
-        norms_of(model, clipper)
 
 
 @dataclass(frozen=True)
@@ -229,13 +213,3 @@ def test_a_clipping_that_adapts_by_its_updates_goes_on(clipping):
     step(clipper, model)
     with pytest.raises(GhostError, match=r"cannot get .*clip_norm=0\.5"):
         clipper.clipping = dataclasses.replace(clipping, clip_norm=0.5)
-
-
-def test_the_object_of_a_step_may_not_be_changed():
-    """The threshold of an adaptive clipping moves by replacement only."""
-    clipper, model = made(Updated(C))
-    step(clipper, model)
-    clipper.clipping = clipper.clipping.updated(0.0, 4)
-    step(clipper, model)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        clipper.clipping.threshold = 9.0

@@ -61,22 +61,6 @@ def test_norms_and_sums_of_several_microbatches_are_those_of_a_loop(unit_of_row)
     clipper.remove()
 
 
-def test_one_block_holds_the_parameters_of_a_group_as_soon_as_they_are_known():
-    """A second pass has one block per group; a parameter that is missing then leaves no place that counts."""
-    widths = Widths()
-    for count in (3, 2):
-        pool = Pool(widths, tokens=10, num_units=2, norm_method=NormMethod())
-        slots = [pool.take(key, (key % 2, *KIND[1:]), torch.Size((3, key)), 100.0, 1.0) for key in range(1, count + 1)]
-        for slot in slots:
-            slot.value_U.fill_(1.0)
-        blocks = pool.pop(1)
-        assert len(blocks) == (2 if count == 3 else 1)
-        assert sum(block.value_UP.sum() for block in blocks) == 2 * sum(s.shape.numel() for s in slots[::2])
-        assert pool.pop(1) == [] and len(pool.pop(0)) == 1
-    assert widths.of(10, 2, NormMethod()) == {(1, *KIND[1:]): 12, (0, *KIND[1:]): 6}
-    assert widths.of(0, 2, NormMethod()) == {}  # factors of so few tokens would take less memory
-
-
 def test_blocks_of_a_large_model_are_limited_and_hold_no_more_than_is_expected(monkeypatch):
     """Memory grows with the gradients that have arrived, by a block at a time, up to what all of them need."""
     monkeypatch.setattr(instances, "_BLOCK_BYTES", 2 * 10 * 8)  # ten entries of two units
@@ -88,14 +72,3 @@ def test_blocks_of_a_large_model_are_limited_and_hold_no_more_than_is_expected(m
         assert large.block.room == 0 and large.block.value_UP.shape == (2, 20)
         assert rooms == ([6, 2, 6, 2, 6] if known else [0] * 5)
     assert [block.value_UP.shape[1] for block in pool.pop(0)] == [8, 8, 4, 20]
-
-
-def test_a_unit_with_factor_0_contributes_nothing_even_if_it_is_not_finite():
-    """Not 0 * inf, for any parameter of the block."""
-    pool = Pool(Widths(), tokens=1, num_units=2, norm_method=NormMethod())
-    one, other = (pool.take(len(shape), KIND, torch.Size(shape), 1.0, 1.0) for shape in ((2, 2), ()))
-    one.value_U.copy_(torch.tensor([[[1.0, 2], [3, 4]], [[float("inf"), float("nan")], [0, 1]]]))
-    other.value_U.copy_(torch.tensor([5.0, float("-inf")]))
-    factor_U = torch.tensor([0.5, 0.0]).double()
-    assert torch.equal(one.weighted(factor_U), torch.tensor([[0.5, 1], [1.5, 2]]).double())
-    assert torch.equal(other.weighted(factor_U), torch.tensor(2.5).double())

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
 from dpllm.ghost import NormMethod
 from dpllm.ghost.contributions import Outer, RowGradients, Rows, join, merge, squared_norms
-from dpllm.ghost.routed import Routed, Slots
+from dpllm.ghost.routed import Routed
 from dpllm.ghost.sums import Sum, Weights
 from tests.mutations import kills
 
@@ -164,16 +163,3 @@ def test_float32_norms_are_within_their_slack():
         # the factors themselves were rounded too: two units in the last place of each product
         assert bool(((sq_norm_U - exact_U).abs() <= 2 * slack_U).all())
         assert bool((slack_U <= 1e-3 * exact_U).all())
-
-
-def test_slots_are_sorted_and_padded_without_mixing():
-    """Every slot with a number is in exactly one place, beside slots of the same number only."""
-    number = torch.tensor([2, -1, 0, 2, 2, 0, 5, 2, 2, 2, 2, 2, 2])
-    slots = Slots.of(number, 7)
-    np.testing.assert_array_equal(slots.counts, [2, 0, 9, 0, 0, 1, 0])
-    seen = []
-    for number_M, slot_MN, is_real_MN in slots.padded():
-        assert bool((number[slot_MN] == number_M[:, None]).all())
-        seen += slot_MN[is_real_MN].tolist()
-    assert sorted(seen) == torch.nonzero(number >= 0).flatten().tolist()
-    assert next((key, sorted(where.tolist())) for key, where in slots.each()) == (0, [2, 5])

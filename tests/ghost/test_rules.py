@@ -411,27 +411,6 @@ def test_a_relative_bias_that_all_layers_make_is_the_loop():
     assert_is_the_loop(perturbed(transformers.UMT5ForConditionalGeneration(config)), sequences, token_batch())
 
 
-class Normed(nn.Embedding):
-    """A table whose rows are normalised after they are looked up, as Inkling's are."""
-
-    def __init__(self):
-        super().__init__(7, 4)
-        self.norm = nn.LayerNorm(4)
-
-    def forward(self, ids):
-        return self.norm(super().forward(ids))
-
-
-def test_a_table_that_computes_more_than_a_lookup_is_refused():
-    """It cannot be called with a table of two columns; that is no crash."""
-    model = Normed()
-    model.norm.requires_grad_(False)
-    clipper = GhostClipper(model, clip_norm=1.0)
-    with pytest.raises(GhostError, match=r"Normed\) is not a scaled lookup in its table"):
-        clipper.backward(model(torch.tensor([[1, 2], [3, 4]])).sum((1, 2)))
-    clipper.remove()
-
-
 def test_a_model_that_is_refused_keeps_no_hook():
     """It can then be clipped in another way: one unit at a time, or with parameters frozen."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Embedding(7, 4, max_norm=1.0))

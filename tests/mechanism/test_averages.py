@@ -20,12 +20,6 @@ def test_a_tail_mean_has_equal_weights_of_the_last_steps(share, num_steps, last)
     np.testing.assert_allclose(weights_of(TailMean(share=share), num_steps), want, rtol=1e-12)
 
 
-def test_words_name_the_steps():
-    """As the report shows them."""
-    assert TailMean(share=0.2).words(10).startswith("the mean of the trained weights after those of the steps 9 to 10")
-    assert "decay 0.95, of the trained weights after each of the steps taken, at most 7" in MovingAverage().words(7)
-
-
 def test_a_recipe_names_an_average_by_a_word_or_a_mapping():
     """In the form of clipping and noise."""
     assert average_of(None) is None and average_of("ema") == MovingAverage(decay=0.95)
@@ -37,12 +31,9 @@ def test_a_recipe_names_an_average_by_a_word_or_a_mapping():
     ("value", "message"),
     [
         ("mean", "average must be one of ema, tail, got 'mean'"),
-        ({"decay": 0.9}, "average: a word, or a mapping with kind"),
         ({"kind": "ema", "share": 0.2}, "average.share is not an option of 'ema'; its options are evaluate,"),
         ({"kind": "ema", "decay": 1}, "average.decay must be above 0 and below 1, got 1"),
-        ({"kind": "ema", "decay": "0.9"}, "average.decay must be above 0 and below 1, got '0.9'"),
         ({"kind": "tail", "share": 0}, "average.share must be above 0 and at most 1, got 0"),
-        ({"kind": "tail", "share": True}, "average.share must be above 0 and at most 1, got True"),
         ({"kind": "ema", "evaluate": "best"}, "average.evaluate must be one of average, last, got 'best'"),
         ({"kind": "ema", "keep_last": 1}, "average.keep_last must be true or false, got 1"),
     ],

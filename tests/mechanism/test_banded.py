@@ -13,14 +13,13 @@ from dpllm.mechanism.banded import BandedNoise, BandedStep, BandedStream, Geomet
 from dpllm.mechanism.clipping import FlatClipping
 from dpllm.mechanism.events import Step
 from dpllm.mechanism.generators import NoiseSource
-from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Draw, Mechanism
 from dpllm.mechanism.sampling import seeded_rng
 from dpllm.mechanism.strategies import coefficients
 from dpllm.mechanism.workload import Workload
 from dpllm.privacy.accounting import epsilon, merge
 from dpllm.privacy.calibration import calibrate
-from dpllm.privacy.plan import format_plan, make_plan
+from dpllm.privacy.plan import make_plan
 from dpllm.report import definition
 from tests.mutations import kills
 
@@ -275,25 +274,16 @@ def test_groups_smaller_than_a_batch_and_single_rows_are_refused():
         ({"bands": 2, "strategy": "free", "coefficients": (0.6, 0.8 + 1e-9)}, "norm 1, but at most 1"),
         ({"bands": 2, "strategy": "free", "coefficients": (0.6, 0.8)}, "grows 1.33-fold with every step"),
         ({"bands": 2, "strategy": "free", "coefficients": (0.0, 0.8)}, "the first one at least 0.001"),
-        ({"bands": 2, "strategy": "free", "coefficients": (-0.8, 0.5)}, "the first one at least 0.001"),
         ({"bands": 2, "strategy": "free", "coefficients": (0.8, math.nan)}, "must be finite"),
-        ({"bands": 2, "strategy": "free", "coefficients": (0.8, True)}, "must be numbers"),
-        ({"bands": 2, "strategy": "free", "coefficients": (0.8, "0.1")}, "must be numbers"),
         ({"bands": 3, "strategy": "free", "coefficients": (0.8, 0.5)}, "a list of bands=3 numbers"),
-        ({"bands": 3, "strategy": "free", "coefficients": 0.8}, "a list of bands=3 numbers"),
         ({"bands": 3, "coefficients": (0.8, 0.5, 0.1)}, "noise.coefficients needs strategy: free"),
-        ({"bands": 3, "strategy": "geometric", "coefficients": (0.8, 0.5, 0.1)}, "coefficients needs strategy: free"),
         ({"bands": "auto", "strategy": "free", "coefficients": (0.8,)}, "and a number of bands"),
-        ({"bands": "auto", "strategy": "geometric", "ratio": 0.9}, "noise.ratio needs strategy: geometric and a numb"),
-        ({"bands": 3, "strategy": "free", "ratio": 0.9}, "noise.ratio needs strategy: geometric"),
         *(
             ({"bands": 3, "strategy": "geometric", "ratio": ratio}, "noise.ratio must be above 0 and at most 1")
             for ratio in (0.0, -0.5, 1.001, math.nan, math.inf, True, "0.9")
         ),
         ({"bands": 1, "strategy": "free", "coefficients": (0.5,)}, "bands=1 is independent, and has neither"),
-        ({"bands": 1, "strategy": "geometric", "ratio": 0.5}, "bands=1 is independent, and has neither"),
         ({"bands": 3, "strategy": "best"}, "noise.strategy must be geometric or free, got 'best'"),
-        ({"bands": "most"}, "a whole number between 1 and 1000, or auto, got 'most'"),
     ],
 )
 def test_a_strategy_that_is_none_is_refused(options, text):
@@ -332,23 +322,9 @@ def test_candidates_have_numbers_and_fit_into_the_groups():
         BandedNoise(8).candidates(draw, Workload.released([1.0] * 40))
 
 
-@pytest.mark.parametrize("bad", [{"bands": 0}, {"bands": 42_062}, {"max_batch_size": 0}, {"num_units": None}])
-def test_an_event_out_of_range_is_refused(bad):
-    """In a ledger that another program wrote."""
-    fields = {"num_units": 42_061, "sampling_rate": 0.1, "max_batch_size": 9, "noise_multiplier": 1.0, "bands": 4}
-    with pytest.raises(ValueError, match="must be"):
-        BandedStep(**{**fields, **bad})
-
-
-def test_words_name_the_groups_and_the_noise_of_a_release():
-    """Groups of N / b units; σC is that of z, and a release has more."""
+def test_a_release_has_the_standard_deviation_of_the_dense_matrix():
+    """σC is that of z, and a release has more."""
     draw = Draw(num_units=200, population=200, expected_batch_size=10, max_batch_size=33)
-    (_, sampling), (_, noise) = BandedNoise(4).ensured(draw, "record", 0.5)
-    assert "4 groups of about 50 units each (200 in all)" in sampling
-    assert "independent noise of standard deviation 0.5 is drawn" in noise and "noise of the 3 steps before" in noise
-    assert "that of the step before" in BandedNoise(2).words()
-    assert "(banded factorisation, geometric with ratio 0.98)" in BandedNoise(4, **GEOMETRIC).words()
-    assert "(banded factorisation, with free coefficients)" in BandedNoise(3, **FREE).words()
     mechanism = Mechanism(draw, FlatClipping(0.5), BandedNoise(4), 1.0)
     first, last = mechanism.release_stddevs(16)
     inverse = np.linalg.inv(matrix(4, 16))
@@ -363,18 +339,3 @@ def test_plan_and_report_state_the_standard_deviation_of_a_release():
     assert first != last and float(first) > 1.2
     words = f"of about {first} in the first step and about {last} in step 16"
     assert words in definition.mechanism(banded)
-    assert ("noise standard deviation σC, before correlation", f"1; of a release about {first} to {last}") in (
-        format_plan(banded)
-    )
-    plain = make_plan(PrivacyConfig(**config), num_units=200, num_steps=16)
-    assert ("noise standard deviation σC", "1") in format_plan(plain)
-    assert definition.mechanism(plain).endswith("and the result is divided by 10")
-
-
-def test_one_band_has_the_words_of_dp_sgd():
-    """No 0 steps before and no 1 groups."""
-    draw = Draw(num_units=200, population=200, expected_batch_size=10, max_batch_size=33)
-    one, plain = BandedNoise(1), IndependentNoise()
-    assert one.words() == plain.words() and one.drawing(draw, "record") == plain.drawing(draw, "record")
-    assert one.ensured(draw, "record", 1.0) == plain.ensured(draw, "record", 1.0)
-    assert one.event(draw, 1.0, 1.0).words() == plain.event(draw, 1.0, 1.0).words()

@@ -193,8 +193,6 @@ def test_the_plan_says_that_nothing_is_sampled():
         rows["share of the units in a step, b/N"] == "0.0198511; units are not sampled"
         and "sampling rate q" not in rows
     )
-    assert rows["sampling"] == "none: a fixed order, 8 units in each step, a unit at least 50 steps apart"
-    assert "correlated with that of all steps before (buffered Toeplitz matrix, 1 buffer)" in rows["noise"]
 
 
 def test_it_has_less_noise_than_independent_noise_that_is_sampled():
@@ -239,18 +237,12 @@ def test_draws_of_a_run_cannot_be_others_than_those_of_the_order():
     ("options", "text"),
     [
         ({"buffers": 0}, "noise.buffers must be a whole number from 1 to 4, or auto, got 0"),
-        ({"buffers": 5}, "noise.buffers must be a whole number from 1 to 4"),
-        ({"buffers": "2"}, "noise.buffers must be a whole number from 1 to 4"),
-        ({"buffers": True}, "noise.buffers must be a whole number from 1 to 4"),
         ({"decays": [0.5]}, "noise.decays and noise.weights belong together"),
-        ({"buffers": 1, "decays": 0.5, "weights": [0.5]}, "noise.decays must be a list of numbers"),
-        ({"buffers": 1, "decays": [0.5], "weights": "ab"}, "noise.weights must be a list of numbers"),
         ({"buffers": 2, "decays": [0.5], "weights": [0.5]}, "write buffers: 1"),
         ({"buffers": 1, "decays": [0.5], "weights": [1.5]}, "noise.weights must be at least 0"),
         ({"scale": 0.5}, "noise.scale needs decays and weights"),
         ({"buffers": 1, "decays": [0.5], "weights": [0.5], "scale": 0}, "noise.scale must be at least 1e-09"),
         ({"buffers": 1, "decays": [0.5], "weights": [0.5], "scale": 1.01}, "at most 1, got 1.01"),
-        ({"buffers": 1, "decays": [0.5], "weights": [0.5], "scale": "1"}, "noise.scale must be at least"),
         ({"bands": 3}, "noise.bands is not an option of 'blt'"),
     ],
 )
@@ -270,34 +262,3 @@ def test_noise_without_numbers_has_no_event_and_no_noise():
     (whole,) = half.candidates(DRAW, Workload.prefix_sums(30))
     assert (whole.decays, whole.weights) == ((0.9,), (0.2,))
     assert whole.event(DRAW, 1.0, 1.0).sensitivity(30) == pytest.approx(1, rel=1e-8)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"num_units": None},
-        {"num_units": 60.0},
-        {"batch_size": 0},
-        {"batch_size": 61},
-        {"batch_size": True},
-        {"decays": "abc"},
-        {"decays": (0.9,)},
-        {"weights": (0.9, 0.9, 0.9)},
-        {"weights": (0.2, 0.3, -0.1)},
-        {"scale": 2.0},
-        {"noise_multiplier": 1e7},
-    ],
-)
-def test_an_event_out_of_range_is_refused(bad):
-    """A ledger with such numbers was not written by this library."""
-    with pytest.raises(ValueError):
-        step_of(**{"sigma": 1.0, **bad} if "noise_multiplier" not in bad else {"sigma": bad["noise_multiplier"]})
-
-
-def test_words_claim_no_sampling():
-    """And name the fact that the accounting needs."""
-    sampling, noise = NOISE.ensured(DRAW, "unit", 0.5)
-    assert "at least 7 apart" in sampling[0] and "visits all 60 units in one order, 8 in each step" in sampling[1]
-    assert "falls and is nowhere negative" in noise[0] and "kept in memory only" in noise[1]
-    assert "no sampling; nothing depends on the order being secret" in NOISE.drawing(DRAW, "user")
-    assert "once for all steps from a start on" in step_of(1.0).words().accounted_as

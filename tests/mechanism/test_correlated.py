@@ -11,6 +11,7 @@ from scipy import linalg
 from dpllm.mechanism.banded import BandedNoise
 from dpllm.mechanism.blt import BltNoise
 from dpllm.mechanism.generators import NoiseSource
+from dpllm.mechanism.limits import NOISE_MEMORIES
 from dpllm.mechanism.regenerated import stream_of
 from tests.mutations import kills
 from tests.scarce import BreaksOff
@@ -67,9 +68,14 @@ def test_as_many_tensors_are_kept_as_the_memory_plan_counts(noise):
 
 
 @each_noise
-def test_noise_out_of_order_twice_or_left_out_is_refused(noise):
+@pytest.mark.parametrize("memory", [None, *NOISE_MEMORIES])
+def test_noise_out_of_order_twice_or_left_out_is_refused(noise, memory):
     """Noise with a missing or repeated row would be a different mechanism."""
-    stream = noise.stream(NoiseSource(), 9)
+    source = NoiseSource()
+    stream = noise.stream(source, 9) if memory is None else stream_of(noise, source, 9, memory)
+    if memory is not None:
+        with pytest.raises(ValueError, match="w has no noise before the first step: call begin"):
+            added(stream)
     stream.begin(0)
     added(stream)
     with pytest.raises(ValueError, match="w already had its noise of step 0"):

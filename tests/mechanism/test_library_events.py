@@ -92,10 +92,3 @@ def test_what_is_no_history_is_refused_in_one_line(plan, kind):
     with pytest.raises(TypeError, match=r"a history is a list of \(event, count\) pairs") as raised:
         epsilon(named.get(kind, kind) if isinstance(kind, str) else kind, 1e-5)
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize("kind", ["plan", "x", Step])
-def test_what_is_no_event_is_refused_in_one_line(plan, kind):
-    """The error says where a plan has its event."""
-    with pytest.raises(TypeError, match=r"a history holds events or mechanisms, .* the event of a plan is plan\.event"):
-        epsilon([(plan if kind == "plan" else kind, 2)], 1e-5)

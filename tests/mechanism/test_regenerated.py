@@ -267,27 +267,9 @@ def test_a_stream_is_not_copied_or_saved():
             copied(stream._numbers)
 
 
-@pytest.mark.parametrize("memory", NOISE_MEMORIES)
-def test_noise_out_of_order_twice_or_left_out_is_refused(memory):
-    """Noise with a missing or repeated row would be a different mechanism."""
-    stream = stream_of(noise_of(3), NoiseSource(), 9, memory)
-    with pytest.raises(ValueError, match="w has no noise before the first step: call begin"):
-        stream.add_share_("w", torch.zeros(4), 1.0, 0, 1)
-    stream.begin(0)
-    stream.add_share_("w", torch.zeros(4), 1.0, 0, 1)
-    with pytest.raises(ValueError, match="w already had its noise of step 0"):
-        stream.add_share_("w", torch.zeros(4), 1.0, 0, 1)
-    with pytest.raises(ValueError, match="the noise of step 0 was already drawn"):
-        stream.begin(0)
-    stream.begin(1)
-    with pytest.raises(ValueError, match="w had no noise in step 1"):
-        stream.begin(2)
-
-
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"total": torch.zeros(41)}, "w has 41 entries"),
         ({"total": torch.zeros(40, dtype=torch.float64)}, r"float64.*and had 40 entries .*float32"),
         ({"rank": 0, "size": 2}, "process 0 of 2"),
     ],

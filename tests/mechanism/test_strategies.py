@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 from scipy import optimize
 
-from dpllm.mechanism.catalogue import noise_of
-from dpllm.mechanism.parts import Spec
 from dpllm.mechanism.strategies import (
     best_ratio,
     free_column,
@@ -111,19 +109,3 @@ def test_steps_that_are_too_long_do_not_disturb_the_search():
     column = free_column(4, workload)
     require_column(column)
     assert workload.error(column) < 0.51 * workload.error([1.0])
-
-
-@pytest.mark.parametrize(
-    ("column", "words"),
-    [
-        ([[0.6], [0.5]], "must be numbers"),
-        ([10**400, 1], "have norm"),
-        ([1e-320, 0.0, 1e-5], "the first one at least 0.001"),
-        ([float("nan"), 0.1], "must be finite"),
-    ],
-)
-def test_coefficients_of_a_plan_that_are_no_strategy_are_one_line(column, words) -> None:
-    """A list that somebody wrote into a recipe or a plan is refused in words, whatever it holds."""
-    spec = Spec.of({"kind": "banded", "bands": len(column), "strategy": "free", "coefficients": column})
-    with pytest.raises(ValueError, match=words):
-        noise_of(spec)

@@ -34,52 +34,12 @@ def plain(sigma: float, rate: float) -> Step:
     return Step(sampling_rate=rate, noise_multiplier=sigma)
 
 
-# σ, q, T, δ, ε zero-out, ε replace-one, ε zero-out at discretization 1e-3, advantage, Rényi ε
+# σ, q, T, δ, ε zero-out, ε replace-one, ε zero-out at discretization 1e-3, advantage
 VECTORS = [
-    (
-        1.0,
-        0.02,
-        1500,
-        1e-5,
-        4.813654994542411,
-        7.915548868450321,
-        4.814195329150747,
-        0.376185959438491,
-        5.295951708161915,
-    ),
-    (
-        0.8,
-        1024 / 42000,
-        410,
-        1e-5,
-        5.213749854380606,
-        6.9667206206158,
-        5.213871985354965,
-        0.3365041684547,
-        5.9756071785667,
-    ),
-    (
-        0.6,
-        1e-4,
-        100000,
-        1e-6,
-        0.9637584244605347,
-        1.0228584604430269,
-        0.9906773208025731,
-        0.0486736269139,
-        2.2674398814198,
-    ),
-    (
-        4.0,
-        0.01,
-        10000,
-        1e-5,
-        0.9469993068930963,
-        1.993194377026107,
-        0.9600452104972911,
-        0.1010065352874,
-        1.0354900660362,
-    ),
+    (1.0, 0.02, 1500, 1e-5, 4.813654994542411, 7.915548868450321, 4.814195329150747, 0.376185959438491),
+    (0.8, 1024 / 42000, 410, 1e-5, 5.213749854380606, 6.9667206206158, 5.213871985354965, 0.3365041684547),
+    (0.6, 1e-4, 100000, 1e-6, 0.9637584244605347, 1.0228584604430269, 0.9906773208025731, 0.0486736269139),
+    (4.0, 0.01, 10000, 1e-5, 0.9469993068930963, 1.993194377026107, 0.9600452104972911, 0.1010065352874),
 ]
 
 
@@ -89,17 +49,9 @@ VECTORS = [
     "pld.compose(parts, pld.tilt_for(parts, delta=delta))",
     "pld.compose(parts)",
 )
-@pytest.mark.parametrize(("sigma", "rate", "steps", "at", "zero", "replace", "coarse", "advantage", "renyi"), VECTORS)
+@pytest.mark.parametrize(("sigma", "rate", "steps", "at", "zero", "replace", "coarse", "advantage"), VECTORS)
 def test_reference_vectors(
-    sigma: float,
-    rate: float,
-    steps: int,
-    at: float,
-    zero: float,
-    replace: float,
-    coarse: float,
-    advantage: float,
-    renyi: float,
+    sigma: float, rate: float, steps: int, at: float, zero: float, replace: float, coarse: float, advantage: float
 ) -> None:
     """ε under both adjacencies and the advantage equal dp_accounting's, but for the small margin upwards."""
     history = [(plain(sigma, rate), steps)]
@@ -442,13 +394,9 @@ def test_bad_arguments_are_refused() -> None:
     ("fields", "match"),
     [
         ({"sampling_rate": 0.0}, "sampling_rate must be above 0"),
-        ({"sampling_rate": 1.5}, "sampling_rate must be above 0 and at most 1"),
         ({"noise_multiplier": -1.0}, "noise_multiplier must be at least 0"),
-        ({"noise_multiplier": math.inf}, "noise_multiplier must be at least 0 and finite"),
         ({"clip_norm": 0.0}, "clip_norm must be above 0"),
-        ({"num_units": 0}, "num_units must be at least 1"),
         ({"num_units": 10**23, "max_batch_size": 1000}, "at most 1,000,000,000,000,000"),
-        ({"max_batch_size": 0}, "max_batch_size must be at least 1"),
         ({"num_units": None}, "max_batch_size needs num_units"),
     ],
 )

@@ -340,11 +340,6 @@ def test_an_older_copy_of_the_file_is_refused(path: Path) -> None:
     for use in (lambda: charge(path, make(), "chats"), lambda: settle(path, first, 1)):
         with pytest.raises(BudgetError, match=r"is not the file that was written here last \(write 1 of 2\)"):
             use()
-    raw = json.loads(latest)
-    raw["entries"][0]["steps_reserved"] = 49
-    path.write_text(json.dumps({**raw, "sha256": _reseal(raw)}))
-    with pytest.raises(BudgetError, match=r"\(write 2 of 2\).*another copy"):
-        charge(path, make(), "chats")
     path.write_bytes(latest)
     settle(path, first, 20)
     later = json.loads(path.read_text()) | {"written": 9}  # written on another machine meanwhile
@@ -441,10 +436,6 @@ def test_edited_file_is_refused(path: Path) -> None:
     path.write_text(json.dumps(raw)[:-5])
     with pytest.raises(BudgetError, match="is not JSON"):
         read_budget(path)
-    broken = {**raw, "entries": [{"id": "1"}]}
-    path.write_text(json.dumps({**broken, "sha256": _reseal(broken)}))
-    with pytest.raises(BudgetError, match="is not a complete budget"):
-        read_budget(path)
     for other in ({}, []):
         path.write_text(json.dumps(other))
         with pytest.raises(BudgetError, match="is not a budget file"):
@@ -467,16 +458,11 @@ def test_missing_file_is_refused(tmp_path: Path) -> None:
     ("change", "match"),
     [
         ({"epsilon": 0.0}, "0 < epsilon <= 1000"),
-        ({"epsilon": math.inf}, "0 < epsilon <= 1000"),
         ({"epsilon": math.nan}, "0 < epsilon <= 1000"),
         ({"delta": 1e-3}, r"0 < delta < 1/num_units = 0.001"),
-        ({"delta": 0.0}, "0 < delta < 1/num_units"),
         ({"num_units": 0}, "num_units >= 1"),
         ({"dataset": " "}, "a dataset name"),
-        ({"unit": "token"}, "unit in"),
         ({"unit": "user"}, "unit_column with unit"),
-        ({"unit_column": "author"}, "unit_column with unit"),
-        ({"adjacency": "bounded"}, "adjacency in"),
     ],
 )
 def test_impossible_budget_is_refused(tmp_path: Path, change: dict[str, Any], match: str) -> None:
@@ -664,13 +650,3 @@ def test_a_data_set_that_grows_has_one_budget(tmp_path: Path) -> None:
         BudgetError, match=r"num_units is 1000 there and 1500 here.*dpllm budget create --shared-people"
     ):
         charge(tmp_path / "fixed.budget.json", second, "chats")
-
-
-def test_a_file_of_nested_lists_is_no_budget(tmp_path: Path) -> None:
-    """A damaged file is one error, however it is damaged."""
-    path = tmp_path / "deep.json"
-    path.write_text("[" * 100_000)
-    with pytest.raises(BudgetError, match="is not JSON"):
-        read_budget(path)
-    with pytest.raises(ValueError, match="is not JSON"):
-        PrivacyPlan.load(path)

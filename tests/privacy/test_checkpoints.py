@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -113,32 +114,27 @@ def test_latest_is_by_step_and_names_the_unfinished(tmp_path: Path) -> None:
     assert passed_over == [(staging, "unfinished: the process that wrote it ended before it was published")]
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model_fsdp_0/.metadata"])
-def test_torn_file_is_found_and_the_one_before_is_used(tmp_path: Path, name: str) -> None:
-    """A file that lost its end is named with both lengths."""
-    before, torn = save(tmp_path, 1), save(tmp_path, 2)
-    os.truncate(torn / name, FILES[name] - 1)
-    with pytest.raises(CheckpointError, match=f"{name} has {FILES[name] - 1} bytes instead of {FILES[name]}"):
-        verify(torn)
-    whole, [(folder, reason)] = latest_whole(tmp_path)
-    assert whole == before and folder == torn and f"{name} has" in reason
+DAMAGE = [
+    (
+        lambda folder: os.truncate(folder / "model.safetensors", 299_999),
+        r"model\.safetensors has 299999 bytes instead of",
+    ),
+    (lambda folder: os.truncate(folder / "pytorch_model_fsdp_0" / ".metadata", 299), "has 299 bytes instead of 300"),
+    (lambda folder: flip(folder / "model.safetensors", 150_000), r"is not what was saved: its hash differs"),
+    (lambda folder: (folder / "rng_state_0.pth").unlink(), r"rng_state_0\.pth is missing \(No such file"),
+]
 
 
-def test_flipped_byte_is_found(tmp_path: Path) -> None:
-    """One byte of the right-sized file differs."""
+@pytest.mark.parametrize(("damage", "match"), DAMAGE, ids=["torn", "torn within", "flipped", "deleted"])
+def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(tmp_path: Path, damage, match: str) -> None:
+    """A file that lost its end is named with both lengths; with no other checkpoint there is none to use."""
     before, damaged = save(tmp_path, 1), save(tmp_path, 2)
-    flip(damaged / "model.safetensors", 150_000)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is not what was saved: its hash differs"):
+    damage(damaged)
+    with pytest.raises(CheckpointError, match=match):
         verify(damaged)
-    assert latest_whole(tmp_path)[0] == before
-
-
-def test_deleted_file_is_found(tmp_path: Path) -> None:
-    """A file that is gone is named, and with no other checkpoint there is none to use."""
-    damaged = save(tmp_path, 2)
-    (damaged / "rng_state_0.pth").unlink()
-    with pytest.raises(CheckpointError, match=r"rng_state_0\.pth is missing \(No such file"):
-        verify(damaged)
+    whole, [(folder, reason)] = latest_whole(tmp_path)
+    assert whole == before and folder == damaged and re.search(match, reason)
+    shutil.rmtree(before)
     assert latest_whole(tmp_path)[0] is None
 
 
@@ -184,12 +180,6 @@ def test_large_file_is_sampled(tmp_path: Path) -> None:
         ('{"format": 1, "fil', r"checkpoint_manifest\.json is damaged"),
         ("[]", "not a manifest of format 1"),
         ('{"format": 2, "files": {"a": {"size": 0, "hashed": "whole", "sha256": ""}}}', "not a manifest of format 1"),
-        ('{"format": 1, "files": {}}', "not a manifest of format 1"),
-        ('{"format": 1, "files": {"../a": {"size": 0, "hashed": "whole", "sha256": ""}}}', "is not a manifest"),
-        ('{"format": 1, "files": {"/a": {"size": 0, "hashed": "whole", "sha256": ""}}}', "is not a manifest"),
-        ('{"format": 1, "files": {"a": {"size": "0", "hashed": "whole", "sha256": ""}}}', "is not a manifest"),
-        ('{"format": 1, "files": {"a": {"size": 9, "hashed": "samples", "sha256": ""}}}', "is not a manifest"),
-        ('{"format": 1, "files": {"a": {"size": 9}}}', "is not a manifest"),
     ],
 )
 def test_damaged_manifest(tmp_path: Path, text: str | None, match: str) -> None:
@@ -201,19 +191,6 @@ def test_damaged_manifest(tmp_path: Path, text: str | None, match: str) -> None:
     with pytest.raises(CheckpointError, match=match):
         verify(final)
     assert latest_whole(tmp_path)[0] is None
-
-
-def test_unreadable_file_is_not_whole(tmp_path: Path) -> None:
-    """A file that cannot be read is reported as such."""
-    final = save(tmp_path, 1)
-    (final / "empty").unlink()
-    (final / "empty").mkdir()
-    size = (final / "empty").stat().st_size
-    manifest = json.loads((final / MANIFEST_FILE).read_text())
-    manifest["files"]["empty"]["size"] = size
-    (final / MANIFEST_FILE).write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match="empty cannot be read"):
-        verify(final)
 
 
 def test_files_added_later_are_left_alone(tmp_path: Path) -> None:
@@ -320,13 +297,6 @@ def test_rotation_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def checkpoints_in(folder: Path) -> list[str]:
     """Names of all checkpoints, the staging folder's included."""
     return sorted(path.name for path in folder.rglob("*checkpoint-*") if path.is_dir())
-
-
-def test_staging_that_cannot_be_made(tmp_path: Path) -> None:
-    """An output folder that is a file is an error with a reason."""
-    (tmp_path / "out").write_text("")
-    with pytest.raises(CheckpointError, match=r"checkpoint-1 could not be saved \(NotADirectoryError"):
-        prepare_staging(tmp_path / "out", 1)
 
 
 # Dies just before the n-th call that changes the disk, for every n, until a run gets through.
@@ -486,18 +456,6 @@ def test_disk_full_while_saving(small_disk: Path, writer, error: str, last: str)
     assert shutil.disk_usage(small_disk).free > 1_000_000
 
 
-def test_disk_full_while_publishing(small_disk: Path) -> None:
-    """No room for the manifest: the checkpoint before stays whole, and the room of the failed one is given back."""
-    before, staging = save(small_disk, 1), stage(small_disk, 2)
-    with (small_disk / "filler").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
-        while True:
-            file.write(bytes(4096))
-    with pytest.raises(CheckpointError, match=r"OSError: .*No space left.*checkpoint_manifest\.json") as caught:
-        publish(staging, checkpoint_folder(small_disk, 2))
-    assert f"resume from {before}, which is complete" in str(caught.value)
-    assert latest_whole(small_disk) == (before, []) and not staging.exists()
-
-
 def test_errors_while_saving_name_what_there_is(tmp_path: Path) -> None:
     """Without an earlier checkpoint the error says so; errors that are no Exception are translated, Ctrl-C is not."""
 
@@ -512,17 +470,6 @@ def test_errors_while_saving_name_what_there_is(tmp_path: Path) -> None:
             raise kind
     with pytest.raises(CheckpointError, match=r"^as it is$"), saving(tmp_path, 2):
         raise CheckpointError("as it is")
-
-
-def test_a_fault_on_a_disk_with_room_does_not_ask_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A value that cannot be written is named; the disk is mentioned only where it may be the cause."""
-    usage = shutil.disk_usage(tmp_path)
-    for free, asked in ((58 * 10**12, False), (10**6, True)):
-        monkeypatch.setattr(shutil, "disk_usage", lambda folder, free=free: usage._replace(free=free))
-        with pytest.raises(CheckpointError, match=r"TypeError: .*set is not JSON") as caught, saving(tmp_path, 2):
-            json.dumps({1})
-        assert ("Free space" in str(caught.value)) == asked == ("are free on this disk" in str(caught.value))
-        assert "ix the cause that the error names" in str(caught.value) and "\n" not in str(caught.value)
 
 
 SHARDS = ["global_step2/zero_pp_rank_{}_mp_rank_00_optim_states.pt", "global_step2/mp_rank_00_model_states.pt"]

@@ -217,21 +217,12 @@ def test_methods_that_leave_something_out_say_so() -> None:
 
 def test_rows_drawn_singly_are_compared_by_what_knows_them() -> None:
     """Where the rows of a unit are drawn singly, the methods without such an event say so."""
-    assert (
-        renyi_epsilon([(dp_sgd(num_units=100, sampling_rate=0.1, noise_multiplier=1.0, rows_per_unit=2), 10)], 1e-5)
-        is None
-    )
-    rows = {
-        row.name: row
-        for row in compare(
-            [(dp_sgd(num_units=5000, sampling_rate=0.01, noise_multiplier=1.0, rows_per_unit=2), 50)], 1e-5
-        )
-    }
+    history = [(dp_sgd(num_units=5000, sampling_rate=0.01, noise_multiplier=1.0, rows_per_unit=2), 50)]
+    assert renyi_epsilon(history, 1e-5) is None
+    rows = {row.name: row for row in compare(history, 1e-5)}
     assert "drawn singly" in rows["Rényi"].note
     assert rows["PLD, dp_accounting"].epsilon is not None and rows["zCDP"].epsilon is not None
-    other = compare(
-        [(dp_sgd(num_units=5000, sampling_rate=0.01, noise_multiplier=1.0, rows_per_unit=2), 50)], 1e-5, "replace-one"
-    )
+    other = compare(history, 1e-5, "replace-one")
     assert other[1].epsilon is None and "has no replace-one event" in other[1].note
 
 

@@ -15,7 +15,6 @@ from dpllm.mechanism.events import Step, StepOfRows
 from dpllm.mechanism.sampling import TruncatedPoissonSampler
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.plan import PrivacyPlan, format_plan, make_plan
-from dpllm.privacy.plan_parts import PlannedDraw, PlannedNoise, PlannedUnit, PlanPart
 from tests.mutations import kills
 
 
@@ -118,7 +117,6 @@ def test_hash_depends_on_every_field() -> None:
         {},
         {"clipping": "automatic"},
         {"randomness": "chacha20"},
-        {"noise": {"kind": "banded", "bands": 3}, "randomness": "chacha20"},
         {"randomness": "discrete"},
         {"selection": {"kind": "geometric", "mean": 3}},
     ],
@@ -152,7 +150,6 @@ def test_the_generator_of_the_noise_is_shown_and_known() -> None:
     ("edit", "match"),
     [
         ({"num_steps": 10}, "was edited: its numbers do not match its hash"),
-        ({"format": 2}, "is a privacy plan of format 2"),
         ({"extra": 1}, "is not the privacy plan of a training run"),
     ],
 )
@@ -181,16 +178,7 @@ def test_unreadable_plan_is_refused(tmp_path: Path) -> None:
         ({"max_batch_size": 19}, "expected_batch_size <= max_batch_size"),
         ({"delta": 1e-3}, "0 < delta < 1/num_units"),
         ({"noise_multiplier": math.nan}, "0 <= noise_multiplier < inf"),
-        ({"unit": "token"}, "unit in"),
-        ({"adjacency": "bounded"}, "adjacency in"),
-        ({"num_units": 0}, "num_units >= 1"),
-        ({"sampling": "shuffle"}, "sampling in"),
         ({"sampling": "example"}, "num_examples and max_rows_per_unit where rows of users are drawn"),
-        ({"num_examples": 1000}, "num_examples and max_rows_per_unit where rows of users are drawn"),
-        ({"num_steps_wanted": 50}, "num_steps_wanted > num_steps"),
-        ({"expected_batch_size": 0}, "1 <= expected_batch_size <= population"),
-        ({"clip_norm": 0.0}, "0 < clip_norm < inf"),
-        ({"num_steps": 0}, "num_steps >= 1"),
     ],
 )
 def test_contradictory_plan_is_refused(change: dict[str, Any], match: str) -> None:
@@ -198,31 +186,6 @@ def test_contradictory_plan_is_refused(change: dict[str, Any], match: str) -> No
     plan = make_plan(privacy(), num_units=1000, num_steps=50)
     with pytest.raises(ValueError, match=match):
         dataclasses.replace(plan, **change)
-
-
-@pytest.mark.parametrize(
-    ("part", "good", "bad", "match"),
-    [
-        (PlannedUnit, {"unit": "sequence", "adjacency": "zero-out"}, {"unit": "token"}, "unit in"),
-        (PlannedNoise, {"clip_norm": 0.5, "noise_multiplier": 1.0}, {"clip_norm": 0.0}, "0 < clip_norm < inf"),
-        (
-            PlannedDraw,
-            {
-                **{"unit": "sequence", "adjacency": "zero-out", "num_units": 100},
-                **{"sampling_rate": 0.1, "expected_batch_size": 10, "max_batch_size": 20},
-            },
-            {"max_batch_size": 101},
-            "a privacy plan needs expected_batch_size <= max_batch_size <= population. Make",
-        ),
-    ],
-)
-def test_a_part_of_a_plan_checks_its_own_fields(
-    part: type[PlanPart], good: dict[str, Any], bad: dict[str, Any], match: str
-) -> None:
-    """So the rules of a topic hold wherever the part is used."""
-    part(**good)
-    with pytest.raises(ValueError, match=match):
-        part(**{**good, **bad})
 
 
 def by_example(**change: Any) -> PrivacyConfig:
@@ -297,15 +260,3 @@ def test_seeded_plan_says_so_first() -> None:
     plan = make_plan(privacy(seed=0), num_units=1000, num_steps=50)
     assert plan.seeded and format_plan(plan)[0][0] == "NOT PRIVATE"
     assert not make_plan(privacy(), num_units=1000, num_steps=50).seeded
-
-
-@pytest.mark.parametrize("value", [None, "many", [], {}])
-def test_a_plan_with_a_value_of_another_kind_is_one_error(tmp_path, value):
-    """A file that was edited or damaged is a mistake, and no fault of the program."""
-    path = tmp_path / "plan.json"
-    plan = PrivacyPlan.untruncated(100, 10, 5, 1.0, 1.0, 1e-3)
-    plan.save(path)
-    for name in ("num_units", "noise_multiplier", "delta", "sampling_rate"):
-        path.write_text(json.dumps({**plan.to_dict(), "hash": plan.hash, name: value}))
-        with pytest.raises(ValueError, match=r"plan\.json|a privacy plan needs"):
-            PrivacyPlan.load(path)

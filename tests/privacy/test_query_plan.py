@@ -39,12 +39,8 @@ def test_a_plan_is_read_back_and_costs_all_its_charges(tmp_path: Path) -> None:
     ("edit", "text"),
     [
         (lambda raw: raw["charges"][0].update(count=1), "was edited"),
-        (lambda raw: raw["charges"][0].update(noise_multiplier=99.0), "was edited"),
         (lambda raw: raw["settings"].update(clip=0.1), "was edited"),
         (lambda raw: raw.update(delta=1e-9), "was edited"),
-        (lambda raw: raw.update(charges=3), "wrong type"),
-        (lambda raw: raw.pop("after"), "not the plan of a query run"),
-        (lambda raw: raw["charges"][0].update(event="later"), "unknown kind of event"),
     ],
 )
 def test_an_edited_plan_is_refused(tmp_path: Path, edit, text: str) -> None:
@@ -76,13 +72,9 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path: Path) -> None:
         ({"method": "exact counts"}, "method in"),
         ({"num_units": 0}, "num_units >= 1"),
         ({"delta": 1e-3}, "0 < delta < 1/num_units"),
-        ({"delta": 0.0}, "0 < delta < 1/num_units"),
         ({"charges": ()}, "one charge or more"),
         ({"charges": (Charge(name="a", event=VOTE, count=1),) * 2}, "charges with different names"),
-        ({"settings": (("a", 1), ("a", 2))}, "settings with different names"),
         ({"randomness": "seeded"}, "randomness in"),
-        ({"target_epsilon": -1.0}, "target_epsilon > 0"),
-        ({"unit": "token"}, "unit in"),
     ],
 )
 def test_impossible_plans_are_refused(change, text: str) -> None:
@@ -95,9 +87,7 @@ def test_impossible_plans_are_refused(change, text: str) -> None:
     ("fields", "text"),
     [
         ({"name": ""}, "a name of one line"),
-        ({"name": "two\nlines"}, "a name of one line"),
         ({"count": 0}, "is charged from 1 to"),
-        ({"count": True}, "is charged from 1 to"),
         ({"event": Query(noise_multiplier=0.0)}, "has no noise"),
     ],
 )

@@ -61,11 +61,6 @@ def test_it_is_saved_and_read_with_its_hash(tmp_path):
     assert PrivacyPlan.load(path) == plan and json.loads(path.read_text())["format"] == 1
     assert plan.hash != dataclasses.replace(plan, selection=Spec.of({"kind": "logarithmic", "mean": 9})).hash
     assert dataclasses.replace(plan, selection=None).to_dict()["selection"] is None
-    for other in ({"kind": "logarithmic", "mean": 9}, {"kind": "geometric", "mean": 10}, {"kind": "logarithmic"}, None):
-        raw = json.loads(path.read_text()) | {"selection": other}
-        (tmp_path / "other.json").write_text(json.dumps(raw))
-        with pytest.raises(ValueError, match=r"was edited|selection|needed"):
-            PrivacyPlan.load(tmp_path / "other.json")
 
 
 @pytest.mark.parametrize(

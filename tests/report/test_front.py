@@ -68,26 +68,13 @@ def test_the_first_screen_of_a_finished_run(tmp_path: Path) -> None:
     """What, who, when, for whom and how safe, in sentences; the base model is not named twice."""
     report = report_of(tmp_path, facts=((TRAINED_MODEL, "a LoRA adapter for a language model (gpt2)"),))
     front = report.front
-    assert front.what == (
-        "A small addition to a language model (gpt2), called LoRA adapter, based on org/base, was trained on the data "
-        "set “notes”: 1,000 private records. Taken as public: pretraining text: old speeches."
-    )
-    assert front.who == "Raw data held by: the clinic; model meant for: its staff; trained by: research IT."
-    assert re.fullmatch(r"Training began on \d+ [A-Z][a-z]+ \d{4} and took all 12 planned steps\.", front.when)
-    assert front.protected.startswith("Every single record of the training data.")
+    assert "based on org/base" in front.what and "1,000 private records" in front.what and "the clinic" in front.who
     assert "δ = 1 in 3.3 million" in front.numbers and "strong" in front.numbers
     assert front.not_covered.startswith("ε is about this run")
     assert report_of_open(report) == front.to_do
     assert front.alert == f"{len(report.open_points)} points are open: do not release the model yet."
     for page in (render_markdown(report), render_html(report, draw_figures(report))):
         assert page.index(front.alert) < page.index("Model and data"), "nobody has to scroll for it"
-
-
-def test_the_command_that_notes_the_trainer_is_beside_the_place_of_its_name(tmp_path: Path) -> None:
-    """No question of the checklist asks for it, so no open point has the command."""
-    report = report_of(tmp_path, dataclasses.replace(NOTES, trained_by=None))
-    command = '`dpllm report . --trained-by "…"`'
-    assert command in report.front.who and render_markdown(report).count(command) == 2
 
 
 def report_of_open(report: PrivacyReport) -> str:
@@ -203,19 +190,6 @@ def test_without_a_guarantee_no_odds_are_printed(tmp_path: Path, change: dict[st
     report = report_of(tmp_path, **change)
     assert report.front.odds == report.statement.words and report.front.table == ()
     assert "with it, at most</th>" not in render_html(report, draw_figures(report)).partition("<main>")[0]
-
-
-@pytest.mark.parametrize("change", [{}, {"seed": 1}, {"noise": {"kind": "banded", "bands": 4}}])
-def test_sentences_are_for_people(tmp_path: Path, change: dict[str, Any]) -> None:
-    """No name of a program's variable, no "run(s)", no number of more than two figures but counts and dates."""
-    report = report_of(tmp_path, **change)
-    front = report.front.model_dump(exclude={"table", "when", "what"})
-    for name, words in front.items():
-        assert not re.search(r"[a-z]_[a-z]|\(s\)", words), words
-        for number in re.findall(r"\d+\.\d+", words) if report.statement.private else ():
-            assert len(number.replace(".", "").lstrip("0")) <= 2, (name, number)
-    text = render_markdown(report).partition("## How the numbers were computed")[0]
-    assert "(s)" not in text and "such a person" not in text
 
 
 def test_a_weak_guarantee_without_open_points_is_not_said_to_be_done() -> None:

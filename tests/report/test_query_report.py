@@ -72,16 +72,9 @@ def test_a_finished_run_verifies_and_says_what_it_released(folder: Path) -> None
     method = release_words()[plan.method]
     for words in (
         method.what,
-        "It builds on the model of “trained”",
-        "all 6 planned private answers",
         "a figure on private rows | 2",
         "votes: charged, of those planned | 4 of 4",
         "clip | 0.5",
-        "together with the model of “trained”,",
-        "Who will see the release?",
-        "How useful the release is",
-        "How many answers were planned and charged",
-        "ε = 0.",
         *method.released,
         method.not_covered[0][0],
     ):
@@ -91,10 +84,6 @@ def test_a_finished_run_verifies_and_says_what_it_released(folder: Path) -> None
         for foreign in (
             "fine-tuned",
             "training steps",
-            "Training began",
-            "without the model",
-            "Trained by",
-            "Checkpoint",
         ):
             assert foreign not in text, (name, foreign)
     checked = {check.what for check in verify(folder).checks}
@@ -154,12 +143,8 @@ def test_no_report_is_made_of_answers_that_the_plan_does_not_allow(folder: Path,
 @pytest.mark.parametrize(
     ("name", "old", "new", "text"),
     [
-        (PLAN_FILE, '"count": 4', '"count": 3', "was edited"),
         (LEDGER_FILE, '"count": 4', '"count": 3', "edited, or lines before it"),
         (JSON_FILE, '"adjacency": "zero-out"', '"adjacency": "replace-one"', "says what plan and ledger say"),
-        (JSON_FILE, '"charged": 4', '"charged": 3', "accounting.parameters.answers"),
-        (MARKDOWN_FILE, "A. Meyer", "B. Meyer", "is as dpllm wrote it"),
-        (HTML_FILE, "A. Meyer", "B. Meyer", "is as dpllm wrote it"),
         (CARD_FILE, "zero-out: 0.", "zero-out: 0.0", "differential_privacy"),
         (CARD_FILE, "## How to use it", "ε = 0.01 for everybody\n\n## How to use it", "another claim"),
         ("counts.json", "3", "2", "counts.json is not what was saved"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,27 +86,13 @@ def run_of(tmp_path: Path, plan: PrivacyPlan, **ledger_entries: Any) -> PrivacyR
     return make_report(plan, read_ledger(ledger.path))
 
 
-def rows_drawn(**change: Any) -> PrivacyPlan:
+USERS = {"unit": "user", "unit_column": "author", "max_rows_per_unit": 4, "rows_kept": "random", "dataset": "letters"}
+
+
+def rows_drawn() -> PrivacyPlan:
     """Return a plan in which rows of users are drawn each by itself."""
-    fields: dict[str, Any] = {
-        "unit": "user",
-        "adjacency": "zero-out",
-        "num_units": 1000,
-        "sampling_rate": 20 / 3000,
-        "expected_batch_size": 20,
-        "max_batch_size": 3000,
-        "num_steps": NUM_STEPS,
-        "noise_multiplier": 2.0,
-        "clip_norm": 0.5,
-        "delta": 1e-4,
-        "max_rows_per_unit": 4,
-        "unit_column": "author",
-        "rows_kept": "random",
-        "sampling": "example",
-        "num_examples": 3000,
-        "dataset": "letters",
-    }
-    return PrivacyPlan(**{**fields, **change})
+    config = {"noise_multiplier": 2.0, "clip_norm": 0.5, "expected_batch_size": 20, "sampling": "example", **USERS}
+    return make_plan(PrivacyConfig(**config), num_units=1000, num_steps=NUM_STEPS, num_examples=3000)
 
 
 @kills(
@@ -190,36 +175,14 @@ def test_what_the_reporting_guide_asks_for(tmp_path: Path) -> None:
     assert report.open_points == ()
     page = render_markdown(report)
     for words in (
-        "central differential privacy",
-        "the clinic",
         "the staff",
         "letters to the clinic",
         "one tuning run at ε = 2",
         "perplexity",
-        "one record of the training data",
-        "several rows",
-        "contributes nothing in one of them",
         "pretrained on old speeches",
-        "every checkpoint",
-        "noisy gradients",
-        "hyper-parameter tuning",
-        "tokenizer",
-        "running time",
-        "dp_accounting 0.",
         "discretization 0.0001",
-        "Rényi",
-        "ρ-zCDP",
-        "Poisson",
-        "public constant",
-        "operating system",
-        "chained by hashes",
-        "without the model",
-        "out of a million equally likely",
         "1 in 10,000",
         "| PLD of dp_accounting | 0.14",
-        "Steps: 20 of 20 planned steps were taken; the run ended: completed",
-        "dpllm verify .",
-        "dpllm report .",
         "dpllm epsilon --noise-multiplier 2.0 --sampling-rate 0.02 --steps 20 --delta 0.0001 --num-units 1000",
         report.checkable.ledger_sha256,
         report.checkable.plan_hash,
@@ -327,13 +290,6 @@ def test_tiers(tmp_path: Path, size: int, sigma: float, tier: str) -> None:
     assert ("audit" in strength.words) == (tier == "weak")
 
 
-def test_never_zero_after_a_step(tmp_path: Path) -> None:
-    """One step with a lot of noise still costs something, in the JSON and on the page."""
-    report = report_of(tmp_path, taken=1, noise_multiplier=500.0)
-    assert report.statement.epsilon > 0
-    assert "ε = 0.0000" not in render_markdown(report) and "| 0.0000 |" not in render_markdown(report)
-
-
 def test_before_the_first_step(tmp_path: Path) -> None:
     """A run without a step has learnt nothing, and its report says that it has not ended."""
     report = report_of(tmp_path, taken=0, end=None)
@@ -386,14 +342,7 @@ def test_rows_drawn_each_by_itself(tmp_path: Path) -> None:
     report = run_of(tmp_path, plan)
     mechanism, event = report.definition.mechanism, report.accounting.event
     assert "example-level sampling (ELS)" in mechanism and "every one of 3000 rows is drawn" in mechanism
-    assert (
-        "at most 4 rows" in mechanism
-        and "each row is clipped once" in mechanism
-        and "by itself" in mechanism
-        and "truncated" not in mechanism
-    )
     assert "mixture of Gaussians" in event and "k = 4" in event and "arXiv:2407.07737" in event
-    assert "chosen by a secret draw" in report.definition.unit
     assert report.statement.epsilon == epsilon([(plan.event, NUM_STEPS)], plan.delta)
     assert report.statement.epsilon > epsilon(
         [(Step(num_units=1000, sampling_rate=plan.sampling_rate, noise_multiplier=2.0, clip_norm=0.5), NUM_STEPS)],
@@ -404,15 +353,13 @@ def test_rows_drawn_each_by_itself(tmp_path: Path) -> None:
     assert library.epsilon == pytest.approx(report.statement.epsilon, abs=5e-3)
     command = report.checkable.recompute_from_the_numbers
     assert "--rows-per-unit 4" in command and "--max-batch-size" not in command
-    assert "number of rows to draw from" in report.definition.public[0]
-    assert not any("cut to the maximal batch" in item.assumption for item in report.accounting.assumptions)
-    assert "mixture of Gaussians" in render_markdown(report)
 
 
 def test_data_set_budget_and_steps(tmp_path: Path) -> None:
     """The data set's name, the entry of its budget file, and why a run took fewer steps than were asked for."""
-    plan = rows_drawn(sampling="unit", num_examples=None, sampling_rate=0.02, max_batch_size=60, num_steps_wanted=50)
-    plan = dataclasses.replace(plan, target_epsilon=0.5)
+    config = {"noise_multiplier": 2.0, "clip_norm": 0.5, "expected_batch_size": 20, "max_batch_size": 60, **USERS}
+    plan = make_plan(PrivacyConfig(**config), num_units=1000, num_steps=NUM_STEPS)
+    plan = dataclasses.replace(plan, target_epsilon=0.5, num_steps_wanted=50)
     report = run_of(tmp_path, plan, budget={"file": "letters.json", "entry": "a1b2"})
     assert report.definition.dataset == "letters"
     assert report.accounting.budget == (BudgetEntry(file="letters.json", entry="a1b2"),)
@@ -478,26 +425,6 @@ def test_schema_refuses_missing_and_additional_keys(tmp_path: Path) -> None:
             else:
                 part["something"] = 1
             assert not schema.is_valid(edited) and len(complaints(PrivacyReport, edited)) == 1, (path, change)
-
-
-def test_schema_describes_every_key() -> None:
-    """Each key has a description, and each object with fixed keys admits no other."""
-
-    def walk(part: Any, where: str) -> None:
-        if isinstance(part, dict):
-            if isinstance(part.get("properties"), dict):
-                assert part["additionalProperties"] is False, where
-                assert part["required"] == list(part["properties"]), where
-                for name, value in part["properties"].items():
-                    assert value.get("description") or "$ref" in value, f"{where}.{name}"
-            for name, value in part.items():
-                walk(value, f"{where}.{name}")
-        elif isinstance(part, list):
-            for value in part:
-                walk(value, where)
-
-    jsonschema.Draft202012Validator.check_schema(report_schema())
-    walk(report_schema(), "report")
 
 
 def test_foreign_ledger_is_refused(tmp_path: Path) -> None:
@@ -571,30 +498,3 @@ def test_a_note_that_no_report_can_hold_is_refused_when_it_is_made(notes: dict[s
     """It would otherwise be found when the trained model is saved."""
     with pytest.raises(ValueError, match=words):
         ReleaseNotes(**notes)
-
-
-def test_a_report_has_no_other_keys_kinds_or_values(tmp_path: Path) -> None:
-    """Whatever was forged, the place is named, and a report is never half understood."""
-    plain = report_of(tmp_path, noise={"kind": "banded", "bands": 4}).to_dict()
-    assert PrivacyReport.read(plain).to_dict() == plain
-    run, plan = plain["checkable"]["runs"][0], plain["checkable"]["plan"]
-    for part, key, value, words in (
-        (plain["statement"], "epsilon", "infinite", "statement.epsilon: Input should be a valid number"),
-        (plain["statement"], "epsilon", -0.1, "statement.epsilon: Input should be greater than or equal to 0"),
-        (plain["statement"], "private", 1, "statement.private: Input should be a valid boolean"),
-        (plain["strength"]["bayes_success"], "0.5", "1", "strength.bayes_success.0.5: Input should be a valid number"),
-        (plain["accounting"]["steps"], "planned", -1, "accounting.steps.planned: Input should be greater than"),
-        (run["planned_step"], "event", "tree", "checkable.runs[0].planned_step: Value error, unknown kind of event"),
-        (run["planned_step"], "bands", None, "checkable.runs[0].planned_step: Value error"),
-        (run, "num_steps", 0, "checkable.runs[0].num_steps: Input should be greater than or equal to 1"),
-        (plan, "noise", "tree", "checkable.plan.noise: Value error, noise must be one of"),
-        (plan, "format", 2, "checkable.plan.format: Input should be 1"),
-    ):
-        before = part.get(key)
-        part[key] = value
-        with pytest.raises(ValueError, match=re.escape(words)) as raised:
-            PrivacyReport.read(plain)
-        assert "\n" not in str(raised.value)
-        part[key] = before
-        if before is None:
-            del part[key]

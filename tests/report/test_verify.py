@@ -24,7 +24,7 @@ from dpllm.privacy.ledger import LEDGER_FILE, Ledger, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan, make_plan
 from dpllm.privacy.rounding import up
 from dpllm.report.checklist import completed
-from dpllm.report.model_card import CARD_FILE, add_audit, add_notes, adopt_run, renew_card, write_model_card
+from dpllm.report.model_card import CARD_FILE, add_audit, add_notes, adopt_run, write_model_card
 from dpllm.report.models import PrivacyReport
 from dpllm.report.pages import write_pages
 from dpllm.report.statement import (
@@ -139,13 +139,6 @@ def test_edited_ledger_line(run: Path) -> None:
     assert all("nothing to compare it with" in found[page] for page in PAGES.values())
 
 
-def test_step_missing_in_the_middle(run: Path) -> None:
-    """A line taken out of the ledger breaks its chain."""
-    lines = (run / LEDGER_FILE).read_text().splitlines(keepends=True)
-    (run / LEDGER_FILE).write_text("".join(lines[:3] + lines[4:]))
-    assert "line 4: edited, or lines before it" in failed(verify(run))["the ledger is there and its lines are chained"]
-
-
 def test_steps_cut_off_at_the_end(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole lines cut off at the end break no hash; the report still counts the steps."""
     lines = (run / LEDGER_FILE).read_text().splitlines(keepends=True)
@@ -175,10 +168,6 @@ def test_ledger_that_went_on(run: Path) -> None:
     ("pattern", "by", "where"),
     [
         (r'"epsilon": 0\.\d+', '"epsilon": 0.01', "statement.epsilon is 0.01 and should be 0."),
-        (r'"noise_stddev": 1\.0', '"noise_stddev": 1', "accounting.parameters.noise_stddev is 1 and should be 1.0"),
-        (r'"tier": "strong"', '"tier": "weak"', 'strength.tier is "weak" and should be "strong"'),
-        (r'"advantage": 0\.', '"advantage": 0.0', "strength.advantage is 0.0"),
-        (r'"torn_lines": \[\]', '"torn_lines": [3]', "checkable.torn_lines is [3] and should be []"),
         (r'"filled": false', '"filled": true', ".filled is true and should be false"),
         (r'"format": 1,', '"format": 1, "note": "x",', "note does not belong there"),
         (r'"adjacency": "zero-out",\s*"epsilon_by', '"epsilon_by', "statement.adjacency is missing"),
@@ -216,16 +205,6 @@ def test_a_report_of_a_later_version_is_refused_in_one_line(run: Path) -> None:
             notes_in(run)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[1]", '{"epsilon": NaN}', "{}", '{"format": 2, "checkable": 3, "accounting": []}']
-)
-def test_json_that_is_no_report(run: Path, text: str) -> None:
-    """Whatever lies there instead of a report is a failed check and no crash."""
-    (run / JSON_FILE).write_text(text)
-    found = failed(verify(run))
-    assert any(JSON_FILE in what for what in found)
-
-
 @kills(
     "a page of the report is not compared with its hash",
     "dpllm/report/verify.py",
@@ -252,16 +231,6 @@ def test_another_plan(run: Path) -> None:
     assert "written under another plan" in found["the report can be computed again"]
 
 
-def test_steps_of_another_plan(run: Path) -> None:
-    """Steps with other numbers under the right plan's name are found."""
-    (run / LEDGER_FILE).unlink()
-    plan = PrivacyPlan.load(run / PLAN_FILE)
-    charge(run, plan, NUM_STEPS, of=plan_of(noise_multiplier=9.0))
-    found = failed(verify(run))
-    assert "the ledger is of this plan" not in found
-    assert found["each step in the ledger is the plan's"] == "6 steps have other numbers than the plan"
-
-
 def test_edited_plan(run: Path) -> None:
     """A number changed in the plan doesn't fit its hash."""
     edit(run / PLAN_FILE, '"noise_multiplier": 2.0', '"noise_multiplier": 3.0')
@@ -274,9 +243,7 @@ def test_edited_plan(run: Path) -> None:
         (r"  epsilon: 0\.\d+", "  epsilon: 0.0001", "differential_privacy.epsilon is 0.0001 and should be"),
         (r"\Z", "\nIt satisfies ε = 0.01.\n", "another claim: ε = 0.01"),
         (r"---\n", "---\nepsilon: 0.01\n", "another claim: epsilon: 0.01"),
-        (r"num_steps: 6", "num_steps: 5", "differential_privacy.num_steps is 5 and should be 6"),
         (r"with ε = 0\.\d+", "with ε = 0.0001", "its text lacks"),
-        (r"differential_privacy:", "something_else:", "its block differential_privacy is missing"),
     ],
 )
 def test_edited_card(run: Path, pattern: str, by: str, where: str) -> None:
@@ -467,14 +434,6 @@ def test_notes_are_taken_from_the_json(run: Path) -> None:
     assert PAGES[JSON_FILE] in failed(verify(run))
 
 
-def test_listing_is_cut_short(run: Path) -> None:
-    """A report that differs everywhere names a dozen keys and the number of the rest."""
-    (run / JSON_FILE).write_text("{}")
-    assert re.search(r"; and \d+ more", failed(verify(run))[f"{JSON_FILE} fits the published schema"]) is None
-    edit(run / JSON_FILE, r"\{\}", json.dumps({f"key {number}": 1 for number in range(40)}))
-    assert re.search(r"; and \d+ more", failed(verify(run))[f"{JSON_FILE} says what plan and ledger say"])
-
-
 WEIGHTS = "model.safetensors"
 
 
@@ -611,21 +570,6 @@ def test_a_folder_that_is_adopted_agrees_with_its_ledger(released: Path) -> None
         assert failed(verify(released)) == {}
         for name in (MARKDOWN_FILE, CARD_FILE):
             assert ADOPTED in (released / name).read_text(encoding="utf-8")
-
-
-def test_open_points_come_and_go_in_a_card(good: Path, tmp_path: Path) -> None:
-    """They are before the guarantee, whether or not the card had any."""
-    card, report = tmp_path / CARD_FILE, PrivacyReport.read(json.loads((good / JSON_FILE).read_text()))
-    card.write_text("# A model\n\n## Privacy\n\nWords.\n")
-
-    def renew(before: list[str], after: list[str]) -> str:
-        reports = (report.model_copy(update={"open_points": tuple(points)}) for points in (before, after))
-        renew_card(tmp_path, *reports)
-        return card.read_text(encoding="utf-8")
-
-    assert "# A model" in renew([], ["one", "two"]) and "- one\n- two\n\n## Privacy\n" in card.read_text()
-    assert "- one\n\n## Privacy\n" in renew(["one", "two"], ["one"])
-    assert renew(["one"], []) == "# A model\n\n## Privacy\n\nWords.\n"
 
 
 def test_a_folder_without_a_report_gets_none_when_it_is_adopted(run: Path) -> None:
