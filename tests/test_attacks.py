@@ -75,7 +75,7 @@ def test_a_ledger_that_was_restored_from_an_older_copy_is_refused(tmp_path):
     older = (run / LEDGER).read_bytes()
     trainer(run, args=saving(run)).train(resume_from_checkpoint=True)
     (run / LEDGER).write_bytes(older)
-    with pytest.raises(ValueError, match="was cut or restored from an older copy"):
+    with pytest.raises(ValueError, match="older copy"):
         trainer(run, args=saving(run)).train(resume_from_checkpoint=True)
 
 
@@ -109,7 +109,7 @@ def test_a_ledger_replaced_in_mid_run_stops_the_run(tmp_path):
                 shutil.copy(tmp_path / LEDGER, tmp_path / "new")
                 os.replace(tmp_path / "new", tmp_path / LEDGER)
 
-    with pytest.raises(ValueError, match="was replaced by another file during the run"):
+    with pytest.raises(ValueError, match="file during"):
         trainer(tmp_path, args=arguments(tmp_path), callbacks=[Replaces()]).train()
 
 

@@ -81,7 +81,7 @@ def test_deepspeed_is_asked_for_by_name(launched, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", str(launched).lower())
     section = {"output_dir": str(tmp_path), "deepspeed": None if launched else "ds.json"}
-    with pytest.raises(ConfigError, match=r"needs deepspeed, .* pip install 'dpllm\[deepspeed\]'"):
+    with pytest.raises(ConfigError, match=r"dpllm\[deepspeed\]"):
         training_arguments(section)
 
 

@@ -97,5 +97,5 @@ def test_a_format_without_the_labels_of_the_task_is_refused(tmp_path):
     """A text has no class for each word."""
     path = recipe_of(tmp_path, "token_classification", RECORDS["token_classification"], {})
     (tmp_path / "data.jsonl").write_text("\n".join([json.dumps({"text": TEXT})] * 24), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"cannot be combined with model\.task='token_classification'; it needs"):
+    with pytest.raises(ValueError, match=r"model\.task='token_classification"):
         finetune.run(load_recipe(path, ["data.format=text"]))

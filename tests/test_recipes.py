@@ -244,7 +244,7 @@ def test_a_recipe_runs_on_a_tiny_model(path, tmp_path, capsys):
         assert words in printed
 
     assert json.loads((output / "privacy_report.json").read_text(encoding="utf-8"))["utility"]
-    with pytest.raises(ValueError, match="already holds a private run"):
+    with pytest.raises(ValueError, match="already holds"):
         finetune.run(load_recipe(path, overrides))
 
 
@@ -252,7 +252,7 @@ def test_metrics_whose_package_is_missing_are_refused_before_anything_is_read(mo
     """With the command that installs it; metrics without a package need none."""
     monkeypatch.setitem(EXTRAS, "metrics", ("no_such_module",))
     recipe = load_recipe(FOLDER / "gpt2_e2e_lora.yaml", ["model.name=/nowhere", "train.use_cpu=true"])
-    with pytest.raises(ConfigError, match=r"data\.metrics=.*needs no_such_module.*pip install 'dpllm\[metrics\]'"):
+    with pytest.raises(ConfigError, match="no_such_module"):
         check_recipe(recipe)
     own = load_recipe(FOLDER / "gpt2_e2e_lora.yaml", ["model.name=/nowhere", "data.metrics=[exact_match]"])
     with pytest.raises(ConfigError, match="nowhere"):
@@ -351,7 +351,7 @@ def test_a_resume_that_is_refused_leaves_the_folder_as_it_was(tmp_path):
         return {file: file.read_bytes() for file in output.rglob("*") if file.is_file()}
 
     before = files()
-    with pytest.raises(ValueError, match="was written under the plan"):
+    with pytest.raises(ValueError, match="written under"):
         finetune.run(load_recipe(path, [*again, "privacy.noise_multiplier=2"]))
     assert files() == before
     finetune.run(load_recipe(path, again))
@@ -413,7 +413,7 @@ def test_private_text_that_is_declared_public_is_refused(tmp_path):
     copy.write_bytes((tmp_path / "data.jsonl").read_bytes())
     for public in (tmp_path / "data.jsonl", copy):
         recipe = load_recipe(FOLDER / "gpt2_e2e_full.yaml", [*overrides, f"public_pretrain.data.path={public}"])
-        with pytest.raises(ValueError, match=r"public_pretrain\.data\.path=.* shares 40 of 40 records with"):
+        with pytest.raises(ValueError, match=r"public_pretrain\.data\.path="):
             finetune.run(recipe)
     assert not (tmp_path / "out" / "privacy_ledger.jsonl").exists()
     assert not (tmp_path / "out" / "public_pretrain").exists()

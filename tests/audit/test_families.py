@@ -79,5 +79,5 @@ def test_the_search_ends_at_both_ends():
 )
 def test_without_a_claim_there_is_no_family(history):
     """A run that promises nothing has no curve."""
-    with pytest.raises(ValueError, match="claims nothing: omit the history"):
+    with pytest.raises(ValueError, match="claims"):
         plan_family(history, 1e-5)

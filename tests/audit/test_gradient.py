@@ -187,7 +187,7 @@ def test_single_rows_are_no_canaries():
     """A plan that draws rows protects users, who would be several canaries."""
     rows = {"unit": "user", "unit_column": "who", "max_rows_per_unit": 1, "rows_kept": "first"}
     plan = dataclasses.replace(plan_of(4, 4, 1.0, 10), sampling="example", num_examples=4, **rows)
-    with pytest.raises(AuditError, match="the plan draws single rows"):
+    with pytest.raises(AuditError, match="plan draws"):
         Design(1, 3, 10).check(plan)
 
 
@@ -216,7 +216,7 @@ def test_gradients_that_can_t_be_told_apart_are_refused(gradients, match):
 def test_packed_rows_are_refused():
     """One row by itself is no packed row."""
     model, rows, loss_of = vectors(1, 2)
-    with pytest.raises(AuditError, match="cannot be run one by one"):
+    with pytest.raises(AuditError, match="cannot be run"):
         unit_gradients(model, dataclasses.replace(rows, packed=True), loss_of, [0])
 
 
@@ -227,7 +227,7 @@ def test_releases_of_another_model_are_refused():
         with pytest.raises(AuditError, match="the trained model is not"):
             observe(lambda present, released=released: released, basis, design, 3)
     seen = Observations(np.ones((1, 2), bool), np.ones((1, 1, 2)), np.ones((1, 1)), np.zeros((1, 2), dtype=np.int64))
-    with pytest.raises(AuditError, match="the design needs"):
+    with pytest.raises(AuditError, match="design"):
         scores_of(seen, plan_of(3, 3, 1.0, 2), design)
 
 
@@ -236,14 +236,14 @@ def test_releases_of_another_model_are_refused():
 )
 def test_a_movement_that_is_no_gradient_is_refused(optimizer):
     """Adam's step, or momentum's, does not show the release."""
-    with pytest.raises(AuditError, match="does not change them by the gradient only"):
+    with pytest.raises(AuditError, match="change them"):
         _check_plain_sgd(optimizer(nn.Linear(2, 2).parameters()))
 
 
 def test_a_sampling_rate_gives_whole_units():
     """Another rate than the one asked for would be another claim."""
     assert Settings(base=2, canaries=6, sampling_rate=0.5).audit(privacy_of())[1].sampling_rate == 0.5
-    with pytest.raises(AuditError, match=r"not a whole number of units: use 3/10 = 0\.3"):
+    with pytest.raises(AuditError, match="3/10"):
         Settings(base=2, canaries=8, sampling_rate=0.33).audit(privacy_of())
 
 
@@ -535,7 +535,7 @@ def test_a_threshold_that_one_unit_moves_too_far_is_refuted(largest, verdict):
 def test_only_a_run_of_its_own_is_resumed():
     """And after one step at least."""
     for wrong in ({"steps_per_start": 2}, {"steps_per_start": 0, "own_runs": True}):
-        with pytest.raises(AuditError, match="only a run of its own can be resumed"):
+        with pytest.raises(AuditError, match="can be resumed"):
             Design(1, 1, 5, 4, **wrong)
     assert Design(1, 1, 5, 7, own_runs=True, steps_per_start=3).starts == [3, 3, 1]
     assert Design(1, 1, 5, 7).starts == [7]

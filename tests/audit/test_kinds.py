@@ -99,5 +99,5 @@ def test_no_canary_is_made_twice():
     """Texts that repeat are drawn again, empty ones too; when nothing new comes, that is an error."""
     numbers = itertools.chain(["a", "a", "", "b"], itertools.repeat("b"))
     assert distinct(lambda num: [("", next(numbers)) for _ in range(num)], 2) == [("", "a"), ("", "b")]
-    with pytest.raises(AuditError, match="only 1 of 2 canaries could be made"):
+    with pytest.raises(AuditError, match="2 canaries"):
         distinct(lambda num: [("", "b")] * num, 2)

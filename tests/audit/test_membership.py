@@ -73,13 +73,13 @@ def test_records_that_differ_before_any_training_are_refused():
     found = check_exchangeable(both(tokens(rng, 200), tokens(rng, 200)), included)
     assert found.low < 0.5 < found.high
     for shift in (0.5, -0.5):
-        with pytest.raises(AuditError, match=r"differ before any training.*data\.eval_fraction"):
+        with pytest.raises(AuditError, match=r"data\.eval_fraction"):
             check_exchangeable(both(tokens(rng, 200, shift), tokens(rng, 200)), included)
 
 
 def test_a_score_that_is_no_number_is_refused():
     """A model whose loss was NaN cannot be attacked, and does not pass for private."""
-    with pytest.raises(AuditError, match="'loss' has no score for 1 records"):
+    with pytest.raises(AuditError, match="1 records"):
         judge_attack("loss", np.array([1.0, np.nan]), np.array([True, False]))
 
 

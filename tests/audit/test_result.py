@@ -99,7 +99,7 @@ def test_independent_runs_are_judged_by_their_own_bounds():
 
 def test_no_score_is_refused():
     """There has to be an attack."""
-    with pytest.raises(AuditError, match="no score to judge"):
+    with pytest.raises(AuditError, match="judge"):
         judge({}, np.ones(3, dtype=bool), delta=DELTA, history=None, canary_kind="x")
 
 

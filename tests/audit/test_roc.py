@@ -52,9 +52,9 @@ def test_true_positive_rates_never_accuse_more_than_allowed():
 
 def test_one_kind_alone_is_refused():
     """Without both kinds nothing can be judged; a rate must be between 0 and 1."""
-    with pytest.raises(AuditError, match="3 members and 0 others"):
+    with pytest.raises(AuditError, match="3 members"):
         auroc(np.arange(3.0), np.ones(3, dtype=bool))
-    with pytest.raises(AuditError, match="must be between 0 and 1, got 2"):
+    with pytest.raises(AuditError, match="between 0"):
         tpr_at(np.arange(3.0), np.arange(3) > 1, 2)
 
 

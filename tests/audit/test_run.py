@@ -211,7 +211,7 @@ class TestRefusals:
         later = dataclasses.replace(made, created_at="2125-01-01T00:00:00+00:00")
         run = write_claim(Path(shutil.copytree(memorised, tmp_path / "run")), made)
         os.utime(run / "model.safetensors", (6e9, 6e9))
-        with pytest.raises(AuditError, match=r"the run in .* began at .* before these canaries were made"):
+        with pytest.raises(AuditError, match="before these"):
             auditing.check_run(run, later, None, False)
 
     @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ class TestRefusals:
         (broken / "model.safetensors").unlink()
         assert "holds no model" in self.refuse(broken, prepared / CANARIES_FILE)
         long = dataclasses.replace(made, recipe={**made.recipe, "data": {**made.recipe["data"], "max_length": 4}})
-        with pytest.raises(AuditError, match="canaries do not fit into rows"):
+        with pytest.raises(AuditError, match="canaries do"):
             canary_rows(made.canaries, long, AutoTokenizer.from_pretrained(base_model))
 
 

@@ -109,21 +109,21 @@ def test_the_ratio_is_the_difference_of_the_losses(tiny_llama):
     better = TokenScores(tuple(values + 0.5 for values in found.log_probs), found.means, found.stddevs)
     np.testing.assert_allclose(ratio_score(better, found), 0.5)
     assert ratio_score(found, found).tolist() == [0.0, 0.0]
-    with pytest.raises(DataError, match="scored different tokens"):
+    with pytest.raises(DataError, match="scored"):
         ratio_score(found, TokenScores(found.log_probs[:1], (), ()))
 
 
 def test_what_has_no_score_is_refused(tiny_llama):
     """A classifier, no row, no target, texts that do not fit, and a k that is no share."""
     collator = RowCollator(pad_token_id=0)
-    with pytest.raises(ConfigError, match="sequence_classification gives no probability"):
+    with pytest.raises(ConfigError, match="sequence_classification"):
         token_scores(tiny_llama, rows_of(([1], [1])), RowCollator(pad_token_id=0, task="sequence_classification"))
     with pytest.raises(DataError, match="no row to score"):
         token_scores(tiny_llama, rows_of(([1], [1])).select([]), collator)
-    with pytest.raises(DataError, match="row 1 has no target token"):
+    with pytest.raises(DataError, match="target token"):
         token_scores(tiny_llama, rows_of(([1, 2, 3], [1, 2, 3]), ([1, 2], [-100, -100])), collator)
     found = token_scores(tiny_llama, rows_of(([1, 2], [1, 2])), collator)
-    with pytest.raises(DataError, match="2 texts for 1 rows"):
+    with pytest.raises(DataError, match="2 texts"):
         zlib_score(found, ["a", "b"])
     for k in (0, 1.5):
         with pytest.raises(ConfigError, match="k, a share"):

@@ -37,6 +37,6 @@ def test_command_line_prints_table_and_refusal(tmp_path, capsys):
 
 def test_a_model_that_is_taken_is_to_be_measured():
     """If the clipper takes compiled models one day, the page must not say that it refuses them."""
-    with pytest.raises(RuntimeError, match="took the compiled model"):
+    with pytest.raises(RuntimeError, match="compiled model"):
         benchmark.refusal(nn.Sequential(nn.Linear(2, 2)))
     assert "before compilation" in benchmark.refusal(torch.compile(nn.Sequential(nn.Linear(2, 2))))

@@ -342,7 +342,7 @@ def test_visits_of_one_section_are_of_one_machine():
     first = {"machine": {"device": "NVIDIA H100", "torch": "2.11.0"}, "steps": step}
     second = {**first, "steps": {"headline": {ROW: {**empty(), "state": record.NOT_REACHED}}, "rows": {}}}
     assert report.merged([first, second])["steps"]["headline"] == step["headline"]
-    with pytest.raises(ValueError, match="device is NVIDIA H100 in one and NVIDIA H200 in another"):
+    with pytest.raises(ValueError, match="H100"):
         report.merged([first, {"machine": {"device": "NVIDIA H200", "torch": "2.11.0"}, "steps": {}}])
     with pytest.raises(ValueError, match="at least one"):
         report.merged([])

@@ -66,6 +66,6 @@ def test_a_known_gpu_has_its_rates_and_another_asks_for_them(monkeypatch):
     assert benchmark.device_rates(benchmark.parse_arguments(["--dtype=float32"])) == (67.0, 4.8)
     assert benchmark.device_rates(benchmark.parse_arguments(["--peak-tflops=700"])) == (700.0, 4.8)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another GPU")
-    with pytest.raises(SystemExit, match="give --peak-tflops and --bandwidth"):
+    with pytest.raises(SystemExit, match="--peak-tflops"):
         benchmark.device_rates(benchmark.parse_arguments([]))
     assert benchmark.device_rates(benchmark.parse_arguments(["--peak-tflops=9", "--bandwidth=1"])) == (9.0, 1.0)

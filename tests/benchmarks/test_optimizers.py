@@ -85,7 +85,7 @@ def test_the_noise_is_subtracted_from_the_second_moment(problem, of, by_row, flo
 
 def test_a_step_more_than_the_noise_is_known_for_is_refused(problem):
     """Its variance would be a guess."""
-    with pytest.raises(ValueError, match="known for 2 steps"):
+    with pytest.raises(ValueError, match="2 steps"):
         trained(lambda given: optimizers.NoiseCorrectedAdam(given, 0.1, optimizers.KnownNoise((1.0, 0.0))), *problem)
 
 
@@ -144,5 +144,5 @@ def test_every_experiment_has_an_arm():
     parameter = torch.nn.Parameter(torch.zeros(2))
     for name in optimizers.EXPERIMENTS:
         assert optimizers.experiment(name, [parameter], 0.1, plan("independent", 3)).param_groups[0]["lr"] == 0.1
-    with pytest.raises(ValueError, match="no experiment has the name 'Adam'"):
+    with pytest.raises(ValueError, match="experiment"):
         optimizers.experiment("Adam", [parameter], 0.1, plan("independent", 3))

@@ -88,8 +88,8 @@ def test_an_update_in_scaled_coordinates_is_scaled_again(model):
 def test_a_layer_with_a_bias_is_refused():
     """Its bias would be scaled with the output."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 3))
-    with pytest.raises(ValueError, match="0 is of type Linear"):
+    with pytest.raises(ValueError, match="type Linear"):
         scaling.scale(model, {"0.weight": torch.ones(3, 2)})
     model = torch.nn.ModuleDict({"a": torch.nn.ParameterDict({"b": torch.nn.Parameter(torch.ones(2, 2))})})
-    with pytest.raises(ValueError, match="1 matrices are no weight of a module"):
+    with pytest.raises(ValueError, match="1 matrices"):
         scaling.scale(model, {"a.b": torch.ones(2, 2)})

@@ -92,7 +92,7 @@ def test_batched_product_with_an_output_dtype_has_a_formula():
 
 def test_operation_without_a_formula_is_refused():
     """A product that cannot be counted stops the count instead of making it too small."""
-    with pytest.raises(RuntimeError, match=r"No FLOP formula for .*cdist"):
+    with pytest.raises(RuntimeError, match="formula"):
         throughput.count_flops(lambda: torch.cdist(torch.ones(3, 4), torch.ones(5, 4)))
 
 
@@ -178,13 +178,13 @@ def test_model_by_configuration(tmp_path):
     path.write_text(json.dumps(values))
     for config in (json.dumps(values), str(path), str(tmp_path)):
         assert throughput.model_config(throughput.Settings(config=config)).vocab_size == 50
-    with pytest.raises(ValueError, match="no model_type; add it"):
+    with pytest.raises(ValueError, match="model_type"):
         throughput.model_config(throughput.Settings(config='{"n_embd": 16}'))
 
 
 def test_methods_that_compute_different_norms_are_not_compared():
     """A comparison with a method whose norms are others would be of two different computations."""
-    with pytest.raises(RuntimeError, match=r"differ by 50\.0%: nothing to compare"):
+    with pytest.raises(RuntimeError, match=r"50\.0%"):
         throughput._same_norms(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
 
 

@@ -70,7 +70,7 @@ def test_a_run_that_a_signal_ended_is_not_stored(material, tmp_path, monkeypatch
     """DPTrainer ends such a run early and without an error; its model would count as that of all steps."""
     file = tmp_path / "runs.json"
     monkeypatch.setattr(benchmark.Experiment, "interrupted_by", signal.SIGTERM)
-    with pytest.raises(SystemExit, match="signal 15 ended the run textbook"):
+    with pytest.raises(SystemExit, match="textbook"):
         benchmark.main(options(material, "--epsilons", "8", "--arms", "textbook", "--json", str(file)))
     assert not file.exists()
 
@@ -79,7 +79,7 @@ def test_runs_of_other_settings_are_refused(material, tmp_path):
     """A file of runs with another batch is not continued: its runs cost another compute."""
     file = tmp_path / "runs.json"
     file.write_text(json.dumps({"settings": {"batch": 3}, "runs": []}))
-    with pytest.raises(SystemExit, match="holds runs of other settings"):
+    with pytest.raises(SystemExit, match="holds runs"):
         benchmark.main(options(material, "--json", str(file)))
 
 

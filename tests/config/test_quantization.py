@@ -52,7 +52,7 @@ def test_what_cannot_be_used_is_refused_when_the_recipe_is_read(value, message):
 
 def test_frozen_weights_need_an_adapter():
     """Otherwise norms and embeddings alone would be trained, silently."""
-    with pytest.raises(ConfigError, match="quantization=nf4 stores the weights in a form that cannot be trained: give"):
+    with pytest.raises(ConfigError, match="quantization=nf4"):
         ModelConfig(name="m", quantization="nf4")
 
 
@@ -61,7 +61,7 @@ def test_random_weights_are_not_frozen(tmp_path):
     path = "recipes/quickstart.yaml"
     lora = ["model.peft={r: 2, target_modules: all-linear}", "model.quantization=nf4"]
     assert load_recipe(path, lora).model.quantization == "nf4"
-    with pytest.raises(ConfigError, match=r"those of model\.config are random: name a pretrained model"):
+    with pytest.raises(ConfigError, match=r"model\.config"):
         load_recipe(path, [*lora, "public_pretrain=null"])
-    with pytest.raises(ConfigError, match=r"merge_adapter merges a LoRA adapter, and model\.peft is not given"):
+    with pytest.raises(ConfigError, match="merges"):
         load_recipe(path, ["merge_adapter=true"])

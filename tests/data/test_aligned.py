@@ -60,7 +60,7 @@ class TestWords:
         records = [{"words": ["in", "London"], "tags": ["O", "PLACE"]}]
         rows = rows_of(records, tokenizer, "tokens", "token_classification", 2, class_names=["O", "PLACE"])
         assert [label for label in rows[0]["labels"] if label != -100] == [0, 1]
-        with pytest.raises(DataError, match="record 0: the label is str, but a class is a whole number"):
+        with pytest.raises(DataError, match="record 0"):
             rows_of(records, tokenizer, "tokens", "token_classification", 2)
 
     def test_a_long_record_is_cut_at_its_end_and_keeps_its_special_tokens(self, tokenizer):
@@ -148,7 +148,7 @@ class TestAnswers:
     def test_a_tokenizer_without_places_is_refused(self, tokenizer, monkeypatch):
         """Its tokens cannot be found in the text."""
         monkeypatch.setattr(type(tokenizer), "is_fast", False)
-        with pytest.raises(ConfigError, match="does not tell the place of a token"):
+        with pytest.raises(ConfigError, match="tell the place"):
             rows_of([self.RECORD], tokenizer, "question_answering", "question_answering")
 
 
@@ -180,28 +180,28 @@ class TestNumbers:
     @pytest.mark.parametrize("label", [[0.5, 1.0], float("nan"), "high"])
     def test_values_that_cannot_be_predicted_are_refused(self, tokenizer, label):
         """Another number of them, or none that is finite."""
-        with pytest.raises(DataError, match=r"record 0: 1 finite number\(s\) are needed"):
+        with pytest.raises(DataError, match="record 0"):
             rows_of([{"text": "a", "label": label}], tokenizer, "classification", "regression", 1)
 
     def test_the_number_of_outputs_must_be_known(self, tokenizer):
         """It is not counted in the private labels."""
-        with pytest.raises(ConfigError, match="needs the number of outputs"):
+        with pytest.raises(ConfigError, match="number of outputs"):
             rows_of([{"text": "a", "label": [1]}], tokenizer, "classification", "multi_label_classification")
 
     def test_rows_with_different_numbers_of_values_are_refused(self):
         """They do not fit one tensor."""
         collate = RowCollator(pad_token_id=0, task="regression")
         assert collate([{"input_ids": [1], "labels": np.array([1.0])}])["labels"].tolist() == [[1.0]]
-        with pytest.raises(DataError, match=r"have \[1, 2\] values to predict"):
+        with pytest.raises(DataError, match=r"2\] values"):
             collate([{"input_ids": [1], "labels": [1.0]}, {"input_ids": [1], "labels": [1.0, 2.0]}])
-        with pytest.raises(DataError, match="a row needs the values"):
+        with pytest.raises(DataError, match="needs the values"):
             collate([{"input_ids": [1]}])
 
 
 def test_labels_of_each_token_are_checked_before_training():
     """Their number, and that one of them is a target."""
     for task in ("token_classification", "question_answering"):
-        with pytest.raises(DataError, match="row 0 has 1 labels for 2 input tokens"):
+        with pytest.raises(DataError, match="1 labels"):
             row_lengths([{"input_ids": [3, 4], "labels": [1]}], task)
         with pytest.raises(DataError, match="row 0 has no target"):
             row_lengths(datasets.Dataset.from_list([{"input_ids": [3, 4], "labels": [-100, -100]}]), task)
@@ -211,5 +211,5 @@ def test_a_text_is_needed_where_a_question_is_asked():
     """Answers alone may be another kind."""
     config = DataConfig(path="x", max_length=8, format="question_answering")
     record = {"question": 3, "context": "a", "answers": {"text": [], "answer_start": []}}
-    with pytest.raises(DataError, match="column 'question' holds int64, but text is needed"):
+    with pytest.raises(DataError, match="int64"):
         check_records(datasets.Dataset.from_list([record]), config, "here")

@@ -74,7 +74,7 @@ def test_parts_of_rows_that_are_computed_are_recognised_by_their_places():
     held_out, training = Subset(computed, range(5)), Subset(computed, range(5, 20))
     refuse_own_rows(held_out, training)
     for evaluation, private in ((held_out, computed), (Subset(computed, range(4, 10)), training)):
-        with pytest.raises(DataError, match="declares eval_dataset public"):
+        with pytest.raises(DataError, match="eval_dataset"):
             refuse_own_rows(evaluation, private)
 
 

@@ -90,7 +90,7 @@ def test_a_row_counts_the_tokens_of_both_sequences_padded_to_the_longer():
     rows, collate = made(SHAPES["prompt"]), PairCollator(0)
     longest = [max(len(row[f"{side}_input_ids"]) for side in SIDES) for row in rows]
     assert collate.row_lengths(rows, Limits(positions=max(longest))).tolist() == [2 * n for n in longest]
-    with pytest.raises(DataError, match=r"the (chosen|rejected) answer: row \d has \d+ tokens, but the model has pos"):
+    with pytest.raises(DataError, match="model has pos"):
         collate.row_lengths(rows, Limits(positions=max(longest) - 1))
 
 
@@ -128,7 +128,7 @@ def test_a_reference_may_come_with_the_examples_and_is_complete():
     """Both columns, with finite numbers."""
     data = Dataset.from_dict({"ref_chosen_logps": [-1.0, -2.0], "ref_rejected_logps": [-3.0, -4.0]})
     assert reference_in(data).tolist() == [[-1, -3], [-2, -4]] and reference_in(SHAPES["chat"]) is None
-    with pytest.raises(DataError, match="'ref_chosen_logps' only: give"):
+    with pytest.raises(DataError, match="ref_chosen_logps"):
         reference_in(data.remove_columns("ref_rejected_logps"))
     with pytest.raises(DataError, match="row 1 has no finite"):
         reference_in(Dataset.from_dict({"ref_chosen_logps": [0.0, float("nan")], "ref_rejected_logps": [0.0, 0.0]}))
@@ -148,5 +148,5 @@ def test_prompts_that_several_pairs_share_are_found():
 def test_a_reference_that_is_no_number_is_refused(values):
     """It would fail in the first step."""
     given = trl_data.preferences(4)["prompt"].add_column("ref_chosen_logps", values)
-    with pytest.raises(DataError, match="must have one number for each pair; leave both out"):
+    with pytest.raises(DataError, match="leave both"):
         reference_in(given.add_column("ref_rejected_logps", values))

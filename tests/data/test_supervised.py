@@ -136,7 +136,7 @@ def test_the_format_of_a_data_set_does_not_matter(form, shape):
 def test_all_examples_have_one_shape():
     """TRL takes the shape of all from the first one: a row would change how others are read."""
     chat = trl_data.says("user", "the")
-    with pytest.raises(DataError, match="row 1 holds conversations and row 0 holds texts: give all rows one shape"):
+    with pytest.raises(DataError, match="0 holds"):
         is_chat(1, {"messages": chat}, ["messages"], is_chat(0, {"messages": "the"}, ["messages"], None))
 
 
@@ -170,22 +170,22 @@ def test_examples_that_cannot_be_used_are_refused(columns, options, error, says)
 
 def test_data_that_is_no_stored_table_is_refused():
     """Rows that are computed when read, or that are a list."""
-    with pytest.raises(ConfigError, match=r"of type list.*Dataset\.from_list"):
+    with pytest.raises(ConfigError, match=r"Dataset\.from_list"):
         made([{"text": "a"}])
-    with pytest.raises(ConfigError, match=r"apply the transform with Dataset\.map first"):
+    with pytest.raises(ConfigError, match=r"Dataset\.map"):
         made(SHAPES["text"].with_transform(lambda batch: batch))
 
 
 def test_a_template_that_refuses_an_example_is_named():
     """With the row."""
     strict = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(DataError, match=r"row 0: the chat template refuses these messages \(roles must alternate\)"):
+    with pytest.raises(DataError, match="alternate"):
         Supervised(tokens=Tokens(trl_data.tokenizer(strict))).rows(SHAPES["messages"])
 
 
 def test_a_template_that_draws_random_numbers_is_refused():
     """The numbers of a row would depend on how many rows come before it: the sum moved by 1.5 C."""
-    with pytest.raises(ConfigError, match=r"the chat template draws random numbers \(\|random\)"):
+    with pytest.raises(ConfigError, match=r"\|random"):
         Tokens(trl_data.tokenizer("{{ ['yes', 'no']|random }}" + trl_data.TEMPLATE))
 
 

@@ -60,7 +60,7 @@ def test_deepspeed_is_known_by_name():
 
 def test_a_pipeline_of_deepspeed_is_refused():
     """The layers of one unit, and so its norm, would be on different processes."""
-    with pytest.raises(EngineError, match=r"PipelineEngine spreads the layers of one unit.*--config zero3"):
+    with pytest.raises(EngineError, match="spreads"):
         engine_for(PipelineEngine(), None)
 
 
@@ -109,7 +109,7 @@ def test_a_model_over_several_devices_is_refused():
     """transformers' device_map is a pipeline within one process."""
     model = nn.Linear(3, 2)
     model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
-    with pytest.raises(EngineError, match=r"spread over \['0', '1'\] \(device_map\).*Load it without device_map"):
+    with pytest.raises(EngineError, match="device_map"):
         engine_for(model, optimizer_of(model))
     model.hf_device_map = {"": "cpu"}
     assert type(engine_for(model, optimizer_of(model))) is SingleProcess
@@ -143,7 +143,7 @@ def test_a_refused_gradient_does_not_reach_the_sum():
     engine.collect(parameters, add_one, last=False, scale=0.5)
     assert all(p.grad is None for p in model.parameters())
     model(torch.ones(1, 3)).sum().backward()
-    with pytest.raises(EngineError, match="weight received a gradient"):
+    with pytest.raises(EngineError, match="weight received"):
         engine.collect(parameters, add_one, last=True, scale=0.5)
     model.zero_grad()
     engine.collect(parameters, add_one, last=True, scale=0.5)

@@ -142,8 +142,6 @@ def test_trained_parameters_in_a_leaf_module_are_refused_by_name():
     """Frozen ones are accepted."""
     model = nn.Sequential(nn.Linear(2, 2, bias=False))
     model[0].weight.ds_z3_leaf_module = model[0]  # as DeepSpeed marks it
-    with pytest.raises(
-        EngineError, match=r"0\.weight is trained, and lies in a leaf module of ZeRO-3 \(Linear\).*Leave"
-    ):
+    with pytest.raises(EngineError, match=r"0\.weight"):
         refuse_leaves(model)
     refuse_leaves(model.requires_grad_(False))

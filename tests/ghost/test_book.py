@@ -155,12 +155,12 @@ def test_a_compiled_model_is_refused():
         GhostClipper(torch.compile(Net()), 1.0)
     net = Net()
     net.middle.compile()
-    with pytest.raises(GhostError, match="middle was compiled"):
+    with pytest.raises(GhostError, match="middle"):
         GhostClipper(net, 1.0)
     late = Net()
     clipper = GhostClipper(late, 1.0)
     late.compile(backend="eager")
-    with pytest.raises(GhostError, match="The model was compiled"):
+    with pytest.raises(GhostError, match="model was compiled"):
         clipper.backward(late(x(2)))
 
 
@@ -193,7 +193,7 @@ def test_a_parameter_without_part_in_the_loss_is_refused(passes):
     net = Net()
     net.unused = nn.Linear(2, 2)
     clipper = GhostClipper(net, 1.0, NormMethod(backward_passes=passes))
-    with pytest.raises(GhostError, match=r"No gradient reached 2 trainable.*unused\.weight"):
+    with pytest.raises(GhostError, match=r"unused\.weight"):
         clipper.backward(net(x()))
 
 
@@ -210,7 +210,7 @@ def test_a_module_called_on_its_own_is_refused():
     """A use outside the model's forward pass would not be seen."""
     net = Net()
     GhostClipper(net, 1.0)
-    with pytest.raises(GhostError, match="first was called directly"):
+    with pytest.raises(GhostError, match="directly"):
         net.first(x())
 
 
@@ -229,7 +229,7 @@ def test_rows_that_leave_the_first_dimension_are_refused():
     """Features would be mistaken for rows."""
     net = Net(Transposed())
     clipper = GhostClipper(net, 1.0)
-    with pytest.raises(GhostError, match=r"middle\.inner.*works on 4 rows, the losses on 5"):
+    with pytest.raises(GhostError, match=r"middle\.inner"):
         clipper.backward(net(x(5)))
 
 

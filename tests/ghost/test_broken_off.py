@@ -113,7 +113,7 @@ def test_a_second_clipper_on_a_model_is_named():
     model, x = Net(), torch.randn(3, 4)
     first = GhostClipper(model, 1.0)
     second = GhostClipper(model, 1.0)
-    with pytest.raises(GhostError, match=r"the model has another clipper as well.*call remove\(\)"):
+    with pytest.raises(GhostError, match="call remove"):
         second.backward(model(x).square()[:, 0])
     first.remove()
     second.backward(model(x).square()[:, 0])

@@ -97,7 +97,7 @@ def test_two_passes_over_a_call_from_before_the_last_backward_are_refused():
     clipper = GhostClipper(model, 1.0, NormMethod(backward_passes=2))
     early = model(batch["x"])
     clipper.backward(model(batch["y"]))
-    with pytest.raises(GhostError, match="used more often in the loss than in the calls of the model"):
+    with pytest.raises(GhostError, match="used more"):
         clipper.backward(early + model(batch["y"]))
 
 
@@ -105,7 +105,7 @@ def test_a_parameter_used_by_the_loss_itself_is_refused():
     """Its gradient would be missing from norm and sum."""
     model, batch = perturbed(Net()), numbers()
     clipper = GhostClipper(model, 1.0)
-    with pytest.raises(GhostError, match=r"last\.weight is used by the loss outside the model's call"):
+    with pytest.raises(GhostError, match=r"last\.weight"):
         clipper.backward(model(batch["x"]) + model.last.weight.square().sum())
 
 
@@ -114,7 +114,7 @@ def test_a_submodule_called_for_the_loss_is_refused():
     model, batch = perturbed(Net()), numbers()
     clipper = GhostClipper(model, 1.0)
     for _ in range(2):
-        with pytest.raises(GhostError, match="first was called directly, with gradients on"):
+        with pytest.raises(GhostError, match="directly"):
             clipper.backward(model(batch["x"]) + model.first(batch["x"]).sum((1, 2)))
         clipper.backward(model(batch["x"]))
 
@@ -138,5 +138,5 @@ def test_calls_packed_differently_are_refused():
     x = torch.randn(1, 8, 3, dtype=torch.float64)
     tokens = [packed(x, cu_seq_lens_q=torch.tensor([0, cut, 8])) for cut in (3, 5)]
     losses = torch.stack([tokens[0][:3].sum() + tokens[1][:5].sum(), tokens[0][3:].sum() + tokens[1][5:].sum()])
-    with pytest.raises(GhostError, match=r"rows packed differently \(lengths \[3, 5\] and \[5, 3\]\)"):
+    with pytest.raises(GhostError, match="packed differently"):
         clipper.backward(losses)

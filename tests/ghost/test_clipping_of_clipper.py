@@ -196,7 +196,7 @@ def test_another_clipping_in_its_place_is_refused(first, second):
     """It would be another mechanism than the one that is accounted."""
     clipper, model = made(first)
     step(clipper, model)
-    with pytest.raises(GhostError, match="no ε covers a clipping that follows the data"):
+    with pytest.raises(GhostError, match="covers a clipping"):
         clipper.clipping = second
 
 
@@ -211,5 +211,5 @@ def test_a_clipping_that_adapts_by_its_updates_goes_on(clipping):
     step(clipper, model)
     clipper.clipping = clipping
     step(clipper, model)
-    with pytest.raises(GhostError, match=r"cannot get .*clip_norm=0\.5"):
+    with pytest.raises(GhostError, match=r"clip_norm=0\.5"):
         clipper.clipping = dataclasses.replace(clipping, clip_norm=0.5)

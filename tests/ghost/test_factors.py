@@ -105,9 +105,7 @@ class Doubled(OneGroup):
 @pytest.mark.parametrize("by", [1.01, 2.0, -0.5, math.nan])
 def test_factors_beyond_the_sensitivity_are_refused(by):
     """The noise is scaled to the sensitivity that the clipping states."""
-    with pytest.raises(
-        GhostError, match=r"'doubled' gives a factor whose product with the norm exceeds its sensitivity 0\.5"
-    ):
+    with pytest.raises(GhostError, match="doubled"):
         clip_factors(Doubled(0.5, by), torch.tensor([[4.0, 1.0]]))
 
 
@@ -124,7 +122,7 @@ def test_factors_of_another_shape_are_refused():
         def factors(self, norm_GU):
             return norm_GU.new_ones(())
 
-    with pytest.raises(GhostError, match=r"Give factors \(G, U\)"):
+    with pytest.raises(GhostError, match="Give factors"):
         clip_factors(One(0.5, 1.0), torch.tensor([[4.0, 1.0]]))
 
 
@@ -147,7 +145,7 @@ def test_a_factor_that_depends_on_other_units_is_refused(kind):
     """One unit could change the contributions of all others."""
     sq_norm_GU = torch.ones(1, 50)
     sq_norm_GU[0, 7] = 1e4
-    with pytest.raises(GhostError, match="another factor beside other units than by itself") as raised:
+    with pytest.raises(GhostError, match="factor beside") as raised:
         clip_factors(kind(1.0, 1.0), sq_norm_GU)
     assert "\n" not in str(raised.value)
     assert float(clip_factors(kind(1.0, 1.0), sq_norm_GU[:, :1])) == pytest.approx(1, rel=1e-5)

@@ -48,7 +48,7 @@ def test_rows_with_other_numbers_of_placeholders_are_refused():
         batch["pixel_values"][0] += 1
         assert float((losses(model, batch)[1] - before).abs()) > 1e-6  # the refused dependence is real
     clipper = GhostClipper(model, 1.0)
-    with pytest.raises(GhostError, match=r"different numbers of images, .* 0 to 8 tokens.*per_unit"):
+    with pytest.raises(GhostError, match="per_unit"):
         losses(model, batch)
     clipper.remove()
 
@@ -60,7 +60,7 @@ def test_rows_with_other_numbers_of_images_are_refused():
     two = torch.cat([batch["pixel_values"], batch["pixel_values"] + 1], dim=1)
     two[1] = 0
     clipper = GhostClipper(model, 1.0)
-    with pytest.raises(GhostError, match="different numbers of images"):
+    with pytest.raises(GhostError, match="different numbers"):
         losses(model, {**batch, "pixel_values": two})
     clipper.remove()
 
@@ -71,6 +71,6 @@ def test_rows_with_other_numbers_of_images_are_refused():
 def test_images_in_another_form_are_images(pixels):
     """Patches of all rows in one matrix, as Qwen-VL takes them, and pixels that are not scaled yet."""
     ids = torch.tensor([[TOKEN, TOKEN, 5], [TOKEN, 6, 7]])
-    with pytest.raises(GhostError, match="1 to 2 tokens"):
+    with pytest.raises(GhostError, match="2 tokens"):
         refuse_shared_media({"input_ids": ids, "pixel_values": pixels}, (TOKEN,))
     refuse_shared_media({"input_ids": ids[:1].expand(2, -1), "pixel_values": pixels}, (TOKEN,))

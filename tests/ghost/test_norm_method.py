@@ -97,7 +97,7 @@ def test_kernels_are_left_alone_on_the_cpu():
 @needs_triton
 def test_kernels_can_be_asked_for():
     """And are then used: they refuse a float64 tensor, which they do not support."""
-    with pytest.raises(ValueError, match="float64; the kernels take bfloat16"):
+    with pytest.raises(ValueError, match="bfloat16"):
         NormMethod("gram", fused=True).outer_norms(torch.zeros(1, 2, 3).double(), [torch.zeros(1, 2, 3).double()])
 
 
@@ -117,12 +117,12 @@ def test_pytorch_and_kernels_agree_on_a_scale(shape, fused):
 
 def test_unknown_algorithms_are_refused():
     """A typo is not treated as the default."""
-    with pytest.raises(ValueError, match="algorithm is 'grams'; choose one of auto, gram, instance, tiled"):
+    with pytest.raises(ValueError, match="grams"):
         NormMethod(algorithm="grams")
 
 
 def test_kernels_that_cannot_run_are_refused(monkeypatch):
     """Requesting unavailable kernels is an error; PyTorch does not replace them silently."""
     monkeypatch.setattr(triton_kernels, "available", lambda: False)
-    with pytest.raises(ValueError, match="Triton or a CUDA device is missing"):
+    with pytest.raises(ValueError, match="CUDA device"):
         NormMethod(fused=True)

@@ -86,7 +86,7 @@ def test_a_hook_that_was_registered_later_may_use_the_parameter(change):
     assert_is_the_loop(model, clipper, change)
     model, clipper = warmed(3)
     change(model)
-    with pytest.raises(GhostError, match=r"first.weight is used by the loss or by a function in this call"):
+    with pytest.raises(GhostError, match=r"first\.weight"):
         clipper.backward(losses(model))
 
 
@@ -116,7 +116,7 @@ def test_a_forward_that_is_put_on_a_module_later_is_refused(call):
     """Its rule was chosen by the one before."""
     model, _ = warmed(call)
     another_forward("first", model)
-    with pytest.raises(GhostError, match=r"first \(Linear\) got another forward after GhostClipper was made"):
+    with pytest.raises(GhostError, match="forward after"):
         losses(model)
 
 
@@ -134,7 +134,7 @@ def test_a_module_within_a_transform_is_refused_by_name(change, call):
     """It ended in an error of PyTorch about its own internals."""
     model, clipper = warmed(call)
     model.change = change
-    with pytest.raises(GhostError, match=r"within a transform of torch\.func"):
+    with pytest.raises(GhostError, match=r"torch\.func"):
         losses(model)
     model.change = None
     assert_is_the_loop(model, clipper, lambda _: None)

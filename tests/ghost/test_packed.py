@@ -62,7 +62,7 @@ def test_layers_that_read_one_input_get_one_tensor():
 def test_two_dimensions_as_long_as_the_tokens():
     """Other calls can decide it; otherwise it is an error rather than a guess."""
     x = torch.randn(1, 5, 5, 3)
-    with pytest.raises(GhostError, match=r"\(1, 5, 5, 3\) does not show which dimension has the 5 tokens"):
+    with pytest.raises(GhostError, match="5 tokens"):
         packed(3, 2).cut(x)
     rows = packed(4, 2)
     rows.cut(torch.randn(1, 5, 6, 3))
@@ -72,14 +72,14 @@ def test_two_dimensions_as_long_as_the_tokens():
     rows.start({"cu_seq_lens_q": boundaries(4, 2)})
     rows.cut(torch.randn(1, 6, 5, 3))
     rows.start({"cu_seq_lens_q": boundaries(3, 2)})
-    with pytest.raises(GhostError, match="does not show which dimension"):
+    with pytest.raises(GhostError, match="show which dimension"):
         rows.cut(x)
 
 
 @pytest.mark.parametrize("wrong", [[1, 4], [0, 3, 3], [0], [[0, 4]], [0, 5, 4]], ids=str)
 def test_boundaries_that_are_none_are_refused(wrong):
     """They begin with 0 and increase."""
-    with pytest.raises(GhostError, match="the places where packed rows begin"):
+    with pytest.raises(GhostError, match="where packed"):
         PackedRows().start({"cu_seq_lens_q": torch.tensor(wrong)})
 
 
@@ -210,9 +210,7 @@ def test_attention_that_multiplies_what_it_masks_is_refused_by_measurement(atten
     model = build_model(Case("llama", dtype="float32"))
     model.set_attn_implementation(attention)
     inputs, clipper = batch_of(vocabulary=97), GhostClipper(model, 1.0)
-    with pytest.raises(
-        GhostError, match=r"is not finite reaches other packed rows.*dpllm\.models\.packing, flash_attention_2"
-    ):
+    with pytest.raises(GhostError, match=r"dpllm\.models\.packing"):
         clipper.check_rows(lambda: losses(model, inputs), torch.arange(4))
     with attention_by_row(model):
         clipper.check_rows(lambda: losses(model, inputs), torch.arange(4))
@@ -227,7 +225,7 @@ def test_a_gradient_that_is_not_finite_ends_a_loop_that_did_not_measure():
     clipper = GhostClipper(model, 1.0)
     clipper.backward(losses(model, inputs))
     inputs["input_ids"][0, 0] = 16
-    with pytest.raises(GhostError, match=r"is not finite.*check_rows\(\) before the first step"):
+    with pytest.raises(GhostError, match="check_rows"):
         clipper.backward(losses(model, inputs))
     assert clipper.backward(losses(model, inputs), torch.zeros(4, dtype=torch.int64)).num_nonfinite == 1
 
@@ -281,7 +279,7 @@ def test_a_parameter_of_a_function_over_tokens_can_not_be_packed():
     """By name; if it is frozen, or with a single row, it is accepted."""
     model = Mixer(ShortConvolution())
     clipper = GhostClipper(model, 1.0)
-    with pytest.raises(GhostError, match=r"middle\.taps is used by conv1d\(\) .* the packed rows .* Do not pack"):
+    with pytest.raises(GhostError, match="conv1d"):
         clipper.backward(losses(model, batch_of()))
     assert clipper.backward(losses(model, batch_of((5,)))).norms.shape == (1,)
 
@@ -290,5 +288,5 @@ def test_as_many_losses_as_packed_rows():
     """A mean over all of them, or a loss per token, is not a loss per row."""
     model = Mixer(nn.GELU())
     clipper = GhostClipper(model, 1.0)
-    with pytest.raises(GhostError, match=r"4 packed rows, and there are 1 losses.*packed_sequence_loss"):
+    with pytest.raises(GhostError, match="packed_sequence_loss"):
         clipper.backward(losses(model, batch_of()).mean()[None])

@@ -46,7 +46,7 @@ def test_a_head_within_the_loss_is_refused_in_a_loop_of_ones_own(call):
     clipper = GhostClipper(net, 1e-3)
     for _ in range(call - 1):
         clipper.backward(net(x).square().sum((1, 2)))
-    with pytest.raises(GhostError, match=r"a trainable parameter of shape \(1, 4\) that the model .* does not hold"):
+    with pytest.raises(GhostError, match="parameter of shape"):
         clipper.backward(head(net(x)).square().sum((1, 2)))
     assert head.weight.grad is None
     clipper.backward(head.requires_grad_(False)(net(x)).square().sum((1, 2)))
@@ -59,5 +59,5 @@ def test_a_model_that_transformers_divided_is_refused(make):
     model[0]._tp_size = 1
     make(model, 1.0).remove()
     model[0]._tp_size = 2
-    with pytest.raises(GhostError, match=r"tensor-parallel \(tp_size=2\).* --config fsdp2"):
+    with pytest.raises(GhostError, match="tensor-parallel"):
         make(model, 1.0)

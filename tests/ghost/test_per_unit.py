@@ -236,7 +236,7 @@ def test_padding_rows_have_weight_zero():
 def test_rows_of_several_units_in_a_call_are_refused():
     model = nn.Linear(3, 1)
     clipper = PerUnitClipper(model, 1.0)
-    with pytest.raises(GhostError, match=r"rows of 2 units.*call the model for each unit separately"):
+    with pytest.raises(GhostError, match="unit separately"):
         clipper.backward(model(torch.randn(2, 3)).squeeze(1))
     clipper.hold(model(torch.randn(2, 3)).squeeze(1))
     with pytest.raises(GhostError, match="padding rows only"):
@@ -287,7 +287,7 @@ def test_parameters_of_others_and_those_unfrozen_later_are_refused():
     with pytest.raises(GhostError, match="does not hold"):
         clipper.backward(other(model(torch.ones(1, 3))).squeeze(1))
     model.bias.requires_grad_(True)
-    with pytest.raises(GhostError, match="unfrozen or added"):
+    with pytest.raises(GhostError, match="unfrozen"):
         clipper.backward(model(torch.ones(1, 3)).squeeze(1))
 
 
@@ -331,7 +331,7 @@ def test_rows_that_leave_their_position_embeddings_to_later_units_are_refused():
         model(input_ids=short)  # resets the frequencies
     clipper = PerUnitClipper(model, 1.0)
     assert clipper.backward(per_sequence_loss(model(input_ids=short).logits, short)).norms.shape == (1,)
-    with pytest.raises(GhostError, match=r"Rows of 12 tokens: beyond 8 this model chooses .* or of a batch before"):
+    with pytest.raises(GhostError, match="batch before"):
         model(input_ids=middle)
     clipper.remove()
     model(input_ids=middle)
@@ -350,7 +350,7 @@ def test_a_model_that_a_short_row_switches_to_another_attention_is_refused():
     assert float((fresh - after).abs().max()) > 1e-6  # the refused dependence is real
     model.bert.set_attention_type("block_sparse")
     for kind in (PerUnitClipper, GhostClipper):
-        with pytest.raises(GhostError, match=r"one unit changes the gradients of all later ones.*original_full"):
+        with pytest.raises(GhostError, match="original_full"):
             kind(model, 1.0)
     model.bert.set_attention_type("original_full")
     PerUnitClipper(model, 1.0).remove()
@@ -370,7 +370,7 @@ class Halves(nn.Module):
 @pytest.mark.parametrize("kind", [PerUnitClipper, GhostClipper])
 def test_complex_parameters_are_refused(kind):
     """Only their real part had a norm, noise and an update."""
-    with pytest.raises(GhostError, match=r"turn has the dtype torch.complex64.*view_as_complex"):
+    with pytest.raises(GhostError, match="view_as_complex"):
         kind(Halves(), 1.0)
 
 
@@ -416,7 +416,7 @@ def test_a_function_that_calls_backward_itself_is_refused(filled):
     clipper = PerUnitClipper(model, clip_norm=1.0)
     if filled:
         inner.weight.grad = torch.zeros_like(inner.weight)
-    with pytest.raises(GhostError, match=r"wrote to 1\.\w+\.grad, where the gradient would not be clipped"):
+    with pytest.raises(GhostError, match="where the gradient"):
         clipper.backward(Reversible.apply(first(torch.randn(1, 3)), inner).squeeze(1))
 
 

@@ -239,7 +239,7 @@ def test_a_recognised_module_that_overwrites_its_input_later_is_refused():
     clipper = GhostClipper(net, 1.0)
     clipper.backward(net(x).square().sum((1, 2)))
     net[1].calm = False
-    with pytest.raises(GhostError, match=r"1 \(Sometimes\) changes its input in place"):
+    with pytest.raises(GhostError, match="Sometimes"):
         net(x)
 
 
@@ -260,7 +260,7 @@ def test_an_input_that_is_overwritten_later_is_an_error_that_says_so():
 
     model = Net()
     clipper = GhostClipper(model, 1.0)
-    with pytest.raises(GhostError, match=r"changed the input of a trainable module in place .*x = x \+ y"):
+    with pytest.raises(GhostError, match="trainable module"):
         clipper.backward(model(torch.randn(2, 3, 3)))
 
 
@@ -286,7 +286,7 @@ def test_a_second_tensor_for_a_layer_that_was_recognised_as_linear_is_refused():
     model, x = Net(), torch.randn(2, 3, 4)
     clipper = GhostClipper(model, 1.0)
     clipper.backward(model(x).sum((1, 2)))
-    with pytest.raises(GhostError, match="Gated read one tensor at its first call, and reads 2 now"):
+    with pytest.raises(GhostError, match="Gated"):
         model(x, x)
 
 
@@ -294,9 +294,7 @@ def test_a_second_tensor_for_a_layer_that_was_recognised_as_linear_is_refused():
 def test_layers_that_draw_random_numbers_in_each_pass_are_refused_by_name(config):
     """PEFT's LoHa and LoKr do so for every dropout rate; their gradients for single rows cannot be recomputed."""
     model = get_peft_model(HEADS["bert"](), config(r=2, alpha=2, target_modules=["query"]))
-    with pytest.raises(
-        GhostError, match=r"layer.0.attention.self.query \(Linear\) is a layer of PEFT's LoHa or LoKr: "
-    ):
+    with pytest.raises(GhostError, match=r"layer\.0\.attention\.self\.query"):
         GhostClipper(model, 1.0)
     for name, parameter in model.named_parameters():  # the adapter frozen, something else trained
         parameter.requires_grad_(name.endswith("LayerNorm.weight"))
@@ -371,7 +369,7 @@ def test_layers_that_are_skipped_at_random_are_refused_by_name():
         layerdrop=0.1,
     )
     model = transformers.OPTForCausalLM(config)
-    with pytest.raises(GhostError, match=r"model\.decoder has layerdrop=0\.1: whole layers are skipped at random"):
+    with pytest.raises(GhostError, match=r"model\.decoder"):
         GhostClipper(model, 1.0)
     model.model.decoder.layerdrop = 0.0
     GhostClipper(model, 1.0).remove()
@@ -431,6 +429,6 @@ def test_training_with_a_filled_cache_is_refused():
     begun = {"input_ids": batch["input_ids"], "decoder_input_ids": batch["input_ids"][:, :3], "use_cache": True}
     with torch.no_grad():
         cache = cache_of(model(**begun))
-    with pytest.raises(GhostError, match=r"training with a filled key-value cache\. Set use_cache=False"):
+    with pytest.raises(GhostError, match="use_cache=False"):
         model(**begun, **cache)
     clipper.remove()

@@ -168,7 +168,7 @@ def test_rows_sorted_within_the_model_are_refused():
 
     for back in (Picks, Sorted):
         clipper = GhostClipper(model := perturbed(back(by_length)), 1.0)
-        with pytest.raises(GhostError, match="The loss of row 0 depends on row"):
+        with pytest.raises(GhostError, match="0 depends"):
             clipper.backward(losses(model, batch_of(0, 1, 2, 1)))
         clipper.remove()
 

@@ -165,7 +165,7 @@ def test_a_prompt_of_sharded_parameters_is_refused():
     model = Prompted(lambda prompt, x: x + prompt)
     model.last.weight.ds_id = 0  # how DeepSpeed marks a partitioned parameter
     GhostClipper(model, 1.0)
-    with pytest.raises(GhostError, match="computes one prompt for all rows, and its parameters are sharded"):
+    with pytest.raises(GhostError, match="computes one prompt"):
         model(torch.randn(4, 2, 4))
 
 
@@ -179,7 +179,7 @@ def test_a_prompt_that_is_no_tensor_is_refused():
     model = Prompted(lambda prompt, x: x + prompt[0])
     model.prompt_encoder["default"] = Two(3, 4)
     GhostClipper(model, 1.0)
-    with pytest.raises(GhostError, match=r"default \(Two\) returns tuple; a prompt .* has to be one tensor"):
+    with pytest.raises(GhostError, match="tuple"):
         model(torch.randn(4, 2, 4))
 
 
@@ -189,5 +189,5 @@ def test_a_hook_on_a_gradient_is_refused():
         task_type="CAUSAL_LM", cpt_token_ids=[1, 2, 3], cpt_mask=[1, 1, 1], cpt_tokens_type_mask=[1, 2, 3]
     )
     model = get_peft_model(LlamaForCausalLM(tiny_llama_config()), config)
-    with pytest.raises(GhostError, match=r"delta_embedding\.weight has a hook on its gradient .*use prompt tuning"):
+    with pytest.raises(GhostError, match=r"delta_embedding\.weight"):
         GhostClipper(model, 1.0)

@@ -61,14 +61,14 @@ def test_an_old_gpu_is_not_compiled_for(gpu):
     """Turing takes up to 43 seconds a program, which then spills kilobytes."""
     gpu.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     gpu.setattr(triton_probe, "_run", lambda device: pytest.fail("compiled"))
-    with pytest.warns(UserWarning, match=r"its compute capability is 7\.5, and they need at least 8\.0"):
+    with pytest.warns(UserWarning, match="capability"):
         assert not NormMethod().fuses(TENSOR)
 
 
 def test_a_wrong_result_is_a_failure(gpu):
     """A program that runs and returns something else is not trusted."""
     gpu.setattr(triton_probe, "_run", lambda device: float("nan"))
-    with pytest.warns(UserWarning, match=r"a program returned nan instead of 3\.0"):
+    with pytest.warns(UserWarning, match="program returned"):
         assert not NormMethod().fuses(TENSOR)
 
 

@@ -100,7 +100,7 @@ def test_a_second_pass_with_longer_gradients_is_refused():
     clipper = GhostClipper(net, 1e-3, NormMethod(backward_passes=2))
     clipper._book.checked.rows = True
     losses = Growing.apply(net(torch.randn(3, 4, 32)), [1.0]).square().sum((1, 2))
-    with pytest.raises(GhostError, match="second backward pass gave a unit a longer gradient"):
+    with pytest.raises(GhostError, match="pass gave"):
         clipper.backward(losses)
 
 
@@ -153,7 +153,7 @@ def test_what_one_pass_holds_is_the_smaller_form_of_each_layer():
 
 def test_unknown_numbers_of_passes_are_refused():
     """Only one and two passes exist."""
-    with pytest.raises(ValueError, match="backward_passes is 3; choose auto, 1 or 2"):
+    with pytest.raises(ValueError, match="backward_passes"):
         NormMethod(backward_passes=3)
 
 

@@ -131,7 +131,7 @@ def test_epsilon_is_that_of_dp_accounting():
 
 def test_numbers_that_would_take_minutes_are_not_computed():
     """Given ones are taken for any number of steps."""
-    with pytest.raises(ValueError, match="at most 200,000 steps, and the run has 200,001"):
+    with pytest.raises(ValueError, match="000 steps"):
         BltNoise().candidates(DRAW, Workload.prefix_sums(200_001))
     (found,) = BltNoise(1, (0.5,), (0.5,)).candidates(DRAW, Workload.prefix_sums(200_001))
     assert found.scale is not None
@@ -211,17 +211,17 @@ def test_it_has_less_noise_than_independent_noise_that_is_sampled():
 
 def test_a_largest_batch_beside_a_fixed_one_is_refused():
     """Every step has exactly B units."""
-    with pytest.raises(ValueError, match="noise=blt takes exactly 8 units in every step: leave max_batch_size out"):
+    with pytest.raises(ValueError, match="noise=blt"):
         make_plan(config(noise_multiplier=1.0, max_batch_size=20), 400, 10)
     assert make_plan(config(noise_multiplier=1.0, max_batch_size=8), 400, 10).max_batch_size == 8
 
 
 def test_sampling_that_amplifies_is_refused():
     """Rows drawn singly, or a rate below 1 in an event: no gain from sampling is accounted for."""
-    with pytest.raises(ValueError, match='noise="blt" has no accounting where rows are drawn singly'):
+    with pytest.raises(ValueError, match="noise="):
         users = {"unit": "user", "unit_column": "author", "max_rows_per_unit": 2, "sampling": "example"}
         make_plan(config(noise_multiplier=1.0, **users), 400, 10, num_examples=700)
-    with pytest.raises(ValueError, match="BLT noise has no accounting that gains from sampling"):
+    with pytest.raises(ValueError, match="gains"):
         step_of(1.0, sampling_rate=0.1)
 
 
@@ -254,10 +254,10 @@ def test_options_out_of_range_are_refused(options, text):
 
 def test_noise_without_numbers_has_no_event_and_no_noise():
     """They are computed by make_plan, from numbers that are all public; given decays and weights keep theirs."""
-    with pytest.raises(ValueError, match="no decays and weights yet: make the plan with make_plan"):
+    with pytest.raises(ValueError, match="make_plan"):
         BltNoise(2).event(DRAW, 1.0, 1.0)
     half = BltNoise(1, (0.9,), (0.2,))
-    with pytest.raises(ValueError, match="no scale yet: make the plan with make_plan"):
+    with pytest.raises(ValueError, match="make_plan"):
         half.event(DRAW, 1.0, 1.0)
     (whole,) = half.candidates(DRAW, Workload.prefix_sums(30))
     assert (whole.decays, whole.weights) == ((0.9,), (0.2,))

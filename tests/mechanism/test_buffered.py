@@ -122,7 +122,7 @@ def test_the_conditions_are_needed(numbers):
     gram, first = np.abs(dense(*numbers, 8).T @ dense(*numbers, 8)), [0, 2, 4, 6]
     worst = max(gram[np.ix_(steps, steps)].sum() for steps in patterns(8, 2, 4))
     assert worst > 1.02 * np.linalg.norm(dense(*numbers, 8)[:, first].sum(axis=1)) ** 2
-    with pytest.raises(ValueError, match=r"noise.weights must be at least 0, with a sum of at most 1"):
+    with pytest.raises(ValueError, match=r"noise\.weights"):
         require_numbers(*numbers)
 
 

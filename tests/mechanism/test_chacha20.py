@@ -50,7 +50,7 @@ def test_blocks_are_numbered_up_to_the_last_one(stream):
         np.testing.assert_array_equal(whole[block : block + 1], stream(KEY, bytes(12), 2**32 - 5 + block, 1))
     assert len(np.unique(whole)) == whole.size
     assert stream(KEY, bytes(12), 2**32, 0).shape == (0, 16)
-    with pytest.raises(ValueError, match="the numbers would repeat"):
+    with pytest.raises(ValueError, match="repeat"):
         keystream(KEY, bytes(12), 2**32 - 5, 6)
 
 

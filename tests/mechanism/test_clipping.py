@@ -114,7 +114,7 @@ def test_adaptive_scaling_gives_short_gradients_a_smaller_factor_than_automatic_
     assert (factors[2:] < AutomaticClipping(2.0, r).factors(norms)[2:] / 20).all()
     largest = AdaptiveScaleClipping(2.0, r).factors(torch.linspace(1e-6, 1, 100_001, dtype=torch.float64)).max()
     assert float(largest) == pytest.approx(2 / (2 * r**0.5 - r), rel=1e-6)
-    with pytest.raises(ValueError, match=r"stability is 1\.5; at most 1 is needed for psac"):
+    with pytest.raises(ValueError, match="stability"):
         AdaptiveScaleClipping(1.0, 1.5)
 
 
@@ -128,7 +128,7 @@ def test_a_stability_that_is_none_is_refused(stability):
 
 def test_every_factor_of_automatic_clipping_is_finite():
     """Also of a zero gradient: an infinite one times zero would make the release NaN."""
-    with pytest.raises(ValueError, match="at least 1e-05 is needed"):
+    with pytest.raises(ValueError, match="1e-05"):
         AutomaticClipping(1e25, 1e-6)
     (factors,) = clip_factors(AutomaticClipping(1e20, 1e-9), torch.zeros(1, 1))
     assert torch.isfinite(factors).all()

@@ -237,12 +237,12 @@ def test_what_is_not_proved_is_refused(change, match):
 
 def test_noise_and_generator_must_be_of_one_kind():
     """Otherwise the ε of the plan would be that of other noise."""
-    with pytest.raises(ValueError, match=r"Pass dpllm.NoiseSource\(randomness='discrete'\)"):
+    with pytest.raises(ValueError, match=r"dpllm\.NoiseSource"):
         DiscreteNoise().stream(NoiseSource(), 3)
-    with pytest.raises(ValueError, match="the plan accounts for Gaussian noise"):
+    with pytest.raises(ValueError, match="accounts"):
         IndependentNoise().stream(NoiseSource(randomness="discrete"), 3)
     for draw in (lambda source: source.normal_like(torch.zeros(3)), lambda source: source.numbers()):
-        with pytest.raises(ValueError, match="correlated noise needs normal numbers"):
+        with pytest.raises(ValueError, match="needs normal"):
             draw(NoiseSource(randomness="discrete"))
 
 
@@ -250,7 +250,7 @@ def test_more_trained_parameters_than_the_sensitivity_covers_are_refused():
     """Rounding to the grid moves a sum by sqrt(n)/2 steps; the accounting has it for 2^40 entries."""
     mechanism = make_plan(privacy(), num_units=1000, num_steps=2).mechanism
     mechanism.require_entries(2**40)
-    with pytest.raises(ValueError, match=r"1,099,511,627,777 parameters are trained, but .* at most 1,099,511,627,776"):
+    with pytest.raises(ValueError, match="777 parameters"):
         mechanism.require_entries(2**40 + 1)
     Mechanism(mechanism.draw, mechanism.clipping, IndependentNoise(), 1.0).require_entries(2**41)
 
@@ -258,10 +258,10 @@ def test_more_trained_parameters_than_the_sensitivity_covers_are_refused():
 def test_a_share_of_a_sum_gets_no_noise():
     """Adding other shares to it afterwards would round, and show their last bits."""
     stream, share = DiscreteNoise().stream(NoiseSource(randomness="discrete"), 3), torch.zeros(4)
-    with pytest.raises(ValueError, match="w is the share of one of 2 processes"):
+    with pytest.raises(ValueError, match="2 processes"):
         stream.add_share_("w", share, 1.0, 0, 2)
     assert not share.any()
-    with pytest.raises(EngineError, match="adds noise to complete sums, and DeepSpeedZero never has one"):
+    with pytest.raises(EngineError, match="DeepSpeedZero"):
         engine = DeepSpeedZero.__new__(DeepSpeedZero)
         engine.collect({}, lambda parameter, total: None, last=True, scale=1.0, to_total=lambda parameter, own: None)
 
@@ -287,5 +287,5 @@ def test_impossible_steps_are_refused(change):
 def test_other_accountants_do_not_take_it_for_gaussian_noise():
     """zCDP counts the sensitivity; a library's distribution would be of Gaussian noise."""
     assert zcdp_rho([(STEP, 10)]) == pytest.approx(10 * 1.003**2 / 2)
-    with pytest.raises(ValueError, match="no loss distribution of discrete noise"):
+    with pytest.raises(ValueError, match="loss distribution"):
         library_epsilon([(STEP, 10)], 1e-6)

@@ -113,5 +113,5 @@ def test_a_number_beyond_its_bytes_is_refused(number):
     """It would have the address of another number."""
     with pytest.raises(ValueError, match="a number of an address"):
         SecretKey(bytes(32)).derive(number)
-    with pytest.raises(ValueError, match="at most 8160 bytes"):
+    with pytest.raises(ValueError, match="most 8160"):
         hkdf_expand(bytes(32), b"", 8161)

@@ -75,7 +75,7 @@ def test_a_count_that_is_not_whole_or_below_zero_is_refused(count):
 
 def test_steps_of_a_composition_are_bounded_too():
     """The bound is on steps, not on pairs of a history."""
-    with pytest.raises(ValueError, match="20,000,000 steps are more than"):
+    with pytest.raises(ValueError, match="000 steps"):
         epsilon([(dp_event.SelfComposedDpEvent(GAUSSIAN, 20_000_000), 1)], 1e-5)
 
 

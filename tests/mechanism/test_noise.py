@@ -112,5 +112,5 @@ def test_noise_of_lower_precision_is_refused(noise, dtype):
     """Rounding would undo a part of it, and the precision would tell whether anybody was drawn."""
     stream = noise.stream(NoiseSource(), 8)
     stream.begin(0)
-    with pytest.raises(ValueError, match=r"Noise is added in float32 or float64, but the gradient is torch\."):
+    with pytest.raises(ValueError, match="added in float32"):
         stream.add_share_("w", torch.zeros(6, dtype=dtype), 1.0, 0, 1)

@@ -198,7 +198,7 @@ def test_a_plan_is_saved_and_read_back_and_its_report_names_the_clipping(tmp_pat
 def test_a_recipe_may_name_it():
     """As a word; it has no options."""
     assert load_recipe(QUICKSTART, ["privacy.clipping=per-layer"]).privacy.clipping == "per-layer"
-    with pytest.raises(ValueError, match="'per-layer'; it has no options"):
+    with pytest.raises(ValueError, match="per-layer"):
         load_recipe(QUICKSTART, ["privacy.clipping={kind: per-layer, layers: 3}"])
 
 

@@ -112,5 +112,5 @@ def test_cross_checks_know_queries():
     assert comparison.library_epsilon([(Query(noise_multiplier=9.0), 4)], DELTA) == pytest.approx(
         epsilon([(Query(noise_multiplier=9.0), 4)], DELTA), rel=0.01
     )
-    with pytest.raises(ValueError, match="no loss distribution of discrete noise"):
+    with pytest.raises(ValueError, match="loss distribution"):
         comparison.library_epsilon([(Query(noise_multiplier=2.0, discrete=True), 4)], DELTA)

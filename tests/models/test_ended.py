@@ -130,7 +130,7 @@ def test_a_model_that_a_loop_of_ones_own_trained_is_refused_in_another_folder(tm
         run.detach()
         run.attach(model, optimizer)
     run.detach()
-    with pytest.raises(ConfigError, match="trained before, in this process"):
+    with pytest.raises(ConfigError, match="trained before"):
         begun(tmp_path / "b", model)
 
 
@@ -155,7 +155,7 @@ def test_an_optimizer_with_moments_is_refused_or_declared(tmp_path):
     optimizer.zero_grad()
     model.load_state_dict(weights)
     run = trainer(tmp_path / "a", model, optimizers=(optimizer, None))
-    with pytest.raises(ConfigError, match=r"moments of updates that it made before.*Make a new optimizer for this run"):
+    with pytest.raises(ConfigError, match="moments"):
         run.train()
     assert read_ledger(tmp_path / "a" / LEDGER_FILE).num_steps == 0
     declared = trainer(tmp_path / "b", model, optimizers=(optimizer, None), start_is_independent=True)
@@ -190,7 +190,7 @@ def test_weights_that_changed_while_a_run_had_let_go_of_them_are_refused_or_decl
     run, optimizer = begun(tmp_path, model, 1)
     run.detach()
     trained_otherwise(model, optimizer)
-    with pytest.raises(ConfigError, match=r"0\.bias and 3 other parameter\(s\) changed between detach\(\) and attach"):
+    with pytest.raises(ConfigError, match=r"0\.bias"):
         run.attach(model, optimizer)
     run.attach(model, optimizer, start_is_independent=True)
     points = run.finish()["open_points"]
@@ -238,9 +238,9 @@ def test_weights_that_were_put_back_to_the_start_begin_another_run(tmp_path):
     trainer(tmp_path / "a", model, args=arguments(tmp_path / "a", max_steps=1)).train()
     trained = copy.deepcopy(model.state_dict())
     model.load_state_dict({**start, "model.norm.weight": trained["model.norm.weight"]})
-    with pytest.raises(ConfigError, match="trained before, in this process"):
+    with pytest.raises(ConfigError, match="trained before"):
         trainer(tmp_path / "b", model, args=arguments(tmp_path / "b", max_steps=1))
     model.load_state_dict(start)
     trainer(tmp_path / "c", model, args=arguments(tmp_path / "c", max_steps=1)).train()
-    with pytest.raises(ConfigError, match="trained before, in this process"):
+    with pytest.raises(ConfigError, match="trained before"):
         trainer(tmp_path / "d", model, args=arguments(tmp_path / "d", max_steps=1))

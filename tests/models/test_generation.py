@@ -92,7 +92,7 @@ def test_a_long_neighbour_takes_no_room(gpt2):
     assert 3 <= left < 20 < room
     (both,) = generator.sample(prompts, Sampling(max_new_tokens=20, temperature=0))
     assert both[0] == likeliest(generator, "one", 20) and both[1] == likeliest(generator, prompts[1], left)
-    with pytest.raises(ConfigError, match=r"a prompt has \d+ tokens, and the model sees 32: shorten it"):
+    with pytest.raises(ConfigError, match="shorten"):
         list(generator.sample([long], Sampling(max_new_tokens=1)))
 
 
@@ -138,7 +138,7 @@ def test_a_chat_prompt_is_the_beginning_of_the_training_row(llama):
     prompt = generator.encode(messages[:1])
     assert ids[: len(prompt)] == prompt and labels[len(prompt)] != -100 and set(labels[: len(prompt)]) == {-100}
     generator.tokenizer.chat_template = "{{ raise_exception('no') }}"
-    with pytest.raises(ConfigError, match="the chat template refuses these messages"):
+    with pytest.raises(ConfigError, match="refuses these"):
         generator.encode(messages[:1])
 
 
@@ -155,7 +155,7 @@ def test_an_adapter_is_applied_to_its_base(llama, tmp_path):
     assert first != list(load_generator(llama, "cpu").sample(PROMPTS, greedy))
     config = run / "adapter_config.json"
     config.write_text(config.read_text().replace(str(llama), "/gone/public_pretrain"))
-    with pytest.raises(ConfigError, match=r"'/gone/public_pretrain' cannot be loaded: there is no such folder"):
+    with pytest.raises(ConfigError, match="/gone/public_pretrain"):
         load_generator(run, "cpu")
     shutil.copytree(llama, run / "public_pretrain")
     assert list(load_generator(run, "cpu").sample(PROMPTS, greedy)) == first
@@ -184,7 +184,7 @@ def test_a_classifier_makes_no_text(llama, tmp_path):
     """One line with its class."""
     AutoModelForSequenceClassification.from_pretrained(llama, num_labels=2).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(llama).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="ForSequenceClassification, which gives classes and no text"):
+    with pytest.raises(ConfigError, match="ForSequenceClassification"):
         load_generator(tmp_path, "cpu")
 
 

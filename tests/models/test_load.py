@@ -109,7 +109,7 @@ class TestPretrained:
     def test_tying_a_head_of_its_own_is_refused(self, folder, tokenizer, tmp_path):
         """Trained weights are not discarded."""
         load_model(ModelConfig(name=folder, tie_word_embeddings=False), tokenizer).save_pretrained(tmp_path)
-        with pytest.raises(ConfigError, match="would discard the head"):
+        with pytest.raises(ConfigError, match="discard"):
             load_model(ModelConfig(name=str(tmp_path), tie_word_embeddings=True), tokenizer)
 
     def test_untying_is_for_causal_models(self, tokenizer, tmp_path):
@@ -125,7 +125,7 @@ class TestPretrained:
     def test_a_name_that_cannot_be_loaded_says_so_in_one_line(self, tmp_path, tokenizer):
         """A missing model is one clear error with the remedy."""
         for load in (lambda m: load_tokenizer(m), lambda m: load_model(m, tokenizer)):
-            with pytest.raises(ConfigError, match=r"cannot be loaded.*copy the folder again") as caught:
+            with pytest.raises(ConfigError, match="folder again") as caught:
                 load(ModelConfig(name=str(tmp_path)))
             assert "\n" not in str(caught.value)
 
@@ -136,7 +136,7 @@ class TestPretrained:
         unknown = ModelConfig(name=folder, task="sequence_classification")
         model = load_model(unknown, tokenizer, num_labels=4)
         assert model.config.num_labels == 4 and model.config.pad_token_id == tokenizer.pad_token_id
-        with pytest.raises(ConfigError, match=r"set model\.num_labels"):
+        with pytest.raises(ConfigError, match=r"model\.num_labels"):
             load_model(unknown, tokenizer)
 
     @needs_shared_data

@@ -87,7 +87,7 @@ def test_packed_rows_have_the_losses_of_padded_ones():
 )
 def test_boundaries_that_are_not_those_of_the_labels_are_refused(labels, boundaries):
     """A loss would be assigned to another row."""
-    with pytest.raises(ValueError, match="the places where rows begin are needed"):
+    with pytest.raises(ValueError, match="places where"):
         packed_sequence_loss(torch.zeros(*labels.shape, 3), labels.long(), torch.tensor(boundaries))
 
 
@@ -174,7 +174,7 @@ def test_logits_never_stand_whole_in_float32(monkeypatch):
 
 def test_a_target_outside_the_vocabulary_is_an_error():
     """As in PyTorch: it is not treated as another token."""
-    with pytest.raises((IndexError, RuntimeError), match="index 7 is out of bounds"):
+    with pytest.raises((IndexError, RuntimeError), match="index 7"):
         per_sequence_loss(torch.zeros(1, 3, 7), torch.tensor([[1, 7, 2]]))
 
 
@@ -230,7 +230,7 @@ def test_logits_that_change_before_the_backward_pass_are_an_error():
     changed = logits * 1
     losses = seq2seq_loss(changed, labels)
     changed.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="modified"):
         losses.sum().backward()
     (grad,) = torch.autograd.grad(seq2seq_loss(logits, labels).sum(), logits, create_graph=True)
     with pytest.raises(RuntimeError, match=r"does not require grad|differentiate twice"):
@@ -297,5 +297,5 @@ def test_classes_of_tokens_are_averaged_over_the_labelled_tokens_of_a_row():
 @pytest.mark.parametrize("loss", [regression_loss, multi_label_loss])
 def test_labels_of_another_shape_than_the_outputs_are_refused(loss):
     """They would be broadcast over the rows."""
-    with pytest.raises(ValueError, match=r"logits and labels \(B, K\) are needed; they are \(2, 3\) and \(2, 1\)"):
+    with pytest.raises(ValueError, match="logits and labels"):
         loss(torch.zeros(2, 3), torch.zeros(2, 1))

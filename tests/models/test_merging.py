@@ -63,7 +63,7 @@ def test_adapters_of_experts_are_merged_and_with_a_quantised_base_refused():
     ids = torch.arange(8)[None]
     with torch.no_grad():
         torch.testing.assert_close(merged(model)(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
-    with pytest.raises(ConfigError, match=r"experts.*\(ParamWrapper\) is trained in a way that is not added"):
+    with pytest.raises(ConfigError, match="ParamWrapper"):
         _refuse_other_parts(model)
 
 
@@ -71,19 +71,19 @@ def test_adapters_that_cannot_be_merged_are_refused_before_the_training(tmp_path
     """The training would end without the model that was asked for."""
     folder = save_model(tmp_path)
     base = AutoModelForCausalLM.from_pretrained(folder)
-    with pytest.raises(ConfigError, match="the model has no adapter: leave merge_adapter out"):
+    with pytest.raises(ConfigError, match="leave merge_adapter"):
         refuse_unmergeable(base, NO_SHARDS)
     scaled = get_peft_model(base, IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
-    with pytest.raises(ConfigError, match="adds a LoRA adapter to the weights, and the model has IA3"):
+    with pytest.raises(ConfigError, match="LoRA adapter"):
         refuse_unmergeable(scaled, NO_SHARDS)
-    with pytest.raises(ConfigError, match="an adapter with use_dora changes a quantised weight by more than a sum"):
+    with pytest.raises(ConfigError, match="use_dora"):
         refuse_unmergeable(adapted(folder, "nf4", peft={"use_dora": True}), NO_SHARDS)
     tokens = {"trainable_token_indices": {"embed_tokens": [1, 2]}, "target_modules": ["q_proj"]}
-    with pytest.raises(ConfigError, match=r"embed_tokens.* is trained in a way that is not added to a quantised model"):
+    with pytest.raises(ConfigError, match="embed_tokens"):
         refuse_unmergeable(adapted(folder, "nf4", peft=tokens), NO_SHARDS)
     refuse_unmergeable(adapted(folder, None, peft=tokens), NO_SHARDS)
     whole = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), LoraConfig(target_modules=["k_proj"]))
-    with pytest.raises(ConfigError, match="needs the whole model on one process, and DeepSpeed shards it"):
+    with pytest.raises(ConfigError, match="DeepSpeed shards"):
         refuse_unmergeable(whole, SimpleNamespace(deepspeed_plugin=object()))
 
 

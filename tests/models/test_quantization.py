@@ -70,7 +70,7 @@ def test_a_unit_has_the_same_norm_alone_and_in_company(folder, kind, checkpointi
 def test_outlier_columns_of_8_bits_are_refused_and_the_remedy_holds(folder):
     """The default of BitsAndBytesConfig; without outlier columns the model is accepted and exact (the test above)."""
     wrong = AutoModelForCausalLM.from_pretrained(folder, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
-    with pytest.raises(GhostError, match=r"llm_int8_threshold=6\.0.*llm_int8_threshold=0\.0"):
+    with pytest.raises(GhostError, match=r"llm_int8_threshold=0\.0"):
         GhostClipper(wrong, 1.0)
     remedy = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
     GhostClipper(AutoModelForCausalLM.from_pretrained(folder, quantization_config=remedy), 1.0).remove()
@@ -124,9 +124,7 @@ def test_scales_of_quantised_weights_are_watched_like_the_weights(folder, kind):
     fixed = FixedTensors(model, [id(p) for p in model.parameters() if p.requires_grad])
     fixed.check("in a test", everything=True)
     next(iter(scales.values())).add_(1)
-    with pytest.raises(
-        WatchError, match=r"The scale of a quantised weight .*q_proj\.base_layer\.\S+ changed in a test"
-    ):
+    with pytest.raises(WatchError, match=r"q_proj\.base_layer"):
         fixed.check("in a test", everything=True)
 
 
@@ -135,7 +133,7 @@ def test_weights_in_a_layout_without_a_backward_pass_are_refused(folder):
     model = adapted(folder, "nf4")
     layer = model.get_submodule("base_model.model.model.layers.1.mlp.up_proj.base_layer")
     layer.weight.quant_state.packing_format_for_cpu = True
-    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.up_proj\.base_layer was used for prediction.*Load the mod"):
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.up_proj\.base_layer"):
         make_ready(model)
 
 
@@ -146,10 +144,10 @@ def test_a_quantised_weight_is_never_trained():
     model = nn.Sequential(nn.Linear(64, 64), layer)
     GhostClipper(model.requires_grad_(False)[0].requires_grad_(True), 1.0).remove()
     layer.weight.requires_grad_(True)
-    with pytest.raises(GhostError, match=r"1\.weight is quantised \(Params4bit\) and trainable.*train LoRA"):
+    with pytest.raises(GhostError, match="Params4bit"):
         GhostClipper(model, 1.0)
     trained = nn.Sequential(bnb.nn.Linear8bitLt(8, 8, has_fp16_weights=True))
-    with pytest.raises(GhostError, match=r"0\.weight is quantised \(Int8Params\) and trainable"):
+    with pytest.raises(GhostError, match="Int8Params"):
         GhostClipper(trained, 1.0)
 
 
@@ -172,10 +170,10 @@ def test_files_that_are_quantised_already_are_used_as_they_are(folder, tmp_path)
     for given in (None, "nf4"):
         assert stored_as(adapted(str(tmp_path), given)) == "nf4 (bitsandbytes, scales quantised to 8 bits)"
     for given in ("fp4", {"kind": "nf4", "double": False}, "int8"):
-        with pytest.raises(ConfigError, match=r"quantised already: nf4 .*Leave quantization out, or name the model"):
+        with pytest.raises(ConfigError, match="quantised already"):
             adapted(str(tmp_path), given)
     model = ModelConfig(name=str(tmp_path))
-    with pytest.raises(ConfigError, match=r"norms and embeddings alone would be: give model\.peft"):
+    with pytest.raises(ConfigError, match=r"model\.peft"):
         load_model(model, load_tokenizer(model))
 
 

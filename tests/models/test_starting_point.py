@@ -131,7 +131,7 @@ def test_weights_of_an_earlier_run_below_the_own_folder_are_those_of_another_run
     first.train()
     first.save_model()
     warm = LlamaForCausalLM.from_pretrained(tmp_path / "runs" / "first")
-    with pytest.raises(ConfigError, match=r"a private run \(4 steps"):
+    with pytest.raises(ConfigError, match="4 steps"):
         trainer(tmp_path / "runs", warm)
     own = check_start(warm, tmp_path / "runs" / "first", False)
     shutil.copytree(tmp_path / "runs" / "first", tmp_path / "runs" / "first" / "checkpoint-4")
@@ -221,7 +221,7 @@ def test_shared_records_are_counted_by_content(public, shared):
 def test_one_of_many_records_in_the_public_text_is_refused():
     """Even a tiny share of the records is refused."""
     private = texts(*(f"record {number}" for number in range(1000)))
-    with pytest.raises(DataError, match=r"shares 1 of 1000 records .* and 0 are declared .*max_shared_records=1"):
+    with pytest.raises(DataError, match="max_shared_records=1"):
         refuse_shared_records(private, DATA, texts("record 7"), PUBLIC)
 
 
@@ -249,7 +249,7 @@ def test_a_model_that_a_private_run_of_this_process_trained_is_refused_or_declar
     with pytest.raises(ConfigError, match=f"trained before, in this process, by the private run of {tmp_path / 'a'}"):
         trainer(tmp_path / "b", run.model)
     adapter = get_peft_model(run.model, LoraConfig(r=2, target_modules=["q_proj"]))
-    with pytest.raises(ConfigError, match="trained before, in this process"):
+    with pytest.raises(ConfigError, match="trained before"):
         trainer(tmp_path / "c", adapter)
     declared = trainer(tmp_path / "d", run.model, start_is_independent=True)
     declared.train()

@@ -84,7 +84,7 @@ def test_the_tokens_of_a_prompt_have_no_labels(kind):
 
 def test_a_class_without_a_task_has_no_default_loss():
     """It needs one of its own."""
-    with pytest.raises(ConfigError, match="There is no default loss per row for BertForMaskedLM"):
+    with pytest.raises(ConfigError, match="BertForMaskedLM"):
         default_row_loss(bert("MaskedLM"))
 
 

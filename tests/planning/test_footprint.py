@@ -305,7 +305,7 @@ def test_moments_of_8_bits_have_two_bytes_and_their_scales(optim, each):
     result = footprint_of_recipe(recipe, arguments, 100, "single", 1)
     scales = 8 * -(-result.shape.trainable // 256) if optim.endswith("8bit") else 0
     assert result.kept.optimizer == each * result.shape.trainable + scales
-    with pytest.raises(ConfigError, match="optimizers of bitsandbytes have no estimate under zero2"):
+    with pytest.raises(ConfigError, match="zero2"):
         run_of("zero2", 2, moment_bits=8)
 
 
@@ -562,7 +562,7 @@ def test_recipe_refuses_an_unknown_optimizer():
     recipe, arguments = recipe_of("train.optim=adafactor")
     with pytest.raises(ConfigError, match=r"train\.optim=adafactor"):
         footprint_of_recipe(recipe, arguments, 100, "ddp", 8)
-    with pytest.raises(ConfigError, match="num_gpus must be at least 1, got 0"):
+    with pytest.raises(ConfigError, match="num_gpus"):
         footprint_of_recipe(*recipe_of(), 100, "ddp", 0)
 
 

@@ -145,9 +145,9 @@ def test_a_classification_takes_its_classes_from_people(tmp_path, base_model, he
     made = new_recipe(wishes(path, base_model, data=form, classes=["a", "b"]), here)
     assert made.value("data.class_names") == ["a", "b"] and made.value("model.task") == "sequence_classification"
     assert made.value("data.long_records") == "truncate"
-    with pytest.raises(ConfigError, match="the classes are not known: name them"):
+    with pytest.raises(ConfigError, match="name them"):
         new_recipe(wishes(path, base_model, data=form), here)
-    with pytest.raises(DataError, match=r"is not one of data\.class_names"):
+    with pytest.raises(DataError, match=r"data\.class_names"):
         new_recipe(wishes(path, base_model, data=form, classes=["a", "c"]), here)
 
 
@@ -197,7 +197,7 @@ def test_few_units_are_refused(tmp_path, base_model, here, unit_column):
 
 def test_a_row_longer_than_the_model_is_refused(tmp_path, base_model, here):
     """By name of the option."""
-    with pytest.raises(ConfigError, match="--max-length 65 exceeds the 64 tokens"):
+    with pytest.raises(ConfigError, match="--max-length"):
         new_recipe(wishes(tmp_path / "absent.jsonl", base_model, max_length=65), here)
 
 
@@ -213,7 +213,7 @@ def test_a_model_that_saw_private_records_is_refused(tmp_path, base_model, here)
     trained.mkdir()
     (trained / "recipe.yaml").write_text("data: {path: private.jsonl}")
     path = write(tmp_path / "n.jsonl", notes(300, 4, 200))
-    with pytest.raises(ConfigError, match="may depend on private records"):
+    with pytest.raises(ConfigError, match="may depend"):
         new_recipe(wishes(path, trained), here)
     made = new_recipe(wishes(path, trained, start_is_independent=True), here)
     assert made.value("model.start_is_independent") is True

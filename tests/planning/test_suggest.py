@@ -27,7 +27,7 @@ def test_the_rate_follows_each_number_of_the_rule():
 @pytest.mark.parametrize("numbers", [(0.0, 10, 1.0), (float("nan"), 10, 1.0), (1.0, 0, 1.0), (1.0, 10, float("inf"))])
 def test_a_number_without_a_rate_is_refused(numbers):
     """A rate of 0 or nan would spend ε on nothing."""
-    with pytest.raises(ValueError, match="must be positive and finite"):
+    with pytest.raises(ValueError, match="must be positive"):
         starting_rate(*numbers)
 
 

@@ -266,7 +266,7 @@ def test_an_unreachable_point_stays_with_its_reason():
     assert missing.noise is None and missing.to_dict()["noise_multiplier"] is None is missing.to_dict()["epsilon"]
     assert "still costs ε" in missing.reason
     assert reached.recommended and reached.reason is None
-    with pytest.raises(ValueError, match="no point of the grid reaches the target: at a noise multiplier of 1000"):
+    with pytest.raises(ValueError, match="grid reaches"):
         sweep(target_epsilon=0.01, delta=1e-4, num_units=1000, expected_batch_sizes=[1000], step_counts=[100])
 
 
@@ -340,7 +340,7 @@ def test_bad_input_is_refused(changes, message):
 def test_a_line_without_a_usable_point_is_refused(result):
     """`recommend` never returns a point without σ."""
     without = [dataclasses.replace(point, noise=None) for point in result.line]
-    with pytest.raises(ValueError, match="both reaches the target and takes"):
+    with pytest.raises(ValueError, match="both reaches"):
         recommend(without)
 
 

@@ -88,7 +88,7 @@ def test_text_and_values_have_the_recommendation(made):
 
 def test_a_compute_that_is_too_small_is_refused():
     """The recipe's own batch must take a step."""
-    with pytest.raises(ValueError, match=r"too small: b=1024 takes fewer than min_steps=411 steps with it"):
+    with pytest.raises(ValueError, match="b=1024"):
         swept(min_steps=411)
 
 
@@ -144,5 +144,5 @@ def test_a_fixed_order_that_reaches_no_target_is_no_point(monkeypatch):
     made = swept(noise=BandedNoise(4), expected_batch_sizes=[1024])
     assert made.recommended_without_sampling is None and "Without sampling" not in noise_text(made)
     assert made.to_dict()["recommended_without_sampling"] is None
-    with pytest.raises(ValueError, match="cannot be reached in a fixed order of the units"):
+    with pytest.raises(ValueError, match="cannot be reached"):
         swept(noise=BltNoise(2), expected_batch_sizes=[1024])

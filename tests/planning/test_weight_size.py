@@ -89,7 +89,7 @@ def test_new_adapters_have_the_size_of_their_initialisation(folder, kind):
 def test_adapters_of_unknown_size_are_refused(folder):
     """Their factors come from the weights."""
     section = ModelConfig(name=str(folder), peft={"target_modules": "all-linear", "init_lora_weights": "pissa"})
-    with pytest.raises(ConfigError, match="'pissa' is not known before they are made"):
+    with pytest.raises(ConfigError, match="pissa"):
         size_of_model(section)
 
 
@@ -109,7 +109,7 @@ def test_a_new_model_has_the_size_of_its_initialisation():
 
 def test_without_usable_files_there_is_one_line(folder, tmp_path):
     """No download is tried; damaged, missing, foreign and zero weights are named."""
-    with pytest.raises(ConfigError, match=r"has no model.safetensors here.*nothing is downloaded"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors"):
         size_of_model(ModelConfig(name="nobody/nothing-of-this-name"))
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     file = tmp_path / "model.safetensors"
@@ -118,7 +118,7 @@ def test_without_usable_files_there_is_one_line(folder, tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         size_of_model(section)
     save_file({"other": torch.ones(2)}, file, {"format": "pt"})
-    with pytest.raises(ConfigError, match="hold none of the trained parameters"):
+    with pytest.raises(ConfigError, match="hold none"):
         size_of_model(section)
     weights = load_file(folder / "model.safetensors")
     save_file({name: torch.zeros_like(value) for name, value in weights.items()}, file, {"format": "pt"})

@@ -133,7 +133,7 @@ def test_bound_holds_for_tiny_instances() -> None:
 @pytest.mark.parametrize("sigma", [1, True, np.float32(1.0), np.int64(2), "1.0", None])
 def test_noise_that_is_no_float_is_refused(sigma: object) -> None:
     """An accountant dropped terms when it was given other number types; ours accepts only floats."""
-    with pytest.raises(ValueError, match="noise_multiplier must be a float"):
+    with pytest.raises(ValueError, match="noise_multiplier must"):
         plain(sigma, 0.02)  # type: ignore[arg-type]
     assert type(plain(np.float64(1.0), 0.02).noise_multiplier) is float
 
@@ -230,7 +230,7 @@ def test_tiny_delta_over_many_steps(width: float, expected: float) -> None:
 
 def test_delta_below_the_tails_is_refused() -> None:
     """A δ smaller than the mass cut off the tails is refused instead of reported as infinite."""
-    with pytest.raises(ValueError, match="cannot be certified over 100000 steps"):
+    with pytest.raises(ValueError, match="certified"):
         epsilon([(plain(2.0, 0.001), 100_000)], 1e-16)
 
 
@@ -369,24 +369,24 @@ def test_max_batch_size_rule() -> None:
 @pytest.mark.parametrize("at", [0.0, 1.0, -1.0, math.nan])
 def test_bad_delta_is_refused(at: float) -> None:
     """δ must lie between 0 and 1."""
-    with pytest.raises(ValueError, match="delta must be between 0 and 1"):
+    with pytest.raises(ValueError, match="delta must"):
         epsilon([(plain(1.0, 0.1), 1)], at)
 
 
 def test_bad_arguments_are_refused() -> None:
     """Negative ε and counts, unknown adjacencies, empty histories and targets out of reach are errors."""
     step = plain(1.0, 0.1)
-    with pytest.raises(ValueError, match="epsilon must be at least 0"):
+    with pytest.raises(ValueError, match="epsilon must"):
         delta([(step, 1)], -1.0)
-    with pytest.raises(ValueError, match="cannot have run -1 times"):
+    with pytest.raises(ValueError, match="-1 times"):
         epsilon([(step, -1)], 1e-5)
-    with pytest.raises(ValueError, match="adjacency must be one of 'zero-out', 'replace-one', got 'add-or-remove'"):
+    with pytest.raises(ValueError, match="add-or-remove"):
         epsilon([(step, 1)], 1e-5, "add-or-remove")
-    with pytest.raises(ValueError, match="target_epsilon must be above 0 and finite"):
+    with pytest.raises(ValueError, match="target_epsilon must"):
         calibrate_noise_multiplier(math.inf, 1e-5, 0.1, 10)
-    with pytest.raises(ValueError, match="num_steps must be at least 1"):
+    with pytest.raises(ValueError, match="num_steps must"):
         calibrate_noise_multiplier(1.0, 1e-5, 0.1, 0)
-    with pytest.raises(ValueError, match=r"target_epsilon=1e-05 cannot be reached: .*still costs ε = "):
+    with pytest.raises(ValueError, match="target_epsilon=1e-05"):
         calibrate_noise_multiplier(1e-5, 1e-5, 0.1, 10)
 
 

@@ -239,11 +239,11 @@ def test_bad_arguments_are_refused() -> None:
     """δ outside (0, 1), unknown adjacencies and events that the library lacks are errors."""
     history = [(plain(1.0, 0.1), 1)]
     for method in (zcdp_epsilon, basic_epsilon, advanced_epsilon):
-        with pytest.raises(ValueError, match="delta must be between 0 and 1, got 0"):
+        with pytest.raises(ValueError, match="delta must"):
             method(history, 0.0)
-    with pytest.raises(ValueError, match="adjacency must be one of 'zero-out', 'replace-one', got 'bounded'"):
+    with pytest.raises(ValueError, match="got 'bounded"):
         library_epsilon(history, 1e-5, "bounded")
-    with pytest.raises(ValueError, match="no replace-one event for units whose rows are drawn singly"):
+    with pytest.raises(ValueError, match="replace-one event"):
         library_epsilon(
             [(dp_sgd(num_units=100, sampling_rate=0.1, noise_multiplier=1.0, rows_per_unit=2), 10)], 1e-5, "replace-one"
         )
@@ -283,7 +283,7 @@ def test_tuning_refuses_and_passes_on() -> None:
 def test_best_of_never_hides_the_truncation() -> None:
     """Where truncation costs privacy the Rényi figure would be too small: it is refused, and never below one run's."""
     truncated = [(Step(num_units=1000, sampling_rate=0.1, max_batch_size=100, noise_multiplier=1.0), 100)]
-    with pytest.raises(ValueError, match=r"truncation costs privacy here: one run has ε = .* Raise --max-batch-size"):
+    with pytest.raises(ValueError, match="--max-batch-size"):
         best_of_epsilon(truncated, 1e-5, 2)
     history = [(Step(num_units=1000, sampling_rate=0.1, max_batch_size=200, noise_multiplier=1.0), 100)]
     for mean in (1, 2, 10):
@@ -293,5 +293,5 @@ def test_best_of_never_hides_the_truncation() -> None:
 def test_a_grid_that_would_not_fit_into_memory_is_a_note():
     """An accountant that would need more memory than a machine has is left out, and the comparison goes on."""
     steps = [(Step(sampling_rate=0.3, noise_multiplier=0.05), 100_000)]
-    with pytest.raises(ValueError, match="would need too much memory"):
+    with pytest.raises(ValueError, match="would need"):
         library_epsilon(steps, 1e-5)

@@ -56,11 +56,11 @@ def test_given_delta_and_adjacency_are_used(tmp_path: Path) -> None:
     folders = [tmp_path / "one", tmp_path / "two"]
     found = compose(folders, delta=1e-6, adjacency="replace-one")
     assert found.epsilon == epsilon([(one.event, 100)], 1e-6, "replace-one")
-    with pytest.raises(ValueError, match=r"the plans differ in adjacency \(.*one: replace-one; .*two: zero-out\)"):
+    with pytest.raises(ValueError, match="plans differ"):
         compose(folders, delta=1e-6)
-    with pytest.raises(ValueError, match=r"the plans differ in delta \(.*Give the one .* with --delta"):
+    with pytest.raises(ValueError, match="--delta"):
         compose(folders, adjacency="zero-out")
-    with pytest.raises(ValueError, match="adjacency must be one of 'zero-out', 'replace-one', got 'bounded'"):
+    with pytest.raises(ValueError, match="got 'bounded"):
         compose(folders, delta=1e-6, adjacency="bounded")
 
 
@@ -68,7 +68,7 @@ def test_given_delta_and_adjacency_are_used(tmp_path: Path) -> None:
 def test_delta_out_of_range_is_refused(tmp_path: Path, delta: float) -> None:
     """δ of 1/N or more protects nobody."""
     make_run(tmp_path / "one")
-    with pytest.raises(ValueError, match=r"is not between 0 and 1/N = 0.001 for N=1000 units.* Take 1/\(10 N\)"):
+    with pytest.raises(ValueError, match="N=1000"):
         compose([tmp_path / "one"], delta=delta)
 
 
@@ -83,7 +83,7 @@ def test_same_run_is_never_counted_twice_or_in_part(tmp_path: Path) -> None:
             compose([tmp_path / "one", tmp_path / other])
     with pytest.raises(ValueError, match=r"copy and .*one hold the same run \([0-9a-f]{16}\): one is a copy"):
         compose([tmp_path / "one", tmp_path / "copy"])
-    with pytest.raises(ValueError, match=r"checkpoint-30 is a checkpoint of the run in .*one: its copy of the ledger"):
+    with pytest.raises(ValueError, match="checkpoint-30"):
         compose([tmp_path / "one" / "checkpoint-30"])
 
 
@@ -92,16 +92,16 @@ def test_ledger_of_another_plan_is_refused(tmp_path: Path) -> None:
     make_run(tmp_path / "one")
     make_run(tmp_path / "two", clip_norm=0.7)
     (tmp_path / "one" / PLAN_FILE).write_bytes((tmp_path / "two" / PLAN_FILE).read_bytes())
-    with pytest.raises(ValueError, match=r"the ledger in .*one was written under the plan .* Restore the plan"):
+    with pytest.raises(ValueError, match="written under"):
         compose([tmp_path / "one"])
     (tmp_path / "one" / PLAN_FILE).unlink()
     with pytest.raises(ValueError, match="cannot be read"):
         compose([tmp_path / "one"])
     text = (tmp_path / "two" / LEDGER_FILE).read_text()
     (tmp_path / "two" / LEDGER_FILE).write_text(text.replace('"step": 7', '"step": 8', 1))
-    with pytest.raises(LedgerError, match="line 9: edited"):
+    with pytest.raises(LedgerError, match="line 9"):
         compose([tmp_path / "two"])
-    with pytest.raises(ValueError, match="no run was given"):
+    with pytest.raises(ValueError, match="run was given"):
         compose([])
 
 
@@ -126,7 +126,7 @@ def test_user_columns_must_agree(tmp_path: Path) -> None:
     """Users by two different columns are two units."""
     for name in ("author", "team"):
         make_run(tmp_path / name, unit="user", unit_column=name, max_rows_per_unit=4)
-    with pytest.raises(ValueError, match=r"unit_column 'author'.*unit_column 'team'"):
+    with pytest.raises(ValueError, match="author"):
         compose([tmp_path / "author", tmp_path / "team"])
     assert dict(composition_rows(compose([tmp_path / "team"])))["unit of privacy"] == "one user (column team) of 1,000"
 
@@ -136,18 +136,18 @@ def test_nameless_data_need_somebody_to_vouch(tmp_path: Path) -> None:
     make_run(tmp_path / "one", dataset=None)
     make_run(tmp_path / "two")
     folders = [tmp_path / "one", tmp_path / "two"]
-    with pytest.raises(ValueError, match=r"plans in .*one name no data set.*Set privacy.dataset for future runs"):
+    with pytest.raises(ValueError, match=r"privacy\.dataset"):
         compose(folders)
     assert compose(folders, dataset="chats").dataset == "chats"
     for asked in (folders, folders[1:]):
-        with pytest.raises(ValueError, match=r"different data or units \(declared: 'letters'\)"):
+        with pytest.raises(ValueError, match="letters"):
             compose(asked, dataset="letters")
 
 
 def test_runs_that_are_not_private(tmp_path: Path) -> None:
     """A seeded run is refused; one without noise makes ε infinite, in words."""
     make_run(tmp_path / "seeded", seed=0)
-    with pytest.raises(ValueError, match="seeded used a fixed seed, so neither it nor a composition"):
+    with pytest.raises(ValueError, match="seeded used"):
         compose([tmp_path / "seeded"])
     make_run(tmp_path / "one")
     make_run(tmp_path / "open", noise_multiplier=0)
@@ -177,12 +177,12 @@ def test_a_data_set_that_has_grown_composes(tmp_path: Path) -> None:
     one = make_run(tmp_path / "one")
     two = make_run(tmp_path / "two", num_units=1500, dataset="chats of May")
     folders = [tmp_path / "one", tmp_path / "two"]
-    with pytest.raises(ValueError, match=r"used different data or units.* compose them with --shared-people") as caught:
+    with pytest.raises(ValueError, match="--shared-people") as caught:
         compose(folders)
     assert "by themselves" not in str(caught.value)
     found = compose(folders, shared_people=True)
     assert found.epsilon == epsilon([(one.event, 50), (two.event, 50)], 1e-5) > max(one.epsilon, two.epsilon)
     assert (found.dataset, found.num_units) == ("chats and chats of May", 1500)
     make_run(tmp_path / "users", unit="user", unit_column="author", max_rows_per_unit=4)
-    with pytest.raises(ValueError, match="these runs protect different units"):
+    with pytest.raises(ValueError, match="protect"):
         compose([*folders, tmp_path / "users"], shared_people=True)

@@ -57,9 +57,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     begin(tmp_path / "a", 3)
     begin(tmp_path / "b", 5)
     check_checkpoint(tmp_path / "a" / LEDGER_FILE, tmp_path / "a" / "checkpoint-3")
-    with pytest.raises(
-        LedgerError, match=r"checkpoint-5 holds 5 steps, .* charges 3: it is not the ledger of that run"
-    ):
+    with pytest.raises(LedgerError, match="checkpoint-5"):
         check_checkpoint(tmp_path / "a" / LEDGER_FILE, tmp_path / "b" / "checkpoint-5")
     with pytest.raises(LedgerError, match="belongs to another ledger"):
         check_checkpoint(tmp_path / "b" / LEDGER_FILE, tmp_path / "a" / "checkpoint-3")
@@ -71,7 +69,7 @@ def test_a_rewound_ledger_is_refused(tmp_path: Path) -> None:
     old = (tmp_path / LEDGER_FILE).read_bytes()
     go_on(resume(tmp_path), tmp_path, 4)
     (tmp_path / LEDGER_FILE).write_bytes(old)
-    with pytest.raises(LedgerError, match="was cut or restored from an older copy"):
+    with pytest.raises(LedgerError, match="older copy"):
         check_checkpoint(tmp_path / LEDGER_FILE, tmp_path / "checkpoint-6")
     check_checkpoint(tmp_path / LEDGER_FILE, tmp_path / "checkpoint-2")
 
@@ -80,7 +78,7 @@ def test_weights_of_more_steps_than_their_ledger_charged_are_refused(tmp_path: P
     """Also under a manifest that fits."""
     begin(tmp_path, 2)
     (tmp_path / "checkpoint-2" / "trainer_state.json").write_text('{"global_step": 4}')
-    with pytest.raises(LedgerError, match="have taken 4 steps, but its ledger charged 2"):
+    with pytest.raises(LedgerError, match="taken 4"):
         check_checkpoint(tmp_path / LEDGER_FILE, tmp_path / "checkpoint-2")
 
 
@@ -96,7 +94,7 @@ def test_two_forks_on_one_budget_count_once(tmp_path: Path) -> None:
     go_on(resume(tmp_path / "a", budget), tmp_path / "a", 3)
     assert CliRunner().invoke(app, ["verify", "--adopt", str(tmp_path / "b")]).exit_code == 0
     assert read_ledger(tmp_path / "b" / LEDGER_FILE).notes.open_points == [ADOPTED]
-    with pytest.raises(BudgetError, match=r"holds 6 steps, .* charges 3.*steps of the folder in which the run went on"):
+    with pytest.raises(BudgetError, match="holds 6"):
         resume(tmp_path / "b", budget)
     ended = resume(tmp_path / "a", budget)
     for _ in range(4):
@@ -133,12 +131,12 @@ def test_a_run_goes_on_with_the_public_weights_that_it_began_with(tmp_path: Path
 
     assert compared() == (True, "2 files")
     (public / "model.safetensors").write_text("PUBLIC")
-    with pytest.raises(LedgerError, match=r"other public weights: public_pretrain/model.safetensors is not what was"):
+    with pytest.raises(LedgerError, match=r"public_pretrain/model\.safetensors"):
         resume(tmp_path)
     assert not compared()[0] and "public_pretrain/model.safetensors is not what was saved" in compared()[1]
     (public / "model.safetensors").write_text("public")
     (public / "adapter_model.bin").write_text("more")
-    with pytest.raises(LedgerError, match=r"public_pretrain/adapter_model.bin may hold weights"):
+    with pytest.raises(LedgerError, match=r"public_pretrain/adapter_model\.bin"):
         resume(tmp_path)
     assert not compared()[0]
     shutil.rmtree(public)

@@ -78,7 +78,7 @@ def test_less_epsilon_takes_fewer_bands():
 @pytest.mark.parametrize("change", [{"target_epsilon": None}, {}])
 def test_auto_with_a_given_sigma_is_refused(change):
     """At one σ more bands cost more ε: there is nothing to compare."""
-    with pytest.raises(ValueError, match="Give target_epsilon without noise_multiplier, or a number of bands") as found:
+    with pytest.raises(ValueError, match="Give target_epsilon") as found:
         plan_of("banded", noise_multiplier=1.0, **change)
     assert "\n" not in str(found.value)
     given = plan_of({"kind": "banded", "bands": 2}, noise_multiplier=1.0, **change)
@@ -88,7 +88,7 @@ def test_auto_with_a_given_sigma_is_refused(change):
 def test_auto_over_single_rows_is_refused():
     """As any other number of bands."""
     user = {"unit": "user", "unit_column": "id", "max_rows_per_unit": 2, "sampling": "example"}
-    with pytest.raises(ValueError, match="no accounting where rows are drawn singly"):
+    with pytest.raises(ValueError, match="accounting where"):
         make_plan(
             PrivacyConfig(target_epsilon=3.0, clip_norm=1.0, expected_batch_size=20, noise="banded", **user),
             N,

@@ -140,9 +140,9 @@ def test_the_generator_of_the_noise_is_shown_and_known() -> None:
     plan = make_plan(privacy(randomness="chacha20"), num_units=1000, num_steps=50)
     assert ("randomness of the noise", "chacha20") in format_plan(plan)
     assert plan.epsilon == make_plan(privacy(), num_units=1000, num_steps=50).epsilon
-    with pytest.raises(ValueError, match=r"randomness in \('os', 'chacha20', 'discrete'\)"):
+    with pytest.raises(ValueError, match="chacha20"):
         dataclasses.replace(plan, randomness="rand")
-    with pytest.raises(ValueError, match="randomness must be one of"):
+    with pytest.raises(ValueError, match="randomness must"):
         privacy(randomness="normal")
 
 
@@ -164,10 +164,10 @@ def test_edited_plan_is_refused(tmp_path: Path, edit: dict[str, Any], match: str
 
 def test_unreadable_plan_is_refused(tmp_path: Path) -> None:
     """A missing or broken plan file is an error that names it."""
-    with pytest.raises(ValueError, match=r"plan.json cannot be read"):
+    with pytest.raises(ValueError, match=r"plan\.json"):
         PrivacyPlan.load(tmp_path / "plan.json")
     (tmp_path / "plan.json").write_text("{")
-    with pytest.raises(ValueError, match=r"plan.json is not JSON"):
+    with pytest.raises(ValueError, match=r"plan\.json"):
         PrivacyPlan.load(tmp_path / "plan.json")
 
 

@@ -31,7 +31,7 @@ def test_a_plan_is_read_back_and_costs_all_its_charges(tmp_path: Path) -> None:
     assert load_plan(tmp_path / PLAN_FILE).to_dict()["format"] == 1
     trained = train(tmp_path / "trained")
     assert load_plan(tmp_path / "trained" / PLAN_FILE) == trained == training_plan(tmp_path / "trained", "A test")
-    with pytest.raises(ValueError, match="A test needs the folder of a training run"):
+    with pytest.raises(ValueError, match="test needs"):
         training_plan(tmp_path, "A test")
 
 
@@ -147,7 +147,7 @@ def test_calibrated_noise_keeps_to_the_target(tmp_path: Path) -> None:
         sigma = calibrated(target, DELTA, lambda at: [(Query(noise_multiplier=at), 3)], after=prior)
         before = () if prior is None else prior.history
         assert cost(sigma, before) <= target < cost(sigma * (1 - 1e-3), before)
-    with pytest.raises(ValueError, match="The run before it alone costs"):
+    with pytest.raises(ValueError, match="alone costs"):
         calibrated(alone / 2, DELTA, lambda at: [(Query(noise_multiplier=at), 3)], after=after)
     for target in (0.0, math.nan, 1e9):
         with pytest.raises(ValueError, match="target_epsilon"):
@@ -164,7 +164,7 @@ def test_only_a_finished_private_run_is_a_prior_release(tmp_path: Path) -> None:
         prior_release(tmp_path / "seeded")
     (tmp_path / "query").mkdir()
     query_plan().save(tmp_path / "query" / PLAN_FILE)
-    with pytest.raises(ValueError, match="needs the folder of a training run"):
+    with pytest.raises(ValueError, match="needs the folder"):
         prior_release(tmp_path / "query")
     train(tmp_path / "stopped", end=False)
     with Ledger.annotate(tmp_path / "stopped" / LEDGER_FILE) as ledger:
@@ -181,7 +181,7 @@ def test_only_a_finished_private_run_is_a_prior_release(tmp_path: Path) -> None:
 
 def test_an_unknown_charge_is_named() -> None:
     """With those that there are."""
-    with pytest.raises(ValueError, match="no charge 'vote'; it has 'votes', 'others'"):
+    with pytest.raises(ValueError, match="charge 'vote"):
         query_plan().charge("vote")
 
 

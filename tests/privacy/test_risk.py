@@ -98,19 +98,19 @@ def test_no_noise_is_certainty_and_no_step_is_nothing() -> None:
 @pytest.mark.parametrize("value", [-0.1, 1.1, math.nan])
 def test_bad_rate_is_refused(value: float) -> None:
     """Rates and priors are probabilities."""
-    with pytest.raises(ValueError, match="must be between 0 and 1"):
+    with pytest.raises(ValueError, match="between 0"):
         attack_risk([], false_positive_rates=[value])
-    with pytest.raises(ValueError, match="must be between 0 and 1"):
+    with pytest.raises(ValueError, match="between 0"):
         attack_risk([], priors=[value])
-    with pytest.raises(ValueError, match="must be between 0 and 1"):
+    with pytest.raises(ValueError, match="between 0"):
         attack_risk([], reconstruction_priors=[value])
-    with pytest.raises(ValueError, match="must be between 0 and 1"):
+    with pytest.raises(ValueError, match="between 0"):
         tradeoff_curve([], false_positive_rates=[value])
 
 
 def test_nothing_to_guess_is_refused() -> None:
     """A reconstruction prior of 0 has no bound to state."""
-    with pytest.raises(ValueError, match="prior of 0 means that nothing could be guessed"):
+    with pytest.raises(ValueError, match="guessed"):
         attack_risk([], reconstruction_priors=[0.0])
 
 

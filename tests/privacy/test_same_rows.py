@@ -54,7 +54,7 @@ def test_other_rows_of_the_same_number_are_refused_and_nothing_is_written(tmp_pa
     """Another text with as many rows, of the same lengths."""
     started(tmp_path)
     before = (tmp_path / LEDGER).read_bytes()
-    with pytest.raises(LedgerError, match=r"The rows differ from those at the start of the run in"):
+    with pytest.raises(LedgerError, match="differ from those"):
         PrivateRun.resume(tmp_path, plan_of(), other_rows())
     assert (tmp_path / LEDGER).read_bytes() == before
 
@@ -77,7 +77,7 @@ def test_without_the_key_it_is_an_open_point_once_and_compared_again_later(damag
     PrivateRun.resume(tmp_path, plan_of(), other_rows()).finish()
     (point,) = [point for point in points(tmp_path) if "could not be compared with those of its first start" in point]
     assert KEY_FILE in point
-    with pytest.raises(LedgerError, match="The rows differ from those at the start"):
+    with pytest.raises(LedgerError, match="differ from those"):
         PrivateRun.resume(tmp_path, plan_of(), rows_of())
 
 
@@ -109,7 +109,7 @@ def test_the_trainer_refuses_other_text_of_the_same_number(tmp_path):
     trainer(tmp_path, args=arguments(tmp_path, max_steps=2, save_steps=1, save_strategy="steps")).train()
     other = rows().map(lambda row: {"input_ids": row["input_ids"][::-1], "labels": row["labels"][::-1]})
     again = trainer(tmp_path, dataset=other, args=arguments(tmp_path, max_steps=2))
-    with pytest.raises(LedgerError, match="The rows differ from those at the start"):
+    with pytest.raises(LedgerError, match="differ from those"):
         again.train(resume_from_checkpoint=True)
 
 

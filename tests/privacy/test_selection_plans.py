@@ -121,7 +121,7 @@ def test_a_run_with_correlated_noise_that_stops_early_is_covered(tmp_path, noise
     plan = plan_of(noise=noise)
     stopped = ledger_of(tmp_path / "stopped.jsonl", plan, 3, end="stopped early")
     assert stated_history(plan, stopped) == tuple(plan.history)
-    with pytest.raises(ValueError, match="more than a complete run"):
+    with pytest.raises(ValueError, match="complete run"):
         stated_history(plan, ledger_of(tmp_path / "twice.jsonl", plan, 17, resumed=3))
 
 
@@ -129,7 +129,7 @@ def test_a_run_with_more_rounds_than_planned_is_not_covered(tmp_path):
     """The theorem is about runs of the plan."""
     plan = plan_of()
     contents = ledger_of(tmp_path / "privacy_ledger.jsonl", plan, 21)
-    with pytest.raises(ValueError, match="more than a complete run"):
+    with pytest.raises(ValueError, match="complete run"):
         stated_history(plan, contents)
 
 
@@ -137,7 +137,7 @@ def test_correlated_noise_is_not_resumed(tmp_path):
     """A resume begins a new cycle, and costs more than the other runs of the selection."""
     plan = plan_of(noise={"kind": "banded", "bands": 4})
     contents = ledger_of(tmp_path / "privacy_ledger.jsonl", plan, 6)
-    with pytest.raises(ValueError, match="counts as a failed run"):
+    with pytest.raises(ValueError, match="failed run"):
         steps_allowed(plan, contents)
     assert stated_history(plan, contents) == tuple(plan.history)
 
@@ -155,7 +155,7 @@ def test_a_budget_is_charged_for_the_selection(tmp_path):
     assert read_budget(path).spent == pytest.approx(plan.epsilon, rel=1e-9)
     with pytest.raises(BudgetError, match="other data"):
         charge_selection(path, plan, "other")
-    with pytest.raises(BudgetError, match="no budget covers it"):
+    with pytest.raises(BudgetError, match="budget covers"):
         charge_selection(path, dataclasses.replace(plan, noise_multiplier=0.0), "d")
 
 

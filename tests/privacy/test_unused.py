@@ -165,14 +165,14 @@ def test_a_ledger_that_is_being_written_has_a_step_or_cannot_be_read_is_kept(tmp
     path = tmp_path / LEDGER_FILE
     ledger = SharedLedger.create(path, plan(), Processes())
     assert is_used(path)  # its run is going on
-    with pytest.raises(LedgerError, match="ledger of an earlier run"):
+    with pytest.raises(LedgerError, match="earlier run"):
         SharedLedger.create(path, plan(), Processes())
     ledger.append_step(0, plan().event)
     ledger.append_end("failed")
     ledger.close()
     assert is_used(path)
     kept = path.read_bytes()
-    with pytest.raises(LedgerError, match="ledger of an earlier run"):
+    with pytest.raises(LedgerError, match="earlier run"):
         SharedLedger.create(path, plan(), Processes())
     path.write_bytes(kept[:-30])
     assert is_used(path)
@@ -229,6 +229,6 @@ def test_training_that_fails_before_its_first_step_can_be_started_again(tmp_path
 def test_a_row_longer_than_the_models_positions_is_refused_before_the_run(tmp_path: Path) -> None:
     """It would end in an index error within a step that was charged."""
     config = GPT2Config(vocab_size=64, n_positions=6, n_embd=16, n_head=2, n_layer=1)
-    with pytest.raises(ValueError, match="has 8 tokens, but the model has positions for 6"):
+    with pytest.raises(ValueError, match="8 tokens"):
         trainer(tmp_path / "run", model=GPT2LMHeadModel(config))
     assert not (tmp_path / "run" / LEDGER_FILE).exists()

@@ -33,9 +33,7 @@ def test_a_writer_that_no_lock_stopped_is_named_by_the_first_one(tmp_path, monke
     monkeypatch.setattr("dpllm.privacy.ledger._lock", lambda path, descriptor: None)
     monkeypatch.setattr("socket.gethostname", lambda: "node-b")
     resume(tmp_path).close()
-    with pytest.raises(
-        LedgerError, match=r"another process wrote to it or cut it; .* started last is the one \(.* on node-b"
-    ):
+    with pytest.raises(LedgerError, match="node-b"):
         first.append_step(first.num_steps, PLAN.event)
     first.close()
 

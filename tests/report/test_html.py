@@ -146,5 +146,5 @@ def test_not_private_is_said_first_thing(tmp_path: Path, change: dict[str, Any])
 
 def test_a_missing_picture_is_refused(report: PrivacyReport) -> None:
     """A page with a hole is not made."""
-    with pytest.raises(ValueError, match=r"the page has the pictures tradeoff, .*got none"):
+    with pytest.raises(ValueError, match="tradeoff"):
         render_html(report, {})

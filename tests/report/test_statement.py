@@ -432,12 +432,12 @@ def test_foreign_ledger_is_refused(tmp_path: Path) -> None:
     plan, ledger = make(tmp_path)
     ledger.close()
     contents = read_ledger(ledger.path)
-    with pytest.raises(ValueError, match="written under another plan"):
+    with pytest.raises(ValueError, match="written under"):
         privacy_report(dataclasses.replace(plan, clip_norm=9.0), contents)
     contents.history.append(
         (Step(num_units=1000, sampling_rate=0.02, max_batch_size=52, noise_multiplier=9.0, clip_norm=0.5), 1)
     )
-    with pytest.raises(ValueError, match="charges steps that are not those of its plan"):
+    with pytest.raises(ValueError, match="charges steps"):
         privacy_report(plan, contents)
 
 

@@ -162,7 +162,7 @@ def test_a_run_without_an_average_is_not_resumed_with_one(tmp_path):
     args = {"save_strategy": "steps", "save_steps": 1}
     trainer(tmp_path, args=arguments(tmp_path, **args), callbacks=[Steps(stop=1)]).train()
     resumed = trainer(tmp_path, args=arguments(tmp_path, **args), average=EMA)
-    with pytest.raises(ConfigError, match=r"releases the weights after its last step, but train.average now asks for"):
+    with pytest.raises(ConfigError, match=r"train\.average"):
         resumed.train(resume_from_checkpoint=True)
 
 
@@ -221,7 +221,7 @@ def test_weights_that_anything_else_has_written_cannot_enter(tmp_path):
             for p in model.parameters():
                 p.add_(torch.full_like(p, 0.01))
 
-    with pytest.raises(WatchError, match=r"was written between the private step and optimizer\.step\(\)"):
+    with pytest.raises(WatchError, match=r"optimizer\.step"):
         attack(tmp_path, action)
 
 
@@ -252,7 +252,7 @@ def test_a_gradient_without_noise_stops_the_run_before_its_weights_enter(tmp_pat
         for p in model.parameters():
             p.grad = torch.ones_like(p)
 
-    with pytest.raises(WatchError, match="is not the one that the private step left"):
+    with pytest.raises(WatchError, match="step left"):
         attack(tmp_path, action)
     assert seen[0].count == 1
 
@@ -281,18 +281,18 @@ def test_what_is_not_trained_cannot_enter(tmp_path, kind):
 
 def test_options_and_checkpoints_that_cannot_be_used_are_refused(tmp_path):
     """Before anything is trained, in one line."""
-    with pytest.raises(ConfigError, match=r"train.average.decay must be above 0 and below 1, got 2"):
+    with pytest.raises(ConfigError, match=r"train\.average\.decay"):
         trainer(tmp_path, average={"kind": "ema", "decay": 2})
-    with pytest.raises(ConfigError, match="The average follows no model"):
+    with pytest.raises(ConfigError, match="average follows"):
         Averaging(average_of("ema"), 4).update()
     own = type("Own", (type(average_of("ema")),), {"rate": lambda self, count: 1.0})()  # it may follow the losses
-    with pytest.raises(ConfigError, match=r"train.average is a Own, whose weights of the steps nothing checks"):
+    with pytest.raises(ConfigError, match=r"train\.average"):
         trainer(tmp_path, average=own)
     for average in ("ema", None, type(average_of("ema")), own):
-        with pytest.raises(ConfigError, match=r"the average is .*; pass average_of\(...\)"):
+        with pytest.raises(ConfigError, match="average_of"):
             Averaging(average, 4)
     for num_steps in ("3", 0, True, 4.0):
-        with pytest.raises(ConfigError, match=r"num_steps of the average is .*; pass the plan's num_steps"):
+        with pytest.raises(ConfigError, match="plan's num_steps"):
             Averaging(average_of("ema"), num_steps)
 
 
@@ -309,23 +309,23 @@ def test_a_checkpoint_whose_average_lacks_a_part_is_refused(tmp_path):
     assert len(shards) == 1
     text = state.read_text()
     state.write_text(text.replace("decay 0.6", "decay 0.7"))
-    with pytest.raises(AverageError, match=r"holds the exponential .* of another kind than the exponential"):
+    with pytest.raises(AverageError, match="exponential"):
         averaging.load(checkpoint)
     edited = [("count", "x"), ("count", "4"), ("last", None), ("ledger", 3)]
     values = [json.dumps({**json.loads(text), name: value}) for name, value in edited]
     for torn in (text[:40], "[1]", text.replace('"count"', '"counts"'), *values):
         state.write_text(torn)
-        with pytest.raises(AverageError, match="is not what a run of this version wrote: it is torn, was edited"):
+        with pytest.raises(AverageError, match="version wrote"):
             averaging.load(checkpoint)
     state.write_text(text)
     shards[0].write_bytes(shards[0].read_bytes()[:100])
-    with pytest.raises(AverageError, match=r"rank_00000.safetensors cannot be read \(.*Resume from another checkpoint"):
+    with pytest.raises(AverageError, match=r"rank_00000\.safetensors"):
         averaging.load(checkpoint)
     shards[0].unlink()
-    with pytest.raises(AverageError, match=r"does not hold the whole average of .* \(0 of \d+ entries"):
+    with pytest.raises(AverageError, match="whole average"):
         averaging.load(checkpoint)
     shutil.rmtree(checkpoint / AVERAGE_FOLDER)
-    with pytest.raises(AverageError, match="holds no average of the weights"):
+    with pytest.raises(AverageError, match="holds no average"):
         averaging.load(checkpoint)
 
 
@@ -363,7 +363,7 @@ def test_values_that_were_edited_in_a_saved_average_are_refused(tmp_path):
     name = max(values, key=lambda name: len(values[name]))
 
     def refused():
-        with pytest.raises(AverageError, match="are not those that the run saved: they were edited, or are damaged"):
+        with pytest.raises(AverageError, match="run saved"):
             averaging.load(tmp_path / "checkpoint-4")
         assert averaging.count == 4
         assert all(torch.equal(averaging._values[name], value) for name, value in kept.items())
@@ -400,7 +400,7 @@ def test_an_average_is_not_loaded_after_a_step_of_the_start(tmp_path):
 
     load = Load()
     load.run = run = trainer(tmp_path / "run", average=EMA, callbacks=[load])
-    with pytest.raises(AverageError, match=r"this start has taken steps.*Load it after attach, before the first draw"):
+    with pytest.raises(AverageError, match="after attach"):
         run.train()
     assert run.averaging.count == 3
 
@@ -465,9 +465,9 @@ def test_an_average_serves_one_run(tmp_path):
     """It would release the first run's weights under the ε of the second."""
     averaging = Averaging(average_of("ema"), 3)
     loop(tmp_path / "one", LlamaForCausalLM(tiny_llama_config()), averaging)
-    with pytest.raises(ConfigError, match=r"holds weights of the run in .*one, whose ε another run does not state"):
+    with pytest.raises(ConfigError, match="holds weights"):
         loop(tmp_path / "two", LlamaForCausalLM(tiny_llama_config()), averaging)
-    with pytest.raises(ConfigError, match=r"for 100 steps, and the plan of the run has 3. Make it with num_steps=3"):
+    with pytest.raises(ConfigError, match="num_steps=3"):
         loop(tmp_path / "three", LlamaForCausalLM(tiny_llama_config()), Averaging(average_of("ema"), 100))
 
 
@@ -477,7 +477,7 @@ def test_a_later_run_that_begins_at_the_weights_of_a_loop_is_refused(of, tmp_pat
     model, other = LlamaForCausalLM(tiny_llama_config()), LlamaForCausalLM(tiny_llama_config())
     _, saved = loop(tmp_path / "one", model, Averaging(average_of("ema"), 3))
     other.load_state_dict(saved if of == "the average" else model.state_dict())
-    with pytest.raises(ConfigError, match=r"copy of those that the private run of .*one trained in this process"):
+    with pytest.raises(ConfigError, match="copy of those"):
         loop(tmp_path / "two", other)
 
 

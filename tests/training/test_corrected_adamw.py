@@ -247,7 +247,7 @@ def test_a_trainer_resumes_with_it_and_says_so(tmp_path):
 def test_a_run_is_resumed_with_the_second_moment_of_its_start_only(tmp_path, first, then):
     """The state of one is no state of the other. With correlated noise the plans differ already."""
     begun(tmp_path, first, callbacks=[Stop(2)]).train()
-    with pytest.raises(ConfigError, match=r"Resume with the train.optim_args"):
+    with pytest.raises(ConfigError, match=r"train\.optim_args"):
         begun(tmp_path, then).train(resume_from_checkpoint=True)
 
 
@@ -267,7 +267,7 @@ def test_moments_of_an_earlier_run_do_not_enter_another_one(tmp_path):
     rng = np.random.default_rng(1)
     take(optimizer, list(model.parameters()), [rng.normal(size=(1, *p.shape)) for p in model.parameters()], [0])
     run = PrivateRun.start(tmp_path, plan, rows_of())
-    with pytest.raises(ConfigError, match="holds moments of updates that it made before this run"):
+    with pytest.raises(ConfigError, match="moments"):
         run.attach(model, optimizer)
 
 
@@ -299,19 +299,19 @@ def test_no_other_optimizer_takes_its_place(tmp_path):
     """One that is passed, made by a subclass or by DeepSpeed, or made for other noise."""
     args = arguments(tmp_path, optim_args=LOW_PASSED)
     own = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
-    with pytest.raises(ConfigError, match="because an optimizer was passed too: leave it out of `optimizers`"):
+    with pytest.raises(ConfigError, match="optimizers"):
         small_trainer(tmp_path, args=args, optimizers=(own, None))
 
     def config(**changes):
         args.deepspeed_plugin = type("Plugin", (), {"deepspeed_config": changes})()
         return args
 
-    with pytest.raises(ConfigError, match="the DeepSpeed configuration has an optimizer too"):
+    with pytest.raises(ConfigError, match="optimizer too"):
         refuse_unusable(config(optimizer={"type": "AdamW"}), False)
     offloaded = {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}
-    with pytest.raises(ConfigError, match=r"offloads the optimizer .* set zero_force_ds_cpu_optimizer to false"):
+    with pytest.raises(ConfigError, match="zero_force_ds_cpu_optimizer"):
         refuse_unusable(config(zero_optimization=offloaded), False)
-    with pytest.raises(ConfigError, match=r"that it does not offload by PyTorch's AdamW: leave .*ratio out"):
+    with pytest.raises(ConfigError, match="offload"):
         refuse_unusable(config(zero_optimization=offloaded, zero_force_ds_cpu_optimizer=False), False)
     offloaded["offload_optimizer"]["ratio"] = 1.0
     refuse_unusable(config(zero_optimization=offloaded, zero_force_ds_cpu_optimizer=False), False)
@@ -320,7 +320,7 @@ def test_no_other_optimizer_takes_its_place(tmp_path):
 
     run = small_trainer(tmp_path / "subclass", args=arguments(tmp_path / "subclass", optim_args=LOW_PASSED))
     run.create_optimizer = lambda *_: setattr(run, "optimizer", torch.optim.SGD(run.model.parameters(), lr=1.0))
-    with pytest.raises(ConfigError, match="asks for CorrectedAdamW, but the run has the optimizer SGD"):
+    with pytest.raises(ConfigError, match="optimizer SGD"):
         run.train()
     assert run.ledger.num_steps == 0
 
@@ -388,21 +388,21 @@ def test_a_part_of_another_optimizer_that_is_told_no_step_is_refused(where, tmp_
 def test_numbers_out_of_range_are_refused(changes, says):
     with pytest.raises(ConfigError, match=says):
         CorrectedAdamW([torch.nn.Parameter(torch.zeros(1))], NOISE, **changes)
-    with pytest.raises(ConfigError, match="second_moment must be one of 'low_passed', 'corrected', got 'own'"):
+    with pytest.raises(ConfigError, match="second_moment"):
         CorrectedAdamW([torch.nn.Parameter(torch.zeros(1))], NOISE, "own")
-    with pytest.raises(ConfigError, match=r"pass KnownNoise.of\(plan.mechanism, plan.num_steps\)"):
+    with pytest.raises(ConfigError, match=r"KnownNoise\.of"):
         CorrectedAdamW([torch.nn.Parameter(torch.zeros(1))], plan_for(2))
 
 
 def test_the_state_of_another_optimizer_is_refused():
     parameter = torch.nn.Parameter(torch.zeros(1))
-    with pytest.raises(ConfigError, match="not that of a CorrectedAdamW with second_moment=low_passed"):
+    with pytest.raises(ConfigError, match="second_moment=low_passed"):
         CorrectedAdamW([parameter], NOISE).load_state_dict(torch.optim.AdamW([parameter]).state_dict())
-    with pytest.raises(ConfigError, match="not that of a CorrectedAdamW with second_moment=low_passed"):
+    with pytest.raises(ConfigError, match="second_moment=low_passed"):
         CorrectedAdamW([parameter], NOISE).load_state_dict(CorrectedAdamW([parameter], NOISE, "corrected").state_dict())
 
 
 def test_a_public_stage_takes_no_such_option():
     """Its gradients have no noise, and the stock Trainer would ignore the option."""
-    with pytest.raises(ConfigError, match=r"train\.optim_args is an option of the private training"):
+    with pytest.raises(ConfigError, match=r"train\.optim_args"):
         PublicPretrainConfig(data=None, train={"optim_args": LOW_PASSED})  # type: ignore[arg-type]

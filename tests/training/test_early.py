@@ -225,7 +225,7 @@ def test_a_pass_that_fails_otherwise_leaves_no_gradient(tmp_path):
     with pytest.raises(RuntimeError, match="a fault"):
         run.take([3, 8])
     assert all(p.grad is None for p in run.parameters.values())
-    with pytest.raises(ValueError, match="failed half-way"):
+    with pytest.raises(ValueError, match="half-way"):
         run.take([3, 8])
 
 
@@ -245,7 +245,7 @@ def test_the_guard_checks_them_in_the_first_step(tmp_path, tampered, runs_out):
         return
     for parameter in run.parameters.values():
         parameter.grad.mul_(0.5)
-    with pytest.raises(UpdateError, match="not the private sum"):
+    with pytest.raises(UpdateError, match="private sum"):
         run.optimizer.step()
 
 

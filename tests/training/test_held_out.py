@@ -82,7 +82,7 @@ def test_an_empty_prompt_is_refused():
     """Before any training: a row without a beginning token leaves the model nothing to continue."""
     bare = train_tokenizer(["a b"], vocab_size=270, max_length=64)
     bare.backend_tokenizer.post_processor = processors.ByteLevel()
-    with pytest.raises(DataError, match="held-out record 0 has an empty prompt"):
+    with pytest.raises(DataError, match="record 0"):
         held_out([{"prompt": "", "completion": "dog"}], bare, "causal_lm")
 
 

@@ -83,7 +83,7 @@ def test_a_row_that_would_take_the_image_of_another_is_refused(tmp_path):
         return {**without, "pixel_values": torch.tensor(flat).reshape(-1, 3, SIDE, SIDE)}
 
     trainer = trainer_of(tmp_path, freeze_tower(llava()), rows, listed)
-    with pytest.raises(ValueError, match=r"A row by itself has 0 entries in 'pixel_values',.*per_unit"):
+    with pytest.raises(ValueError, match="pixel_values"):
         trainer.train()
 
 
@@ -94,5 +94,5 @@ def test_what_is_frozen_does_not_depend_on_the_images_of_a_row(first, tmp_path):
     changed = rows[0 if first == 0 else 7]
     changed["input_ids"] = [5 if token == TOKEN else token for token in changed["input_ids"]]
     trainer = trainer_of(tmp_path, freeze_tower(llava()), rows, unused_parameters="freeze")
-    with pytest.raises(ConfigError, match=r"row \d+ has more or fewer tokens for images than row 0"):
+    with pytest.raises(ConfigError, match="fewer tokens"):
         trainer.train()

@@ -61,8 +61,8 @@ def test_packed_rows_of_users_and_of_an_adapter(tmp_path):
 
 def test_models_that_can_not_be_packed_are_refused_before_training(tmp_path):
     """By name; nothing is charged."""
-    with pytest.raises(ConfigError, match="T5ForConditionalGeneration is not a causal language model"):
+    with pytest.raises(ConfigError, match="T5ForConditionalGeneration"):
         trainer(tmp_path, T5ForConditionalGeneration(T5Config(vocab_size=61, d_model=16, d_ff=24)), pack_rows=True)
-    with pytest.raises(ConfigError, match="compute_loss_func was made for padded rows"):
+    with pytest.raises(ConfigError, match="compute_loss_func"):
         trainer(tmp_path, compute_loss_func=per_sequence_loss, pack_rows=True)
     assert not list(tmp_path.iterdir())

@@ -109,7 +109,7 @@ class Coupled(nn.Module):
 
 def test_a_structure_without_a_rule_is_refused_with_this_remedy_and_runs_with_it(tmp_path):
     """One row in each call: its rows cannot depend on each other. With several, they do, and are refused."""
-    with pytest.raises(NoRuleError, match=r"block.*Or clip one unit at a time.*privacy.gradients=per_unit"):
+    with pytest.raises(NoRuleError, match=r"privacy\.gradients=per_unit"):
         model = Coupled()
         run, optimizer = begun(tmp_path / "ghost", model, "ghost", 1)
         gradients_of(run, optimizer, model, [[0, 3]])
@@ -199,7 +199,7 @@ def test_a_parameter_that_no_unit_reaches_is_refused_and_one_that_some_reach_is_
     """It would be trained on noise only. An expert that this unit does not use has the gradient 0."""
     model = Experts(1, unused=True)
     run, optimizer = begun(tmp_path / "unused", model)
-    with pytest.raises(GhostError, match=r"No gradient reached 2 trainable parameter\(s\), the first is pooler.weight"):
+    with pytest.raises(GhostError, match=r"pooler\.weight"):
         gradients_of(run, optimizer, model, [list(range(20))])
     run.detach()
     model = Experts(1)
@@ -261,7 +261,7 @@ def test_a_loss_that_calls_backward_is_refused(tmp_path):
         loss_B.sum().backward(retain_graph=True)
         return loss_B
 
-    with pytest.raises(EngineError, match="received a gradient that is not clipped"):
+    with pytest.raises(EngineError, match="received a gradient"):
         attack(tmp_path, network(), loss)
 
 
@@ -285,7 +285,7 @@ def test_a_compiled_model_is_checked_as_written_and_released_as_compiled(tmp_pat
     """Dropout in a compiled graph is not taken for a dependence on other rows; ghost refuses the model by name."""
     model = Dropped()
     model.compile(backend="aot_eager")
-    with pytest.raises(NoRuleError, match=r"compiled.*privacy.gradients=per_unit"):
+    with pytest.raises(NoRuleError, match=r"privacy\.gradients=per_unit"):
         begun(tmp_path / "ghost", model, "ghost")
     assert float(attack(tmp_path / "one", model, loss_of, [(0, 2), (3,)]).abs().sum()) > 0
     plain, compiled = network(), network()

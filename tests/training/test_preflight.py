@@ -143,13 +143,13 @@ def test_discrete_noise_is_refused_before_the_data_where_it_has_no_accounting(
     with monkeypatch.context() as changed:
         changed.setattr("dpllm.training.preflight.training_arguments", under_deepspeed)
         for to_train in (True, False):
-            with pytest.raises(EngineError, match="and DeepSpeed never has one"):
+            with pytest.raises(EngineError, match="DeepSpeed never"):
                 check_recipe(recipe, to_train=to_train)
     hub = load_recipe(write_recipe(tmp_path, Path("some/model")), discrete)
     assert "at most 1,099,511,627,776 trained parameters" in check_recipe(hub, to_train=False)[1]
     monkeypatch.setattr(DiscreteNoise, "max_entries", 10)
     for to_train in (True, False):
-        with pytest.raises(ValueError, match=r"parameters are trained, but .* at most 10: train fewer"):
+        with pytest.raises(ValueError, match="most 10"):
             check_recipe(recipe, to_train=to_train)
 
 
@@ -230,7 +230,7 @@ def test_a_folder_that_is_not_what_its_config_says_is_refused(tmp_path: Path, ch
 def test_parts_of_another_shape_are_refused_where_the_library_goes_on() -> None:
     """transformers raises by itself today; asked to ignore it, it fills such parts with random numbers."""
     info = {"mismatched_keys": [("weight", (2, 2), (3, 3))]}
-    with pytest.raises(ConfigError, match=r"1 parameters have another shape in the files \(weight\)"):
+    with pytest.raises(ConfigError, match="1 parameters"):
         refuse_mismatch(nn.Linear(2, 2), info, "somewhere", new_head=False)
 
 
@@ -239,10 +239,10 @@ def test_a_language_model_without_its_head_is_refused() -> None:
     config = GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=8, tie_word_embeddings=False)
     with torch.device("meta"):
         model, classifier = GPT2LMHeadModel(config), GPT2ForSequenceClassification(config)
-    with pytest.raises(ConfigError, match=r"would be random \(lm_head.weight\)"):
+    with pytest.raises(ConfigError, match=r"lm_head\.weight"):
         refuse_mismatch(model, {"missing_keys": ["lm_head.weight"]}, "somewhere", new_head=False)
     refuse_mismatch(classifier, {"missing_keys": ["score.weight"]}, "somewhere", new_head=True)
-    with pytest.raises(ConfigError, match=r"would be random \(transformer.h.0.ln_1.weight\)"):
+    with pytest.raises(ConfigError, match=r"transformer\.h\.0\.ln_1\.weight"):
         refuse_mismatch(classifier, {"missing_keys": ["transformer.h.0.ln_1.weight"]}, "somewhere", new_head=True)
 
 
@@ -255,7 +255,7 @@ def test_damaged_weights_are_one_line(tmp_path: Path, damage: str) -> None:
     data = weights.read_bytes()
     weights.write_bytes({"truncated": data[: len(data) // 2], "empty": b"", "garbage": b"\xff" * 100}[damage])
     recipe = load_recipe(write_recipe(tmp_path, folder), ["model.peft=null"])
-    with pytest.raises(ConfigError, match=r"cannot be loaded.*copy the folder again"):
+    with pytest.raises(ConfigError, match="folder again"):
         load_base_model(recipe.model, tokenizer)
 
 
@@ -264,7 +264,7 @@ def test_a_damaged_tokenizer_is_found_before_the_data(tmp_path: Path, text: str)
     """`tokenizer.json` that describes no tokenizer is one line."""
     folder = tiny_model(tmp_path / "model", "gpt2")
     (folder / "tokenizer.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"the tokenizer .* cannot be loaded"):
+    with pytest.raises(ConfigError, match="cannot be loaded"):
         check_recipe(load_recipe(write_recipe(tmp_path, folder)))
 
 

@@ -154,7 +154,7 @@ def test_a_run_is_resumed_on_a_base_that_is_quantised_again(tmp_path, base, conf
 def test_outlier_columns_of_8_bits_are_refused_before_a_step_is_charged(tmp_path, base):
     """The default of load_in_8bit."""
     run = trainer(tmp_path / "run", model_of(base, load_in_8bit=True))
-    with pytest.raises(GhostError, match=r"llm_int8_threshold=6\.0\).*Load the model with BitsAndBytesConfig"):
+    with pytest.raises(GhostError, match="BitsAndBytesConfig"):
         run.train()
     assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
 
@@ -207,7 +207,5 @@ def test_a_model_that_was_sharded_by_hand_is_refused(tmp_path, base):
 
     model = model_of(base, **NF4)
     model.__class__ = type("DeepSpeedEngine", (type(model),), {"module": property(lambda self: self.base_model)})
-    with pytest.raises(
-        EngineError, match=r"is quantised \(Params4bit\), and private sums were not verified for DeepSp"
-    ):
+    with pytest.raises(EngineError, match="Params4bit"):
         engine_for(model, None)

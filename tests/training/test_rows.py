@@ -80,7 +80,7 @@ def begun(folder, **change):
 
 def test_a_collator_that_returns_a_tensor_is_refused_in_one_line(tmp_path):
     """It returns the inputs by name. Nothing is charged."""
-    with pytest.raises(ConfigError, match="collate returned a Tensor; it gets a list of rows and returns"):
+    with pytest.raises(ConfigError, match="Tensor"):
         begun(tmp_path / "run", collate=torch.stack)
     assert not (tmp_path / "run" / "ledger.jsonl").exists()
 
@@ -88,7 +88,7 @@ def test_a_collator_that_returns_a_tensor_is_refused_in_one_line(tmp_path):
 def test_an_optimizer_that_is_none_is_refused_in_one_line(tmp_path):
     """The run has ended, as after other errors of attach."""
     run, model, _ = begun(tmp_path / "run")
-    with pytest.raises(ConfigError, match="The optimizer is of the type NoneType"):
+    with pytest.raises(ConfigError, match="NoneType"):
         run.attach(model, None)
 
 
@@ -105,7 +105,7 @@ def test_a_run_is_finished_once_and_a_resume_beside_it_names_the_process(tmp_pat
     run, model, optimizer = begun(tmp_path / "run")
     run.attach(model, optimizer)
     next(run.draws(1))
-    with pytest.raises(LedgerError, match=r"It is a run of this process: call finish\("):
+    with pytest.raises(LedgerError, match="call finish"):
         PrivateRun.resume(tmp_path / "run", small_plan(), rows_of())
     run.finish("failed")
     with pytest.raises(LedgerError, match=r"finish\(\) was called before .*|has ended: finish"):
@@ -117,5 +117,5 @@ def test_a_run_is_finished_once_and_a_resume_beside_it_names_the_process(tmp_pat
 
 def test_rows_are_replaced_with_the_same_checks():
     """`dataclasses.replace` makes the object again."""
-    with pytest.raises(ConfigError, match="lengths is of the type list"):
+    with pytest.raises(ConfigError, match="type list"):
         dataclasses.replace(rows_of(), lengths=[1])

@@ -216,7 +216,7 @@ def test_a_step_over_no_unit_is_taken_and_charged(tmp_path):
 def test_steps_beyond_the_plan_are_refused(tmp_path):
     """However many are drawn."""
     run, _, optimizer = attached(tmp_path, plan_of(num_steps=2))
-    with pytest.raises(ValueError, match="All 2 steps of the plan are taken"):
+    with pytest.raises(ValueError, match="2 steps"):
         loop(run, optimizer, 3)
     assert read_ledger(run.ledger.path).num_steps == 2
 
@@ -240,7 +240,7 @@ def test_a_model_is_as_before_after_detach(tmp_path):
     """No hook stays, and it can be trained without privacy, for instance on public data."""
     run, model, optimizer = attached(tmp_path, plan_of())
     loop(run, optimizer, 1)
-    with pytest.raises(GhostError, match=r"backward\(\) was called on a loss directly"):
+    with pytest.raises(GhostError, match="directly"):
         loss_of(model, rows_of().collate(rows_of().fetch(np.arange(3)))).sum().backward()
     run.detach()
     loss_of(model, rows_of().collate(rows_of().fetch(np.arange(3)))).sum().backward()
@@ -256,7 +256,7 @@ def test_a_gradient_that_autograd_leaves_between_microbatches_is_refused(tmp_pat
         module[0].weight.square().sum().backward()
         return losses
 
-    with pytest.raises(EngineError, match=r"0\.weight received a gradient that is not clipped, during a private step"):
+    with pytest.raises(EngineError, match=r"0\.weight"):
         run.step(run.choose(np.arange(8)), decayed)
     assert run.ledger.num_steps == 1
 
@@ -264,7 +264,7 @@ def test_a_gradient_that_autograd_leaves_between_microbatches_is_refused(tmp_pat
 def test_an_average_that_is_only_named_is_refused_when_the_model_is_attached(tmp_path):
     """A recipe names it by a word; a loop has to keep the object."""
     run, model = PrivateRun.start(tmp_path / "run", plan_of(), rows_of()), network()
-    with pytest.raises(ConfigError, match=r"averaging is 'ema'; pass Averaging\(average_of\('ema'\), num_steps\)"):
+    with pytest.raises(ConfigError, match="average_of"):
         run.attach(model, torch.optim.SGD(model.parameters(), lr=0.3), averaging="ema")
     assert read_ledger(tmp_path / "run" / LEDGER_FILE).end == "failed"
 
@@ -280,7 +280,7 @@ def test_an_attach_that_fails_ends_the_run_and_gives_its_budget_back(tmp_path):
     for start in (PrivateRun.start, PrivateRun.resume, PrivateRun.start):
         run = start(tmp_path / "run", plan, rows_of(), budget_file=str(budget))
         assert read_budget(budget).entries[-1].num_steps == plan.num_steps
-        with pytest.raises(WatchError, match=r"The optimizer holds a trainable parameter of shape \(10, 6\)"):
+        with pytest.raises(WatchError, match="optimizer holds"):
             run.attach(network(), torch.optim.SGD(network().parameters(), lr=0.3))
         assert {entry.num_steps for entry in read_budget(budget).entries} == {0}
         assert read_ledger(tmp_path / "run" / LEDGER_FILE).end == "failed"
@@ -344,7 +344,7 @@ def test_one_number_that_is_repeated_for_all_rows_is_compared(kind):
 def test_a_seed_belongs_to_a_seeded_plan(tmp_path):
     """The report takes from the plan whether anything is private."""
     plan = plan_of()
-    with pytest.raises(ConfigError, match="The seed of the run is 3 and the plan has seeded=False"):
+    with pytest.raises(ConfigError, match="seeded=False"):
         PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan), seed=3)
 
 
@@ -362,7 +362,7 @@ def test_a_checkpoint_of_another_plan_or_ahead_of_the_ledger_is_refused(tmp_path
     run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
     with pytest.raises(LedgerError, match=rf"made under the plan {plan_of(0.9).hash[:12]}, but the plan of this"):
         run.load_state_dict({"plan_hash": plan_of(0.9).hash, "num_steps": 0})
-    with pytest.raises(LedgerError, match=r"holds 3 steps, .*privacy_ledger.jsonl charges 0"):
+    with pytest.raises(LedgerError, match=r"privacy_ledger\.jsonl"):
         run.load_state_dict({"plan_hash": plan.hash, "num_steps": 3})
     run.load_state_dict({"plan_hash": plan.hash, "num_steps": 0})
 
@@ -391,7 +391,7 @@ def test_a_run_is_saved_and_resumed_by_accelerate(tmp_path, accelerator):
     assert optimizer.state_dict()["state"][0]["step"] == 2
     resumed.attach(model, optimizer)
     assert loop(resumed, optimizer, 1) != drawn
-    with pytest.raises(ValueError, match="All 4 steps of the plan are taken"):
+    with pytest.raises(ValueError, match="4 steps"):
         loop(resumed, optimizer, 1)
 
     accelerator._custom_objects.clear()
@@ -418,14 +418,14 @@ def _with_optimizer(model):
 def test_only_the_outstanding_draw_is_stepped_over_and_once(tmp_path):
     """Chosen units, a draw that was used, one that was changed and an older one are refused."""
     run, _, optimizer = attached(tmp_path, plan_of(num_steps=6))
-    with pytest.raises(DrawError, match="There is no draw to step over"):
+    with pytest.raises(DrawError, match="draw to step"):
         run.step(np.arange(8), loss_of)
     first = next(run.draws(1))
     for other in (np.arange(8), np.repeat(first[:1], 50), first[::-1], first[1:], np.arange(UNITS)):
-        with pytest.raises(DrawError, match="not the outstanding draw"):
+        with pytest.raises(DrawError, match="outstanding"):
             run.step(other, loss_of)
     kept, first[0] = first.copy(), (first[0] + 1) % UNITS
-    with pytest.raises(DrawError, match="not the outstanding draw"):
+    with pytest.raises(DrawError, match="outstanding"):
         run.step(first, loss_of)
     first = kept
     run.step(first, loss_of)
@@ -434,7 +434,7 @@ def test_only_the_outstanding_draw_is_stepped_over_and_once(tmp_path):
     with pytest.raises(DrawError, match="this one was used"):
         run.step(first, loss_of)
     seen, kept = next(run.draws(1)), next(run.draws(1))
-    with pytest.raises(DrawError, match="not the outstanding draw"):
+    with pytest.raises(DrawError, match="outstanding"):
         run.step(seen, loss_of)
     run.step(kept, loss_of)
     assert read_ledger(run.ledger.path).num_steps == 3  # the draw that was looked at and dropped counts
@@ -444,7 +444,7 @@ def test_units_of_ones_own_choice_need_a_run_that_is_not_private(tmp_path):
     """A shuffled epoch would carry the ε of Poisson draws."""
     plan = plan_of()
     run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
-    with pytest.raises(DrawError, match="holds for units that its sampler draws"):
+    with pytest.raises(DrawError, match="sampler draws"):
         run.choose(np.arange(8))
     assert run.ledger.num_steps == 0
 
@@ -466,7 +466,7 @@ def test_units_that_are_present_are_told_by_one_bool_each(present_N, tmp_path):
     """Numbers would be taken for unit numbers: one unit, several times in a step. Nothing is drawn or charged."""
     plan = plan_of()
     run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
-    with pytest.raises(DrawError, match="one bool for each of the 40 units is needed"):
+    with pytest.raises(DrawError, match="40 units"):
         next(run.draws(1, present_N))
     assert run.ledger.num_steps == 0
 
@@ -475,7 +475,7 @@ def test_a_draw_that_holds_a_unit_twice_is_refused(tmp_path):
     """Each of its places would be clipped by itself."""
     plan = plan_of(noise_multiplier=0.0)
     run = PrivateRun(plan, rows_of(), ledger_of(tmp_path, plan))
-    with pytest.raises(DrawError, match="holds a unit twice"):
+    with pytest.raises(DrawError, match="unit twice"):
         run.choose([3, 5, 3])
     assert run.ledger.num_steps == 0
 
@@ -521,7 +521,7 @@ def test_a_second_run_on_the_ledger_of_one_with_correlated_noise_is_refused(tmp_
     ledger = ledger_of(tmp_path / "banded", plan)
     run = PrivateRun(plan, rows_of(), ledger)
     next(run.draws(1))
-    with pytest.raises(ConfigError, match="has this ledger already"):
+    with pytest.raises(ConfigError, match="ledger already"):
         PrivateRun(plan, rows_of(), ledger)
     plain = plan_of()
     ledger = ledger_of(tmp_path / "plain", plain)
@@ -549,7 +549,7 @@ def test_a_plan_for_users_over_an_index_of_rows_is_refused(tmp_path):
     """Its report would speak of users, and ε would be that of a row."""
     plan = plan_of()
     rows = dataclasses.replace(rows_of(), units=UnitIndex.one_row_per_unit(UNITS))
-    with pytest.raises(ConfigError, match=r"protects users .* each row a unit"):
+    with pytest.raises(ConfigError, match="protects users"):
         PrivateRun.start(tmp_path / "run", plan, rows)
     assert not (tmp_path / "run" / LEDGER_FILE).exists()
 
@@ -601,7 +601,7 @@ def test_units_that_are_left_out_by_hand_are_an_open_point(tmp_path):
 
 def test_a_step_without_a_model_says_so(tmp_path):
     run = PrivateRun.start(tmp_path, plan_of(), rows_of())
-    with pytest.raises(ConfigError, match=r"No model is attached to the run: call attach\(model, optimizer\) before"):
+    with pytest.raises(ConfigError, match="call attach"):
         run.step(next(run.draws(1)), lambda model, inputs: model(**inputs))
 
 
@@ -615,7 +615,7 @@ def test_discrete_noise_is_refused_before_a_charge_where_an_engine_has_no_comple
 
     monkeypatch.setattr("dpllm.training.attached.engine_for", engine)
     plan = users_plan(4, randomness="discrete")
-    with pytest.raises(EngineError, match="adds noise to complete sums, and SingleProcess never has one"):
+    with pytest.raises(EngineError, match="SingleProcess"):
         attached(tmp_path, plan)
     assert read_ledger(tmp_path / LEDGER_FILE).num_steps == 0
 
@@ -675,7 +675,7 @@ def test_nothing_of_a_step_that_was_broken_off_goes_into_another(within, error, 
                 run.step(unit_ids, loss_of)
             assert all(p.requires_grad for p in model.parameters())
         elif number > FAILS:
-            with pytest.raises(ValueError, match="failed half-way"):
+            with pytest.raises(ValueError, match="half-way"):
                 run.step(unit_ids, loss_of)
         else:
             run.step(unit_ids, loss_of)

@@ -102,7 +102,7 @@ def test_token_ids_may_be_taken_as_they_are(tmp_path):
     ids = Dataset.from_dict({"input_ids": [[5, 6, 7]] * 4, "labels": [[5, 6, 7]] * 4})
     config = {"dataset_kwargs": {"skip_prepare_dataset": True}, "max_length": 2}
     assert sft(tmp_path, ids, config=config).train_dataset is ids
-    with pytest.raises(ConfigError, match=r"dataset_kwargs has the key 'add_special_tokens'"):
+    with pytest.raises(ConfigError, match="add_special_tokens"):
         sft(tmp_path, ids, config={"dataset_kwargs": {"add_special_tokens": False}})
 
 
@@ -115,7 +115,7 @@ def test_token_ids_may_be_taken_as_they_are(tmp_path):
 def test_pieces_of_longer_texts_need_the_number_of_their_text(tmp_path):
     """Each piece would be a unit; the mark of a tokenizer comes through the preparation."""
     pieces = Dataset.from_dict({"input_ids": [[5, 6, 7]] * 4, "overflow_to_sample_mapping": [0, 0, 1, 2]})
-    with pytest.raises(DataError, match="'overflow_to_sample_mapping' shows that a tokenizer cut long texts"):
+    with pytest.raises(DataError, match="overflow_to_sample_mapping"):
         sft(tmp_path, pieces)
     run = sft(tmp_path, pieces.add_column("record", [0, 0, 1, 2]), privacy=trl_data.privacy(3))
     assert run.plan.num_units == 3
@@ -175,7 +175,7 @@ def test_arguments_that_it_sets_itself_or_cannot_use_are_refused(more, says, tmp
 def test_plain_arguments_are_refused(tmp_path):
     """They do not say how rows are made; and an unknown keyword is no option of anything."""
     args = trl_data.arguments(TrainingArguments, tmp_path)
-    with pytest.raises(ConfigError, match=r"args is of type TrainingArguments, and DPSFTTrainer needs trl\.SFTConfig"):
+    with pytest.raises(ConfigError, match=r"trl\.SFTConfig"):
         DPSFTTrainer(trl_data.model(), args, trl_data.privacy(8), SHAPES["text"])
     with pytest.raises(TypeError, match="formatting_func"):
         sft(tmp_path, formatting_func=print)
@@ -195,7 +195,7 @@ def test_tokens_and_templates_of_the_arguments_are_those_of_tokenizer_and_model(
 def test_a_template_in_another_encoding_is_named(tmp_path):
     """The file is public, so its name may be in the message."""
     (tmp_path / "latin.jinja").write_bytes(b"{# \xe9 #}")
-    with pytest.raises(ConfigError, match=r"latin\.jinja' is no UTF-8 text: save it as UTF-8"):
+    with pytest.raises(ConfigError, match=r"latin\.jinja"):
         config = {"chat_template_path": str(tmp_path / "latin.jinja")}
         sft(tmp_path, trl_data.Unread(), config=config, privacy=trl_data.privacy(8))
 
@@ -204,7 +204,7 @@ def test_a_template_that_does_not_mark_the_assistant_is_replaced_or_refused(tmp_
     """TRL has marking versions of well-known templates only."""
     marked, private = {"assistant_only_loss": True}, trl_data.privacy(8)
     plain = trl_data.TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    with pytest.raises(ConfigError, match=r"TRL has no version of it that does. Write \{% generation %\}"):
+    with pytest.raises(ConfigError, match=r"does\. Write"):
         sft(tmp_path, trl_data.Unread(), config=marked, processing_class=trl_data.tokenizer(plain), privacy=private)
-    with pytest.raises(ConfigError, match="the tokenizer has none: give chat_template_path"):
+    with pytest.raises(ConfigError, match="chat_template_path"):
         sft(tmp_path, trl_data.Unread(), config=marked, processing_class=trl_data.tokenizer(None), privacy=private)

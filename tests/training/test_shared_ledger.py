@@ -75,13 +75,13 @@ def test_a_run_is_charged_to_its_budget_before_and_settled_after(path, tmp_path)
 def test_what_the_budget_does_not_allow_leaves_no_ledger(path, tmp_path):
     """A run that is refused has no folder of a run, and one whose folder is taken is not charged."""
     small = budget_of(tmp_path, epsilon=1e-3).path
-    with pytest.raises(BudgetError, match=r"allows ε = 0\.0010"):
+    with pytest.raises(BudgetError, match=r"0\.0010"):
         SharedLedger.create(path, MAIL, Processes(), budget_file=str(small))
     assert not path.exists()
     taken = SharedLedger.create(path, MAIL, Processes())
     taken.append_step(0, MAIL.event)
     taken.close()
-    with pytest.raises(LedgerError, match="is the ledger of an earlier run"):
+    with pytest.raises(LedgerError, match="earlier run"):
         SharedLedger.create(path, MAIL, Processes(), budget_file=str(small))
     assert read_budget(small).entries == ()
 
@@ -108,7 +108,7 @@ def test_a_ledger_that_cannot_be_made_costs_no_budget(path, tmp_path, monkeypatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Ledger, "create", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="space left"):
         SharedLedger.create(path, MAIL, Processes(), budget_file=str(file))
     assert not read_budget(file).entries
 
@@ -126,7 +126,5 @@ def test_a_run_is_resumed_with_the_budget_it_began_with(path, tmp_path, first):
     """Otherwise its steps would be counted twice, or not at all."""
     file = str(budget_of(tmp_path).path)
     SharedLedger.create(path, MAIL, Processes(), budget_file=file if first else None).close()
-    with pytest.raises(
-        LedgerError, match=r"is charged to (mail\.budget\.json|no budget file), and privacy\.budget_file is"
-    ):
+    with pytest.raises(LedgerError, match=r"privacy\.budget_file"):
         SharedLedger.open(path, MAIL, Processes(), None if first else file)

@@ -144,7 +144,7 @@ def test_the_step_is_in_the_ledger_before_anything_is_computed(tiny_llama, tmp_p
             raise MemoryError("in the middle of a step")
 
     clipper, engine = GhostClipper(tiny_llama, plan.clip_norm), engine_of(tiny_llama, Crashing)
-    with pytest.raises(MemoryError, match="in the middle of a step"):
+    with pytest.raises(MemoryError, match="middle"):
         private_step(
             clipper, Rows().batches([1]), loss_of(tiny_llama), plan, engine, ledger, IndependentStream(NoiseSource())
         )
@@ -177,10 +177,10 @@ def test_gradients_left_over_are_refused(tiny_llama, tmp_path):
     """A gradient in .grad before the step would be released with it, unclipped."""
     plan, ledger = make(tmp_path)
     step(tiny_llama, plan, ledger, [1])
-    with pytest.raises(ValueError, match="has a gradient from before the step"):
+    with pytest.raises(ValueError, match="gradient from before"):
         step(tiny_llama, plan, ledger, [1])
     tiny_llama.zero_grad(set_to_none=False)
-    with pytest.raises(ValueError, match=r"Call zero_grad\(\) after each update, with set_to_none=True"):
+    with pytest.raises(ValueError, match="set_to_none=True"):
         step(tiny_llama, plan, ledger, [1])
 
 
@@ -188,9 +188,7 @@ def test_a_clipper_of_another_norm_is_refused(tiny_llama, tmp_path):
     """Noise is calibrated to the plan's clip norm."""
     plan, ledger = make(tmp_path)
     clipper = GhostClipper(tiny_llama, 2 * plan.clip_norm)
-    with pytest.raises(
-        ValueError, match=r"by FlatClipping\(clip_norm=1\.0\), the plan accounts for FlatClipping\(clip_norm=0\.5\)"
-    ):
+    with pytest.raises(ValueError, match=r"clip_norm=1\.0"):
         batch, engine = Rows().batches([1]), engine_of(tiny_llama)
         private_step(clipper, batch, loss_of(tiny_llama), plan, engine, ledger, IndependentStream(NoiseSource()))
     assert ledger.num_steps == 0
@@ -224,7 +222,7 @@ def test_a_second_pass_that_is_not_repeatable_reaches_no_update(grows, tiny_llam
     tiny_llama.zero_grad()
     checks, before = 0, {name: p.detach().clone() for name, p in tiny_llama.named_parameters()}
     calls.clear()
-    with pytest.raises(GhostError, match="second backward pass"):
+    with pytest.raises(GhostError, match="second backward"):
         take()
     assert len(calls) == 3 and all(p.grad is None for p in tiny_llama.parameters())
     assert all(torch.equal(p, before[name]) for name, p in tiny_llama.named_parameters())

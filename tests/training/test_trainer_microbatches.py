@@ -30,7 +30,7 @@ def test_microbatches_by_tokens_give_the_same_update(tmp_path):
     for update in updates[1:]:
         assert float((update - updates[0]).norm()) <= 1e-4 * float(updates[0].norm())
     assert max(calls[1]) <= 16 and max(calls[2]) <= 400 and len(calls[1]) > len(calls[0]) > len(calls[2])
-    with pytest.raises(ConfigError, match="max_tokens_per_microbatch must be at least 1"):
+    with pytest.raises(ConfigError, match="max_tokens_per_microbatch"):
         trainer(tmp_path / "none", max_tokens_per_microbatch=0)
 
 
@@ -50,7 +50,7 @@ def test_a_shortage_of_memory_in_the_middle_of_training(tmp_path, caplog):
     assert "microbatches were split in half and retried" in caplog.text
     counted = run.privacy_report()["checkable"]["diagnostics_not_covered"]
     assert counted["microbatches taken again in halves for lack of memory"] >= 1
-    with pytest.raises(ConfigError, match="max_tokens is 'most'"):
+    with pytest.raises(ConfigError, match="max_tokens"):
         trainer(tmp_path / "none", max_tokens_per_microbatch="most")
 
 

@@ -74,7 +74,7 @@ def test_columns_get_the_names_of_trl():
     assert renamed(data.remove_columns("q"), pairs, None).column_names == ["chosen", "rejected"]
     answers = config(format="prompt_completion", prompt_column="q", completion_column="good")
     assert renamed(data, answers, None).column_names == ["prompt", "completion"]
-    with pytest.raises(ConfigError, match="has the name of a column of texts"):
+    with pytest.raises(ConfigError, match="column of texts"):
         renamed(data, pairs, "q")
 
 
@@ -135,7 +135,7 @@ def test_options_are_refused_before_anything_is_read(trainer, override, says, tm
 def test_programs_that_make_rows_themselves_refuse_such_a_recipe(tmp_path):
     """They would train on other rows and losses than the recipe says."""
     made = recipe(tmp_path, "dpo")
-    with pytest.raises(ConfigError, match="dpllm tune makes rows and losses itself and would"):
+    with pytest.raises(ConfigError, match="losses itself"):
         refuse_trainer(made, "dpllm tune")
     from dpllm.audit.gradient_recipe import audit_recipe
     from dpllm.audit.prepare import prepare as prepare_audit
@@ -146,9 +146,9 @@ def test_programs_that_make_rows_themselves_refuse_such_a_recipe(tmp_path):
         lambda: prepare_audit(made, tmp_path / "audit", None),
         lambda: suggested_run(made, None),
     ):
-        with pytest.raises(ConfigError, match="Begin with the settings of the recipe dpo_replies"):
+        with pytest.raises(ConfigError, match="dpo_replies"):
             refuses()
-    with pytest.raises(ConfigError, match=r"Give the same recipe without train\.trainer and its options"):
+    with pytest.raises(ConfigError, match=r"train\.trainer"):
         refuse_trainer(recipe(tmp_path, "sft"), "dpllm tune")
 
 

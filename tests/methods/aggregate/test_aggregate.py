@@ -228,7 +228,7 @@ def test_a_budget_that_does_not_allow_the_run_ends_it_before_the_model_reads(rec
 def test_a_file_in_the_place_of_the_answers_is_neither_replaced_nor_charged_for(recipe, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "answers.json").write_text("my own")
-    with pytest.raises(ValueError, match="exists already, and it is not replaced"):
+    with pytest.raises(ValueError, match="exists already"):
         carry_out(recipe())
     assert [(path.name, path.read_text()) for path in (tmp_path / "run").iterdir()] == [("answers.json", "my own")]
 
@@ -242,7 +242,7 @@ def test_a_file_in_the_place_of_the_answers_is_neither_replaced_nor_charged_for(
 def test_an_answer_that_is_missing_is_refused(recipe, echoed, monkeypatch):
     """The number of groups is public, and so the noise of a mean."""
     monkeypatch.setattr(Asker, "texts", lambda self, groups, ask: ["3"] * 19)
-    with pytest.raises(ValueError, match="19 of 20 groups have answered"):
+    with pytest.raises(ValueError, match="20 groups"):
         carry_out(recipe())
 
 

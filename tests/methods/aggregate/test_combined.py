@@ -102,7 +102,7 @@ def test_one_group_moves_the_counts_by_the_root_of_two(way):
 def test_votes_for_nothing_that_is_listed_are_refused():
     """A score is no vote."""
     for wrong in ([3], [-1], [0.5], [True]):
-        with pytest.raises(ValueError, match="a group votes with the number of one of 2 answers"):
+        with pytest.raises(ValueError, match="2 answers"):
             Votes(("yes", "no")).released(wrong, 1.0, exact)
 
 
@@ -127,7 +127,7 @@ def test_open_answers_below_the_threshold_are_not_released():
     found = way.released(answers, 3.0, exact)
     assert found["groups"] == {"thai food": 13}
     assert way.released(["", "?"], 3.0, exact)["groups"] == {}
-    with pytest.raises(ValueError, match="released if 9 groups give it, and there are 8"):
+    with pytest.raises(ValueError, match="9 groups"):
         way.settings(3.0, 8)
 
 

@@ -109,14 +109,14 @@ def test_a_long_prompt_loses_its_beginning_and_a_span_that_does_not_fit_is_refus
     """The model's context bounds both."""
     (text,) = written(memorising, tokenizer, [[5] * 100], 30, 20, ExtractionSettings(span=20))
     assert 0 < len(text) <= 30
-    with pytest.raises(AuditError, match="too short for a span of 64"):
+    with pytest.raises(AuditError, match="too short"):
         written(memorising, tokenizer, [[5]], 64, 64, None)
 
 
 def test_a_tokenizer_without_special_tokens_has_nothing_to_begin_with(memorising, tokenizer, rows):
     """Sampling from nothing needs a first token."""
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, pad_token="<pad>")
-    with pytest.raises(AuditError, match="neither a beginning nor an end token"):
+    with pytest.raises(AuditError, match="beginning nor"):
         sampled_extraction(memorising, bare, rows, rows, ExtractionSettings())
 
 

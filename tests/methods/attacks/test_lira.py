@@ -102,21 +102,21 @@ def test_the_recipes_adapter_is_the_shadows(tiny_llama):
     rows = datasets.Dataset.from_dict({"input_ids": [[3, 4], [5, 6]], "labels": [[3, 4], [5, 6]], "record": [0, 1]})
     model = ModelConfig(name="x", peft={"r": 2, "target_modules": ["nothing"]})
     arguments = (copies_of(tiny_llama), model, rows, RowCollator(pad_token_id=0), np.eye(2, dtype=bool))
-    with pytest.raises(ConfigError, match="target_modules names 'nothing', and the model has no such module"):
+    with pytest.raises(ConfigError, match="target_modules"):
         next(shadow_confidences(*arguments))
 
 
 def test_too_few_shadows_and_what_does_not_fit_are_refused():
     """One model cannot be compared with itself, and a record needs both kinds."""
-    with pytest.raises(AuditError, match="1 shadow cannot provide both"):
+    with pytest.raises(AuditError, match="provide"):
         draw_halves(1, 10, np.random.default_rng(0))
     target_R, shadows_KR, included_KR, _ = simulated(4, num_records=10)
-    with pytest.raises(AuditError, match="at least 2 shadows"):
+    with pytest.raises(AuditError, match="2 shadows"):
         lira_score(target_R, shadows_KR[:1], included_KR[:1])
-    with pytest.raises(AuditError, match="one value per record"):
+    with pytest.raises(AuditError, match="value per"):
         lira_score(target_R[:3], shadows_KR, included_KR)
     included_KR[:, 4] = True
-    with pytest.raises(AuditError, match="1 of 10 records were in all shadows"):
+    with pytest.raises(AuditError, match="10 records"):
         lira_score(target_R, shadows_KR, included_KR)
-    with pytest.raises(ConfigError, match="num_epochs of the shadow training"):
+    with pytest.raises(ConfigError, match="num_epochs"):
         ShadowTraining(num_epochs=0)

@@ -96,10 +96,10 @@ def test_other_folders_are_refused(prepared, trained, tmp_path):
     write_claim(other, CanarySet.load(prepared / CANARIES_FILE))
     with pytest.raises(AuditError, match="written by the model of another run"):
         audited(folder, other)
-    with pytest.raises(AuditError, match="names no released texts"):
+    with pytest.raises(AuditError, match="released texts"):
         audited(released(tmp_path / "empty", trained, []), trained)
     (folder / "texts.jsonl").write_text('{"text": "edited"}\n', encoding="utf-8")
-    with pytest.raises(AuditError, match=r"texts.jsonl is not as it was released"):
+    with pytest.raises(AuditError, match=r"texts\.jsonl"):
         audited(folder, trained)
 
 

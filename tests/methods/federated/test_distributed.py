@@ -142,19 +142,19 @@ def test_impossible_rounds_are_refused(changes, match):
 
 
 def test_cohorts_that_may_leave_one_client_are_refused():
-    with pytest.raises(ValueError, match="their sum would be one client's update: raise expected_batch_size"):
+    with pytest.raises(ValueError, match="raise expected_batch_size"):
         DistributedNoise(dropouts=0.3).candidates(draw_of(100, 10), Workload.prefix_sums(20))
 
 
 def test_one_trainer_has_no_noise_of_clients():
     """Nor are single rows drawn, nor is the noise made of floating-point numbers."""
-    with pytest.raises(ValueError, match="use `dpllm federate`"):
+    with pytest.raises(ValueError, match="use `dpllm"):
         DistributedNoise().stream(NoiseSource(randomness="discrete"), 4)
     rows = Draw(num_units=10, population=40, expected_batch_size=20, max_batch_size=40, rows_per_unit=4)
-    with pytest.raises(ValueError, match="leave sampling out"):
+    with pytest.raises(ValueError, match="leave sampling"):
         DistributedNoise().event(rows, 1.0, 1.0)
     for randomness in ("os", "chacha20"):
-        with pytest.raises(ValueError, match=r"set privacy\.randomness=discrete"):
+        with pytest.raises(ValueError, match=r"privacy\.randomness=discrete"):
             with_randomness(DistributedNoise(), randomness)
 
 

@@ -115,7 +115,7 @@ def test_the_server_sends_both_factors(adapted):
     other = weights.read() + 0.5
     weights.write(other.astype(np.float32))
     assert np.array_equal(weights.read(), other.astype(np.float32))
-    with pytest.raises(ValueError, match="Give both the same recipe"):
+    with pytest.raises(ValueError, match="Give both"):
         weights.write(other[1:])
 
 
@@ -135,7 +135,7 @@ class Counts(torch.nn.Module):
 
 def test_a_buffer_that_could_carry_records_is_refused(model):
     training, weights = training_of(Counts(copy.deepcopy(model)))
-    with pytest.raises(ConfigError, match="seen changed in the training of a client"):
+    with pytest.raises(ConfigError, match="seen changed"):
         training.update(ROWS, weights.read(), 0)
 
 

@@ -50,9 +50,9 @@ def test_what_is_no_audit_of_rounds_is_refused():
             return 0.0
 
     plan = small_federation(plan_of(), 20)
-    with pytest.raises(AuditError, match="FAIL: 20 rounds charged 0 steps"):
+    with pytest.raises(AuditError, match="20 rounds"):
         run_rounds(plan, lambda plan, ledger: Free(), 20)
-    with pytest.raises(AuditError, match="takes 10 to"):
+    with pytest.raises(AuditError, match="takes 10"):
         run_rounds(plan, RoundProbe, 9)
-    with pytest.raises(ConfigError, match="a federated run protects clients"):
+    with pytest.raises(ConfigError, match="run protects"):
         small_federation(PrivacyPlan.untruncated(10, 5, 4, 1.0, 1.0, 1e-3), 20)

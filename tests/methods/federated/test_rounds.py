@@ -153,7 +153,7 @@ def test_a_round_of_too_few_is_given_up_and_stays_charged():
         assert not rounds.take()
         assert rounds._ledger.num_steps == number + 1
     assert not moved(model).any()
-    with pytest.raises(ValueError, match="All 6 steps of the plan are taken"):
+    with pytest.raises(ValueError, match="6 steps"):
         rounds.take()
 
 
@@ -202,7 +202,7 @@ def test_the_number_of_clients_is_that_of_the_plan():
     import torch
 
     model = Vector()
-    with pytest.raises(ConfigError, match="29 clients are there, and the plan has N = 30"):
+    with pytest.raises(ConfigError, match="29 clients"):
         there = InMemory(29, lambda *_: {})
         Rounds(plan_of(), Charged(), there, SharedWeights(model, "freeze_a"), torch.optim.SGD(model.parameters()))
 

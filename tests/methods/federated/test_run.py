@@ -149,7 +149,7 @@ def test_a_recipe_without_the_guarantee_or_with_unused_options_is_refused(recipe
 
 def test_one_trainer_does_not_run_a_federated_recipe(recipe_file, tmp_path):
     """It would read the records of all clients; nor does it take the noise of clients."""
-    with pytest.raises(ConfigError, match="run it with dpllm federate"):
+    with pytest.raises(ConfigError, match="dpllm federate"):
         finetune.run(load_recipe(recipe_file, [f"train.output_dir={tmp_path / 'run'}"]))
 
 
@@ -162,7 +162,7 @@ def test_a_run_that_fails_stays_charged_for_its_rounds(recipe_file, tmp_path, mo
 
     monkeypatch.setattr(LocalTraining, "update", fail)
     output = tmp_path / "run"
-    with pytest.raises(OSError, match="a client's disk is full"):
+    with pytest.raises(OSError, match="client's disk"):
         run(load_recipe(recipe_file, [f"train.output_dir={output}"]))
     contents = read_ledger(output / LEDGER_FILE)
     assert contents.num_steps == 1 and contents.end == "failed"

@@ -161,7 +161,7 @@ def test_a_client_refuses_a_cohort(change, match):
 def test_a_client_refuses_a_key_that_is_there_twice():
     states, request = states_before("shares")
     request["mask_keys"][2] = request["mask_keys"][1]
-    with pytest.raises(ProtocolError, match="with 7 keys"):
+    with pytest.raises(ProtocolError, match="7 keys"):
         secure.share_secrets(request, states[0])
 
 
@@ -192,7 +192,7 @@ def test_a_client_masks_for_no_cohort_of_its_own_and_believes_no_changed_share()
 def test_a_client_never_reveals_both_secrets_of_another(change):
     """With both, the server would unmask a single vector."""
     states, request = states_before("unmask")
-    with pytest.raises(ProtocolError, match="could unmask a single vector"):
+    with pytest.raises(ProtocolError, match="unmask"):
         secure.reveal({**request, **change}, states[0])
 
 
@@ -200,7 +200,7 @@ def test_a_client_reveals_once():
     """Asked again with the lists exchanged, it would give the other secret."""
     states, request = states_before("unmask")
     secure.reveal(request, states[0])
-    with pytest.raises(ProtocolError, match="each stage of a round is answered once"):
+    with pytest.raises(ProtocolError, match="answered once"):
         secure.reveal({**request, "survivors": [0, 1, 3], "dropouts": [2]}, states[0])
 
 

@@ -51,11 +51,11 @@ def test_the_noise_of_a_client_is_its_share():
 def test_models_too_large_for_the_grid_are_refused():
     shares = Shares(clip_norm=1.0, step=1e-3)
     shares.require_entries(1_000_000)
-    with pytest.raises(ValueError, match="train fewer parameters, for instance with LoRA"):
+    with pytest.raises(ValueError, match="fewer parameters"):
         shares.require_entries(1_100_000)
 
 
 @pytest.mark.parametrize("changes", [{}, {"secure": True, "noise_multiplier": 0.0}])
 def test_secure_aggregation_without_noise_of_clients_is_refused(changes):
-    with pytest.raises(ValueError, match=r"set privacy\.noise=distributed"):
+    with pytest.raises(ValueError, match=r"privacy\.noise=distributed"):
         Shares.of(plan_of(num_clients=40, batch=40, **changes))

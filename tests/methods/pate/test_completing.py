@@ -120,7 +120,7 @@ def test_completions_are_in_the_columns_of_the_records(writing_school, tmp_path)
 
 def test_a_text_without_room_is_refused_before_anything_is_charged(writing_school, tmp_path):
     """The student's row would be cut, or the model sees no more."""
-    with pytest.raises(ConfigError, match=r"public text 0 has 3 tokens, 33 .* room for 32: shorten it, lower teach"):
+    with pytest.raises(ConfigError, match="shorten"):
         teaching.teach(writing_school(teach={"max_new_tokens": 30}), _quiet, _quiet)
     assert not (tmp_path / "run").exists()
 

@@ -50,11 +50,11 @@ def test_divisions_are_uniform():
 
 def test_more_teachers_than_units_are_refused():
     """A teacher without a unit learns nothing."""
-    with pytest.raises(ValueError, match=r"teach.teachers=4 for 3 units: .* Take fewer teachers"):
+    with pytest.raises(ValueError, match=r"teach\.teachers=4"):
         Partition(3, 4, np.random.default_rng(0))
 
 
 def test_units_of_other_records_are_refused():
     """An index with another number of units would give rows to teachers that do not own them."""
-    with pytest.raises(ValueError, match="3 units were divided, and the rows have 4"):
+    with pytest.raises(ValueError, match="3 units"):
         Partition(3, 2, np.random.default_rng(0)).rows_of(0, UnitIndex.one_row_per_unit(4))

@@ -41,9 +41,7 @@ def test_texts_that_hold_private_records_are_refused(school):
     """They would be published with their labels, by name of the recipe's keys, and without the text."""
     text = f"{WORDS[0]} {WORDS[0]} small man"
     prompts = [{"text": text.upper()}, {"text": "one bridge"}]
-    with pytest.raises(
-        DataError, match=r"teach.public_prompts=.* shares 1 of 12 records .*teach.max_shared"
-    ) as refused:
+    with pytest.raises(DataError, match=r"teach\.public_prompts=") as refused:
         school(prompts=prompts)
     assert text not in str(refused.value)
     declared = school(prompts=prompts, teach={"max_shared_records": 1})
@@ -61,7 +59,7 @@ def test_texts_that_hold_held_out_records_are_refused_unless_these_are_public(sc
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text('{"text": "a record that was held out", "label": 1}\n')
     prompts, data = [{"text": "a record that was held out"}, {"text": "one bridge"}], {"eval_path": str(held_out)}
-    with pytest.raises(DataError, match=r"shares 1 of 1 records with data.path=.*held_out.jsonl"):
+    with pytest.raises(DataError, match=r"held_out\.jsonl"):
         school(prompts=prompts, data=data)
     school(prompts=prompts, data={**data, "eval_is_public": True})
 
@@ -133,14 +131,14 @@ def test_the_shipped_recipe_of_completions_is_planned(tmp_path):
 
 def test_numbers_of_tokens_are_refused_for_classes(school):
     """They would say nothing."""
-    with pytest.raises(ConfigError, match="max_new_tokens=5 is for completions"):
+    with pytest.raises(ConfigError, match="max_new_tokens=5"):
         school(teach={"max_new_tokens": 5})
 
 
 def test_a_launcher_is_refused(school, monkeypatch):
     """Several processes would each draw their own division."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="start it without a launcher"):
+    with pytest.raises(ConfigError, match="start it without"):
         school()
 
 

@@ -119,7 +119,7 @@ def test_labels_are_charged_before_they_are_drawn_with_the_planned_noise(school,
     charges = [charge.name for charge in prepared.plan.charges]
     ballots = Ballots(6, 2)
     with begin_from(prepared.recipe, prepared.plan) as run:
-        with pytest.raises(ValueError, match="0 of 4 teachers have voted"):
+        with pytest.raises(ValueError, match="4 teachers"):
             labelling.released_labels(prepared.vote, TEACHERS, run, ballots)
         for _ in range(TEACHERS):
             ballots.add(np.zeros(6, dtype=np.int64))
@@ -174,7 +174,7 @@ def test_the_number_of_rows_of_a_teacher_is_not_logged(school, tmp_path, caplog)
     assert "Num examples" not in caplog.text
     # Labels alone are a release; nothing of the teachers stays in the folder.
     assert not (tmp_path / "run" / "student").exists() and not list((tmp_path / "run").rglob("*.safetensors"))
-    with pytest.raises(ConfigError, match=r"train.log_level is set by dpllm teach"):
+    with pytest.raises(ConfigError, match=r"train\.log_level"):
         school(teach={"train": {"log_level": "info"}})
 
 

@@ -152,11 +152,11 @@ def test_more_places_than_are_charged_are_refused(started):
     with run:
         votes = TokenVotes(prepared.vote, TEACHERS, run)
         ballots = Ballots(3, 4)
-        with pytest.raises(ValueError, match="0 of 4 teachers have voted"):
+        with pytest.raises(ValueError, match="4 teachers"):
             votes.winners(ballots)
         for _ in range(TEACHERS):
             ballots.add(np.zeros(3, dtype=np.int64))
-        with pytest.raises(ValueError, match="3 tokens were voted on, and 2 that are charged are left"):
+        with pytest.raises(ValueError, match="3 tokens"):
             votes.winners(ballots)
         assert votes.left == 2
 
@@ -170,7 +170,7 @@ def test_checks_that_are_not_charged_are_refused(started, monkeypatch):
         for _ in range(TEACHERS):
             ballots.add(np.zeros(8, dtype=np.int64))
         assert set(votes.winners(ballots)) == {NO_LABEL} and votes.left == 15
-        with pytest.raises(ValueError, match="8 tokens were voted on, and 7 that are charged are left"):
+        with pytest.raises(ValueError, match="8 tokens"):
             votes.winners(ballots)
 
 

@@ -91,14 +91,14 @@ def test_one_teacher_moves_the_counts_by_the_square_root_of_two():
 )
 def test_what_is_no_vote_is_refused(votes):
     """A teacher that votes with its scores has no bound on its influence."""
-    with pytest.raises(ValueError, match="a teacher votes with one class number for each of 3 texts"):
+    with pytest.raises(ValueError, match="3 texts"):
         Ballots(3, 2).add(votes)
 
 
 @pytest.mark.parametrize("votes", [[0, 1, 2], [0, -1, 1]])
 def test_a_vote_is_for_a_class(votes):
     """A negative number would count for the last class."""
-    with pytest.raises(ValueError, match="a vote is for a class from 0 to 1"):
+    with pytest.raises(ValueError, match="class from 0"):
         Ballots(3, 2).add(np.array(votes))
 
 

@@ -145,7 +145,7 @@ def test_a_chat_template_holds_records_and_question(loaded):
         bos = tokenizer.bos_token or ""
         assert text.replace(" ", "") == f"{bos}<u>records:\nthedog{ASK}</u><a>".replace(" ", "")
         tokenizer.chat_template = "{{ messages[0]['content'] }}{{ messages[0]['content'] }}"
-        with pytest.raises(ConfigError, match="holds a message 2 times"):
+        with pytest.raises(ConfigError, match="2 times"):
             asker(loaded)
     finally:
         tokenizer.chat_template = None
@@ -167,5 +167,5 @@ def test_prompts_without_room_are_refused(loaded, changes, ask, answers, text):
 
 def test_a_group_with_too_many_records_is_refused(loaded):
     """The row would be longer than the public length."""
-    with pytest.raises(ValueError, match="a group has 4 records, and 3 is the public maximum"):
+    with pytest.raises(ValueError, match="maximum"):
         asker(loaded).texts([["the"] * 4], ASK)

@@ -90,7 +90,7 @@ def test_the_rows_of_the_passes_are_public(loaded, monkeypatch):
     assert len(first) == len(second) == len(third) == 4 * 3
     for other in (second, third):
         assert {place for place in range(12) if other[place] != first[place]} <= {3, 4, 5}
-    with pytest.raises(ValueError, match="a unit has 4 records, and 3 are public"):
+    with pytest.raises(ValueError, match="4 records"):
         limited.text([[*three, "old"]], "the")
 
 
@@ -127,13 +127,13 @@ def test_a_text_has_at_most_its_tokens_and_ends_before_the_stop(loaded, monkeypa
 
 def test_more_units_than_the_public_size(loaded):
     """The average would move further than is charged."""
-    with pytest.raises(ValueError, match="larger than its public size"):
+    with pytest.raises(ValueError, match="public size"):
         sampler_of(loaded, Scoring(2.0, 3, 1.0, True)).text(RECORDS, "the")
 
 
 def test_no_room_for_the_tokens(loaded):
     """Refused before anything is charged."""
-    with pytest.raises(ConfigError, match="the model sees 64"):
+    with pytest.raises(ConfigError, match="sees 64"):
         sampler_of(loaded, max_new_tokens=60).require_room(["the"])
 
 
@@ -148,7 +148,7 @@ def test_templates():
     """Columns by name, and nothing else of a record or of Python."""
     template = Template("{mr} -> {ref}{", ["mr", "ref"])
     assert template.of({"mr": "{ref}", "ref": None}) == "{ref} -> {"
-    with pytest.raises(ConfigError, match="did you mean 'ref'"):
+    with pytest.raises(ConfigError, match="mean 'ref"):
         Template("{reff}", ["mr", "ref"])
     with pytest.raises(ConfigError, match="names no column"):
         Template("{} {0.__class__}", ["mr"])

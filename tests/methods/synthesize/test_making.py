@@ -63,7 +63,7 @@ def test_drawing_ends():
     made = make_texts(same, [Wanted("", 3)], Sampling(temperature=0), TextFilter(FilterSettings()))
     assert made.missing == 2 and made.dropped == {DUPLICATE: 4} and len(same.calls) == 2
     assert made.records == ({"text": "always"},)
-    with pytest.raises(ConfigError, match="no text is wanted"):
+    with pytest.raises(ConfigError, match="text is wanted"):
         make_texts(same, [Wanted("a", 0)], Sampling(), nothing)
 
 

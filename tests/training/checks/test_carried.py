@@ -39,9 +39,7 @@ class LeftOver:
 
 def test_a_collator_that_carries_tokens_on_is_refused_with_one_row_per_microbatch(tmp_path):
     """The same row again and again shows nothing: the row before is then always itself."""
-    with pytest.raises(
-        IndependenceError, match=r"The collator gives a row other values after another row was collated"
-    ):
+    with pytest.raises(IndependenceError, match="collated"):
         trainer(tmp_path, llama(), batch=1, data_collator=LeftOver()).train()
     assert read_ledger(tmp_path / LEDGER_FILE).num_steps == 1
 
@@ -63,7 +61,7 @@ class ReadAfter:
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_a_data_set_whose_rows_begin_with_the_row_read_before_is_refused(batch, tmp_path):
-    with pytest.raises(IndependenceError, match=r"The data set gives a row other values after another row was read"):
+    with pytest.raises(IndependenceError, match="values after"):
         trainer(tmp_path, llama(), ReadAfter(unequal()), batch=batch).train()
 
 
@@ -99,9 +97,9 @@ def test_texts_that_depend_on_those_read_before_are_refused(tmp_path):
     """They are tokenised once, so that no later check sees how they are read: the sum moved by 1.5 C and 2.4 C."""
     texts = trl_data.texts(8)
     plain = Dataset.from_dict({"text": texts})
-    with pytest.raises(DataError, match=r"The data set gives a row other values after another row was read"):
+    with pytest.raises(DataError, match="values after"):
         of_texts(tmp_path, TextAfter(texts))
-    with pytest.raises(DataError, match=r"makes its rows with random numbers when they are read"):
+    with pytest.raises(DataError, match="numbers when"):
         of_texts(tmp_path, plain.with_transform(mixed))
     for rows in (plain, plain.to_list(), plain.with_transform(lambda batch: {"text": batch["text"]})):
         assert len(of_texts(tmp_path, rows).train_dataset) == 8
@@ -120,7 +118,7 @@ class Previous:
 
 def test_a_loss_that_remembers_the_row_before_is_refused_with_one_row_per_microbatch(tmp_path):
     """Another row passes between two passes of the compared one: after itself its loss would always be the same."""
-    with pytest.raises(IndependenceError, match=r"alone, after .* row .*carries state from one"):
+    with pytest.raises(IndependenceError, match="carries state"):
         trainer(tmp_path, llama(), batch=1, compute_loss_func=Previous()).train()
 
 

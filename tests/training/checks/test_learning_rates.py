@@ -119,5 +119,5 @@ def test_a_callback_of_a_trainer_that_changes_the_rate_is_an_open_point(tmp_path
 def test_a_scheduler_of_a_trainer_that_follows_evaluations_is_refused_below_accelerates_wrapper(tmp_path):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     scheduler = Accelerator(cpu=True).prepare_scheduler(lr_scheduler.ReduceLROnPlateau(optimizer))
-    with pytest.raises(ConfigError, match="a ReduceLROnPlateau scheduler follows"):
+    with pytest.raises(ConfigError, match="ReduceLROnPlateau"):
         trainer(tmp_path, optimizers=(optimizer, scheduler))

@@ -209,7 +209,7 @@ def test_a_loss_that_seeds_the_generator_is_refused(tmp_path):
         torch.manual_seed(0)
         return per_sequence_loss(outputs.logits, labels)
 
-    with pytest.raises(ConfigError, match="seeded with 0 during a private step"):
+    with pytest.raises(ConfigError, match="0 during"):
         trainer(tmp_path, compute_loss_func=loss).train()
 
 
@@ -263,7 +263,7 @@ def test_a_module_with_a_generator_of_its_own_is_refused_by_its_path(generator, 
     """It is never seeded again."""
     model = LlamaForCausalLM(tiny_llama_config())
     model.model.layers[1].mlp.noisy = Noisy(generator)
-    with pytest.raises(ConfigError, match=r"model\.layers\.1\.mlp\.noisy keeps its own random generator"):
+    with pytest.raises(ConfigError, match=r"model\.layers\.1\.mlp\.noisy"):
         trainer(tmp_path, model).train()
 
 
@@ -285,7 +285,7 @@ def test_a_collator_with_a_fixed_seed_is_refused(collate, tmp_path):
     plan, model = plan_of(), network()
     rows = dataclasses.replace(rows_of(), collate=collate)
     run = PrivateRun(plan, rows, ledger_of(tmp_path, plan))
-    with pytest.raises(ConfigError, match="The collator has seed=42"):
+    with pytest.raises(ConfigError, match="seed=42"):
         run.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -313,7 +313,7 @@ def test_all_words_of_the_cpu_generator_come_from_the_secret():
 def test_a_state_of_another_layout_is_refused(monkeypatch):
     """Seeds of 32 bits would be left, and a run that looks the same."""
     monkeypatch.setattr("dpllm.training.checks.randomness._MT_OFFSET", 32)
-    with pytest.raises(ConfigError, match="only 32 secret bits"):
+    with pytest.raises(ConfigError, match="secret bits"):
         SecretStreams(Processes()).separate()
 
 
@@ -331,9 +331,9 @@ class Inside:
 def test_a_generator_within_the_transforms_of_a_collator_is_refused(generator):
     """Its numbers shift with the rows before; the same for a data set that calls them."""
     collator = Inside(Noisy(None), Noisy(generator))
-    with pytest.raises(ConfigError, match="The collator keeps its own random generator"):
+    with pytest.raises(ConfigError, match="collator keeps"):
         refuse_own_generators(nn.Linear(1, 1), [("The collator", collator)])
-    with pytest.raises(ConfigError, match="The data set keeps its own random generator"):
+    with pytest.raises(ConfigError, match="own random"):
         refuse_own_generators(nn.Linear(1, 1), [], [("The data set", lambda numbers: collator(numbers))])
     refuse_own_generators(nn.Linear(1, 1), [("The collator", Inside(Noisy(None)))])
 
@@ -360,5 +360,5 @@ def test_numbers_from_a_seed_within_a_fork_may_not_depend_on_a_rows_place(place,
     if place == "by content":
         run.train()
         return
-    with pytest.raises(IndependenceError, match="from a seed that is set within the step"):
+    with pytest.raises(IndependenceError, match="set within"):
         run.train()

@@ -108,9 +108,7 @@ DEPTH = {
 
 @pytest.mark.parametrize("function", DEPTH.values(), ids=DEPTH)
 def test_a_model_whose_rows_share_random_numbers_is_refused(function, tmp_path):
-    with pytest.raises(
-        IndependenceError, match=r"model or the loss draws random numbers that all rows .* share: .* at "
-    ):
+    with pytest.raises(IndependenceError, match="loss draws"):
         steps(tmp_path, Plain(Acting(function)), rows_of(unequal(24).to_list()), count=1)
 
 
@@ -241,7 +239,7 @@ def test_rows_that_are_read_with_one_coin_for_all_are_refused(is_shared, tmp_pat
 def test_numbers_that_cannot_be_held_equal_are_named_as_the_cause(tmp_path):
     """Each row has its own numbers, and which ones depends on its place."""
     numbers = weighted(lambda rows: torch.tensor([random.random() for _ in range(rows)]))
-    with pytest.raises(IndependenceError, match=r"other random numbers.*\(Python's global generator\).*torch.rand"):
+    with pytest.raises(IndependenceError, match=r"torch\.rand"):
         steps(tmp_path, Plain(), rows_of(unequal(24).to_list()), numbers, count=1)
 
 
@@ -273,7 +271,7 @@ def test_a_loss_that_fails_for_some_random_numbers_is_told_so(tmp_path):
             raise IndexError("index -100 is out of bounds")
         return lm_loss(model, inputs)
 
-    with pytest.raises(IndependenceError, match=r"fails for some random numbers and not for others .IndexError: index"):
+    with pytest.raises(IndependenceError, match="IndexError"):
         steps(tmp_path, Plain(), rows_of(unequal(24).to_list()), loss_of, count=1)
 
 

@@ -121,7 +121,7 @@ def test_a_running_statistic_is_refused_by_its_path_before_any_update(kind, pers
     model = Around(kind(persistent))
     run, optimizer = run_of(tmp_path, model)
     before = [p.clone() for p in model.parameters()]
-    with pytest.raises(WatchError, match=r"The buffer before\.mean changed during a private step"):
+    with pytest.raises(WatchError, match=r"before\.mean"):
         take(run, optimizer)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
@@ -170,7 +170,7 @@ class Tokens(nn.Module):
 def test_a_frozen_embedding_with_max_norm_is_refused(tmp_path):
     """Exactly the tokens of the private text would change."""
     run, optimizer = run_of(tmp_path, Tokens())
-    with pytest.raises(WatchError, match=r"The frozen parameter table\.weight changed during a private step"):
+    with pytest.raises(WatchError, match=r"table\.weight"):
         take(run, optimizer)
 
 
@@ -191,7 +191,7 @@ def test_a_frozen_parameter_written_between_steps_is_refused(tmp_path):
     take(run, optimizer)
     with torch.no_grad():
         model[0].bias.add_(1)
-    with pytest.raises(WatchError, match=r"frozen parameter 0\.bias changed between two private steps"):
+    with pytest.raises(WatchError, match=r"0\.bias"):
         take(run, optimizer)
 
 
@@ -204,11 +204,11 @@ def test_a_write_past_the_version_counter_is_found_before_a_save_and_at_the_end(
     accelerator.register_for_checkpointing(run)
     take(run, optimizer, 2)
     model[0].bias.data[3] += 1e-6
-    with pytest.raises(WatchError, match=r"frozen parameter 0\.bias changed .* before weights were saved"):
+    with pytest.raises(WatchError, match=r"0\.bias"):
         accelerator.save_state(tmp_path / "state")
-    with pytest.raises(WatchError, match=r"frozen parameter 0\.bias changed"):
+    with pytest.raises(WatchError, match=r"0\.bias"):
         run.finish()
-    with pytest.raises(WatchError, match=r"frozen parameter 0\.bias changed"):
+    with pytest.raises(WatchError, match=r"0\.bias"):
         take(run, optimizer, 2)  # the fourth step looks by itself
     assert run.ledger.num_steps == 4
 
@@ -339,7 +339,7 @@ def test_a_gradient_that_is_taken_away_is_refused_in_every_step(count, before, t
     run.step(run.choose(np.arange(8)), loss_of)
     for parameter in list(model.parameters())[:count]:
         parameter.grad = None
-    with pytest.raises(WatchError, match=r"was taken away between the private step and optimizer\.step\(\)"):
+    with pytest.raises(WatchError, match=r"optimizer\.step"):
         optimizer.step()
 
 
@@ -347,7 +347,7 @@ def test_a_loss_with_a_parameter_of_its_own_is_refused_when_it_is_attached(tmp_p
     """Its gradient may start later."""
     model, scale = network(), nn.Parameter(torch.ones(()))
     optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
-    with pytest.raises(WatchError, match=r"a trainable parameter of shape \(\) \(number 4\) that is not clipped"):
+    with pytest.raises(WatchError, match="number 4"):
         run_of(tmp_path, model, optimizer)
 
 
@@ -381,7 +381,7 @@ def test_a_second_optimizer_is_refused(tmp_path):
     run, optimizer = run_of(tmp_path, model)
     run.step(run.choose(np.arange(8)), loss_of)
     other.step()
-    with pytest.raises(WatchError, match=r"was written between the private step and optimizer\.step"):
+    with pytest.raises(WatchError, match=r"optimizer\.step"):
         optimizer.step()
 
 
@@ -404,7 +404,7 @@ def test_trained_weights_that_are_not_those_of_the_last_update_are_found_before_
     run, optimizer = run_of(tmp_path, model)
     take(run, optimizer, 4)
     model[2].bias.data += 1e-6
-    with pytest.raises(WatchError, match="A trained parameter is not as the last update left it"):
+    with pytest.raises(WatchError, match="update left"):
         run.finish()
 
 
@@ -420,7 +420,7 @@ def test_a_closure_of_the_optimizer_is_refused(by_name, tmp_path):
         return torch.zeros(())
 
     run.step(run.choose(np.arange(8)), loss_of)
-    with pytest.raises(WatchError, match=r"optimizer\.step\(\) was called with a closure"):
+    with pytest.raises(WatchError, match="closure"):
         optimizer.step(closure=closure) if by_name else optimizer.step(closure)
     assert torch.equal(before, model[0].weight)
 
@@ -431,7 +431,7 @@ def test_a_parameter_that_takes_anothers_place_is_refused(tmp_path):
     run, optimizer = run_of(tmp_path, model)
     take(run, optimizer, 4)
     model[2] = nn.Linear(10, 1)
-    with pytest.raises(WatchError, match=r"2\.bias is another parameter than when the run was attached"):
+    with pytest.raises(WatchError, match=r"2\.bias"):
         run.finish()
 
 
@@ -443,7 +443,7 @@ def test_a_head_that_is_replaced_at_the_end_of_training_is_refused(tmp_path):
 
     model = LlamaForCausalLM(tiny_llama_config())
     run = trainer(tmp_path, model, callbacks=[FromStep("on_train_end", 4, act)], args=arguments(tmp_path))
-    with pytest.raises(WatchError, match=r"lm_head\.weight is another parameter"):
+    with pytest.raises(WatchError, match=r"lm_head\.weight"):
         run.train()
 
 
@@ -502,7 +502,7 @@ def test_a_head_within_the_loss_is_refused_when_it_is_trained(tmp_path):
     run, optimizer = run_of(tmp_path, network(), num_steps=6)
     take(run, optimizer, 3, with_head)
     other.step()
-    with pytest.raises(WatchError, match=r"tensor of shape \(1, 1\), which the losses depend on .* was written"):
+    with pytest.raises(WatchError, match="losses depend"):
         take(run, optimizer, 1, with_head)
 
 
@@ -510,7 +510,7 @@ def test_an_optimizer_that_lacks_parameters_is_refused_when_it_is_attached(tmp_p
     """They would never be trained; nothing is charged."""
     model = network()
     run = PrivateRun(plan_of(), rows_of(), ledger_of(tmp_path, plan_of()))
-    with pytest.raises(WatchError, match=r"0\.bias is trainable, but the optimizer does not hold it \(2 parameter"):
+    with pytest.raises(WatchError, match=r"0\.bias"):
         run.attach(model, torch.optim.SGD([p for p in model.parameters() if p.ndim == 2], lr=0.1))
     assert run.ledger.num_steps == 0
 
@@ -536,9 +536,7 @@ def test_a_gradient_of_ones_own_where_no_private_step_left_one_is_refused(cause,
     optimizer.step()  # there is nothing to release
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    with pytest.raises(
-        WatchError, match=r"0\.weight has a gradient that no private step left: the last step failed, or a"
-    ):
+    with pytest.raises(WatchError, match=r"0\.weight"):
         optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     run.detach()
@@ -556,7 +554,7 @@ def test_averages_may_stand_in_the_place_of_the_weights_for_a_while(restore, tmp
         if restore:
             model.load_state_dict(kept)
             continue
-        with pytest.raises(WatchError, match="was written between two private steps"):
+        with pytest.raises(WatchError, match="written between"):
             take(run, optimizer)
         return
     run.finish()
@@ -569,7 +567,7 @@ def test_a_checkpoint_whose_weights_were_replaced_is_refused(tmp_path):
     take(run, optimizer)
     saved, kept = run.state_dict(), copy.deepcopy(model.state_dict())
     take(run, optimizer)
-    with pytest.raises(LedgerError, match=r"0\.bias is not as it was when this checkpoint was saved \(4 parameter"):
+    with pytest.raises(LedgerError, match=r"0\.bias"):
         run.load_state_dict(saved)
     model.load_state_dict(kept)
     run.load_state_dict(saved)
