@@ -47,7 +47,7 @@ def query_command(method: str) -> QueryCommand:
     """Return the functions of a method, by the name of its section."""
     query = registry.method(method).query
     assert query is not None, method
-    found: QueryCommand = query()
+    found: QueryCommand = registry.load(query)
     return found
 
 
