@@ -12,6 +12,6 @@ METHOD = Method(
     events=("dpllm.methods.aggregate.thresholded:ThresholdedCounts",),
     words=(AGGREGATED,),
     commands=("dpllm.methods.aggregate.command:register",),
-    query="dpllm.methods.aggregate.command:QUERY",
+    query="dpllm.methods.aggregate.aggregate:QUERY",
     show_plan="dpllm.methods.queries.command:show_query_plan",
 )

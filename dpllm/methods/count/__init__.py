@@ -11,6 +11,6 @@ METHOD = Method(
     section=CountConfig,
     words=(LABEL_COUNTS,),
     commands=("dpllm.methods.count.command:register",),
-    query="dpllm.methods.count.command:QUERY",
+    query="dpllm.methods.count.counting:QUERY",
     show_plan="dpllm.methods.queries.command:show_query_plan",
 )

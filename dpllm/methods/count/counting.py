@@ -21,7 +21,7 @@ from dpllm.data.units import UnitIndex
 from dpllm.mechanism.events import Event
 from dpllm.mechanism.query import Query
 from dpllm.mechanism.sampling import secret_rng
-from dpllm.methods.queries.planned import begin_from, plan_from
+from dpllm.methods.queries.planned import QueryCommand, begin_from, plan_from
 from dpllm.methods.queries.run import QueryRun
 from dpllm.privacy.query_plan import PriorRelease, QueryPlan
 
@@ -155,3 +155,11 @@ def count_labels(recipe: QueryRecipe, units: LabelledUnits, plan: QueryPlan) -> 
         path.write_text(json.dumps(body, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         run.release(path)
     return counts
+
+
+QUERY = QueryCommand(
+    "reading the labels",
+    read_units,
+    plan_count,
+    lambda recipe, units, plan, say: {"counts": count_labels(recipe, units, plan)},
+)

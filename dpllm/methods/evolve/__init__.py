@@ -11,6 +11,6 @@ METHOD = Method(
     section=EvolveConfig,
     words=(EVOLUTION,),
     commands=("dpllm.methods.evolve.command:register",),
-    query="dpllm.methods.evolve.command:QUERY",
+    query="dpllm.methods.evolve.evolving:QUERY",
     show_plan="dpllm.methods.queries.command:show_query_plan",
 )

@@ -15,6 +15,6 @@ METHOD = Method(
     holds_records_out=True,
     words=(TEACH, TEACH_TOKENS),
     commands=("dpllm.methods.pate.command:register",),
-    query="dpllm.methods.pate.command:QUERY",
+    query="dpllm.methods.pate.teach:QUERY",
     show_plan="dpllm.methods.queries.command:show_query_plan",
 )

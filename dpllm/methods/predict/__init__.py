@@ -12,6 +12,6 @@ METHOD = Method(
     events=("dpllm.methods.predict.token_draw:TokenDraw",),
     words=(PREDICTED_TEXT,),
     commands=("dpllm.methods.predict.command:register",),
-    query="dpllm.methods.predict.command:QUERY",
+    query="dpllm.methods.predict.run:QUERY",
     show_plan="dpllm.methods.queries.command:show_query_plan",
 )
