@@ -143,7 +143,7 @@ BUGS = [
         "epochs",
         (
             (
-                "dpllm/training/draws.py",
+                "dpllm/training/run.py",
                 "        self._ledger, self._drawn = ledger, drawn\n",
                 "        order = np.random.default_rng(0).permutation(plan.num_units)\n"
                 "        epoch = np.array_split(order, plan.num_units // plan.expected_batch_size)\n"
@@ -178,7 +178,7 @@ BUGS = [
         "resumed",
         (
             (
-                "dpllm/training/entropy.py",
+                "dpllm/training/run.py",
                 "NoiseSource(seed, processes.rank, plan.randomness)",
                 "NoiseSource(int(ledger.path.read_bytes().splitlines()[0].hex()[:64], 16))",
             ),
@@ -215,7 +215,7 @@ BUGS = [
         "many_others",
         (
             (
-                "dpllm/training/draws.py",
+                "dpllm/training/run.py",
                 "        drawn = self._turns.draw(self._draw, self._ledger.num_steps)\n",
                 "        drawn = np.sort(np.flatnonzero(present_N)[::-1][self._ledger.num_steps % 2 :: 2])\n",
             ),
@@ -226,13 +226,13 @@ BUGS = [
         "resumed_bands",
         (
             (
-                "dpllm/training/entropy.py",
+                "dpllm/training/run.py",
                 "        self.noise = stream_of(plan.mechanism.noise, generator, plan.num_steps, noise_memory)\n"
                 "        self.first = ledger.num_steps\n",
                 "        new = stream_of(plan.mechanism.noise, generator, plan.num_steps, noise_memory)\n"
                 "        self.noise = _STORED.setdefault(str(ledger.path), new)\n        self.first = 0\n",
             ),
-            ("dpllm/training/entropy.py", "class RunEntropy:", "_STORED: dict = {}\n\n\nclass RunEntropy:"),
+            ("dpllm/training/run.py", "class RunEntropy:", "_STORED: dict = {}\n\n\nclass RunEntropy:"),
         ),
     ),
     Bug(

@@ -3,7 +3,7 @@
 import torch
 
 from dpllm.engines.processes import Processes
-from dpllm.training.entropy import RunEntropy
+from dpllm.training.run import RunEntropy
 from tests.training.test_run import ledger_of, plan_of
 
 
