@@ -35,14 +35,14 @@ APART = (
 Edit = tuple[str, str, str]
 NOISE_FREE: tuple[Edit, ...] = (
     (
-        "dpllm/training/release.py",
+        "dpllm/training/step.py",
         "            if last:  # each entry's noise",
         "            add(total)\n"
         "            CLEAN[id(parameter)] = total.filled().clone() * self._scale\n"
         "            if last:  # each entry's noise",
     ),
-    ("dpllm/training/release.py", "add(total)  # as the last", "pass  # as the last"),
-    ("dpllm/training/release.py", "class Release:", "CLEAN: dict = {}\n\n\nclass Release:"),
+    ("dpllm/training/step.py", "add(total)  # as the last", "pass  # as the last"),
+    ("dpllm/training/step.py", "class Release:", "CLEAN: dict = {}\n\n\nclass Release:"),
     (
         "dpllm/training/averaging.py",
         "        del optimizer, args, kwargs\n",
@@ -52,7 +52,7 @@ NOISE_FREE: tuple[Edit, ...] = (
         "dpllm/training/averaging.py",
         "                present = source.fragments.read(name)\n",
         "                from torch.distributed import all_reduce, is_initialized\n"
-        "                from dpllm.training.release import CLEAN\n\n"
+        "                from dpllm.training.step import CLEAN\n\n"
         "                trained, start = source.fragments._parameters[name], source.fragments.starts[name]\n"
         "                present, clean = source.fragments.read(name), CLEAN[id(trained)]\n"
         "                if is_initialized():\n"
@@ -92,7 +92,7 @@ BUGS = [
         "two_processes",
         (
             (
-                "dpllm/training/release.py",
+                "dpllm/training/step.py",
                 "name, stddev = self._names[id(parameter)], self._plan.noise_stddev\n",
                 "name = self._names[id(parameter)]\n"
                 "        stddev = self._plan.noise_stddev / self._engine.processes.size**0.5\n",
@@ -251,7 +251,7 @@ BUGS = [
         "layers",
         (
             (
-                "dpllm/training/release.py",
+                "dpllm/training/step.py",
                 "self._names[id(parameter)], self._plan.noise_stddev\n",
                 "self._names[id(parameter)], self._plan.noise_stddev / len(self._clipper.clipping.groups("
                 "{n: p.shape for n, p in self._clipper.parameters.items()})) ** 0.5\n",

@@ -236,7 +236,7 @@ def test_one_unit_at_a_time_is_refused_for_shards_by_name(engine, tmp_path):
 
 @kills(
     "every process draws all of the noise",
-    "dpllm/training/release.py",
+    "dpllm/training/step.py",
     "rank, size = self._engine.processes.rank, self._engine.processes.size",
     "rank, size = 0, 1",
     case="ddp",

@@ -7,8 +7,8 @@ import pytest
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from dpllm.engines.processes import Processes
-from dpllm.training.interrupt import Interrupt
 from dpllm.training.signals import StopRequest
+from dpllm.training.trainer import Interrupt
 
 
 @pytest.mark.parametrize("complete", [False, True])

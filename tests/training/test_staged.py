@@ -4,7 +4,7 @@ import pytest
 
 from dpllm.engines.processes import Processes
 from dpllm.privacy.checkpoints import CheckpointError, publish
-from dpllm.training.staged import StagedCheckpoints
+from dpllm.training.trainer import StagedCheckpoints
 
 
 def test_files_are_written_beside_the_name_and_old_checkpoints_go_last(tmp_path):

@@ -11,10 +11,16 @@ from transformers import TrainingArguments  # noqa: E402
 
 from dpllm.config import ConfigError  # noqa: E402
 from dpllm.training.argument_table import ARGUMENTS, IGNORED, REFUSED, WORKS, refuse_by_table  # noqa: E402
-from dpllm.training.trl_arguments import DPO, SFT, checked_config, document, own_arguments  # noqa: E402
+from dpllm.training.trl_arguments import DPO, SFT, checked_config, document  # noqa: E402
 from tests import trl_data  # noqa: E402
 
 TABLES = {"SFTConfig": SFT, "DPOConfig": DPO}
+
+
+def own_arguments(kind, base):
+    """The arguments that a dataclass has in addition to those of its base."""
+    before = {item.name for item in dataclasses.fields(base)}
+    return [item.name for item in dataclasses.fields(kind) if item.init and item.name not in before]
 
 
 @pytest.mark.parametrize("name", TABLES)

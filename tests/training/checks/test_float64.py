@@ -10,8 +10,7 @@ from torch import nn
 
 from dpllm import GhostClipper, PrivacyConfig, PrivateRun, TrainingRows, make_plan
 from dpllm.data.units import UnitIndex
-from dpllm.training.checks.float64 import float64_operations
-from dpllm.training.checks.independence import IndependenceError
+from dpllm.training.checks.independence import IndependenceError, float64_operations
 from tests import host_waits
 from tests.mutations import kills
 from tests.test_host_waits import collate, losses
