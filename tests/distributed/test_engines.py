@@ -134,7 +134,7 @@ MIXTURES: dict[str, tuple[tuple[str, str, str, int, int], ...]] = {
 
 @kills(
     "a stack of experts with LoRA is not gathered by the module that computes it",
-    "dpllm/engines/zero3.py",
+    "dpllm/engines/deepspeed.py",
     "deepspeed.zero.register_external_parameter(wrapper.get_base_layer(), stack)",
     "pass",
     case="zero3-unfetched",
