@@ -11,7 +11,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from peft import PeftModel
@@ -58,7 +58,6 @@ from dpllm.report.statement import ReleaseNotes, privacy_report
 from dpllm.training.advice import advice
 from dpllm.training.argument_table import ARGUMENTS, Argument
 from dpllm.training.arguments import refuse_changed
-from dpllm.training.attaching import AttachFirst
 from dpllm.training.averaging import checked_average
 from dpllm.training.corrected_adamw import optimizer_for
 from dpllm.training.fetching import refuse_ignored
@@ -74,6 +73,46 @@ from dpllm.training.signals import StopRequest, Terminal, end_with_the_launcher
 from dpllm.training.trainer_run import LogicalBatches, TrainerRun
 from dpllm.training.training_log import LogKeeper
 from dpllm.training.workload import UpdateRule
+
+
+class _Trainer(Protocol):
+    def attach(self) -> None: ...
+
+
+class AttachFirst(TrainerCallback):
+    """Callback that calls the trainer's `attach` before an epoch's first draw; later calls do nothing.
+
+    An engine or a part of the model that cannot be trained privately is refused here, before any charge.
+    """
+
+    def __init__(self, trainer: _Trainer) -> None:
+        """Store the trainer."""
+        self._trainer = trainer
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Attach."""
+        self._trainer.attach()
+
+
+class WhenAttached(TrainerCallback):
+    """Callback that calls a function once, when the run is open and attached, so its start can no longer be refused.
+
+    Add it to an existing trainer, so that it comes after `AttachFirst`.
+    """
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        """Store the function."""
+        self._action: Callable[[], None] | None = action
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Call the function the first time."""
+        action, self._action = self._action, None
+        if action is not None:
+            action()
 
 
 class Interrupt(TrainerCallback):
