@@ -4,8 +4,8 @@
     OMP_NUM_THREADS=1 python benchmarks/randomness.py --entries 1e6 --bands 8 --steps 40 --json randomness.json
 
 level       `dpllm.mechanism.generators.NoiseSource`: "os" (PCG64DXSM on the CPU), "chacha20", and "discrete", with
-            the rounding of the sum. Of "chacha20" its parts too: the key stream by the package `cryptography`, if it is
-            installed, and by NumPy, and the conversion of its bits to normal numbers
+            the rounding of the sum. Of "chacha20" its parts too: the key stream, and the conversion of its bits to
+            normal numbers
 stored      one step of banded noise, after b steps, with the noise of the steps before in memory
 regenerated the last of T steps: T draws per entry, in blocks of `ENTRIES_AT_A_TIME`
 
@@ -45,13 +45,11 @@ def parts_of_chacha20(entries: int, rounds: int) -> dict[str, float]:
     """Return nanoseconds per entry of the key stream, and of its conversion."""
     blocks = 4096
     count = blocks * chacha20.NORMALS_OF_A_BLOCK
-    words, out = chacha20.keystream_by_numpy(bytes(32), bytes(12), 0, blocks), np.empty((blocks, 8), np.float32)
+    words, out = chacha20.keystream(bytes(32), bytes(12), 0, blocks), np.empty((blocks, 8), np.float32)
     parts: dict[str, Callable[[], object]] = {
-        "key stream by NumPy": lambda: chacha20.keystream_by_numpy(bytes(32), bytes(12), 0, blocks),
+        "key stream": lambda: chacha20.keystream(bytes(32), bytes(12), 0, blocks),
         "bits to normal numbers": lambda: chacha20.box_muller(words, out),
     }
-    if chacha20._cryptography() is not None:
-        parts["key stream by cryptography"] = lambda: chacha20.keystream(bytes(32), bytes(12), 0, blocks)
     repeats = max(1, entries // count)
 
     def repeated(part: Callable[[], object]) -> None:

@@ -11,19 +11,13 @@ from __future__ import annotations
 
 import importlib
 import tomllib
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import typer
-
-    from dpllm.mechanism.events import Event
-    from dpllm.mechanism.parts import Noise
     from dpllm.privacy.release_words import ReleaseWords
-    from dpllm.report.verify import Verification
 
 CATALOGUE = Path(__file__).parent / "methods" / "catalogue.toml"
 
@@ -42,13 +36,17 @@ class MethodFolder:
     """What the folder is of, with its article: "a tuning"."""
     released: str
     """The folder inside it that holds the released model."""
-    verify: Callable[[Path], Verification]
-    """Check the folder, for `dpllm verify`."""
+    verify: str
+    """Place of the function that checks the folder, for `dpllm verify`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One method. Its functions import what they need when they are called: no help screen waits for torch or scipy."""
+    """One method.
+
+    Its functions and classes are named by their places, "package.module:name", from which `load` takes them when they
+    are needed: no help screen waits for torch or scipy.
+    """
 
     name: str
     """Name of its section in a recipe, if it has one, and of its command."""
@@ -58,20 +56,21 @@ class Method:
     """Whether the section stands in the recipe of a training run; otherwise it replaces ``train``."""
     holds_records_out: bool = False
     """Whether the method measures its result on records that were held out."""
-    events: Callable[[], tuple[type[Event], ...]] = tuple
-    """Return its own events in ledgers, plans and budgets."""
-    noises: Callable[[], tuple[type[Noise], ...]] = tuple
-    """Return its own kinds of noise."""
+    events: tuple[str, ...] = ()
+    """Places of the classes of its own events in ledgers, plans and budgets."""
+    noises: tuple[str, ...] = ()
+    """Places of the classes of its own kinds of noise."""
     words: tuple[ReleaseWords, ...] = ()
     """The words of its releases for report and card."""
-    commands: Callable[[typer.Typer], None] | None = None
-    """Add its commands to ``dpllm``."""
-    audit_commands: Callable[[typer.Typer], None] | None = None
-    """Add its commands to ``dpllm audit``."""
-    query: Callable[[], Any] | None = None
-    """Return how a query recipe with its section is read, planned and carried out."""
-    show_plan: Callable[[Path, list[str], bool], None] | None = None
-    """Print the plan of a recipe with its section: the file, the overrides, and whether as JSON."""
+    commands: tuple[str, ...] = ()
+    """Places of the functions that add its commands to the application ``dpllm``, their argument."""
+    audit_commands: tuple[str, ...] = ()
+    """Places of those that add its commands to ``dpllm audit``."""
+    query: str | None = None
+    """Place of the `QueryCommand`: how a query recipe with its section is read, planned and carried out."""
+    show_plan: str | None = None
+    """Place of the function that prints the plan of a recipe with its section: the file, the overrides, and whether as
+    JSON."""
     folder: MethodFolder | None = None
     """The folders it makes that are no folders of a run."""
 
@@ -85,18 +84,26 @@ def methods() -> tuple[Method, ...]:
     """
     if not CATALOGUE.is_file():
         return ()
-    return tuple(_method(name) for name in tomllib.loads(CATALOGUE.read_text(encoding="utf-8"))["methods"])
+    return tuple(load(f"{name}:METHOD") for name in tomllib.loads(CATALOGUE.read_text(encoding="utf-8"))["methods"])
 
 
-def _method(name: str) -> Method:
+def load(place: str) -> Any:
+    """Return the function, class or object of a method that stands at a place.
+
+    Args:
+        place: "package.module:name".
+
+    Raises:
+        MethodError: the module cannot be imported, or nothing in it has the name.
+    """
+    module, _, name = place.partition(":")
     try:
-        found: Method = importlib.import_module(name).METHOD
+        return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise MethodError(
-            f"the method {name} cannot be imported ({error}): install dpllm again, or take its line out of {CATALOGUE} "
-            "to go on without it; recipes, ledgers and reports of the method are then unknown"
+            f"the method {module} cannot be imported ({error}): install dpllm again, or take its line out of "
+            f"{CATALOGUE} to go on without it; recipes, ledgers and reports of the method are then unknown"
         ) from error
-    return found
 
 
 def query_sections() -> dict[str, type]:

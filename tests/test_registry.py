@@ -111,13 +111,16 @@ def test_every_method_adds_something_of_its_own(emptied):
     """Each has commands, and no two have the same section, event, noise or words."""
     found = registry.methods()
     assert {one.name for one in found} >= {"count", "federate", "tune", "synthesize", "attacks"}
-    assert all(one.commands is not None or one.audit_commands is not None for one in found)
+    assert all(one.commands or one.audit_commands for one in found)
     for kinds in (
         [one.name for one in found],
-        [event.kind for one in found for event in one.events()],
-        [noise.kind for one in found for noise in one.noises()],
+        [registry.load(event).kind for one in found for event in one.events],
+        [registry.load(noise).kind for one in found for noise in one.noises],
         [words.name for one in found for words in one.words],
     ):
         assert len(kinds) == len(set(kinds))
+    for place in [place for one in found for place in (*one.commands, *one.audit_commands, one.query, one.show_plan)]:
+        assert place is None or registry.load(place) is not None
+    assert all(callable(registry.load(one.folder.verify)) for one in found if one.folder)
     with pytest.raises(MethodError, match="method 'none"):
         registry.method("none")

@@ -37,19 +37,65 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dpllm.audit.bounds import AuditError
 from dpllm.data.transfer import own_rows, send
 from dpllm.engines import model_inside
 from dpllm.engines.optimizers import innermost
 from dpllm.engines.processes import Processes
-from dpllm.engines.whole import updates_by_itself, whole_gradient, whole_parameters
 from dpllm.mechanism.averages import Average
 from dpllm.mechanism.sampling import secret_rng
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.training.averaging import Averaging
 from dpllm.training.rows import LossOf, TrainingRows
 from dpllm.training.run import PrivateRun
+
+
+def updates_by_itself(model: Any) -> bool:
+    """Whether the engine updates the parameters within the private step, as DeepSpeed does."""
+    return hasattr(model, "zero_optimization_stage")
+
+
+def whole_parameters(model: Any, inner: nn.Module) -> Tensor:
+    """Return the trainable parameters as the optimizer has them (DeepSpeed: its float32 masters), end to end.
+
+    Args:
+        model: the return value of ``accelerator.prepare``.
+        inner: the module inside (`dpllm.engines.model_inside`).
+
+    Returns:
+        (P,) float32, or float64 for a float64 model; a copy.
+
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> whole_parameters(model, model).shape
+    torch.Size([2])
+    """
+    if updates_by_itself(model):
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return _laid_out(inner, safe_get_full_fp32_param)
+    return _laid_out(inner, lambda parameter: parameter)
+
+
+def whole_gradient(inner: nn.Module) -> Tensor:
+    """Return ``.grad`` of the trainable parameters for the optimizer, end to end; 0 for a parameter without one.
+
+    Returns:
+        (P,) float32, or float64 for a float64 model; a copy.
+    """
+    return _laid_out(inner, lambda parameter: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+
+
+def _laid_out(inner: nn.Module, read: Callable[[Any], Any]) -> Tensor:
+    pieces = []
+    for parameter in inner.parameters():
+        if parameter.requires_grad:
+            value = read(parameter).detach()
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            pieces.append(whole.flatten().to(torch.float64 if whole.dtype == torch.float64 else torch.float32))
+    return torch.cat(pieces)
+
 
 _PUBLIC_SEED = 0  # seed of the noise directions, which must be the same on every process
 LEAST_VISIBLE = 0.05

@@ -59,17 +59,16 @@ class MembershipResult:
         return {"attack": self.name, "auroc": self.auroc.to_dict(), "true_positive_rate": rates}
 
 
-def judge_attack(
-    name: str, scores: Floats, included: NDArray[np.bool_], rates: Sequence[float] = RATES
-) -> MembershipResult:
-    """Return the area under the ROC curve and the true positive rates of an attack.
+def judge_attack(name: str, scores: Floats, included: NDArray[np.bool_]) -> MembershipResult:
+    """Return the area under the ROC curve and the true positive rates of an attack, at false positive rates `RATES`.
+
+    Rates below 1 / (number of non-members) are left out: the true false positive rate of a threshold that no non-member
+    exceeds may be many times higher.
 
     Args:
         name: name of the attack.
         scores: (m,) the higher, the likelier a member.
         included: (m,) whether it is one.
-        rates: false positive rates. Rates below 1 / (number of non-members) are left out: the true false positive rate
-            of a threshold that no non-member exceeds may be many times higher.
 
     Raises:
         AuditError: a score is NaN; there are no members, or no others.
@@ -84,12 +83,12 @@ def judge_attack(
             "no probability. Check that its training loss was not NaN"
         )
     others = int((~np.asarray(included, dtype=bool)).sum())
-    found = {rate: tpr_at(scores, included, rate) for rate in shown_rates(rates, others)}
+    found = {rate: tpr_at(scores, included, rate) for rate in shown_rates(RATES, others)}
     return MembershipResult(name, np.asarray(scores, dtype=np.float64), included, auroc(scores, included), found)
 
 
 def membership_scores(
-    tuned: TokenScores, texts: Sequence[str], reference: TokenScores | None = None, k: float = 0.2
+    tuned: TokenScores, texts: Sequence[str], reference: TokenScores | None = None
 ) -> dict[str, Floats]:
     """Return the scores of all attacks that need no training: attack -> (R,).
 
@@ -97,13 +96,12 @@ def membership_scores(
         tuned: R records under the model that is attacked.
         texts: (R,) the texts of their target tokens.
         reference: the same records under a model that saw none of them; without it the ratio is left out.
-        k: share of the tokens that Min-K% and Min-K%++ use.
     """
     found = {
         "loss": loss_score(tuned),
         "zlib": zlib_score(tuned, texts),
-        "Min-K%": min_k_score(tuned, k),
-        "Min-K%++": min_k_plus_plus_score(tuned, k),
+        "Min-K%": min_k_score(tuned),
+        "Min-K%++": min_k_plus_plus_score(tuned),
     }
     return found if reference is None else {**found, "reference ratio": ratio_score(tuned, reference)}
 
@@ -149,23 +147,23 @@ def bounds_of(history: History, num_others: int, rates: Sequence[float] = RATES)
 
 
 def membership_rows(
-    attacks: Sequence[MembershipResult], bounds: Mapping[float, float] | None, rates: Sequence[float] = RATES
+    attacks: Sequence[MembershipResult], bounds: Mapping[float, float] | None
 ) -> tuple[list[str], list[list[str]]]:
     """Return head and rows of the table: attack, area, true positive rates, and the bounds of any attack below."""
-    head = ["attack", "AUROC (95 %)", *(f"TPR at FPR {rate:.1%}" for rate in rates)]
+    head = ["attack", "AUROC (95 %)", *(f"TPR at FPR {rate:.1%}" for rate in RATES)]
     rows = [
         [
             attack.name,
             interval(attack.auroc),
             *(
                 interval(attack.true_positive_rate[rate]) if rate in attack.true_positive_rate else "too few records"
-                for rate in rates
+                for rate in RATES
             ),
         ]
         for attack in attacks
     ]
     if bounds is not None:
-        limits = (up(bounds[rate], 3) if rate in bounds else "too few records" for rate in rates)
+        limits = (up(bounds[rate], 3) if rate in bounds else "too few records" for rate in RATES)
         rows.append(["any attack, at most (95 %)", "", *limits])
     return head, rows
 

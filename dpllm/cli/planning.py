@@ -164,7 +164,7 @@ def plan(
             raise ValueError(
                 f"{recipe} is the recipe of a query run, which has no steps: omit --memory, --sweep, --suggest"
             )
-        show_plan(recipe, overrides or [], as_json)
+        registry.load(show_plan)(recipe, overrides or [], as_json)
         return
     loaded = load_recipe(recipe, overrides or ())
     if memory:

@@ -57,15 +57,14 @@ def _add_methods() -> None:
     """Add the commands of the installed methods, marked as experimental."""
     of_methods, of_audit = typer.Typer(), typer.Typer()
     try:
-        methods = registry.methods()
+        for method in registry.methods():
+            for register in method.commands:
+                registry.load(register)(of_methods)
+            for register in method.audit_commands:
+                registry.load(register)(of_audit)
     except registry.MethodError as error:
         typer.echo(f"error: {error}", err=True)
         raise SystemExit(2) from error
-    for method in methods:
-        if method.commands is not None:
-            method.commands(of_methods)
-        if method.audit_commands is not None:
-            method.audit_commands(of_audit)
     for made, goal in ((of_methods, app), (of_audit, auditing.app)):
         fill_help_screens(made)
         mark_experimental(made)

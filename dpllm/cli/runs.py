@@ -151,7 +151,9 @@ def verify(
     from dpllm.report.verify import verify as verify_folder
 
     of_method = registry.folder_of_method(output_dir)
-    result = verify_folder(output_dir) if of_method is None else of_method.verify(output_dir)
+    if of_method is not None:
+        verify_folder = registry.load(of_method.verify)
+    result = verify_folder(output_dir)
     if as_json:
         show_json(result.to_dict())
     else:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpllm.config import values
-from dpllm.config.selection_values import checked_selection
 from dpllm.config.topics import Topic
 from dpllm.config.values import ConfigError
 from dpllm.mechanism.limits import (
@@ -285,3 +284,35 @@ class PrivacyConfig(PrivacyGradients, PrivacyCost, PrivacyMechanism):
             self._set("selection", checked_selection(self))
         if self.seed is not None:
             self._set("seed", values.integer("seed", self.seed, 0))
+
+
+def checked_selection(privacy: PrivacyConfig) -> Any:
+    """Return the selection as plain values.
+
+    Raises:
+        ConfigError: it is not one, or no selection of such runs is accounted for.
+    """
+    from dpllm.mechanism.selection import Selection
+
+    try:
+        spec = Spec.of(privacy.selection)
+        Selection.of(spec)
+    except ValueError as error:
+        words = str(error)
+        raise ConfigError(words if words.startswith("selection") else f"selection: {words}") from error
+    wrong = {
+        "seed: the fixed seed makes every run the same": privacy.seed is not None,
+        "sampling=example: no Rényi bound is known for rows of a unit that are drawn singly": (
+            privacy.sampling == "example" and privacy.max_rows_per_unit != 1
+        ),
+        "max_batch_size: no Rényi bound is known for truncated samples": privacy.max_batch_size is not None,
+        "stop=independent: the ε of a selection is that of complete runs": privacy.stop != "planned",
+        "both target_epsilon and noise_multiplier: the selection has one σ, from one of them": (
+            privacy.target_epsilon is not None and privacy.noise_multiplier is not None
+        ),
+        "budget_file: `dpllm tune` charges it, and not each of the runs": privacy.budget_file is not None,
+    }
+    for what, holds in wrong.items():
+        if holds:
+            raise ConfigError(f"selection cannot be combined with {what}. Leave it out")
+    return spec.to_plain()

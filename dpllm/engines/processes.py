@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 _Value = TypeVar("_Value")
 _LONGEST = 400  # characters of another process's error
@@ -88,12 +87,6 @@ class Processes:
             with connected():
                 dist.broadcast(sent, src=0, group=_host_group())
         return sent.numpy()
-
-    def sum_(self, tensor: Tensor) -> None:
-        """Replace a tensor by its sum over all processes."""
-        if self.size > 1:
-            with connected():
-                dist.all_reduce(tensor)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set in any process."""

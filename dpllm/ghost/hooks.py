@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dpllm.ghost import functional, memory, shared
 from dpllm.ghost.call import tensors_of
 from dpllm.ghost.calls import Calls
-from dpllm.ghost.casts import Casts
 from dpllm.ghost.checks import (
     placeholders_of,
     refuse_long_rows,
@@ -29,6 +28,33 @@ from dpllm.ghost.experts import attach_partitioned
 from dpllm.ghost.packed import PackedRows
 from dpllm.ghost.rules import Served, find_sites, refuse_compiled
 from dpllm.ghost.uses import Uses
+
+_KEPT = 2  # the input that several layers read, and one that a layer between them read (the factors of LoRA)
+
+
+class Casts:
+    """The last casts of this call of the model: layers that read one tensor keep one copy of it in their dtype.
+
+    Autocast casts the input of each linear layer by itself. Layers that read the same tensor (query, key and value;
+    gate and up) share the Gram matrix of their input, and for this they must keep the same tensor.
+    """
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self._recent: list[tuple[Tensor, int, Tensor]] = []
+
+    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return ``x`` in a dtype, without a graph; the same tensor again until ``x`` changes in place."""
+        for known, version, made in self._recent:
+            if known is x and version == x._version and made.dtype == dtype:
+                return made
+        made = x.detach().to(dtype)
+        self._recent = [*self._recent[1 - _KEPT :], (x, x._version, made)]
+        return made
+
+    def forget(self) -> None:
+        """Release the tensors."""
+        self._recent = []
 
 
 class Host(shared.Host, functional.Host, Protocol):

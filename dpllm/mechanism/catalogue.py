@@ -53,13 +53,15 @@ CLIPPINGS = {part.kind: part for part in _CLIPPINGS}
 @cache
 def noises() -> dict[str, type[Noise]]:
     """Return every noise by its kind, those of methods included."""
-    return {part.kind: part for part in (*_NOISES, *(noise for one in registry.methods() for noise in one.noises()))}
+    of_methods = (registry.load(place) for one in registry.methods() for place in one.noises)
+    return {part.kind: part for part in (*_NOISES, *of_methods)}
 
 
 @cache
 def events() -> dict[str, type[Event]]:
     """Return every event by its kind, those of methods included."""
-    return {event.kind: event for event in (*_EVENTS, *(event for one in registry.methods() for event in one.events()))}
+    of_methods = (registry.load(place) for one in registry.methods() for place in one.events)
+    return {event.kind: event for event in (*_EVENTS, *of_methods)}
 
 
 def clipping_of(spec: Spec, clip_norm: float) -> Clipping:

@@ -2,8 +2,7 @@
 
 Place in the flow: below the generators of noise; the level "chacha20" of `privacy.randomness`.
 
-The cipher is that of RFC 8439. The package `cryptography` computes it if it is installed; otherwise NumPy computes the
-same words, several times more slowly. Neither uses secret numbers as an index, so their time does not depend on them.
+The cipher is that of RFC 8439, computed by the package `cryptography`.
 
 **From bits to normal numbers.** Box and Muller (1958), in float64, two numbers from 128 bits:
 
@@ -21,17 +20,16 @@ level removes the doubt about the source of the bits, not the one about rounding
 from __future__ import annotations
 
 import math
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from numpy.typing import NDArray
 
 NORMALS_OF_A_BLOCK = 8
 """Normal numbers from the 64 bytes of one block of ChaCha20."""
 
-_CONSTANTS = np.frombuffer(b"expand 32-byte k", dtype="<u4")
 _BLOCKS_AT_A_TIME = 4096  # 256 KiB, which stay in a processor's cache from the cipher to the logarithm
 MAX_BLOCKS = 2**32
 """Blocks of one key: the counter has 32 bits."""
@@ -103,11 +101,8 @@ def keystream(key: bytes, nonce: bytes, counter: int, num_blocks: int) -> NDArra
         ValueError: key or nonce have another length, or the counter would begin again.
     """
     require_blocks(key, nonce, counter, num_blocks)
-    library = _cryptography()
-    if library is None:
-        return keystream_by_numpy(key, nonce, counter, num_blocks)
     first = (counter % MAX_BLOCKS).to_bytes(4, "little")  # of no block: any
-    cipher = library.Cipher(library.algorithms.ChaCha20(key, first + nonce), mode=None)
+    cipher = Cipher(ChaCha20(key, first + nonce), mode=None)
     return np.frombuffer(cipher.encryptor().update(bytes(64 * num_blocks)), dtype="<u4").reshape(num_blocks, 16)
 
 
@@ -124,55 +119,3 @@ def require_blocks(key: bytes, nonce: bytes, counter: int, num_blocks: int) -> N
             f"blocks {counter} to {counter + num_blocks} of a key were asked for, and ChaCha20 has {MAX_BLOCKS}: the "
             "numbers would repeat. Draw the others from a new key"
         )
-
-
-@cache
-def _cryptography() -> ModuleType | None:
-    try:
-        from cryptography.hazmat.primitives import ciphers
-    except ImportError:
-        return None
-    return ciphers
-
-
-def keystream_by_numpy(key: bytes, nonce: bytes, counter: int, num_blocks: int) -> NDArray[np.uint32]:
-    """Return the same as `keystream`, with NumPy: rows of words, each of all blocks."""
-    start = np.empty((4, 4, num_blocks), np.uint32)
-    start[0] = _CONSTANTS[:, None]
-    start[1:3] = np.frombuffer(key, dtype="<u4").reshape(2, 4, 1)
-    start[3, 0] = np.arange(counter, counter + num_blocks, dtype=np.uint64).astype(np.uint32)
-    start[3, 1:] = np.frombuffer(nonce, dtype="<u4")[:, None]
-    state, spare = start.copy(), np.empty((4, num_blocks), np.uint32)
-    for _ in range(10):
-        _quarter_rounds(state, spare, diagonal=False)
-        _quarter_rounds(state, spare, diagonal=True)
-    state += start
-    return np.ascontiguousarray(state.reshape(16, num_blocks).T)
-
-
-def _quarter_rounds(state: NDArray[np.uint32], spare: NDArray[np.uint32], diagonal: bool) -> None:
-    """Do four quarter rounds (RFC 8439, section 2.1), over the columns or over the diagonals of the state.
-
-    Args:
-        state: (4, 4, n) rows, columns, blocks; changed in place.
-        spare: (4, n).
-        diagonal: whether row i is taken from column i on.
-    """
-    a, b, c, d = state
-    shift = [0, 1, 2, 3] if diagonal else [0, 0, 0, 0]
-    for to, by, turned, places in ((0, 1, 3, 16), (2, 3, 1, 12), (0, 1, 3, 8), (2, 3, 1, 7)):
-        rows = (a, b, c, d)
-        _combine(np.add, rows[to], rows[by], (shift[by] - shift[to]) % 4)
-        _combine(np.bitwise_xor, rows[turned], rows[to], (shift[to] - shift[turned]) % 4)
-        np.left_shift(rows[turned], np.uint32(places), out=spare)
-        np.right_shift(rows[turned], np.uint32(32 - places), out=rows[turned])
-        np.bitwise_or(rows[turned], spare, out=rows[turned])
-
-
-def _combine(operation: np.ufunc, target: NDArray[np.uint32], other: NDArray[np.uint32], shift: int) -> None:
-    """Combine column i of one row with column i + shift of another, in place."""
-    if not shift:
-        operation(target, other, out=target)
-        return
-    operation(target[: 4 - shift], other[shift:], out=target[: 4 - shift])
-    operation(target[4 - shift :], other[:shift], out=target[4 - shift :])

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpllm.mechanism.chacha20 import MAX_BLOCKS, NORMALS_OF_A_BLOCK, keystream_by_numpy, require_blocks
+from dpllm.mechanism.chacha20 import MAX_BLOCKS, NORMALS_OF_A_BLOCK, keystream, require_blocks
 
 _BLOCKS_AT_A_TIME = 1 << 19  # 32 MiB of words, which a large GPU's cache holds
 _TESTED = bytes(range(32)), bytes.fromhex("000000090000004a00000000"), 1  # key, nonce, counter of RFC 8439, 2.3.2
@@ -123,7 +123,7 @@ def _shift(rows: list[Tensor], direction: int) -> None:
 
 @cache
 def require_known_words(device: torch.device) -> None:
-    """Compare a device's words with the known ones, and with NumPy's at the end of the counters.
+    """Compare a device's words with the known ones, and with the CPU's at the end of the counters.
 
     Raises:
         RuntimeError: they differ.
@@ -131,7 +131,7 @@ def require_known_words(device: torch.device) -> None:
     key, nonce, counter = _TESTED
     for first, count in ((counter, 1), (MAX_BLOCKS // 2 - 2, 4), (MAX_BLOCKS - 3, 3)):
         found = device_keystream(key, nonce, first, count, device).T.cpu().contiguous().numpy().view(np.uint32)
-        if not np.array_equal(found, keystream_by_numpy(key, nonce, first, count)):
+        if not np.array_equal(found, keystream(key, nonce, first, count)):
             raise RuntimeError(
                 f"{device} computes other words of ChaCha20 than RFC 8439: block {first} of its key differs. Noise "
                 "from it could be predictable. Please report the device and the version of PyTorch, and take "

@@ -10,14 +10,15 @@ The operating system may still write memory to a disk, when it swaps or dumps a 
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import os
 from typing import NoReturn
 
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
 KEY_BYTES = 32
 """256 bits, of which a quantum computer's search leaves 128."""
-_HASH_BYTES = 32
+_SALT = b"dpllm noise, version 1"
 
 
 class SecretKey:
@@ -36,13 +37,13 @@ class SecretKey:
     SecretKey(...)
     """
 
-    __slots__ = ("_process", "_pseudorandom")
+    __slots__ = ("_entropy", "_process")
 
     def __init__(self, entropy: bytes) -> None:
-        """Keep the key that HKDF extracts from the entropy."""
+        """Keep the entropy; each key is derived from it when it is asked for."""
         if len(entropy) < KEY_BYTES:
             raise ValueError(f"a key needs at least {KEY_BYTES} bytes of entropy, got {len(entropy)}")
-        self._pseudorandom = hkdf_extract(b"dpllm noise, version 1", entropy)
+        self._entropy = entropy
         self._process = os.getpid()
 
     def derive(self, *address: int | str) -> bytes:
@@ -61,7 +62,8 @@ class SecretKey:
                 f"the secret key was made by process {self._process}, and this is process {os.getpid()}, a fork of it: "
                 "both would draw the same noise. Begin the run in the process that trains"
             )
-        return hkdf_expand(self._pseudorandom, b"".join(_encoded(part) for part in address), KEY_BYTES)
+        info = b"".join(_encoded(part) for part in address)
+        return HKDF(SHA256(), KEY_BYTES, _SALT, info).derive(self._entropy)
 
     def __repr__(self) -> str:
         return "SecretKey(...)"
@@ -85,28 +87,3 @@ def _encoded(part: int | str) -> bytes:
     if not 0 <= part < 2**64:
         raise ValueError(f"a number of an address is between 0 and 2^64 - 1, got {part}")
     return b"n" + int(part).to_bytes(8, "little")
-
-
-def hkdf_extract(salt: bytes, entropy: bytes) -> bytes:
-    """Return the pseudorandom key of RFC 5869, section 2.2, with SHA-256."""
-    return hmac.new(salt, entropy, hashlib.sha256).digest()
-
-
-def hkdf_expand(pseudorandom: bytes, info: bytes, size: int) -> bytes:
-    """Return the output of RFC 5869, section 2.3, with SHA-256.
-
-    Args:
-        pseudorandom: the key that `hkdf_extract` returned.
-        info: distinguishes outputs of one key.
-        size: bytes to return.
-
-    Raises:
-        ValueError: more than 255 hashes were needed.
-    """
-    if size > 255 * _HASH_BYTES:
-        raise ValueError(f"HKDF-SHA256 returns at most {255 * _HASH_BYTES} bytes, not {size}")
-    output, last = b"", b""
-    for number in range(1, -(-size // _HASH_BYTES) + 1):
-        last = hmac.new(pseudorandom, last + info + bytes([number]), hashlib.sha256).digest()
-        output += last
-    return output[:size]

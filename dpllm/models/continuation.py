@@ -3,9 +3,9 @@
 Place in the flow: between prompts and the choice of a token. In private prediction each row is a private record, or
 none, followed by the same public prompt; every token drawn is appended to all rows. Where groups answer questions
 (`dpllm.methods.predict.asking`), each row is a group and continues with its own tokens. Where teachers write public
-texts (`dpllm.methods.pate.panel`), each row is a text. Rows are padded on the left to one public length, and each unit
-or group has a public number of them: the shapes of a computation then say nothing about a record, and a row's rounding
-does not depend on the length of another, or on the number of a user's records.
+texts (`dpllm.methods.pate.completing`), each row is a text. Rows are padded on the left to one public length, and each
+unit or group has a public number of them: the shapes of a computation then say nothing about a record, and a row's
+rounding does not depend on the length of another, or on the number of a user's records.
 """
 
 from __future__ import annotations

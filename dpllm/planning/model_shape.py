@@ -22,7 +22,6 @@ from dpllm.ghost.linear import is_linear, is_transposed
 from dpllm.models.load import AUTO_MODEL, DTYPES, config_arguments, load_tokenizer, prepare_model
 
 _COMPOSED = ("NewGELUActivation", "FastGELUActivation")
-ROLES = ("qkv", "attention_out", "mlp_in", "mlp_out")
 
 
 @dataclass(frozen=True)

@@ -383,16 +383,6 @@ def gaussian_distance(epsilon: float, delta: float) -> float:
     return math.exp(float(optimize.brentq(excess, math.log(1e-12), math.log(1e6), xtol=1e-12)))
 
 
-def limit_share(noise_multiplier: float) -> float:
-    """Return the share of the full batch's ratio at σ, in the limit of many steps at a small sampling rate, zero-out.
-
-    >>> round(limit_share(1.57), 2), round(limit_share(0.614), 2)
-    (0.9, 0.45)
-    """
-    inverse = noise_multiplier**-2
-    return math.sqrt(inverse / math.expm1(inverse)) if inverse < 700 else math.sqrt(inverse) * math.exp(-inverse / 2)
-
-
 def _check_budget(target_epsilon: float, delta: float, num_units: int, adjacency: str, rows_per_unit: int) -> None:
     check_counts(None, "num_units", [num_units])
     require_target(target_epsilon)

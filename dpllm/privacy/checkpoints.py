@@ -265,12 +265,10 @@ def ledger_of(checkpoint: str | Path) -> Mapping[str, Any] | None:
     return ledger
 
 
-def seal(
-    folder: str | Path, names: Sequence[str], hash_whole_up_to: int = HASH_WHOLE_UP_TO
-) -> dict[str, dict[str, Any]]:
+def seal(folder: str | Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Flush files to the disk and return the size and hash of each by name; large files are sampled as in `publish`."""
     folder = Path(folder)
-    entries = _in_parallel(lambda name: _seal(folder / name, hash_whole_up_to), list(names))
+    entries = _in_parallel(lambda name: _seal(folder / name, HASH_WHOLE_UP_TO), list(names))
     return dict(zip(names, entries, strict=True))
 
 

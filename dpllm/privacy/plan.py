@@ -14,7 +14,7 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from dpllm.config import PrivacyConfig
 from dpllm.config.versions import require_format
@@ -35,8 +35,68 @@ PLAN_FORMAT = 1
 """Format of the file of a plan: that of a training run and that of a query run."""
 
 
+class Plan:
+    """What the plans of training runs and of query runs have in common: an ε, and a file with a hash."""
+
+    of_what = "privacy plan of a training run"
+    adjacency: str
+    delta: float
+
+    @property
+    def history(self) -> list[tuple[Event, int]]:
+        """The history from which ε is computed."""
+        raise NotImplementedError
+
+    @cached_property
+    def epsilon(self) -> float:
+        """ε of the whole history under the plan's adjacency; inf without noise."""
+        return self.epsilon_under(self.adjacency)
+
+    def epsilon_under(self, adjacency: str) -> float:
+        """Return the same ε under "zero-out" or "replace-one"."""
+        return epsilon(self.history, self.delta, adjacency)
+
+    @cached_property
+    def hash(self) -> str:
+        """SHA-256 of the plan's fields, in hexadecimal; equal only for equal plans."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values."""
+        raise NotImplementedError
+
+    @staticmethod
+    def fields_of(raw: dict[str, Any]) -> dict[str, Any]:
+        """Return the values of the fields from those in a file."""
+        raise NotImplementedError
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan and its hash as JSON."""
+        text = json.dumps({**self.to_dict(), "hash": self.hash}, indent=2, ensure_ascii=False, allow_nan=False)
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a plan that `save` wrote.
+
+        Raises:
+            ValueError: the file is missing, is not such a plan, or was edited.
+        """
+        raw = read_plan_file(path)
+        names = {item.name for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        if set(raw) != names | {"format", "hash"}:
+            raise ValueError(f"{path} is not the {cls.of_what}: give the file that the run wrote")
+        try:
+            plan = cls(**cls.fields_of({name: raw[name] for name in names}))
+        except (TypeError, KeyError, AttributeError, IndexError) as error:
+            raise ValueError(f"{path} holds a value of the wrong type ({error}): restore it from a copy") from error
+        if plan.hash != raw["hash"]:
+            raise ValueError(f"{path} was edited: its numbers do not match its hash. Restore it, or make a new plan")
+        return plan
+
+
 @dataclass(frozen=True, kw_only=True)
-class PrivacyPlan(PlannedNoise, PlannedDraw):
+class PrivacyPlan(PlannedNoise, PlannedDraw, Plan):
     """The constants of a private run. All of them are public.
 
     Its fields are those of `PlannedUnit`, `PlannedDraw` and `PlannedNoise`, and then the steps and their cost. Made by
@@ -128,51 +188,16 @@ class PrivacyPlan(PlannedNoise, PlannedDraw):
         """The history that is charged for all planned steps of this run."""
         return self.mechanism.history(self.num_steps)
 
-    @cached_property
-    def epsilon(self) -> float:
-        """ε of all planned steps under the plan's adjacency; inf without noise."""
-        return self.epsilon_under(self.adjacency)
-
-    def epsilon_under(self, adjacency: str) -> float:
-        """Return ε of all planned steps under "zero-out" or "replace-one"."""
-        return epsilon(self.history, self.delta, adjacency)
-
-    @cached_property
-    def hash(self) -> str:
-        """SHA-256 of the plan's fields, in hexadecimal; equal only for equal plans."""
-        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
-
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values."""
         fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         parts = {name: None if fields[name] is None else fields[name].to_plain() for name in _SPECS}
         return {"format": PLAN_FORMAT, **fields, **parts}
 
-    def save(self, path: str | Path) -> None:
-        """Write the plan and its hash as JSON."""
-        text = json.dumps({**self.to_dict(), "hash": self.hash}, indent=2, ensure_ascii=False)
-        Path(path).write_text(text + "\n", encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: str | Path) -> PrivacyPlan:
-        """Read a plan that `save` wrote.
-
-        Raises:
-            ValueError: the file is missing, is not a plan, or was edited.
-        """
-        raw = read_plan_file(path)
-        names = {item.name for item in dataclasses.fields(cls)}
-        if set(raw) != names | {"format", "hash"}:
-            raise ValueError(f"{path} is not the privacy plan of a training run: give the file that the run wrote")
-        try:
-            values = {name: raw[name] for name in names}
-            values |= {name: Spec.of(raw[name]) for name in _SPECS if raw[name] is not None}
-            plan = cls(**values)
-        except TypeError as error:
-            raise ValueError(f"{path} holds a value of the wrong type ({error}): restore it from a copy") from error
-        if plan.hash != raw["hash"]:
-            raise ValueError(f"{path} was edited: its numbers do not match its hash. Restore it, or make a new plan")
-        return plan
+    @staticmethod
+    def fields_of(raw: dict[str, Any]) -> dict[str, Any]:
+        """Return the values of the fields from those in a file."""
+        return raw | {name: Spec.of(raw[name]) for name in _SPECS if raw[name] is not None}
 
 
 _SPECS = ("clipping", "noise", "selection")

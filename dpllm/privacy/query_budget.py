@@ -24,7 +24,6 @@ from dpllm.privacy.budget import (
     check_data,
     entry_of,
     new_entry,
-    read_budget,
     with_entry,
 )
 from dpllm.privacy.budget_entry import Entry
@@ -58,13 +57,6 @@ def charge_queries(path: str | Path, plan: QueryPlan, dataset: str, entry_id: st
         _check_fits(budget, prior, entry)
         put((*budget.entries, *prior, entry))
     return entry.id
-
-
-def require_room_for_queries(path: str | Path, plan: QueryPlan, dataset: str) -> None:
-    """Raise the errors that `charge_queries` would raise now, and charge nothing."""
-    budget = read_budget(path)
-    check_data(budget, plan, dataset)
-    _check_fits(budget, _prior_entry(budget, plan), new_entry(plan, plan.event, 1))
 
 
 def settle_queries(path: str | Path, entry_id: str, contents: LedgerContents) -> None:

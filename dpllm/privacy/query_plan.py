@@ -9,11 +9,9 @@ both together.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from dpllm.mechanism.limits import MAX_STEPS, RANDOMNESS
 from dpllm.mechanism.several import Several
 from dpllm.privacy.accounting import DISCRETIZATION, epsilon, merge
 from dpllm.privacy.calibration import require_target, solve
-from dpllm.privacy.plan import PLAN_FILE, PLAN_FORMAT, PrivacyPlan, read_plan_file
+from dpllm.privacy.plan import PLAN_FILE, PLAN_FORMAT, Plan, PrivacyPlan, read_plan_file
 from dpllm.privacy.plan_parts import PlannedUnit
 from dpllm.privacy.release_words import release_words
 from dpllm.privacy.rounding import format_delta, format_delta_limit, format_epsilon
@@ -104,7 +102,7 @@ class PriorRelease:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QueryPlan(PlannedUnit):
+class QueryPlan(PlannedUnit, Plan):
     """The constants of a query run. All of them are public.
 
     Raises:
@@ -119,6 +117,7 @@ class QueryPlan(PlannedUnit):
     1.76
     """
 
+    of_what = "plan of a query run"
     remedy = "Change these values in the recipe, or where the plan is made"
 
     method: str
@@ -190,15 +189,6 @@ class QueryPlan(PlannedUnit):
         """None: a query run is released by itself."""
         return None
 
-    @cached_property
-    def epsilon(self) -> float:
-        """ε of the prior release and all charges together, under the plan's adjacency."""
-        return self.epsilon_under(self.adjacency)
-
-    def epsilon_under(self, adjacency: str) -> float:
-        """Return the same ε under "zero-out" or "replace-one"."""
-        return epsilon(self.history, self.delta, adjacency)
-
     def charge(self, name: str) -> Charge:
         """Return the charge of this name.
 
@@ -211,11 +201,6 @@ class QueryPlan(PlannedUnit):
         known = ", ".join(repr(charge.name) for charge in self.charges)
         raise ValueError(f"the plan of this run has no charge {name!r}; it has {known}. Charge what was planned")
 
-    @cached_property
-    def hash(self) -> str:
-        """SHA-256 of the plan's fields, in hexadecimal; equal only for equal plans."""
-        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
-
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values."""
         fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
@@ -227,33 +212,15 @@ class QueryPlan(PlannedUnit):
             "after": None if self.after is None else self.after.to_dict(),
         }
 
-    def save(self, path: str | Path) -> None:
-        """Write the plan and its hash as JSON."""
-        text = json.dumps({**self.to_dict(), "hash": self.hash}, indent=2, ensure_ascii=False, allow_nan=False)
-        Path(path).write_text(text + "\n", encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: str | Path) -> QueryPlan:
-        """Read a plan that `save` wrote.
-
-        Raises:
-            ValueError: the file is missing, is not the plan of a query run, or was edited.
-        """
-        raw = read_plan_file(path)
-        names = {item.name for item in dataclasses.fields(cls)}
-        if set(raw) != names | {"format", "hash"}:
-            raise ValueError(f"{path} is not the plan of a query run: give the file that the run wrote")
-        try:
-            values = {name: raw[name] for name in names}
-            values["charges"] = tuple(Charge.of(charge) for charge in raw["charges"])
-            values["settings"] = tuple(raw["settings"].items())
-            values["after"] = None if raw["after"] is None else PriorRelease.of(raw["after"])
-            plan = cls(**values)
-        except (TypeError, KeyError, AttributeError, IndexError) as error:
-            raise ValueError(f"{path} holds a value of the wrong type ({error}): restore it from a copy") from error
-        if plan.hash != raw["hash"]:
-            raise ValueError(f"{path} was edited: its numbers do not match its hash. Restore it, or make a new plan")
-        return plan
+    @staticmethod
+    def fields_of(raw: dict[str, Any]) -> dict[str, Any]:
+        """Return the values of the fields from those in a file."""
+        return {
+            **raw,
+            "charges": tuple(Charge.of(charge) for charge in raw["charges"]),
+            "settings": tuple(raw["settings"].items()),
+            "after": None if raw["after"] is None else PriorRelease.of(raw["after"]),
+        }
 
 
 def load_plan(path: str | Path) -> PrivacyPlan | QueryPlan:

@@ -41,7 +41,6 @@ from dpllm.report.definition import SELECTED
 from dpllm.report.models import PlanOfQueries, PrivacyReport
 from dpllm.report.pages import part, replace_file, template, write_pages
 from dpllm.report.query_front import method_of
-from dpllm.report.query_metadata import queries_metadata
 from dpllm.report.release_notes import ReleaseNotes, require_own_words
 from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, notes_in, privacy_report, write_report
 
@@ -592,3 +591,29 @@ def own_lines(report: PrivacyReport, base: Any = None) -> set[str]:
     for name in (None, hub_id(base)):
         texts += [_part("title", report, base=name, adapter=adapter) for adapter in (False, True)]
     return {line.strip() for text in texts for line in text.split("\n")}
+
+
+def queries_metadata(report: Any) -> dict[str, Any]:
+    """Return the guarantee of a query run; one that is not private has an infinite ε.
+
+    Args:
+        report: of a query run.
+    """
+    statement, accounting, plan = report.statement, report.accounting, report.checkable.plan
+
+    def number(value: float) -> float | str:
+        return float(up(value)) if statement.private and math.isfinite(value) else "infinite"
+
+    return {
+        "private": statement.private,
+        "epsilon": number(statement.epsilon),
+        "delta": statement.delta,
+        "unit": "record" if statement.unit == "sequence" else "user",
+        "adjacency": statement.adjacency,
+        "epsilon_by_adjacency": {name: number(value) for name, value in accounting.epsilon.items()},
+        "mechanism": f"{plan.method}: {accounting.event}",
+        "accountant": f"PLD, {accounting.tool} {accounting.tool_version}",
+        "num_answers": accounting.steps.stated,
+        "num_units": accounting.parameters.num_units,
+        **({} if plan.after is None else {"together_with_the_model_of": plan.after["folder"]}),
+    }

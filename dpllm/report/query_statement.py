@@ -7,6 +7,7 @@ from the ledger; the words come from the catalogue of methods (`dpllm.registry`)
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 
 from dpllm.mechanism.events import Event
@@ -26,13 +27,34 @@ from dpllm.report.models import (
     EpsilonByAdjacency,
     Fact,
     NeverCovered,
+    Parameters,
     Statement,
     Steps,
     WrittenOut,
 )
 from dpllm.report.models_plan import Answers, QueryParameters
 from dpllm.report.release_notes import ReleaseNotes
-from dpllm.report.told import Told
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """The parts of a report that depend on the kind of the run: a training run or a query run."""
+
+    statement: Statement
+    trusted: str
+    """Who sees the data."""
+    definition: Definition
+    kind_of_accounting: str
+    event: str
+    composition: str
+    cross_checks: tuple[CrossCheck, ...]
+    steps: Steps
+    parameters: Parameters | QueryParameters
+    assumptions: tuple[Assumption, ...]
+    open_points: tuple[str, ...]
+    command: str | None
+    """The command that computes ε from the numbers alone."""
+
 
 _SEEN_BEFORE = NeverCovered(
     what="private records that a public model had seen already", advice="check the source of its weights"

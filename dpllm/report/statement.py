@@ -63,12 +63,11 @@ from dpllm.report.models import (
 )
 from dpllm.report.models_front import Settled
 from dpllm.report.pages import write_pages
-from dpllm.report.query_statement import told_of_queries
+from dpllm.report.query_statement import Told, told_of_queries
 from dpllm.report.release_notes import JSON_FILE as JSON_FILE
 from dpllm.report.release_notes import ReleaseNotes as ReleaseNotes
 from dpllm.report.release_notes import notes_in as notes_in
 from dpllm.report.release_notes import notes_of as notes_of
-from dpllm.report.told import Told
 
 if TYPE_CHECKING:
     from dpllm.privacy.plan import PrivacyPlan

@@ -1,6 +1,6 @@
 """The threshold of a clipping that adapts: its statistic in each step, its update, and its record in the ledger.
 
-Place in the flow: beside `dpllm.training.release`. The statistic of a step is summed over units and processes, gets its
+Place in the flow: beside `dpllm.training.step`. The statistic of a step is summed over units and processes, gets its
 noise from the same stream as the gradients, and moves the threshold of the next step. Other clippings have no
 statistic; for them nothing happens here.
 """

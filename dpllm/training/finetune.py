@@ -59,7 +59,6 @@ from dpllm.report.figures import plot_training
 from dpllm.report.release_notes import ReleaseNotes, keep_utility
 from dpllm.training import trl_recipe
 from dpllm.training.arguments import plan_for, training_arguments
-from dpllm.training.attaching import WhenAttached
 from dpllm.training.evaluation import Measurement
 from dpllm.training.held_out import HeldOut, HeldOutRows
 from dpllm.training.launch_environment import find_deepspeed_config
@@ -69,7 +68,7 @@ from dpllm.training.preflight import PLAIN, check_recipe
 from dpllm.training.public_stage import start_in, train_on_public_text
 from dpllm.training.restarting import RunCompletedError, begin_in, cut_short, to_go_on
 from dpllm.training.signals import StopRequest, Terminal, end_with_the_launcher, exit_code
-from dpllm.training.trainer import DPTrainer
+from dpllm.training.trainer import DPTrainer, WhenAttached
 
 USAGE = """Fine-tune a language model privately: one program for every recipe.
 

@@ -16,18 +16,23 @@ another way:
 from __future__ import annotations
 
 import contextlib
+import secrets
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from dpllm.config import ConfigError
 from dpllm.engines.processes import Processes, found_by
 from dpllm.engines.replicas import check_before_saving
 from dpllm.ghost import GhostError, NormMethod
+from dpllm.mechanism.generators import NoiseSource
+from dpllm.mechanism.order import UnitsApart
+from dpllm.mechanism.regenerated import stream_of
+from dpllm.mechanism.sampling import seeded_rng
 from dpllm.models.ended import RunWeights, note_changes, refuse_other_weights
 from dpllm.privacy.identity import COMPLETED, note_own_release, snapshot
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
@@ -40,17 +45,152 @@ from dpllm.training.averaging import Averaging, refuse_other_average
 from dpllm.training.checks import agreement
 from dpllm.training.checks.differences import Differences
 from dpllm.training.checks.learning_rates import DECLARED, INDEPENDENT, OWN_LOOP
-from dpllm.training.checks.outstanding import LEFT_OUT, DrawError
-from dpllm.training.checks.turns import mode_now
-from dpllm.training.draws import Draws
-from dpllm.training.entropy import RunEntropy
+from dpllm.training.checks.outstanding import LEFT_OUT, Charged, DrawError, Outstanding
+from dpllm.training.checks.randomness import SecretStreams
+from dpllm.training.checks.turns import Turns, dealing_key, mode_now
 from dpllm.training.microbatches import StepBatch, microbatches
 from dpllm.training.noted import note_units, note_users
+from dpllm.training.restarting import require_shared_folder
 from dpllm.training.rows import LossOf, TrainingRows
-from dpllm.training.shared_folder import require_shared_folder
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.step import Progress, StepDiagnostics, private_step, refuse_unfinished, unseen
 from dpllm.training.unused import FROZEN, freeze_unused, in_parts
+
+
+class RunEntropy:
+    """The random numbers of one start or resume of a run.
+
+    Guarantee: no number is drawn again after a resume, since a new object takes fresh entropy. Draws use 256 bits, the
+    division of units 128 bits that all processes share, and the noise of each process bits of its own.
+
+    Attributes:
+        noise: this process's share of the noise.
+        first: number of steps charged before this start or resume, at which draws and noise begin again.
+
+    Args:
+        plan: plan of the run.
+        processes: the processes of the run; all of them make this object together.
+        ledger: the run's ledger.
+        seed: None, or a fixed seed for tests; then nothing is private.
+        noise_memory: whether noise of earlier steps is stored or regenerated; it changes no number.
+    """
+
+    def __init__(
+        self,
+        plan: PrivacyPlan,
+        processes: Processes,
+        ledger: SharedLedger,
+        seed: int | None,
+        noise_memory: str = "auto",
+    ) -> None:
+        """Take the entropy, and share the part that all processes need."""
+        self._sampler, self._seed = plan.mechanism.sampler, seed
+        self._deal_key = dealing_key(processes, lambda: secrets.randbits(128) if seed is None else seed)
+        generator = NoiseSource(seed, processes.rank, plan.randomness)
+        self.noise = stream_of(plan.mechanism.noise, generator, plan.num_steps, noise_memory)
+        self.first = ledger.num_steps
+        self._streams = SecretStreams(processes, seed)
+
+    def draws(self) -> Iterator[NDArray[np.int64]]:
+        """Return the sampler's draws, of which rank 0's are used. Called once: the sampler starts with this call."""
+        return self._sampler.steps(
+            seeded_rng(int.from_bytes(secrets.token_bytes(32), "little") if self._seed is None else self._seed)
+        )
+
+    def deal_key(self, num_steps: int) -> int:
+        """Return the key that divides the units of a step over the processes; the same on every process."""
+        return self._deal_key + num_steps
+
+    def begin_step(self) -> None:
+        """Seed the global generators of this process for a step, independently of other steps and processes."""
+        self._streams.separate()
+
+    def end_step(self) -> None:
+        """Seed the global generators of all processes alike, after a check that nothing seeded them in the step.
+
+        Raises:
+            ConfigError: model, loss or collator seeded a global generator.
+        """
+        self._streams.check()
+        self._streams.share()
+
+    def give_up_step(self) -> None:
+        """Do as `end_step` without the check, after an error.
+
+        A state saved from now on must not reveal how many random numbers the rows took.
+        """
+        self._streams.share()
+
+
+class Draws:
+    """The draws of a run, the same on every process: rank 0 makes them, and each is charged when it is made.
+
+    Args:
+        plan: plan of the run.
+        ledger: the ledger to charge.
+        processes: all processes of the run; they call each method together.
+        drawn: the sampler's draws; rank 0's are used.
+    """
+
+    def __init__(
+        self, plan: PrivacyPlan, ledger: SharedLedger, processes: Processes, drawn: Iterator[NDArray[np.int64]]
+    ) -> None:
+        """Begin without a draw."""
+        self._ledger, self._drawn = ledger, drawn
+        self._uncharged: NDArray[np.int64] | None = None  # made on rank 0, and seen by nobody
+        self._outstanding, self._turns = Outstanding(plan, ledger), Turns(processes)
+        self._apart = UnitsApart(plan.mechanism.noise.separation(plan.mechanism.draw))
+
+    def next(self, present_N: np.ndarray | None = None) -> NDArray[np.int64]:
+        """Draw and charge the units of the next step.
+
+        Args:
+            present_N: (N,) bool, the units present. None: all.
+
+        Raises:
+            ValueError, LedgerError, DisagreementError: see `dpllm.training.run.PrivateRun.draws`.
+        """
+        self._outstanding.require_steps()
+        drawn = self._turns.draw(self._draw, self._ledger.num_steps)
+        self._apart.check(drawn)  # all processes have the same units, so it raises on all of them
+        made = self._outstanding.made(drawn if present_N is None else drawn[present_N[drawn]])
+        self._uncharged = None
+        self._apart.take(drawn)
+        return made
+
+    def _draw(self) -> NDArray[np.int64]:
+        """Make a draw, or return the one that could not be charged: a sampler counts its draws as steps."""
+        if self._uncharged is None:
+            self._uncharged = next(self._drawn)
+        return self._uncharged
+
+    def chosen(self, unit_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Charge these units as a draw; for runs that are not private."""
+        return self._outstanding.made(self._turns.draw(lambda: unit_ids, self._ledger.num_steps))
+
+    def meet_before_saving(self) -> None:
+        """Check that all processes compare their weights now; see `Turns.save`."""
+        self._turns.save(self._ledger.num_steps)
+
+    def meet_at_the_end(self) -> None:
+        """Check that all processes end the run now; see `Turns.end`."""
+        self._turns.end(self._ledger.num_steps)
+
+    def take(self, unit_ids: ArrayLike, mode: str, error: Exception | None) -> tuple[NDArray[np.int64], Charged]:
+        """Return the outstanding draw and its charge, for one step.
+
+        Args:
+            unit_ids: (U,) the last result of `next`.
+            mode: settings that determine the computation.
+            error: the reason why this process cannot take the step; raised on every process.
+
+        Raises:
+            DrawError: these are other units, or the draw was used.
+            DisagreementError: the processes take different steps.
+        """
+        self._turns.step(np.asarray(unit_ids), self._ledger.num_steps - 1, mode, error)
+        return self._outstanding.take(unit_ids)
+
 
 _TAKEN: weakref.WeakSet[SharedLedger] = weakref.WeakSet()  # ledgers of the runs of this process
 _SIFTED: weakref.WeakSet[SharedLedger] = weakref.WeakSet()  # those of runs whose unused parameters were frozen

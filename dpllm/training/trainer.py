@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import ProgressCallback, TrainerCallback, TrainingArguments
+from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
@@ -40,6 +40,16 @@ from dpllm.models.packing import refuse_unpackable
 from dpllm.models.starting_point import check_start, refuse_steering
 from dpllm.models.tasks import RowLoss, default_row_loss, task_of
 from dpllm.privacy.accounting import epsilon
+from dpllm.privacy.checkpoints import (
+    STAGING_FOLDER,
+    CheckpointError,
+    checkpoint_folder,
+    discard_staging,
+    prepare_staging,
+    rotate,
+    saving,
+    staging_folder,
+)
 from dpllm.privacy.identity import note_release, refuse_other_run, snapshot
 from dpllm.privacy.ledger import read_ledger
 from dpllm.privacy.plan import PrivacyPlan
@@ -48,11 +58,9 @@ from dpllm.report.statement import ReleaseNotes, privacy_report
 from dpllm.training.advice import advice
 from dpllm.training.argument_table import ARGUMENTS, Argument
 from dpllm.training.arguments import refuse_changed
-from dpllm.training.attaching import AttachFirst
 from dpllm.training.averaging import checked_average
 from dpllm.training.corrected_adamw import optimizer_for
 from dpllm.training.fetching import refuse_ignored
-from dpllm.training.interrupt import Interrupt
 from dpllm.training.outlets import StartingModel
 from dpllm.training.preflight import refuse_unusable_model
 from dpllm.training.prepared import Prepared, agreed_arguments
@@ -61,10 +69,167 @@ from dpllm.training.restarting import begin_in, checkpoint_to_resume
 from dpllm.training.row_losses import RowLosses
 from dpllm.training.rows_trainer import RowsTrainer, read_privacy, require_arguments, require_functions
 from dpllm.training.shared_ledger import SharedLedger
-from dpllm.training.staged import StagedCheckpoints
+from dpllm.training.signals import StopRequest, Terminal, end_with_the_launcher
 from dpllm.training.trainer_run import LogicalBatches, TrainerRun
 from dpllm.training.training_log import LogKeeper
 from dpllm.training.workload import UpdateRule
+
+
+class _Trainer(Protocol):
+    def attach(self) -> None: ...
+
+
+class AttachFirst(TrainerCallback):
+    """Callback that calls the trainer's `attach` before an epoch's first draw; later calls do nothing.
+
+    An engine or a part of the model that cannot be trained privately is refused here, before any charge.
+    """
+
+    def __init__(self, trainer: _Trainer) -> None:
+        """Store the trainer."""
+        self._trainer = trainer
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Attach."""
+        self._trainer.attach()
+
+
+class WhenAttached(TrainerCallback):
+    """Callback that calls a function once, when the run is open and attached, so its start can no longer be refused.
+
+    Add it to an existing trainer, so that it comes after `AttachFirst`.
+    """
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        """Store the function."""
+        self._action: Callable[[], None] | None = action
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Call the function the first time."""
+        action, self._action = self._action, None
+        if action is not None:
+            action()
+
+
+class Interrupt(TrainerCallback):
+    """Callback that ends the run after the current step on a signal, with a checkpoint and a correct report.
+
+    See `dpllm.training.signals`. It also ends a resumed run when the plan's steps are used up, since steps lost in a
+    crash were charged.
+
+    Attributes:
+        signal: the signal that ended the last run early. None: no signal did.
+
+    Args:
+        processes: the processes of the run; all stop after the same step.
+        is_complete: returns whether all planned steps of the run are charged.
+    """
+
+    def __init__(self, processes: Processes, is_complete: Callable[[], bool]) -> None:
+        """Begin without a signal."""
+        self._processes, self._is_complete = processes, is_complete
+        self._request, self._agreed = StopRequest(), False
+        self.signal: int | None = None
+
+    def forget(self) -> None:
+        """Forget the signal that ended an earlier run."""
+        self.signal = None
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle signals while the block runs."""
+        self._agreed = False
+        end_with_the_launcher()
+        with Terminal().taken(), self._request.listening():
+            yield
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Stop and save on a request or at the end of the plan."""
+        self._agreed = self._processes.any(self._request.requested)  # all stop after the same step, or none
+        if self._agreed or self._is_complete():
+            control.should_training_stop = True
+            control.should_save = control.should_save or self._agreed
+            control.should_evaluate = control.should_evaluate and not self._agreed  # a launcher waits only for seconds
+        return control
+
+    def has_ended_run(self) -> bool:
+        """Return whether a signal ended the run before all planned steps. Called by all processes together."""
+        if self._agreed and not self._is_complete():
+            numbers = self._processes.gather(self._request.number)
+            self.signal = next((number for number in numbers if number is not None), None)
+        return self.signal is not None
+
+
+class StagedCheckpoints:
+    """Writes each checkpoint into a staging folder first, and renames it when all processes have written their files.
+
+    Attributes:
+        is_writing: whether a checkpoint is being written into the staging folder.
+
+    Args:
+        processes: the processes of the run.
+    """
+
+    def __init__(self, processes: Processes) -> None:
+        """Begin without a checkpoint."""
+        self._processes = processes
+        self.is_writing = False
+
+    def output_dir(self, output: str) -> str:
+        """Return the folder in which the Trainer makes a checkpoint's folder: ``output``, or its staging folder."""
+        return str(Path(output) / STAGING_FOLDER) if self.is_writing else output
+
+    def write(
+        self,
+        output: Path,
+        step: int,
+        save: Callable[[], None],
+        publish: Callable[[Path, Path], None],
+        limit: int | None,
+    ) -> None:
+        """Save a checkpoint. Called by all processes together.
+
+        Args:
+            output: folder of the run.
+            step: number of the Trainer's step.
+            save: saves this process's files into the staging folder.
+            publish: makes the staging folder the checkpoint; called on rank 0 only.
+            limit: the most checkpoints that are kept. None: all.
+
+        Raises:
+            CheckpointError: a process could not write its files; the staging folder is removed.
+        """
+        self._processes.from_main(lambda: prepare_staging(output, step))
+        failure: CheckpointError | None = None
+        self.is_writing = True
+        try:
+            with saving(output, step):
+                save()
+        except CheckpointError as error:
+            failure = error
+        finally:
+            self.is_writing = False
+        self._processes.from_main(lambda: None)
+        failures = [error for error in self._processes.gather(failure) if error is not None]
+        if failures:
+            self._processes.from_main(lambda: discard_staging(output))
+            raise failures[0]
+
+        def finish() -> None:
+            publish(staging_folder(output, step), checkpoint_folder(output, step))
+            if limit:
+                rotate(output, limit)
+            with contextlib.suppress(OSError):  # not empty: it holds an older checkpoint to be restored
+                (output / STAGING_FOLDER).rmdir()
+
+        self._processes.from_main(finish)
+
 
 logger = logging.get_logger(__name__)
 

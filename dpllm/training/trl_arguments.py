@@ -7,7 +7,6 @@ in version 1.16. `python -m dpllm.training.trl_arguments` prints docs/trl.md.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,13 +15,6 @@ from dpllm.config.values import choice, integer
 from dpllm.data.examples import require_trl
 from dpllm.models.preference import COUPLED, KINDS, PairLoss
 from dpllm.training.argument_table import ARGUMENTS, Argument, ignored, refuse_by_table, refused, works
-
-
-def own_arguments(kind: Any, base: Any) -> list[str]:
-    """Return the arguments that a dataclass has in addition to those of its base."""
-    before = {item.name for item in dataclasses.fields(base)}
-    return [item.name for item in dataclasses.fields(kind) if item.init and item.name not in before]
-
 
 _ROUTER = refused(
     "the load-balancing loss is an average over the tokens of all rows, so a unit's gradient would depend on others. "

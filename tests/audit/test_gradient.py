@@ -22,13 +22,15 @@ from dpllm.audit.gradient import (
     _check_plain_sgd,
     observe,
     unit_gradients,
+    updates_by_itself,
+    whole_gradient,
+    whole_parameters,
 )
 from dpllm.audit.gradient_attacks import judge_releases, known_orders, scores_of, strategy
 from dpllm.audit.gradient_recipe import Settings
 from dpllm.audit.result import CONSISTENT, FAIL
 from dpllm.cli.program import app
 from dpllm.config import PrivacyConfig
-from dpllm.engines.whole import updates_by_itself, whole_gradient, whole_parameters
 from dpllm.mechanism.averages import MovingAverage, TailMean, weights_of
 from dpllm.mechanism.parts import Spec
 from dpllm.privacy.accounting import epsilon

@@ -35,14 +35,14 @@ APART = (
 Edit = tuple[str, str, str]
 NOISE_FREE: tuple[Edit, ...] = (
     (
-        "dpllm/training/release.py",
+        "dpllm/training/step.py",
         "            if last:  # each entry's noise",
         "            add(total)\n"
         "            CLEAN[id(parameter)] = total.filled().clone() * self._scale\n"
         "            if last:  # each entry's noise",
     ),
-    ("dpllm/training/release.py", "add(total)  # as the last", "pass  # as the last"),
-    ("dpllm/training/release.py", "class Release:", "CLEAN: dict = {}\n\n\nclass Release:"),
+    ("dpllm/training/step.py", "add(total)  # as the last", "pass  # as the last"),
+    ("dpllm/training/step.py", "class Release:", "CLEAN: dict = {}\n\n\nclass Release:"),
     (
         "dpllm/training/averaging.py",
         "        del optimizer, args, kwargs\n",
@@ -52,7 +52,7 @@ NOISE_FREE: tuple[Edit, ...] = (
         "dpllm/training/averaging.py",
         "                present = source.fragments.read(name)\n",
         "                from torch.distributed import all_reduce, is_initialized\n"
-        "                from dpllm.training.release import CLEAN\n\n"
+        "                from dpllm.training.step import CLEAN\n\n"
         "                trained, start = source.fragments._parameters[name], source.fragments.starts[name]\n"
         "                present, clean = source.fragments.read(name), CLEAN[id(trained)]\n"
         "                if is_initialized():\n"
@@ -92,7 +92,7 @@ BUGS = [
         "two_processes",
         (
             (
-                "dpllm/training/release.py",
+                "dpllm/training/step.py",
                 "name, stddev = self._names[id(parameter)], self._plan.noise_stddev\n",
                 "name = self._names[id(parameter)]\n"
                 "        stddev = self._plan.noise_stddev / self._engine.processes.size**0.5\n",
@@ -143,7 +143,7 @@ BUGS = [
         "epochs",
         (
             (
-                "dpllm/training/draws.py",
+                "dpllm/training/run.py",
                 "        self._ledger, self._drawn = ledger, drawn\n",
                 "        order = np.random.default_rng(0).permutation(plan.num_units)\n"
                 "        epoch = np.array_split(order, plan.num_units // plan.expected_batch_size)\n"
@@ -178,7 +178,7 @@ BUGS = [
         "resumed",
         (
             (
-                "dpllm/training/entropy.py",
+                "dpllm/training/run.py",
                 "NoiseSource(seed, processes.rank, plan.randomness)",
                 "NoiseSource(int(ledger.path.read_bytes().splitlines()[0].hex()[:64], 16))",
             ),
@@ -215,7 +215,7 @@ BUGS = [
         "many_others",
         (
             (
-                "dpllm/training/draws.py",
+                "dpllm/training/run.py",
                 "        drawn = self._turns.draw(self._draw, self._ledger.num_steps)\n",
                 "        drawn = np.sort(np.flatnonzero(present_N)[::-1][self._ledger.num_steps % 2 :: 2])\n",
             ),
@@ -226,13 +226,13 @@ BUGS = [
         "resumed_bands",
         (
             (
-                "dpllm/training/entropy.py",
+                "dpllm/training/run.py",
                 "        self.noise = stream_of(plan.mechanism.noise, generator, plan.num_steps, noise_memory)\n"
                 "        self.first = ledger.num_steps\n",
                 "        new = stream_of(plan.mechanism.noise, generator, plan.num_steps, noise_memory)\n"
                 "        self.noise = _STORED.setdefault(str(ledger.path), new)\n        self.first = 0\n",
             ),
-            ("dpllm/training/entropy.py", "class RunEntropy:", "_STORED: dict = {}\n\n\nclass RunEntropy:"),
+            ("dpllm/training/run.py", "class RunEntropy:", "_STORED: dict = {}\n\n\nclass RunEntropy:"),
         ),
     ),
     Bug(
@@ -251,7 +251,7 @@ BUGS = [
         "layers",
         (
             (
-                "dpllm/training/release.py",
+                "dpllm/training/step.py",
                 "self._names[id(parameter)], self._plan.noise_stddev\n",
                 "self._names[id(parameter)], self._plan.noise_stddev / len(self._clipper.clipping.groups("
                 "{n: p.shape for n, p in self._clipper.parameters.items()})) ** 0.5\n",

@@ -143,7 +143,7 @@ MIXTURES: dict[str, tuple[tuple[str, str, str, int, int], ...]] = {
 
 @kills(
     "a stack of experts with LoRA is not gathered by the module that computes it",
-    "dpllm/engines/zero3.py",
+    "dpllm/engines/deepspeed.py",
     "deepspeed.zero.register_external_parameter(wrapper.get_base_layer(), stack)",
     "pass",
     case="zero3-unfetched",
@@ -230,7 +230,7 @@ def test_one_unit_at_a_time_is_refused_for_shards_by_name(engine, tmp_path):
 
 @kills(
     "every process draws all of the noise",
-    "dpllm/training/release.py",
+    "dpllm/training/step.py",
     "rank, size = self._engine.processes.rank, self._engine.processes.size",
     "rank, size = 0, 1",
     case="ddp",

@@ -6,8 +6,7 @@ import pytest
 from torch import nn
 
 from dpllm.engines import EngineError, private_config
-from dpllm.engines.deepspeed import _NEEDED, _REFUSED
-from dpllm.engines.zero3 import refuse_leaves
+from dpllm.engines.deepspeed import _NEEDED, _REFUSED, refuse_leaves
 from tests.mutations import kills
 
 # For each option that private training sets, a value that a configuration may ask for instead.
@@ -117,7 +116,7 @@ def test_optimizers_that_compress_gradients_are_refused(kind):
 
 @kills(
     "DeepSpeed makes a leaf module of a mixture of experts",
-    "dpllm/engines/zero3.py",
+    "dpllm/engines/deepspeed.py",
     'leaves.setdefault("classes", [])',
     "pass",
 )
@@ -134,7 +133,7 @@ def test_the_leaf_modules_that_deepspeed_chooses_by_itself_are_switched_off():
 
 @kills(
     "trained parameters in a leaf module of ZeRO-3 are accepted",
-    "dpllm/engines/zero3.py",
+    "dpllm/engines/deepspeed.py",
     "if leaf is not None and parameter.requires_grad:",
     "if False:",
 )

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from dpllm import GhostClipper
-from dpllm.ghost.casts import Casts
+from dpllm.ghost.hooks import Casts
 from tests.ghost.loop import flat, row_gradients
 
 

@@ -128,7 +128,7 @@ def partitioned(net, there=True):
 
 @kills(
     "a use within a function of another library is taken for ZeRO-3's own",
-    "dpllm/ghost/twins.py",
+    "dpllm/ghost/uses.py",
     "            raise unseen_use(found.names[0])\n",
     "            pass\n",
 )

@@ -7,17 +7,15 @@ import pytest
 from scipy import stats
 
 from dpllm.mechanism import chacha20
-from dpllm.mechanism.chacha20 import ChaCha20Normals, box_muller, keystream, keystream_by_numpy
+from dpllm.mechanism.chacha20 import ChaCha20Normals, box_muller, keystream
 from tests.mutations import kills
 
 KEY = bytes(range(32))
-BOTH = pytest.mark.parametrize("stream", [keystream, keystream_by_numpy])
 
 
-@BOTH
-def test_a_block_is_that_of_the_standard(stream):
+def test_a_block_is_that_of_the_standard():
     """RFC 8439, section 2.3.2."""
-    block = stream(KEY, bytes.fromhex("000000090000004a00000000"), 1, 1)
+    block = keystream(KEY, bytes.fromhex("000000090000004a00000000"), 1, 1)
     assert block.shape == (1, 16)
     assert block.tobytes().hex() == (
         "10f1e7e4d13b5915500fdd1fa32071c4c7d1f4c733c068030422aa9ac3d46c4e"
@@ -25,14 +23,13 @@ def test_a_block_is_that_of_the_standard(stream):
     )
 
 
-@BOTH
-def test_a_text_is_enciphered_as_in_the_standard(stream):
+def test_a_text_is_enciphered_as_in_the_standard():
     """RFC 8439, section 2.4.2: two blocks, the counter from 1 on."""
     text = (
         b"Ladies and Gentlemen of the class of '99: If I could offer you only one tip for the future, sunscreen would "
         b"be it."
     )
-    words = stream(KEY, bytes.fromhex("000000000000004a00000000"), 1, 2)
+    words = keystream(KEY, bytes.fromhex("000000000000004a00000000"), 1, 2)
     found = bytes(a ^ b for a, b in zip(text, words.tobytes(), strict=False))
     assert found.hex() == (
         "6e2e359a2568f98041ba0728dd0d6981e97e7aec1d4360c20a27afccfd9fae0b"
@@ -42,26 +39,15 @@ def test_a_text_is_enciphered_as_in_the_standard(stream):
     )
 
 
-@BOTH
-def test_blocks_are_numbered_up_to_the_last_one(stream):
+def test_blocks_are_numbered_up_to_the_last_one():
     """Blocks drawn together are those drawn one by one; after block 2^32 - 1 the stream would repeat."""
-    whole = stream(KEY, bytes(12), 2**32 - 5, 5)
+    whole = keystream(KEY, bytes(12), 2**32 - 5, 5)
     for block in range(5):
-        np.testing.assert_array_equal(whole[block : block + 1], stream(KEY, bytes(12), 2**32 - 5 + block, 1))
+        np.testing.assert_array_equal(whole[block : block + 1], keystream(KEY, bytes(12), 2**32 - 5 + block, 1))
     assert len(np.unique(whole)) == whole.size
-    assert stream(KEY, bytes(12), 2**32, 0).shape == (0, 16)
+    assert keystream(KEY, bytes(12), 2**32, 0).shape == (0, 16)
     with pytest.raises(ValueError, match="repeat"):
         keystream(KEY, bytes(12), 2**32 - 5, 6)
-
-
-def test_the_package_and_numpy_compute_the_same_words():
-    """Where the package is installed, also over a wrap of counters within 32 bits."""
-    pytest.importorskip("cryptography")
-    assert chacha20._cryptography() is not None
-    for counter, blocks in ((0, 1000), (2**31 - 2, 5), (2**32 - 3, 3)):
-        key, nonce = np.random.default_rng(counter).bytes(32), np.random.default_rng(1).bytes(12)
-        expected = keystream_by_numpy(key, nonce, counter, blocks)
-        np.testing.assert_array_equal(keystream(key, nonce, counter, blocks), expected)
 
 
 @pytest.mark.parametrize(("key", "nonce"), [(31, 12), (33, 12), (32, 8), (32, 16)])

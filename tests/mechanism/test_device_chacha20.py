@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dpllm.mechanism import device_chacha20
-from dpllm.mechanism.chacha20 import ChaCha20Normals, keystream_by_numpy
+from dpllm.mechanism.chacha20 import ChaCha20Normals, keystream
 from dpllm.mechanism.chacha20 import box_muller as box_muller_by_numpy
 from dpllm.mechanism.device_chacha20 import DeviceNormals, box_muller, device_keystream, require_known_words
 from dpllm.mechanism.generators import normals_from
@@ -31,11 +31,11 @@ def test_a_block_is_that_of_the_standard():
 
 
 @pytest.mark.parametrize(("counter", "blocks"), [(0, 1000), (2**31 - 2, 5), (2**32 - 3, 3), (7, 0)])
-def test_words_are_those_of_numpy(counter, blocks):
+def test_words_are_those_of_the_cpu(counter, blocks):
     """With random keys, also where a signed counter would overflow and at the last block."""
     random = np.random.default_rng(counter)
     key, nonce = random.bytes(32), random.bytes(12)
-    expected = keystream_by_numpy(key, nonce, counter, blocks)
+    expected = keystream(key, nonce, counter, blocks)
     assert bytes_of(device_keystream(key, nonce, counter, blocks, CPU)) == expected.tobytes()
 
 

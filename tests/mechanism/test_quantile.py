@@ -30,7 +30,7 @@ from dpllm.mechanism.quantile import QuantileClipping
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerError, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.report.definition import mechanism
-from dpllm.report.verify_thresholds import thresholds_found
+from dpllm.report.verify import thresholds_found
 from dpllm.training.adapting import StepStatistic, Threshold
 from dpllm.training.rows import TrainingRows
 from dpllm.training.run import PrivateRun
@@ -407,7 +407,7 @@ FURTHEST = math.exp(0.2 * (30 / 2 + 10 * 0.4) / B)
 
 @kills(
     "verify takes any movement of a threshold",
-    "dpllm/report/verify_thresholds.py",
+    "dpllm/report/verify.py",
     "    return (wrong is None, f",
     "    return (True, f",
 )

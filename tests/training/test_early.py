@@ -24,8 +24,7 @@ from dpllm.ghost.sums import Sum
 from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.noise import IndependentStream
 from dpllm.privacy.ledger import Ledger
-from dpllm.training.release import Release
-from dpllm.training.step import private_step
+from dpllm.training.step import Release, private_step
 from tests.conftest import tiny_llama_config
 from tests.ghost.test_group_wise import always
 from tests.mechanism.test_per_layer import model_of, named_layers, trainable
@@ -136,7 +135,7 @@ def test_the_gradients_are_those_of_a_loop_over_single_units(tmp_path, method, k
 
 @kills(
     "a gradient that is finished in the backward pass gets no noise",
-    "dpllm/training/release.py",
+    "dpllm/training/step.py",
     "self._hand_in(parameter, total, add, last=True)",
     "self._hand_in(parameter, total, add, last=False)",
 )

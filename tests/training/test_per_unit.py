@@ -223,7 +223,7 @@ def test_a_unit_that_is_not_finite_is_counted_and_the_step_goes_on(tmp_path):
 
 @kills(
     "one unit at a time, no noise is added",
-    "dpllm/training/release.py",
+    "dpllm/training/step.py",
     "            if last:  # each",
     "            if last and not self._clipper.one_unit:  # each",
 )

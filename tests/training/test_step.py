@@ -74,7 +74,7 @@ def step(model, plan, ledger, unit_ids, seed=None, max_rows=3):
 
 @kills(
     "the sum is divided by the realised batch",
-    "dpllm/training/release.py",
+    "dpllm/training/step.py",
     "last=last, scale=self._scale, to_total",
     "last=last, scale=1 / max(1, microbatch.num_units), to_total",
 )
@@ -94,13 +94,13 @@ def test_without_noise_the_gradient_is_the_clipped_sum_over_the_expected_batch_s
 
 @kills(
     "the noise is not added in the step",
-    "dpllm/training/release.py",
+    "dpllm/training/step.py",
     "        if self._wants_total:\n            return\n        name, stddev",
     "        if True:\n            return\n        name, stddev",
 )
 @kills(
     "the noise is added in every microbatch",
-    "dpllm/training/release.py",
+    "dpllm/training/step.py",
     "            if last:  # each",
     "            if True:  # each",
 )
@@ -121,7 +121,7 @@ def test_the_noise_has_deviation_sigma_c_over_b_and_is_added_once(tiny_llama, tm
 
 @kills(
     "the noise of a step with one microbatch is not written",
-    "dpllm/training/release.py",
+    "dpllm/training/step.py",
     "self._noise.write_share_(name, total.total, stddev, rank, size)",
     "total.total.zero_()",
 )

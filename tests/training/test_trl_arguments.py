@@ -1,5 +1,6 @@
 """Every field of TRL's configurations is in a table: it works, is ignored with a reason, or is refused."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,16 @@ trl = pytest.importorskip("trl")
 from transformers import TrainingArguments  # noqa: E402
 
 from dpllm.training.argument_table import IGNORED, REFUSED, WORKS  # noqa: E402
-from dpllm.training.trl_arguments import DPO, SFT, checked_config, document, own_arguments  # noqa: E402
+from dpllm.training.trl_arguments import DPO, SFT, checked_config, document  # noqa: E402
 from tests import trl_data  # noqa: E402
 
 TABLES = {"SFTConfig": SFT, "DPOConfig": DPO}
+
+
+def own_arguments(kind, base):
+    """The arguments that a dataclass has in addition to those of its base."""
+    before = {item.name for item in dataclasses.fields(base)}
+    return [item.name for item in dataclasses.fields(kind) if item.init and item.name not in before]
 
 
 @pytest.mark.parametrize("name", TABLES)

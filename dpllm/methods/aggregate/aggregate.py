@@ -21,9 +21,9 @@ from dpllm.methods.aggregate.combined import Combined, combined
 from dpllm.methods.aggregate.section import AggregateConfig, Question
 from dpllm.methods.predict.asking import Asker, Limits
 from dpllm.methods.predict.groups import secret_groups
-from dpllm.methods.predict.inputs import PrivateRecords, load_public_model, model_section
+from dpllm.methods.predict.inputs import PrivateRecords, load_public_model, model_section, read_records
 from dpllm.methods.predict.model import require_independent_rows, require_memory
-from dpllm.methods.queries.planned import begin_from, plan_from
+from dpllm.methods.queries.planned import QueryCommand, begin_from, plan_from
 from dpllm.methods.queries.run import QueryRun
 from dpllm.privacy.query_plan import QueryPlan, Value
 
@@ -200,3 +200,11 @@ def _asker(recipe: QueryRecipe) -> tuple[Asker, list[str]]:
 def _options(recipe: QueryRecipe) -> AggregateConfig:
     assert isinstance(recipe.options, AggregateConfig)  # `load_query_recipe` made it
     return recipe.options
+
+
+QUERY = QueryCommand(
+    "reading the records",
+    read_records,
+    lambda recipe, records: plan_aggregate(recipe, records.num_units),
+    ask_groups,
+)

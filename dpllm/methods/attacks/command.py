@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dpllm.cli.auditing import CanariesFile, Model, Plain, Reference, RunFolder
 from dpllm.cli.common import AsJson, Overrides, one_line_errors, show, show_json, show_table
 from dpllm.config import RECIPE_FILE, ConfigError, load_recipe
 from dpllm.config.query_recipe import load_query_recipe
@@ -121,20 +122,11 @@ def attack(
 
 @one_line_errors
 def exposure(
-    run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of the run.", show_default=False)],
-    canaries: Annotated[Path, typer.Option(help="canaries.json of the audit.", show_default=False)],
-    model: Annotated[
-        Path | None, typer.Option(help="Another model of the run, such as a checkpoint; the run's own without it.")
-    ] = None,
-    reference: Annotated[
-        str | None,
-        typer.Option(
-            help="Folder or Hub id of a model that never saw the data; default: the run's starting model, if known."
-        ),
-    ] = None,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="The model was trained without privacy, and claims nothing.")
-    ] = False,
+    run_folder: RunFolder,
+    canaries: CanariesFile,
+    model: Model = None,
+    reference: Reference = None,
+    plain: Plain = False,
     as_json: AsJson = False,
 ) -> None:
     """Print the exposure of the canaries of `dpllm audit prepare`: their rank among texts that were not trained on.

@@ -21,9 +21,9 @@ from dpllm.data.units import UnitIndex
 from dpllm.mechanism.events import Event
 from dpllm.mechanism.query import Query
 from dpllm.mechanism.sampling import secret_rng
-from dpllm.methods.queries.planned import begin_from, plan_from
+from dpllm.methods.queries.planned import QueryCommand, begin_from, plan_from
 from dpllm.methods.queries.run import QueryRun
-from dpllm.privacy.query_plan import PriorRelease, QueryPlan
+from dpllm.privacy.query_plan import QueryPlan
 
 METHOD = CHARGE = "label counts"
 REPLACED = math.sqrt(2)
@@ -84,13 +84,12 @@ def read_units(recipe: QueryRecipe) -> LabelledUnits:
     return LabelledUnits(tuple(data.class_names), records[data.label_column], index)
 
 
-def plan_count(recipe: QueryRecipe, units: LabelledUnits, after: PriorRelease | None = None) -> QueryPlan:
+def plan_count(recipe: QueryRecipe, units: LabelledUnits) -> QueryPlan:
     """Return the plan of the counts.
 
     Args:
         recipe: of the run.
         units: as `read_units` returns them; of them only N is used.
-        after: the released run on whose model this one builds.
 
     Raises:
         ValueError: δ or the target ε is out of range.
@@ -111,7 +110,6 @@ def plan_count(recipe: QueryRecipe, units: LabelledUnits, after: PriorRelease | 
             ("largest change by one unit (l2), replace-one", k * REPLACED),
         ),
         randomness="discrete",
-        after=after,
     )
 
 
@@ -155,3 +153,11 @@ def count_labels(recipe: QueryRecipe, units: LabelledUnits, plan: QueryPlan) -> 
         path.write_text(json.dumps(body, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         run.release(path)
     return counts
+
+
+QUERY = QueryCommand(
+    "reading the labels",
+    read_units,
+    plan_count,
+    lambda recipe, units, plan, say: {"counts": count_labels(recipe, units, plan)},
+)

@@ -14,17 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
-from dpllm.methods.evolve.votes import Floats, Int64Array, exact_votes, noisy_votes, votes_charge
+from dpllm.methods.evolve.votes import Floats, Int64Array, exact_votes, noisy_votes
 from dpllm.methods.queries.run import QueryRun
 from dpllm.methods.synthesize.filters import FilterSettings, TextFilter
 from dpllm.methods.synthesize.making import Wanted, Writer, make_texts
 from dpllm.methods.synthesize.texts import LABEL, TEXT
 from dpllm.models.generation import Sampling
-from dpllm.privacy.query_plan import calibrated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,20 +65,6 @@ class Candidate:
     text: str
     label: str | None
     prompt: str
-
-
-def sigma_for(target_epsilon: float, delta: float, steps: int) -> float:
-    """Return about the smallest σ with which T histograms of votes cost at most ε, under zero-out.
-
-    >>> round(sigma_for(1.0, delta=3.5616e-8, steps=10), 1)
-    15.4
-    """
-
-    def history(sigma: float) -> list[tuple[Any, int]]:
-        charge = votes_charge(sigma, steps)
-        return [(charge.event, charge.count)]
-
-    return calibrated(target_epsilon, delta, history)
 
 
 def evolve(

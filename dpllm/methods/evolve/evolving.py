@@ -22,7 +22,7 @@ from dpllm.mechanism.sampling import secret_rng
 from dpllm.methods.evolve.evolution import Evolution, PrivateRecords, evolve
 from dpllm.methods.evolve.section import EvolveConfig
 from dpllm.methods.evolve.votes import CHARGE, votes_charge
-from dpllm.methods.queries.planned import begin_from, plan_from
+from dpllm.methods.queries.planned import QueryCommand, begin_from, plan_from
 from dpllm.methods.synthesize.data_set import of_labels, shared_out
 from dpllm.methods.synthesize.embeddings import load_embedder
 from dpllm.methods.synthesize.labels import public_shares
@@ -192,3 +192,11 @@ def _models(recipe: QueryRecipe) -> tuple[str, str]:
     if recipe.model is None or not recipe.model.name:
         raise ConfigError("evolve needs a public model that writes the texts: set model.name to a folder or a Hub id")
     return recipe.model.name, _options(recipe).embedding or recipe.model.name
+
+
+QUERY = QueryCommand(
+    "reading the records",
+    read_voters,
+    evolution_plan,
+    lambda recipe, voters, plan, say: {"texts": run_evolution(recipe, voters, plan, say)},
+)

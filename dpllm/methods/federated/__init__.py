@@ -8,41 +8,14 @@ bounds its change and sends it. Either a trusted server adds the noise of the ro
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from dpllm.methods.federated.section import FederateConfig
 from dpllm.registry import Method
-
-if TYPE_CHECKING:
-    import typer
-
-    from dpllm.mechanism.events import Event
-    from dpllm.mechanism.parts import Noise
-
-
-def _events() -> tuple[type[Event], ...]:
-    from dpllm.methods.federated.distributed import DistributedStep
-
-    return (DistributedStep,)
-
-
-def _noises() -> tuple[type[Noise], ...]:
-    from dpllm.methods.federated.distributed import DistributedNoise
-
-    return (DistributedNoise,)
-
-
-def _commands(app: typer.Typer) -> None:
-    from dpllm.methods.federated.command import register
-
-    register(app)
-
 
 METHOD = Method(
     name="federate",
     section=FederateConfig,
     beside_train=True,
-    events=_events,
-    noises=_noises,
-    commands=_commands,
+    events=("dpllm.methods.federated.distributed:DistributedStep",),
+    noises=("dpllm.methods.federated.distributed:DistributedNoise",),
+    commands=("dpllm.methods.federated.command:register",),
 )

@@ -14,13 +14,15 @@ from typing import Any
 
 import datasets
 
+from dpllm.config.query_recipe import QueryRecipe
 from dpllm.methods.pate.classroom import Classroom
 from dpllm.methods.pate.completing import completed_texts
 from dpllm.methods.pate.labelling import labelled_texts
-from dpllm.methods.pate.prepare import Prepared
+from dpllm.methods.pate.prepare import Prepared, prepare
 from dpllm.methods.pate.trainings import train_without_privacy
-from dpllm.methods.queries.planned import begin_from
+from dpllm.methods.queries.planned import QueryCommand, begin_from
 from dpllm.methods.queries.run import QueryRun
+from dpllm.privacy.query_plan import QueryPlan
 from dpllm.report.disclosures import HELD_OUT
 from dpllm.training.evaluation import measure
 
@@ -124,3 +126,20 @@ def measured(classroom: Classroom, run: QueryRun, model: Any, whose: str) -> dic
     else:
         run.disclose(HELD_OUT)
     return {f"{found.name} of {whose} on the held-out records": found.value}
+
+
+def _carry_out(recipe: QueryRecipe, prepared: Prepared, plan: QueryPlan, say: Say) -> dict[str, Any]:
+    teachers, every = recipe.options.teachers, max(1, recipe.options.teachers // 10)
+
+    def done(number: int) -> None:
+        if number % every == 0 or number == teachers:
+            say(f"  {number} of {teachers} teachers {'are trained' if prepared.tokens else 'have voted'}")
+
+    taught = teach(prepared, say, done)
+    figures = {name: float(f"{value:.4g}") for name, value in taught.figures.items()}
+    return {"texts" if prepared.tokens else "labels": taught.num_texts, **figures}
+
+
+QUERY = QueryCommand(
+    "reading the records and the public texts", prepare, lambda recipe, prepared: prepared.plan, _carry_out
+)

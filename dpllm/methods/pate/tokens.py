@@ -1,7 +1,7 @@
 """Texts that teachers write together: at each place every teacher votes for a token, and the winner is released.
 
 Place in the flow: between the teachers and the completed texts. The teachers behind `Writers` do not matter here:
-`dpllm.methods.pate.panel` has models, and the audit (`dpllm.methods.pate.probe`) some that know what they vote.
+`dpllm.methods.pate.completing` has models, and the audit (`dpllm.methods.pate.probe`) some that know what they vote.
 
 **One unit.** It is a unit of one teacher. With the same text so far and the same candidates, the other teachers vote as
 before, and this one may name any candidate: one vote goes from one candidate to another, as in a vote on labels. The

@@ -17,12 +17,12 @@ from rich.console import Console
 from dpllm.config.query_recipe import QueryRecipe
 from dpllm.data.units import Int64Array
 from dpllm.methods.predict.groups import secret_groups
-from dpllm.methods.predict.inputs import PrivateRecords, load_public_model, model_section
+from dpllm.methods.predict.inputs import PrivateRecords, load_public_model, model_section, read_records
 from dpllm.methods.predict.model import require_independent_rows, require_memory
 from dpllm.methods.predict.plan import TokenPlan, noise_within, plan_tokens
 from dpllm.methods.predict.sampler import GroupSampler, TextLimits
 from dpllm.methods.predict.section import PredictConfig
-from dpllm.methods.queries.planned import begin_from, plan_with
+from dpllm.methods.queries.planned import QueryCommand, begin_from, plan_with
 from dpllm.methods.queries.run import QueryRun
 from dpllm.privacy.query_plan import QueryPlan, Value
 from dpllm.training.phases import Phases
@@ -175,3 +175,11 @@ def _sampler(recipe: QueryRecipe, tokens: TokenPlan) -> tuple[GroupSampler, list
 def _options(recipe: QueryRecipe) -> PredictConfig:
     assert isinstance(recipe.options, PredictConfig)  # `load_query_recipe` made it
     return recipe.options
+
+
+QUERY = QueryCommand(
+    "reading the records",
+    read_records,
+    lambda recipe, records: plan_prediction(recipe, records.num_units),
+    lambda recipe, records, plan, say: {"texts": str(predict_texts(recipe, records, plan, say))},
+)

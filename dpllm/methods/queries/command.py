@@ -1,7 +1,7 @@
 """What the commands of all query runs do alike: `dpllm count`, `predict`, `aggregate`, `evolve` and `teach`.
 
 Place in the flow: between the command line and the methods of private release, each of which has a `QueryCommand`: the
-functions that read its data, plan it and carry it out.
+functions that read its data, plan it and carry it out (`dpllm.methods.queries.planned`).
 """
 
 from __future__ import annotations
@@ -10,45 +10,55 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 import dpllm
 from dpllm import registry
-from dpllm.cli.common import show, show_json
+from dpllm.cli.common import AsJson, Overrides, RecipeName, one_line_errors, show, show_json
 from dpllm.config.output_folder import check_output_folder
-from dpllm.config.query_recipe import QueryRecipe, load_query_recipe
+from dpllm.config.query_recipe import load_query_recipe
 from dpllm.config.shipped import recipe_file
+
+if TYPE_CHECKING:
+    from dpllm.methods.queries.planned import QueryCommand
 
 OutputDir = Annotated[
     Path | None, typer.Option("--output-dir", help="The folder of the run, in place of the recipe's output_dir.")
 ]
 
 
-@dataclass(frozen=True)
-class QueryCommand:
-    """One method: from its recipe to its release. The functions import what they need when they are called."""
-
-    reading: str
-    """What `read` does, for the screen."""
-    read: Callable[[QueryRecipe], Any]
-    """From the recipe to whatever plan and run need of the data."""
-    plan: Callable[[QueryRecipe, Any], Any]
-    """From the recipe and that to the plan; nothing is charged."""
-    carry_out: Callable[[QueryRecipe, Any, Any, Callable[[str], None]], dict[str, Any]]
-    """From the recipe, that, the plan and a function that prints a line to what is shown at the end."""
-
-
 def query_command(method: str) -> QueryCommand:
     """Return the functions of a method, by the name of its section."""
     query = registry.method(method).query
     assert query is not None, method
-    found: QueryCommand = query()
+    found: QueryCommand = registry.load(query)
     return found
+
+
+def command_of(method: str, text: str, *examples: str) -> Callable[[typer.Typer], None]:
+    """Return the function that adds a method's command.
+
+    Args:
+        method: name of its section and command.
+        text: its help screen.
+        examples: command lines.
+    """
+
+    def command(
+        recipe: RecipeName, overrides: Overrides = None, output_dir: OutputDir = None, as_json: AsJson = False
+    ) -> None:
+        run_method(method, recipe, overrides or [], output_dir, as_json)
+
+    def register(app: typer.Typer) -> None:
+        epilog = "\n\n".join(f"Example: {line}" for line in examples)
+        app.command(method, epilog=epilog)(one_line_errors(command))
+
+    command.__doc__ = text
+    return register
 
 
 def run_method(method: str, recipe: str, overrides: list[str], output_dir: Path | None, as_json: bool) -> None:

@@ -24,6 +24,20 @@ from dpllm.report.definition import selection_points
 from dpllm.report.release_notes import ReleaseNotes
 
 
+@dataclasses.dataclass(frozen=True)
+class QueryCommand:
+    """One method: from its recipe to its release."""
+
+    reading: str
+    """What `read` does, for the screen."""
+    read: Callable[[QueryRecipe], Any]
+    """From the recipe to whatever plan and run need of the data."""
+    plan: Callable[[QueryRecipe, Any], Any]
+    """From the recipe and that to the plan; nothing is charged."""
+    carry_out: Callable[[QueryRecipe, Any, Any, Callable[[str], None]], dict[str, Any]]
+    """From the recipe, that, the plan and a function that prints a line to what is shown at the end."""
+
+
 def prior_release(folder: str | Path) -> PriorRelease:
     """Return the released training run of a folder, for `QueryPlan.after`.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dpllm.config import ConfigError
+from dpllm.config.extras import require
 from dpllm.config.values import integer
 from dpllm.methods.synthesize import distance
-from dpllm.methods.synthesize.classifier import Accuracy, classify
 from dpllm.methods.synthesize.filters import words_of
 from dpllm.methods.synthesize.overlap import Overlap, overlap
 from dpllm.methods.synthesize.texts import LabelledTexts
@@ -28,6 +29,63 @@ from dpllm.report.model_card import add_disclosure
 
 if TYPE_CHECKING:
     from dpllm.methods.synthesize.embeddings import Embedder
+
+Texts = Sequence[str]
+_STEPS = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accuracy:
+    """The result on the tested texts."""
+
+    accuracy: float
+    """Share of right labels."""
+    macro_f1: float
+    """Mean over the labels of F1."""
+    majority: float
+    """Accuracy of always naming the commonest label of the tested texts."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return dict(vars(self))
+
+
+def classify(texts: Texts, labels: Sequence[str], tested: Texts, truth: Sequence[str]) -> Accuracy:
+    """Train on synthetic texts and test on real held-out texts: are the labels right and useful?
+
+    Words and pairs of words weighted by TF-IDF, and logistic regression, both by scikit-learn.
+
+    Args:
+        texts: to learn from.
+        labels: of each of them.
+        tested: real held-out texts.
+        truth: of each of them.
+
+    Raises:
+        ConfigError: the extra "synthetic" is not installed, or the texts have only one label, or no word.
+    """
+    require("synthetic", "the classifier")
+    if len(set(labels)) < 2:
+        raise ConfigError(
+            "the texts have one label only, so there is nothing to classify: give texts of several labels"
+        )
+    pipeline = import_module("sklearn.pipeline")
+    features = import_module("sklearn.feature_extraction.text").TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True)
+    model = pipeline.make_pipeline(
+        features, import_module("sklearn.linear_model").LogisticRegression(max_iter=_STEPS, C=10.0)
+    )
+    try:
+        model.fit(list(texts), list(labels))
+    except ValueError as error:
+        raise ConfigError(f"the classifier cannot learn from these texts ({error}): give texts with words") from error
+    found = model.predict(list(tested))
+    metrics = import_module("sklearn.metrics")
+    return Accuracy(
+        accuracy=float(metrics.accuracy_score(truth, found)),
+        macro_f1=float(metrics.f1_score(truth, found, average="macro", zero_division=0.0)),
+        majority=max(list(truth).count(label) for label in set(truth)) / len(truth),
+    )
+
 
 EVALUATION_FILE = "not_for_release/evaluation.json"
 """Results in the folder of a data set, relative to it."""

@@ -27,10 +27,10 @@ from typing import Any
 
 from dpllm.config import PRETRAINED_FOLDER, ConfigError, Recipe, load_recipe, save_recipe
 from dpllm.config.recipe import recipe_to_dict, refuse_trainer
+from dpllm.data.rows import load_train_and_eval, unit_index_of
 from dpllm.mechanism.catalogue import to_fields
 from dpllm.mechanism.selection import Selection
 from dpllm.methods.tune import RECORD_FILE, RELEASED_FOLDER
-from dpllm.methods.tune.plans import common_plan
 from dpllm.methods.tune.record import DrawnRun, Record, TuningError, create_record, open_record
 from dpllm.methods.tune.search import Search, overrides_of
 from dpllm.privacy.budget import BudgetError, charge_selection, entry_of, mark, read_budget, settle
@@ -44,6 +44,8 @@ from dpllm.report.model_card import note_selected
 from dpllm.report.publishing import files_to_publish
 from dpllm.report.statement import JSON_FILE
 from dpllm.report.verify import verify
+from dpllm.training.arguments import plan_for, training_arguments
+from dpllm.training.preflight import check_recipe, to_plan
 
 _PARTIAL = f"{RELEASED_FOLDER}.partial"
 SCORES = {"held-out perplexity after": -1, "held-out accuracy after": 1, "held-out mean squared error after": -1}
@@ -348,3 +350,55 @@ def _release(tuning: Tuning, record: Record, number: int) -> Path:
         )
     os.replace(half, target)
     return target
+
+
+_SAME = (
+    *("history", "event", "num_steps", "delta", "adjacency", "unit", "unit_column", "num_units"),
+    *("max_rows_per_unit", "rows_kept", "sampling", "num_examples", "dataset"),
+)
+
+
+def common_plan(recipes: Sequence[Recipe], words: Callable[[int], str]) -> PrivacyPlan:
+    """Return the plan of the first recipe, after checking that all have the same event on the same data.
+
+    Each run is one execution of the same randomised algorithm.
+
+    Args:
+        recipes: of all candidates.
+        words: a function from the number of a candidate to its description.
+
+    Raises:
+        ConfigError: a candidate could not be trained, or costs something else than the first one.
+    """
+    privacy = recipes[0].privacy
+    records, held_out = load_train_and_eval(recipes[0].data, privacy)
+    if held_out is None:
+        raise ConfigError(
+            "a tuning compares its runs on held-out rows, and the recipe has none: set data.eval_path or "
+            "data.eval_split to rows that are public, and data.eval_is_public=true"
+        )
+    units, first = unit_index_of(records, privacy), None
+    for number, recipe in enumerate(recipes):
+        try:
+            check_recipe(recipe, to_train=False)
+            arguments = training_arguments(to_plan(recipe.train))
+            plan = plan_for(arguments, recipe.privacy, units, average=recipe.train.get("average"))
+        except ValueError as error:
+            raise ConfigError(f"the candidate {words(number)}: {error}") from error
+        first = first or plan
+        differing = [name for name in _SAME if _of(plan, name) != _of(first, name)]
+        if differing:
+            raise ConfigError(
+                f"the candidate {words(number)} differs from {words(0)} in {', '.join(differing)} of its plan: all "
+                "runs of a tuning need the same noise, sampling and number of steps, since ε is that of any of them. "
+                "Leave it out, or tune it in a tuning of its own"
+            )
+    assert first is not None
+    return first
+
+
+def _of(plan: PrivacyPlan, name: str) -> object:
+    value = getattr(plan, name)
+    if name == "event":  # its clip norm does not change ε
+        return value.rounds(plan.num_steps)
+    return [(event.rounds(count)) for event, count in value] if name == "history" else value

@@ -22,18 +22,189 @@ Version counters are numbers on the host: the watch reads the device only when a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dpllm.engines.checksums import Checksum, values
 from dpllm.engines.optimizers import innermost
+from dpllm.ghost.graph import leaves_of
 from dpllm.training.checks.fixed import FixedTensors
-from dpllm.training.checks.outside import OutsideTensors
-from dpllm.training.checks.private_gradients import PrivateGradients
-from dpllm.training.checks.stamps import WatchError
-from dpllm.training.checks.trained_weights import TrainedWeights
+from dpllm.training.checks.stamps import Stamp, WatchError, stamp_of
+
+
+class TrainedWeights:
+    """The trained weights of a run, from one update to the next; they change only within the optimizer's ``step``.
+
+    A checksum is queued right after an update, without a wait; it is read before a save, and where a version counter
+    has moved: weights that were written and put back are the same.
+
+    Args:
+        trainable: the clipped parameters, by name.
+    """
+
+    def __init__(self, trainable: Mapping[str, nn.Parameter]) -> None:
+        """Store the present weights."""
+        self._trainable = trainable
+        self.take()
+
+    def take(self) -> None:
+        """Store the present weights, right after an update."""
+        self._stamps = self._stamps_of_now()
+        self._sum = self._sum_of_now()
+
+    def is_written(self) -> bool:
+        """Return whether a weight is not as the last update left it, to the bit; waits for the device."""
+        before, now = values([self._sum, self._sum_of_now()])
+        return before != now
+
+    def check(self, when: str) -> None:
+        """Compare the version counters; weights that were written and put back are accepted.
+
+        Args:
+            when: the moment of the write, for the message.
+
+        Raises:
+            WatchError: a weight was written.
+        """
+        stamps = self._stamps_of_now()
+        if self._stamps != stamps and not self.is_written():  # written, and put back
+            self._stamps = stamps
+        for name, before, now in zip(self._trainable, self._stamps, stamps, strict=False):
+            if before != now:
+                raise WatchError(
+                    f"{name} was written {when}. The guarantee covers only weights that change by the noisy gradient. "
+                    "Remove the code that writes to it (a callback, a second optimizer, max_norm of an embedding). "
+                    "Load a checkpoint before attach(), or register the run with "
+                    "accelerator.register_for_checkpointing(run)"
+                )
+
+    def check_values(self) -> None:
+        """Compare the values with those that the last update left; waits for the device.
+
+        Raises:
+            WatchError: a weight has another value.
+        """
+        if self.is_written():
+            raise WatchError(
+                "A trained parameter is not as the last update left it, and no version counter of PyTorch shows when "
+                "it was written (through .data, or another view of its memory). The guarantee covers only weights that "
+                "change by the noisy gradient. Remove the code that writes to it; do not release any output of this "
+                "run"
+            )
+
+    def _sum_of_now(self) -> Checksum:
+        with torch.no_grad():
+            return Checksum(self._trainable.values())
+
+    def _stamps_of_now(self) -> list[Stamp]:
+        with torch.no_grad():
+            return [stamp_of(parameter) for parameter in self._trainable.values()]
+
+
+class PrivateGradients:
+    """The gradients that a private step left in ``.grad``; the optimizer receives exactly these.
+
+    Attributes:
+        are_left: whether a step has left gradients.
+
+    Args:
+        trainable: the clipped parameters, by name.
+    """
+
+    def __init__(self, trainable: Mapping[str, nn.Parameter]) -> None:
+        """Begin without gradients."""
+        self._trainable = trainable
+        self._left: dict[int, tuple[Tensor | None, Stamp]] = {}
+
+    @property
+    def are_left(self) -> bool:
+        """Whether a step has left gradients."""
+        return bool(self._left)
+
+    def forget(self) -> None:
+        """Forget the gradients, before the next step."""
+        self._left = {}
+
+    def take(self) -> None:
+        """Store the gradients of the private step."""
+        with torch.no_grad():
+            self._left = {id(p): (p.grad, stamp_of(p.grad)) for p in self._trainable.values() if p.grad is not None}
+
+    def check(self) -> None:
+        """Compare the gradients before an update.
+
+        Raises:
+            WatchError: one was written, replaced or taken away.
+        """
+        with torch.no_grad():
+            for name, parameter in self._trainable.items():
+                grad = parameter.grad
+                left, stamp = self._left.get(id(parameter), (None, ()))
+                if grad is None and left is None:
+                    continue
+                if grad is None:
+                    raise WatchError(
+                        f"The gradient of {name} was taken away between the private step and optimizer.step(): a "
+                        "choice that follows private rows would reach the weights. Run nothing in between that "
+                        "touches .grad, and zero_grad() after optimizer.step()"
+                    )
+                if stamp != stamp_of(grad) or (left is not None and left is not grad):
+                    raise WatchError(
+                        f"The gradient of {name} is not the one that the private step left: something wrote to it or "
+                        "replaced it (a second backward pass, gradient clipping, a callback). Run nothing between the "
+                        "private step and optimizer.step() that touches .grad"
+                    )
+
+    def drop(self) -> None:
+        """Keep only the stamps after an update: the memory of the gradients is needed."""
+        with torch.no_grad():
+            self._left = {key: (None, stamp_of(grad)) for key, (grad, _) in self._left.items() if grad is not None}
+
+
+class OutsideTensors:
+    """The trainable tensors outside the model, such as a head within the loss, that losses were seen to depend on.
+
+    Their gradients are neither clipped nor given noise, so they do not change while losses depend on them.
+
+    Args:
+        trained: the ids of the clipped parameters.
+    """
+
+    def __init__(self, trained: Collection[int]) -> None:
+        """Begin without tensors."""
+        self._trained = frozenset(trained)
+        self._seen: dict[int, tuple[weakref.ref[Tensor], Stamp]] = {}
+
+    def look(self, loss_B: Tensor) -> Tensor:
+        """Return the losses, and watch the trainable tensors outside the model that they depend on."""
+        self._seen = {key: one for key, one in self._seen.items() if one[0]() is not None}
+        for leaf in leaves_of(loss_B) if isinstance(loss_B, Tensor) else ():
+            if id(leaf) not in self._trained:
+                self._seen.setdefault(id(leaf), (weakref.ref(leaf), stamp_of(leaf)))
+        return loss_B
+
+    def check(self) -> None:
+        """Check that none was written.
+
+        Raises:
+            WatchError: one was, between two private steps.
+        """
+        for reference, stamp in self._seen.values():
+            leaf = reference()
+            if leaf is not None and stamp_of(leaf) != stamp:
+                raise WatchError(
+                    f"A trainable tensor of shape {tuple(leaf.shape)}, which the losses depend on and the model does "
+                    "not hold, was written between two private steps (perhaps by its own optimizer). Its gradients are "
+                    "not clipped and get no noise, so private rows would reach all later losses through it. Make it a "
+                    "part of the model, train it on public data only, or, if it follows the private weights, remove it "
+                    "from the graph (requires_grad_(False))"
+                )
+
 
 _DURING = "during a private step, by the model's forward pass, the loss or the collator"
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpllm.config import ConfigError
-from dpllm.methods.evolve.evolution import sigma_for
 from dpllm.methods.evolve.votes import exact_votes, nearest, noisy_votes, votes_charge
 from dpllm.privacy.accounting import epsilon
+from dpllm.privacy.query_plan import calibrated
 from tests.mutations import kills
 
 
@@ -92,11 +92,15 @@ def test_votes_go_to_the_nearest_candidate():
 def test_sigma_is_the_published_one(target, sigma):
     """Yelp, ten steps, δ = 1/(N ln N): Aug-PE's own page has 15.34, 8.03 and 4.24 by a looser search."""
     delta = 1 / (1_939_290 * math.log(1_939_290))
-    found = sigma_for(target, delta, 10)
+
+    def history(sigma):
+        charge = votes_charge(sigma, 10)
+        return [(charge.event, charge.count)]
+
+    found = calibrated(target, delta, history)
     assert found == pytest.approx(sigma, abs=0.006)
     # The same by the closed form of one Gaussian with σ/√T (Balle and Wang, arXiv:1805.06530).
-    charge = votes_charge(found, 10)
-    assert epsilon([(charge.event, charge.count)], delta) == pytest.approx(target, rel=1e-4)
+    assert epsilon(history(found), delta) == pytest.approx(target, rel=1e-4)
 
 
 class Run:

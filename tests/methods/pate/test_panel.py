@@ -7,7 +7,7 @@ from peft import LoraConfig, get_peft_model
 from scipy import stats
 from transformers import LlamaForCausalLM
 
-from dpllm.methods.pate.panel import Panel
+from dpllm.methods.pate.completing import Panel
 from dpllm.methods.pate.section import VotedTokens
 from dpllm.methods.pate.trainings import OneBase
 from tests.conftest import tiny_llama_config
@@ -78,7 +78,7 @@ def test_no_row_of_a_teacher_changes_another_teacher_or_a_candidate(kind):
 
 @kills(
     "the candidates of a token are those of a teacher",
-    "dpllm/methods/pate/panel.py",
+    "dpllm/methods/pate/completing.py",
     "self._scores(self._public, None)",
     "self._scores(self._public, self._teachers[0])",
 )

@@ -22,7 +22,7 @@ from dpllm.privacy.compose import compose
 from dpllm.privacy.crashed import settle_crashed
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerError, read_ledger
 from dpllm.privacy.plan import PLAN_FILE
-from dpllm.privacy.query_budget import charge_queries, require_room_for_queries, settle_queries
+from dpllm.privacy.query_budget import charge_queries, settle_queries
 from dpllm.privacy.query_plan import Charge
 from dpllm.privacy.stated import stated_history
 from dpllm.report.verify import verify
@@ -195,7 +195,7 @@ def test_a_budget_that_is_too_small_refuses_the_run(tmp_path: Path) -> None:
     with pytest.raises(BudgetError, match="would by itself"):
         QueryRun.begin(tmp_path / "two", query_plan(), dataset="chats", budget=budget)
     with pytest.raises(BudgetError, match="Take more"):
-        require_room_for_queries(budget, query_plan(), "chats")
+        charge_queries(budget, query_plan(), "chats")
     assert budget.read_bytes() == before and not (tmp_path / "two" / LEDGER_FILE).exists()
 
 

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from dpllm import GhostClipper, PrivacyConfig, PrivateRun, make_plan
-from dpllm.training.checks.float64 import float64_operations
-from dpllm.training.checks.independence import IndependenceError
+from dpllm.training.checks.independence import IndependenceError, float64_operations
 from tests import host_waits
 from tests.mutations import kills
 from tests.small_model import rows_by_number

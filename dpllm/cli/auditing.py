@@ -1,0 +1,230 @@
+"""`dpllm audit`: attacks on the claim of a run, by canaries and by the releases of private steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dpllm.cli.common import AsJson, Overrides, one_line_errors, show
+from dpllm.config.launched import process_number
+from dpllm.privacy.rounding import format_delta, up
+
+if TYPE_CHECKING:
+    from dpllm.audit.prepare import Prepared
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Attack the claim of a run: canaries by coin flips, lower bounds on ε, and the highest bound possible.",
+)
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of the run.", show_default=False)]
+CanariesFile = Annotated[Path, typer.Option(help="canaries.json of the audit.", show_default=False)]
+Model = Annotated[
+    Path | None, typer.Option(help="Another model of the run, such as a checkpoint; the run's own without it.")
+]
+Reference = Annotated[
+    str | None,
+    typer.Option(
+        help="Folder or Hub id of a model that never saw the data; default: the run's starting model, if known."
+    ),
+]
+Plain = Annotated[bool, typer.Option("--plain", help="The model was trained without privacy, and claims nothing.")]
+
+
+@app.command(
+    epilog="Example: dpllm audit prepare --config quickstart --output audits/quickstart"
+    "\n\nExample: dpllm audit prepare --config gpt2_e2e_lora --output audits/e2e --kind sampled "
+    "privacy.target_epsilon=3"
+)
+@one_line_errors
+def prepare(
+    config: Annotated[Path, typer.Option(help="The recipe to audit.", show_default=False)],
+    output: Annotated[Path, typer.Option(help="A new folder for data, recipe and canaries.", show_default=False)],
+    overrides: Overrides = None,
+    canaries: Annotated[int, typer.Option(help="m: number of canaries, each with its own coin.")] = 1000,
+    kind: Annotated[
+        str,
+        typer.Option(
+            help="random-tokens; rare-suffix (public text, then rare tokens); sampled (written by the model at a high "
+            "temperature)."
+        ),
+    ] = "random-tokens",
+    length: Annotated[int | None, typer.Option(help="Tokens of a canary's own text; at most 32 without it.")] = None,
+    records_per_user: Annotated[
+        int | None, typer.Option(help="User level: different records of one canary user; at most 8 without it.")
+    ] = None,
+    repetitions: Annotated[int, typer.Option(help="User level: how often each of them is in the data.")] = 1,
+    prefixes: Annotated[
+        Path | None,
+        typer.Option(
+            help="For rare-suffix: a file with one public text per line; the recipe's public text without it."
+        ),
+    ] = None,
+    sampler: Annotated[
+        str | None, typer.Option(help="For sampled: folder or Hub id of a model; the recipe's model.name without it.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="For sampled: 0.8 or more.")] = 1.0,
+    candidates: Annotated[
+        int | None,
+        typer.Option(help="Further texts of the kind, without coins, for exposure; default: the number of canaries."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Put canaries into the data of a recipe, each by a secret fair coin, and write the recipe that trains on them.
+
+    Then train with that recipe, and audit with `dpllm audit run`. canaries.json is a secret until then: it lists the
+    included canaries, and only its owner can read it. The folder holds a copy of the private records.
+    """
+    from dpllm.audit.prepare import CanaryOptions, read_prefixes
+    from dpllm.audit.prepare import prepare as prepare_audit
+    from dpllm.config import load_recipe
+
+    options = CanaryOptions(
+        num=canaries,
+        kind=kind,
+        length=length,
+        records_per_user=records_per_user,
+        repetitions=repetitions,
+        prefixes=None if prefixes is None else read_prefixes(prefixes),
+        sampler=sampler,
+        temperature=temperature,
+        num_candidates=candidates,
+    )
+    prepared = prepare_audit(load_recipe(config, overrides or ()), output, options)
+    show(_values(prepared), _rows(prepared), f"Audit of {config}", as_json)
+
+
+def _values(prepared: Prepared) -> dict[str, Any]:
+    """Return the values for programs."""
+    made = prepared.made
+    return {
+        "canaries": len(made.canaries),
+        "kind": made.kind,
+        "unit": made.unit,
+        "records_per_canary": _records_per_canary(prepared),
+        "num_units": made.num_units,
+        "delta": made.delta,
+        "ceiling": prepared.ceiling,
+        "power": dict(prepared.power),
+        "recipe": str(prepared.recipe_path),
+        "data": str(prepared.folder / made.data_name),
+        "secret": str(prepared.secret_path),
+        "run_folder": str(prepared.run_folder),
+        "created_at": made.created_at,
+    }
+
+
+def _rows(prepared: Prepared) -> list[tuple[str, str]]:
+    """Return the rows for people."""
+    from dpllm.audit.power import power_in_words
+
+    made, per_unit = prepared.made, _records_per_canary(prepared)
+    return [
+        ("canaries m", f"{len(made.canaries):,} ({made.kind}), {per_unit} record(s) each, in one {made.unit}"),
+        ("included", "each by its own fair coin; the coins are secret"),
+        ("units N, with those included", f"{made.num_units:,}"),
+        (
+            "ceiling",
+            f"ε ≥ {up(prepared.ceiling, 2)} at δ = {format_delta(made.delta)}: the most this many can show, at 95 %",
+        ),
+        *([("power", power_in_words(prepared.power))] if prepared.power else []),
+        ("data", str(prepared.folder / made.data_name)),
+        ("secret until the audit", f"{prepared.secret_path} (mode 0600)"),
+        ("train", f"dpllm train {prepared.recipe_path}"),
+        ("then", f"dpllm audit run {prepared.run_folder} --canaries {prepared.secret_path}"),
+    ]
+
+
+def _records_per_canary(prepared: Prepared) -> int:
+    return len(prepared.made.canaries[0].records) * prepared.made.repetitions
+
+
+@app.command(
+    epilog="Example: dpllm audit run audits/quickstart/run --canaries audits/quickstart/canaries.json"
+    "\n\nExample: dpllm audit run runs/plain --canaries audits/quickstart/canaries.json --plain"
+)
+@one_line_errors
+def run(
+    run_folder: RunFolder,
+    canaries: CanariesFile,
+    model: Model = None,
+    reference: Reference = None,
+    plain: Plain = False,
+    confidence: Annotated[float, typer.Option(help="Confidence of all lower bounds together.")] = 0.95,
+    as_json: AsJson = False,
+) -> None:
+    """Score every canary under the trained model, and print the lower bounds on ε.
+
+    The command writes audit.json and audit.png into the folder of the run. The verdict is FAIL, with exit code 1, if a
+    lower bound exceeds the ε of the ledger. If not, the claim is consistent with the scores, which is not a proof.
+    """
+    from rich.console import Console
+
+    from dpllm.audit.run import audit_run
+
+    with Console(stderr=True).status("scoring the canaries"):
+        result = audit_run(run_folder, canaries, model, reference, plain, confidence)
+    show(result.to_dict(), result.rows(), f"Audit of {run_folder}", as_json)
+    if result.failed:
+        raise typer.Exit(1)
+
+
+@app.command(
+    epilog="Example: dpllm audit gradient --config quickstart privacy.noise=independent\n\n"
+    "Example, with several processes: accelerate launch --config_file ddp.yaml -m dpllm.cli audit gradient "
+    "--config quickstart privacy.noise=independent"
+)
+@one_line_errors
+def gradient(
+    config: Annotated[Path, typer.Option(help="The recipe; its data are not read.", show_default=False)],
+    overrides: Overrides = None,
+    blocks: Annotated[int, typer.Option(help="R: independent repetitions, each with its own coins.")] = 1000,
+    canaries: Annotated[
+        int, typer.Option(help="Canaries, each included by a fair coin in each block; one per block shows most.")
+    ] = 1,
+    base: Annotated[int, typer.Option(help="Units that are always present.")] = 2,
+    steps: Annotated[int, typer.Option(help="T: steps of a block; the claim is the ε of these steps.")] = 1,
+    sampling_rate: Annotated[float, typer.Option(help="q; q times the units must be a whole number.")] = 1.0,
+    noise_multiplier: Annotated[float, typer.Option(help="σ of the audited steps.")] = 1.0,
+    delta: Annotated[float, typer.Option(help="δ of the claim.")] = 1e-5,
+    tokens: Annotated[int, typer.Option(help="Tokens of a canary's row.")] = 16,
+    confidence: Annotated[float, typer.Option(help="A sound stack passes with at least this probability.")] = 0.95,
+    output: Annotated[Path | None, typer.Option(help="Folder for audit.json.", show_default=False)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Take private steps with canaries of known gradients, and compute a lower bound on ε from their releases.
+
+    The rows are random tokens, and the model hardly changes. If the recipe releases an average of the weights
+    (train.average), each block is a run of its own, which takes longer, and its average is read too. Exit code 1: the
+    lower bound is above ε, so a part of this installation breaks the guarantee.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from dpllm.audit.gradient_recipe import Settings, audit_recipe
+    from dpllm.config import load_recipe
+
+    settings = Settings(
+        blocks=blocks,
+        canaries=canaries,
+        base=base,
+        steps=steps,
+        sampling_rate=sampling_rate,
+        noise_multiplier=noise_multiplier,
+        delta=delta,
+        tokens=tokens,
+        confidence=confidence,
+    )
+    quiet = as_json or process_number("RANK") > 0
+    with Progress(console=Console(stderr=True), disable=quiet, transient=True) as progress:
+        task = progress.add_task("blocks", total=blocks)
+        result = audit_recipe(load_recipe(config, overrides or []), settings, lambda: progress.advance(task))
+    if result is None:
+        return
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        result.save(output)
+    show(result.to_dict(), result.rows(), "Gradient canaries", as_json)
+    if result.failed:
+        raise typer.Exit(1)
