@@ -198,7 +198,7 @@ def test_the_noise_in_the_first_moment_is_the_one_that_is_subtracted(tmp_path, c
     noise = KnownNoise.of(plan.mechanism, plan.num_steps)
     optimizer = CorrectedAdamW(model.parameters(), noise, lr=1e-6)
     run = PrivateRun.start(tmp_path, plan, rows_of())
-    run.attach(model, optimizer)
+    run.attach(model, optimizer, schedule_is_independent=True)
     for units in run.draws(steps):
         run.step(units, lambda model, inputs: model(inputs["rows"]).square().mean(dim=1))
         optimizer.step()

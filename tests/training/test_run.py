@@ -25,10 +25,9 @@ from dpllm.privacy.plan import PrivacyPlan, make_plan
 from dpllm.report.verify import verify
 from dpllm.training.checks.outstanding import DrawError
 from dpllm.training.checks.watch import WatchError
-from dpllm.training.entropy import RunEntropy
 from dpllm.training.microbatches import microbatches
 from dpllm.training.rows import TrainingRows
-from dpllm.training.run import PrivateRun
+from dpllm.training.run import PrivateRun, RunEntropy
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.step import private_step
 from tests.mutations import kills

@@ -295,8 +295,8 @@ def test_the_chance_is_that_of_all_orders():
 
 
 def test_the_power_of_a_comparison_by_chance():
-    """One pass in eight with another value is enough, and so are opposite values of pairs in more states."""
-    values = np.zeros((8, PLACES))
+    """One pass in sixteen with another value is enough, and so are opposite values of pairs in more states."""
+    values = np.zeros((16, PLACES))
     values[3] = 1
     assert related(values, 0.1)["relation"] == "similar"
     assert related(values, 1.0) is None  # rounding
