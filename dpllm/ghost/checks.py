@@ -114,39 +114,6 @@ def refuse_other_rows(name: str, shape: Sequence[int], num_rows: int, packed: bo
     )
 
 
-def refuse_uneven_selection(source: Tensor, index: Any, num_rows: int | None) -> bool:
-    """Raise `GhostError` where an index that depends on the data picks more entries of one row than of another.
-
-    ``head(hidden[mask])`` reads N entries, and where N is a multiple of the rows, each row is taken to have N / B of
-    them, one row after the other. Numbers that are no multiple are refused by `refuse_other_rows`.
-
-    Args:
-        source: (B, ...) the values that entries are picked from.
-        index: a mask, or numbers, as ``source[index]`` takes them.
-        num_rows: B; None if not known.
-
-    Returns:
-        Whether it picks entries of rows, so that the next call has to be looked at as well.
-    """
-    first = index[0] if isinstance(index, tuple) else index
-    picks = isinstance(first, Tensor) and source.is_floating_point() and source.ndim > 1
-    if not num_rows or not picks or len(source) != num_rows:
-        return False
-    with torch.no_grad():
-        number_B = torch.arange(num_rows, dtype=torch.int32, device=source.device)
-        row = number_B.view(-1, *[1] * (source.ndim - 1)).expand(source.shape)[index]
-        taken_B = torch.bincount(row.reshape(len(row), -1)[:, 0], minlength=num_rows) if row.numel() else row.view(-1)
-    if len(row) % num_rows == 0 and bool((taken_B != len(row) // num_rows).any()):
-        raise NoRuleError(
-            f"The model picks {len(row)} entries from the {num_rows} rows of a batch by a mask or by numbers that "
-            f"depend on the data, and they are not equally many of each row: {taken_B[:8].tolist()}"
-            f"{' …' if num_rows > 8 else ''}. Their gradients would be taken for those of other rows, so a unit could "
-            "not be bounded. Pick the same number of entries from each row, compute the layers for all tokens and pick "
-            "afterwards, or clip one unit at a time (privacy.gradients=per_unit)."
-        )
-    return True
-
-
 def unmeasured_spread() -> GhostError:
     """Return the error for a packed unit that is not finite and may have reached other units."""
     return GhostError(

@@ -237,7 +237,7 @@ class Hooks:
         self.uses.remove()
 
     def _attach_site(self, served: Served) -> None:
-        module, own = served.site.module, tuple(served.site.trainable.values())
+        module, path, own = served.site.module, served.site.path, tuple(served.site.trainable.values())
         within = served.experts is not None
         uses, switch = self.uses, self._switch
         if served.is_known:
@@ -252,6 +252,7 @@ class Hooks:
                     switch.off_in_module(parameter)
             uses.enter(parameters if owned else (), within)
             if owned:
+                uses.refuse_other_order(path, tensors)
                 self.note_uses(own)
             return owned
 

@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 from torch.utils.hooks import RemovableHandle
 
+from dpllm.ghost import orders
 from dpllm.ghost.call import flatten_tensors, replace_tensors
-from dpllm.ghost.checks import refuse_uneven_selection
 from dpllm.ghost.errors import NoRuleError
 from dpllm.ghost.experiments import Usage
 from dpllm.ghost.functional import FunctionRule, Host, of_parameter
@@ -152,10 +152,6 @@ def _refuse(name: str) -> Any:
 
 _ATTRIBUTES = ("__set__", "__delete__")
 _GRADIENT: Any = vars(torch._C.TensorBase)["grad"].__get__  # no use of the parameter; ``zero_grad()`` has to see it
-
-
-def _is_of_rows(tensor: Tensor) -> bool:
-    return has_rows(tensor) and not isinstance(tensor, nn.Parameter)
 
 
 class _Names:
@@ -373,6 +369,12 @@ class Uses(TorchFunctionMode):
             mark_rows(output, rows=False)
         return output
 
+    def refuse_other_order(self, user: str, tensors: Sequence[Tensor]) -> None:
+        """Make sure that the tensors that a use of parameters reads have the rows of the batch in order."""
+        if any(map(orders.order_of, tensors)) and (rows := self._host.rows_by_themselves):
+            orders.refuse_other_order(user, tensors, rows)
+            self._needed |= orders.needs_every_call(tensors)
+
     def leave(self) -> None:
         """Note that the module returned."""
         if self._running:
@@ -430,9 +432,10 @@ class Uses(TorchFunctionMode):
         if torch.is_grad_enabled():
             args, kwargs = self._twins.replaced((args, kwargs))
         tensors = list(flatten_tensors((args, kwargs)))
-        if called == "__getitem__" and any(map(has_rows, tensors[1:])) and _is_of_rows(tensors[0]):
-            self._needed |= refuse_uneven_selection(args[0], args[1], self._host.rows_by_themselves)
-        return self._call(func, types, args, kwargs, tensors)
+        result = self._call(func, types, args, kwargs, tensors)
+        with torch.no_grad():
+            orders.follow(func, args, kwargs, tensors, result, self._host.rows_by_themselves)
+        return result
 
     def _call(self, func: Any, types: Any, args: tuple, kwargs: dict, tensors: list[Tensor]) -> Any:
         of_rows = any(map(has_rows, tensors))
@@ -506,6 +509,7 @@ class Uses(TorchFunctionMode):
         self._needed = True
         self._note(parameters.values())
         usage = Usage(func, frame, shared, places, rows, count or 0)
+        self.refuse_other_order(usage.owners, [tensors[place] for place in rows])
         if count is None or any(shared[place].ndim == 0 for place in rows):
             raise NoRuleError(
                 f"{usage.owners} is used by {usage.name}() where the number of rows is not known. Call the model with "
