@@ -28,6 +28,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -53,7 +54,7 @@ from dpllm.training.checks.differences import (
 from dpllm.training.checks.passes import CHANCES, Found, IndependenceError, Passes, Setup
 from dpllm.training.checks.randomness import OWN_GENERATOR, own_generator
 from dpllm.training.checks.repeatable import same_randomness, seed_between
-from dpllm.training.checks.sharing import Sharing
+from dpllm.training.checks.sharing import FEWEST, PLACES, Sharing, states_for
 from dpllm.training.out_of_memory import MicrobatchTooLargeError, free_memory
 
 if TYPE_CHECKING:
@@ -140,6 +141,7 @@ rows, and the most. A run of 100 steps has eight checks (benchmarks/results.md h
 REFUSED = 8
 """Checks refuse in these first steps of a process. A later difference comes from something that changes during
 training, or from rounding in weights that have grown."""
+_APART = 100  # the comparisons by chance are repeated after this many times their own number of rows
 _Result = TypeVar("_Result")
 Results = list[list[Seen]]
 """Results of the passes of a check: of those with its own seed, and of those with each other seed."""
@@ -191,6 +193,7 @@ class IndependenceCheck:
         self._per_step = expected_batch_size * units.num_rows / max(1, units.num_units) / engine.processes.size
         self._steps, self._has_failed = 0, False
         self._must_pass = True  # the last check of the first `REFUSED` steps has not passed
+        self._compared = _Compared()
         self._late: set[str] = set()  # findings of late checks that have an open point
         self.last: Differences | None = None
         self.found = Found()
@@ -267,7 +270,7 @@ class IndependenceCheck:
         # From here on all processes run the same passes, even if only one of them found a difference.
         is_random = any(everywhere) and any(self._agreed(passes.is_random, bool)[1])
         if is_random or not any(everywhere):
-            self._refuse_shared(passes)
+            self._refuse_shared(passes, first or is_random)
         if is_random:
             with _evaluating(self._model):  # randomness that could not be switched off: fused attention, custom kernels
                 worst, everywhere = self._agreed(lambda: self._worst(passes, first=False), bool)
@@ -286,16 +289,19 @@ class IndependenceCheck:
             if found is not None:
                 raise IndependenceError(*found)
 
-    def _refuse_shared(self, passes: Passes) -> None:
-        """Check that rows share no random numbers."""
-        if self._rows.max_rows == 1:
+    def _refuse_shared(self, passes: Passes, first: bool) -> None:
+        """Check that rows share no random numbers; in later checks, if other draws are made or much time has passed."""
+        is_due = self._compared.is_due(passes.numbers.places, self._steps, self._per_step) or first
+        if self._rows.max_rows == 1 or not any(self._engine.processes.gather(is_due)):
             return
-        sharing = Sharing(passes.copies, passes.room_for_copies(), passes.tolerance, self._engine.lockstep)
+        self._compared.step = self._steps
+        states = states_for(min(PLACES, self._rows.max_rows or PLACES), FEWEST)
+        sharing = Sharing(passes.copies, passes.room_for_copies(), states, passes.tolerance, self._engine.lockstep)
         self._agreed(sharing.look, bool)
         if any(self._engine.processes.gather(bool(sharing.shared or sharing.generators))):
             self._agreed(sharing.force, bool)
-        if sharing.point is not None:
-            self.found.points.append(sharing.point)
+        if any(self._engine.processes.gather(sharing.is_random)):
+            self._agreed(sharing.compare, bool)
         self._refuse(sharing.message)
 
     def _measured(self, setup: Setup, first: bool) -> tuple[Passes, tuple[Seen, Seen] | None]:
@@ -404,6 +410,26 @@ def _rows_wanted(per_step: float, first: bool) -> int:
     """Return the number of rows to run together: few, unless a step has many more."""
     least, share, most = FIRST if first else LATER
     return min(most, max(least, int(per_step * share)))
+
+
+@dataclass
+class _Compared:
+    """When rows were last compared for random numbers that they share.
+
+    Attributes:
+        places: places in the code, and generators, from which numbers were drawn.
+        step: the step of the last comparison; 0 before the first.
+    """
+
+    places: set[str] = field(default_factory=set)
+    step: int = 0
+
+    def is_due(self, places: set[str], step: int, rows_per_step: float) -> bool:
+        """Return whether numbers are drawn in new places, or much time has passed since the last comparison."""
+        new = places - self.places
+        self.places |= new
+        rows = (step - self.step) * rows_per_step
+        return bool(new) or (bool(self.places) and rows >= _APART * FEWEST * PLACES)
 
 
 def _config_of(model: nn.Module) -> dict[str, str]:

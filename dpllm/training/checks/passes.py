@@ -37,7 +37,7 @@ from dpllm.training.checks.repeatable import (
     same_randomness,
     seed_between,
 )
-from dpllm.training.checks.sharing import COPIES, FAILS, FEWEST, PLACES, STATES, Pass, copied, of_collator
+from dpllm.training.checks.sharing import FAILS, FEWEST, PLACES, STATES, Pass, copied, of_collator
 from dpllm.training.microbatches import Microbatch, RowsTaken
 from dpllm.training.out_of_memory import device_of
 
@@ -111,15 +111,22 @@ class Found:
 
 @dataclass
 class _Numbers:
-    """The random numbers that the last pass drew.
+    """The random numbers that passes drew.
 
     Attributes:
-        draws: the calls.
+        draws: of the last pass.
         moved: generators that moved in it, and their states after it.
+        places: places in the code, and generators, of all passes.
     """
 
     draws: list[Draw] = field(default_factory=list)
     moved: dict[str, Any] = field(default_factory=dict)
+    places: set[str] = field(default_factory=set)
+
+    def note(self, draws: list[Draw]) -> None:
+        """Note the draws of a pass whose moved generators are known."""
+        self.draws = draws
+        self.places |= {*self.moved, *(f"{one.name} {one.where}" for one in draws)}
 
 
 class Passes:
@@ -213,14 +220,22 @@ class Passes:
             raise IndependenceError(message)
 
     def room_for_copies(self) -> int:
-        """Return how many copies of the shortest row a microbatch has room for, at most `COPIES`."""
-        rows, most = self._setup.rows, self._setup.max_tokens
+        """Return how many copies of the shortest row are compared."""
+        rows = self._setup.rows
         short = max(1, int(rows.lengths[self.sample.together[0]]))
-        return max(1, min(COPIES, rows.max_rows or COPIES, COPIES if most is None else most // short))
+        return max(
+            1,
+            min(
+                PLACES,
+                rows.max_rows or PLACES,
+                PLACES if self._setup.max_tokens is None else self._setup.max_tokens // short,
+            ),
+        )
 
     def copies(self, count: int, numbers: Numbers) -> Pass:
         """Return the result of one pass over copies of the shortest row, for `Sharing`."""
-        seen = self.run(Company(self.sample.together[:1] * count, "beside its copies"), numbers=numbers)
+        seed = secrets.SystemRandom().getrandbits(32) if numbers.is_real else None
+        seen = self.run(Company(self.sample.together[:1] * count, "beside its copies"), seed, numbers=numbers)
         return Pass([one.loss for one in seen], [one.norm for one in seen], self.numbers.draws, self.numbers.moved)
 
     def run(
@@ -369,7 +384,7 @@ class Passes:
                 yield
             finally:
                 self._setup.clipper.forget()  # also an aborted pass
-        self.numbers.draws = mode.draws
+        self.numbers.note(mode.draws)
         self._precision.dtype = max(self._precision.dtype, mode.dtype, key=lambda dtype: torch.finfo(dtype).eps)
 
 

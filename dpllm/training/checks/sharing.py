@@ -6,18 +6,15 @@ removed changes the groups of rows that share one, and so the joint law of the c
 norms. A comparison of rows alone and in company does not show this: each row for itself has the right distribution.
 
 Place in the flow: `dpllm.training.checks.independence` runs these comparisons on copies of one row, each of them a
-separate unit:
+separate unit. There are three:
 
 * **By number** (`shared_draws`, `shared_generators`): copies need as many times the numbers as one row. A draw of
   PyTorch that does not grow with the copies is shared, and so are the numbers of Python's or NumPy's generator if it is
   in the same state after one row and after several. For dropout this decides: every number of its mask acts.
 * **By force** (`Sharing.force`): a shared draw is harmless if it has no influence. Only its numbers are changed, also
   to values that are rare; then no loss may change.
-* **By chance** (`chance`), for collators: with really random numbers, the values of copies must vary as much within a
-  batch as between batches. This covers numbers that are drawn beside others of the same generator.
-
-Numbers that a model or a loss draws from Python's or NumPy's generator beside others, or in a kernel of its own, are
-not counted: they are an open point of the report.
+* **By chance** (`chance`): with really random numbers, dropout disabled, the values of copies must vary as much within
+  a pass as between passes. This covers Python's and NumPy's generators, and numbers of one row that others use.
 
 Shape suffixes: B copies, S random states.
 """
@@ -55,14 +52,14 @@ from dpllm.training.out_of_memory import free_memory
 COPIES = 4
 """Copies of a row in a comparison by shape."""
 PLACES, STATES, FEWEST = 8, 48, 8
-"""Copies of a row in a comparison by chance, and random states: of a first check, and of later ones."""
+"""Copies of a row in a comparison by chance, and random states: for collators, and for models and later checks."""
 _FORCED = (1e-6, 0.25, 0.5, 0.75, 1 - 1e-6)  # uniform numbers, also those of coins that are rarely one
 _RESEEDED = 32  # random states in which a collator's shared numbers are changed
-_CHANCE = 1e-10
+_CHANCE_MODEL, _CHANCE_COLLATOR = 5e-9, 1e-10
 """Probability with which sound rows fail one comparison by chance.
 
-A check has up to 14 for each column of a batch. With 20 checks in a run and 20 columns, the probability of an alarm in
-a sound run is below 1e-6.
+A model has four comparisons in a check (loss and norm, too similar and too dissimilar), a collator up to 14 for each
+column of its batch. With 20 checks in a run and 20 columns, the probability of an alarm in a sound run is below 1e-6.
 """
 
 _UNBOUNDED = (
@@ -81,18 +78,12 @@ DROPPED = (
 )
 FORCED = "{who} draws random numbers that all rows of a microbatch share: {what}, and {effect}. " + _UNBOUNDED + _REMEDY
 SHARED = (
-    "The collator draws random numbers that rows of a microbatch share: {copies} copies of one row have "
+    "{who} draws random numbers that rows of a microbatch share{generators}: {copies} copies of one row have "
     "{relation} values of {figure} in each random state, and from state to state it varies between {least:.6g} and "
     "{most:.6g}; in {states} states, independent numbers give this with a probability of {chance:.0e}. "
     + _UNBOUNDED
     + _REMEDY
 )
-UNCOUNTED = (
-    "The model or the loss draws random numbers from {generators} global generator, and whether rows of a microbatch "
-    "share any of them cannot be counted. Rows that share one cannot be bounded: make sure that each row draws its own "
-    "numbers, or draw them with PyTorch's functions (torch.rand(B) for B rows)"
-)
-"""The open point of such a run."""
 FAILS = (
     "The loss of a row fails for some random numbers and not for others ({error}). The row is alone in its microbatch, "
     "so the cause is neither padding nor another row. Correct the branch of the model or the loss that these numbers "
@@ -123,6 +114,7 @@ class Sharing:
     Args:
         run: makes a pass over this many copies of a row, with these numbers.
         places: the most copies that a microbatch has room for.
+        states: random states of the comparison by chance; the same on all processes.
         tolerance: the largest relative difference of a loss that rounding explains.
         in_lockstep: whether other processes run the same passes; otherwise fewer copies are taken if memory runs out.
 
@@ -130,18 +122,25 @@ class Sharing:
         message: what is wrong, in one line; None: nothing was found.
         shared: draws that do not grow with the number of copies.
         generators: names of generators whose numbers do not.
-        point: an open point, if numbers are drawn that cannot be counted; None: there are none.
+        is_random: whether numbers are drawn that shapes do not judge.
     """
 
     def __init__(
-        self, run: Callable[[int, Numbers], Pass], places: int, tolerance: Callable[[], float], in_lockstep: bool
+        self,
+        run: Callable[[int, Numbers], Pass],
+        places: int,
+        states: int,
+        tolerance: Callable[[], float],
+        in_lockstep: bool = False,
     ) -> None:
         """Start without a result."""
-        self._run, self._copies, self._tolerance, self._in_lockstep = run, min(COPIES, places), tolerance, in_lockstep
+        self._run, self._places, self._states, self._tolerance = run, places, states, tolerance
+        self._in_lockstep = in_lockstep
+        self._copies = min(COPIES, places)
         self.message: str | None = None
-        self.point: str | None = None
         self.shared: frozenset[Draw] = frozenset()
         self.generators: frozenset[str] = frozenset()
+        self.is_random = False
 
     def look(self) -> None:
         """Compare the draws of one row with those of copies; two passes."""
@@ -153,10 +152,9 @@ class Sharing:
             self.message = DROPPED.format(name=dropped.name, where=dropped.where, shape=dropped.shape)
         self.shared = frozenset(one for one in found if not one.is_dropout)
         self.generators = shared_generators(alone.moved, self._usual.moved) if self._copies > 1 else frozenset()
-        counted = {TORCH} if any(not one.is_dropout for one in self._usual.draws) else set()
-        uncounted = self._usual.moved.keys() - self.generators - counted
-        if uncounted and self._copies > 1:
-            self.point = UNCOUNTED.format(generators=" and ".join(sorted(uncounted)))
+        explicit = [one for one in self._usual.draws if not one.is_dropout]
+        is_unknown = TORCH in self._usual.moved and not explicit
+        self.is_random = is_unknown or bool(self._usual.moved.keys() - {TORCH} or set(explicit) - self.shared)
 
     def _most(self, count: int, numbers: Numbers) -> Pass:
         """Return a pass over as many copies as memory has room for, at most ``count``."""
@@ -190,6 +188,23 @@ class Sharing:
     def _tell(self, effect: str) -> None:
         words = forced_words(self.shared, self.generators, self._copies)
         self.message = self.message or FORCED.format(who="The model or the loss", effect=effect, what=words)
+
+    def compare(self) -> None:
+        """Compare copies with really random numbers; one pass for each random state."""
+        passes = [self._most(self._places, Numbers(is_real=True))]
+        self._places = len(passes[0].losses)
+        passes += [self._run(self._places, Numbers(is_real=True)) for _ in range(self._states - 1)]
+        losses, norms = (np.array([getattr(one, name) for one in passes]) for name in ("losses", "norms"))
+        moved = sorted(frozenset().union(*(one.moved for one in passes)))
+        generators = f" (from {' and '.join(moved)} global generator)" if moved else ""
+        size = np.abs(losses[np.isfinite(losses)])
+        room = self._tolerance() * max(1.0, size.max(initial=0))
+        small = self._tolerance() / max(1e-30, size.min(initial=1)) * norms.max(initial=0, where=np.isfinite(norms))
+        for figure, values, least in (("the loss", losses, room), ("the gradient norm", norms, small)):
+            told = related(values, float(least), _CHANCE_MODEL)
+            if told is not None and self.message is None:
+                words = {"who": "The model or the loss", "generators": generators, "figure": figure}
+                self.message = SHARED.format(**words, **told)
 
 
 def shared_draws(alone: Sequence[Draw], copies: Sequence[Draw], count: int) -> list[Draw]:
@@ -232,18 +247,24 @@ def forced_words(shared: Iterable[Draw], generators: Iterable[str], copies: int)
     return f"{draws[0].name} at {draws[0].where} draws numbers of shape {draws[0].shape} for {copies} rows{more}"
 
 
-def related(values_SB: np.ndarray, room: float) -> dict[str, Any] | None:
+def states_for(places: int, fewest: int) -> int:
+    """Return the number of random states in which as many copies are seen as in ``fewest`` states of `PLACES`."""
+    return math.ceil(fewest * PLACES / max(1, places))
+
+
+def related(values_SB: np.ndarray, room: float, most: float) -> dict[str, Any] | None:
     """Return words for a message if values of copies depend on each other, None if they do not.
 
     Args:
         values_SB: a figure of each copy in each random state.
         room: a spread that rounding explains.
+        most: the probability of an alarm where copies are independent.
     """
     values_SB = np.nan_to_num(values_SB, nan=1e30, posinf=1e30, neginf=-1e30)
     if values_SB.shape[1] < 2 or np.ptp(values_SB) <= room:
         return None
     alike, unlike = chance(values_SB)
-    if min(alike, unlike) > _CHANCE:
+    if min(alike, unlike) > most:
         return None
     return {
         "relation": "similar" if alike < unlike else "opposite",
@@ -333,15 +354,15 @@ def of_collator(
             words = forced_words(shared, generators, copies)
             return FORCED.format(who="The collator", what=words, effect="its batch follows them")
     seen = []
-    for _ in range(math.ceil(states * PLACES / places) if figures else 0):
+    for _ in range(states_for(places, states) if figures else 0):
         with same_randomness(secrets.SystemRandom().getrandbits(32)):
             batch = collate(rows_of(places))
         seen.append([figures(batch, place) for place in range(places)] if figures else [])
     for name in dict.fromkeys(name for batch in seen for one in batch for name in one):
         pairs = np.array([[one.get(name, (0.0, 0.0)) for one in batch] for batch in seen])
-        told = related(pairs[..., 0], float(pairs[..., 1].max()))
+        told = related(pairs[..., 0], float(pairs[..., 1].max()), _CHANCE_COLLATOR)
         if told is not None:
-            return SHARED.format(figure=name, **told)
+            return SHARED.format(who="The collator", generators="", figure=name, **told)
     return None
 
 
