@@ -9,8 +9,10 @@ after an update of an editable one, ledgers with new events could not be read.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,10 +22,12 @@ if TYPE_CHECKING:
     from dpllm.privacy.release_words import ReleaseWords
 
 CATALOGUE = Path(__file__).parent / "methods" / "catalogue.toml"
+BROKEN: dict[str, str] = {}
+"""The methods that were left out because something of them cannot be imported: name, and error with remedy."""
 
 
 class MethodError(ValueError):
-    """A method of the catalogue cannot be imported."""
+    """A method of the catalogue cannot be imported, or is not installed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,14 +81,32 @@ class Method:
 
 @cache
 def methods() -> tuple[Method, ...]:
-    """Return the installed methods; none without the folder ``methods``.
+    """Return the installed methods without those that cannot be imported; none without the folder ``methods``."""
+    BROKEN.clear()
+    found: list[Method] = []
+    listed = tomllib.loads(CATALOGUE.read_text(encoding="utf-8"))["methods"] if CATALOGUE.is_file() else ()
+    for name in listed:
+        with leave_out_broken(name):
+            found.append(load(f"{name}:METHOD"))
+    return tuple(found)
 
-    Raises:
-        MethodError: one of them cannot be imported.
-    """
-    if not CATALOGUE.is_file():
-        return ()
-    return tuple(load(f"{name}:METHOD") for name in tomllib.loads(CATALOGUE.read_text(encoding="utf-8"))["methods"])
+
+@contextlib.contextmanager
+def leave_out_broken(name: str) -> Iterator[None]:
+    """End the block where something of the method cannot be used, and note it in `BROKEN`."""
+    try:
+        yield
+    except Exception as error:  # whatever a method does wrong, the others and the core go on
+        BROKEN[name] = " ".join(str(error).split())
+
+
+def parts(kind: str) -> list[Any]:
+    """Return the "events" or "noises" of all methods but the broken ones."""
+    found: list[Any] = []
+    for one in methods():
+        with leave_out_broken(one.name):
+            found += [load(place) for place in getattr(one, kind)]
+    return found
 
 
 def load(place: str) -> Any:
@@ -99,10 +121,10 @@ def load(place: str) -> Any:
     module, _, name = place.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # of the method's code, which may raise anything
         raise MethodError(
-            f"the method {module} cannot be imported ({error}): install dpllm again, or take its line out of "
-            f"{CATALOGUE} to go on without it; recipes, ledgers and reports of the method are then unknown"
+            f"the method {module} cannot be imported ({type(error).__name__}: {error}): install dpllm again, or take "
+            f"its line out of {CATALOGUE}; until it works, recipes, ledgers and reports of the method are unknown"
         ) from error
 
 
@@ -129,8 +151,9 @@ def method(name: str) -> Method:
 
 
 def installed() -> str:
-    """Return the names of all methods, for messages."""
-    return ", ".join(one.name for one in methods()) or "none"
+    """Return the names of all methods, for messages; of broken ones with the error."""
+    names = ", ".join(one.name for one in methods() if one.name not in BROKEN) or "none"
+    return "; broken: ".join([names, *BROKEN.values()])
 
 
 def folder_of_method(folder: Path) -> MethodFolder | None:

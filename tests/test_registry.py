@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from dpllm import registry
+from dpllm.cli import program
+from dpllm.mechanism.query import Query
+from dpllm.privacy.query_plan import Charge, QueryPlan
 from dpllm.registry import MethodError
 from dpllm.report.model_card import write_model_card
 from dpllm.report.statement import write_report
@@ -46,6 +49,7 @@ assert "ε" in call("plan", "recipe.yaml") and "matches its ledger" in call("ver
 assert "unknown key 'federate'" in call("plan", "recipe.yaml", "federate={}", code=2)
 assert "installed methods: none" in call("plan", "recipe.yaml", "count={}", code=2)
 assert "quickstart" in call("recipes")
+assert "'label counts' belongs to no installed method" in call("verify", "counts", code=2)
 try:
     from_fields({"event": "token draw", "noise_multiplier": 1.0})
 except ValueError as error:
@@ -71,6 +75,10 @@ def test_the_core_works_without_methods(tmp_path):
     plan.save(run / "privacy_plan.json")
     report = write_report(run, plan, charge(run, plan, NUM_STEPS), NOTES)
     write_model_card(run, report, base_model="org/base", task="causal_lm", adapter=False)
+    votes = Charge(name="votes", event=Query(noise_multiplier=10.0), count=20)
+    counts = {"method": "label counts", "unit": "sequence", "adjacency": "zero-out", "num_units": 1000, "delta": 1e-5}
+    (tmp_path / "counts").mkdir()
+    QueryPlan(**counts, charges=(votes,)).save(tmp_path / "counts" / "privacy_plan.json")
     for name in ("records", "public"):
         (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "a {n}"}}\n' for n in range(50)), encoding="utf-8")
     (tmp_path / "recipe.yaml").write_text(RECIPE, encoding="utf-8")
@@ -97,14 +105,24 @@ def test_no_file_of_the_core_names_a_method_to_import_it():
         assert not [name for name in modules if name.startswith("dpllm.methods")], path
 
 
-def test_a_method_that_cannot_be_imported_is_named(tmp_path, monkeypatch, emptied):
-    """With the remedy: it is neither left out in silence nor a traceback from somewhere else."""
-    catalogue = tmp_path / "catalogue.toml"
-    monkeypatch.setattr(registry, "CATALOGUE", catalogue)
-    for name in ("dpllm_broken_method", "json"):  # none of this name; one without a METHOD
-        catalogue.write_text(f'methods = ["{name}"]', encoding="utf-8")
-        with pytest.raises(MethodError, match=f"the method {name} cannot be imported .*take its line out of"):
-            registry.methods()
+def test_a_broken_method_is_left_out_and_named_with_the_remedy(tmp_path, monkeypatch, emptied, capsys):
+    """Whatever its import raises, or that of its commands or events; the others and the core go on."""
+    (tmp_path / "broken_import.py").write_text("raise RuntimeError('out\\nof order')", encoding="utf-8")
+    later = "from dpllm.registry import Method\nMETHOD = Method(name='{0}', {0}=('broken_import:x',))"
+    for kind in ("commands", "events"):
+        (tmp_path / f"broken_{kind}.py").write_text(later.format(kind), encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "CATALOGUE", tmp_path / "catalogue.toml")
+    names = ["missing", "json", "broken_import", "broken_commands", "broken_events", "dpllm.methods.count"]
+    registry.CATALOGUE.write_text(f"methods = {names}", encoding="utf-8")
+    monkeypatch.setattr(program.app, "registered_commands", [])
+    program._add_methods()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 4 and all("cannot be imported" in one and "take its line out" in one for one in lines)
+    assert "RuntimeError: out of order" in lines[2] and "count" in {one.name for one in program.app.registered_commands}
+    assert [event.kind for event in registry.parts("events")] == []
+    assert list(registry.BROKEN) == ["missing", "json", "broken_import", "commands", "events"]
+    assert registry.installed().startswith("count; broken: the method missing cannot be imported (ModuleNotFoundError")
 
 
 def test_every_method_adds_something_of_its_own(emptied):

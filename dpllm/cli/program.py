@@ -54,22 +54,21 @@ fill_help_screens(app)
 
 
 def _add_methods() -> None:
-    """Add the commands of the installed methods, marked as experimental."""
-    of_methods, of_audit = typer.Typer(), typer.Typer()
-    try:
-        for method in registry.methods():
+    """Add the commands of the installed methods, marked as experimental; a broken method is named and left out."""
+    for method in registry.methods():
+        of_method, of_audit = typer.Typer(), typer.Typer()
+        with registry.leave_out_broken(method.name):
             for register in method.commands:
-                registry.load(register)(of_methods)
+                registry.load(register)(of_method)
             for register in method.audit_commands:
                 registry.load(register)(of_audit)
-    except registry.MethodError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise SystemExit(2) from error
-    for made, goal in ((of_methods, app), (of_audit, auditing.app)):
-        fill_help_screens(made)
-        mark_experimental(made)
-        goal.registered_commands += made.registered_commands
-        goal.registered_groups += made.registered_groups
+            for made, goal in ((of_method, app), (of_audit, auditing.app)):
+                fill_help_screens(made)
+                mark_experimental(made)
+                goal.registered_commands += made.registered_commands
+                goal.registered_groups += made.registered_groups
+    for error in registry.BROKEN.values():
+        typer.echo(f"warning: {error}", err=True)
 
 
 _add_methods()

@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,16 +64,22 @@ def version_of(package: Path) -> CodeVersion:
 def _of_checkout(package: Path) -> CodeVersion | None:
     """Return the version by git; None if git cannot tell, or if the checkout is that of another project."""
     root, inside = package.parent, f"{package.name}/__init__.py"
-    found = _git(root, "rev-parse", "--show-toplevel", "HEAD")
-    if found is None or _git(root, "ls-files", "--error-unmatch", inside) is None:
+    try:
+        project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"]
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    top, commit = found.splitlines()
-    count = _git(root, "rev-list", "--count", "HEAD")
+    found = _git(root, "rev-parse", "--show-toplevel", "--is-shallow-repository", "HEAD")
+    if project != "dpllm" or found is None or _git(root, "ls-files", "--error-unmatch", inside) is None:
+        return None
+    top, shallow, commit = found.splitlines()
+    count = "0" if shallow == "true" else _git(root, "rev-list", "--count", "HEAD")  # a part of them is no number
     status = _git(root, "status", "--porcelain", "--untracked-files=no", "--", package.name)
-    if Path(top).resolve() != root or count is None or status is None:
+    new = _git(root, "ls-files", "--others", "--exclude-standard", "--", f"{package.name}/*.py")
+    if Path(top).resolve() != root or count is None or status is None or new is None:
         return None
-    local = f"g{commit[:_SHORT]}{'.dirty' if status else ''}"
-    return CodeVersion(f"{_NEXT_RELEASE}.dev{count}+{local}", commit, bool(status))
+    changed = bool(status or new)
+    local = f"g{commit[:_SHORT]}{'.dirty' if changed else ''}"
+    return CodeVersion(f"{_NEXT_RELEASE}.dev{count}+{local}", commit, changed)
 
 
 def _git(root: Path, *words: str) -> str | None:

@@ -53,15 +53,13 @@ CLIPPINGS = {part.kind: part for part in _CLIPPINGS}
 @cache
 def noises() -> dict[str, type[Noise]]:
     """Return every noise by its kind, those of methods included."""
-    of_methods = (registry.load(place) for one in registry.methods() for place in one.noises)
-    return {part.kind: part for part in (*_NOISES, *of_methods)}
+    return {part.kind: part for part in (*_NOISES, *registry.parts("noises"))}
 
 
 @cache
 def events() -> dict[str, type[Event]]:
     """Return every event by its kind, those of methods included."""
-    of_methods = (registry.load(place) for one in registry.methods() for place in one.events)
-    return {event.kind: event for event in (*_EVENTS, *of_methods)}
+    return {event.kind: event for event in (*_EVENTS, *registry.parts("events"))}
 
 
 def clipping_of(spec: Spec, clip_norm: float) -> Clipping:

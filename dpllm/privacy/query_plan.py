@@ -23,7 +23,7 @@ from dpllm.privacy.accounting import DISCRETIZATION, epsilon, merge
 from dpllm.privacy.calibration import require_target, solve
 from dpllm.privacy.plan import PLAN_FILE, PLAN_FORMAT, Plan, PrivacyPlan, read_plan_file
 from dpllm.privacy.plan_parts import PlannedUnit
-from dpllm.privacy.release_words import release_words
+from dpllm.privacy.release_words import release_words, require_release
 from dpllm.privacy.rounding import format_delta, format_delta_limit, format_epsilon
 
 _MOST_NOISE, _COARSE = 1e5, 1e-3
@@ -215,6 +215,7 @@ class QueryPlan(PlannedUnit, Plan):
     @staticmethod
     def fields_of(raw: dict[str, Any]) -> dict[str, Any]:
         """Return the values of the fields from those in a file."""
+        require_release(raw["method"])  # before its events, which are then unknown as well
         return {
             **raw,
             "charges": tuple(Charge.of(charge) for charge in raw["charges"]),

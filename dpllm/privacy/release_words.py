@@ -42,3 +42,17 @@ class ReleaseWords:
 def release_words() -> dict[str, ReleaseWords]:
     """Return the words of every kind of private release that the installed methods make, by name."""
     return {words.name: words for method in registry.methods() for words in method.words}
+
+
+def require_release(name: str) -> str:
+    """Refuse a kind of release of which no installed method has the words.
+
+    Raises:
+        MethodError: it is of no installed method.
+    """
+    if name not in release_words():
+        raise registry.MethodError(
+            f"the release {name!r} belongs to no installed method; installed are {registry.installed()}. "
+            "Install dpllm whole"
+        )
+    return name

@@ -372,7 +372,8 @@ def _as_recorded(folder: Path) -> PrivacyReport:
 def renew_card(folder: str | Path, before: PrivacyReport, after: PrivacyReport, ledger: Any = None) -> None:
     """Put the guarantee, the open points and the notes of another report into the card, if there is a card.
 
-    The rest of the card stays as it is, also what people wrote.
+    The rest of the card stays as it is, also what people wrote. The ledger then gets no hash of it: `dpllm verify` must
+    not take their words for dpllm's.
 
     Args:
         folder: of a run.
@@ -385,9 +386,10 @@ def renew_card(folder: str | Path, before: PrivacyReport, after: PrivacyReport, 
         card = path.read_text(encoding="utf-8")
         renewed = _renewed(card, before, after)
         if renewed != card:
-            if BLOCK in renewed:
+            written = read_ledger(Path(folder) / LEDGER_FILE).notes.pages.get(CARD_FILE)
+            if hashlib.sha256(card.encode("utf-8")).hexdigest() == written:
                 write_pages(folder, {CARD_FILE: renewed}, ledger)
-            else:  # a card that people wrote, which has dpllm's open points only
+            else:
                 replace_file(path, renewed.encode("utf-8"))
 
 

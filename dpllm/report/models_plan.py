@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Discriminator, Field, JsonValue, Tag
 
 from dpllm.mechanism.limits import RANDOMNESS
-from dpllm.privacy.release_words import release_words
+from dpllm.privacy.release_words import require_release
 from dpllm.report.kinds import (
     Adjacency,
     AtLeastOne,
@@ -30,13 +30,6 @@ from dpllm.report.kinds import (
 )
 
 Value = str | bool | int | float
-
-
-def _known_release(name: str) -> str:
-    """Refuse a kind of release whose words no installed method has."""
-    if name not in release_words():
-        raise ValueError(f"unknown release {name!r}; the installed methods have {', '.join(release_words()) or 'none'}")
-    return name
 
 
 class DrawNumbers(Part):
@@ -90,7 +83,7 @@ class PlanOfQueries(ProtectedUnit):
     """The plan of a query run: a private release that is no training run."""
 
     format: Literal[1] = Field(description="Format of the plan.")
-    method: Annotated[str, AfterValidator(_known_release)] = Field(description="The method of the release.")
+    method: Annotated[str, AfterValidator(require_release)] = Field(description="The method of the release.")
     num_units: AtLeastOne = Field(description="N, the number of units; public.")
     charges: tuple[dict[str, JsonValue], ...] = Field(
         description="All that the run may charge: name, event and its number."

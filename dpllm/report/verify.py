@@ -25,6 +25,7 @@ from dpllm.privacy.ledger import LEDGER_FILE, LedgerContents, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.query_plan import QueryPlan, load_plan
 from dpllm.privacy.rounding import format_epsilon
+from dpllm.registry import MethodError
 from dpllm.report.checklist import completed
 from dpllm.report.model_card import (
     BLOCK,
@@ -119,6 +120,9 @@ def verify(folder: str | Path) -> Verification:
 
     Returns:
         All checks, also those that passed. Numbers in the JSON must agree to `TOLERANCE`.
+
+    Raises:
+        MethodError: the plan is of a method that is not installed.
     """
     folder = Path(folder)
     checks: list[Check] = []
@@ -171,6 +175,8 @@ def _tried(checks: list[Check], what: str, load: Callable[[], Any], found: Calla
     """Return what was loaded, or None, and note which."""
     try:
         value = load()
+    except MethodError:
+        raise
     except (ValueError, OSError, KeyError, TypeError) as error:
         checks.append(Check(what, False, _in_words(error)))
         return None

@@ -37,6 +37,8 @@ def checkout(tmp_path):
         (folder / "dpllm" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(Path(dpllm.__file__).parent / name, folder / "dpllm" / name)
     (folder / "dpllm" / "config" / "__init__.py").write_text("")
+    (folder / "pyproject.toml").write_text('[project]\nname = "dpllm"\n')
+    (folder / ".gitignore").write_text("__pycache__/\nignored.py\n")
     git(folder, "init")
     commit(folder)
     return folder
@@ -61,21 +63,25 @@ def test_two_commits_have_two_versions_and_a_changed_tree_has_a_third(checkout):
     assert found(checkout) == (f"0.2.dev1+g{first[:9]}.dirty", first, True)
     second = commit(checkout)
     assert found(checkout) == (f"0.2.dev2+g{second[:9]}", second, False)
-    (checkout / "notes.txt").write_text("x")
+    for name in ("notes.txt", "dpllm/notes.txt", "dpllm/ignored.py"):
+        (checkout / name).write_text("x")
     assert found(checkout) == (f"0.2.dev2+g{second[:9]}", second, False)
+    (checkout / "dpllm" / "config" / "untracked.py").write_text("")
+    assert found(checkout) == (f"0.2.dev2+g{second[:9]}.dirty", second, True)
+    (checkout / "dpllm" / "config" / "untracked.py").unlink()
     assert Version(found(checkout)[0]) > Version(f"0.2.dev1+g{first[:9]}")
 
 
 def test_a_shallow_clone_has_its_commit(checkout, tmp_path):
-    """Only the number of commits is smaller."""
+    """The number of commits is unknown."""
     (checkout / "notes.txt").write_text("x")
     last = commit(checkout)
     git(tmp_path, "clone", "--depth", "1", f"file://{checkout}", "shallow")
-    assert found(tmp_path / "shallow") == (f"0.2.dev1+g{last[:9]}", last, False)
+    assert found(tmp_path / "shallow") == (f"0.2.dev0+g{last[:9]}", last, False)
 
 
 def test_the_commit_of_another_project_is_not_taken(checkout, tmp_path):
-    """Neither where dpllm lies deeper in it, nor where its git does not track dpllm."""
+    """Where dpllm lies deeper in it, where its git does not track dpllm, and beside another pyproject.toml."""
     shutil.copytree(checkout / "dpllm", tmp_path / "other" / "vendor" / "dpllm")
     git(tmp_path / "other", "init")
     commit(tmp_path / "other")
@@ -85,6 +91,9 @@ def test_the_commit_of_another_project_is_not_taken(checkout, tmp_path):
     git(tmp_path / "third", "init")
     commit(tmp_path / "third")
     assert found(tmp_path / "third") == UNKNOWN
+    for project in ('[project]\nname = "other"\n', "[tool]\n"):
+        (checkout / "pyproject.toml").write_text(project)
+        assert found(checkout) == UNKNOWN
 
 
 def test_without_git_or_in_a_checkout_that_git_does_not_read_the_version_is_unknown(checkout, tmp_path):

@@ -389,6 +389,7 @@ def test_a_license_that_is_noted_later_reaches_the_card(tmp_path: Path) -> None:
     card = ModelCard.load(path)
     assert (card.data.license, card.data.language) == ("mit", ["fr"]) and "A line of its owner." in card.text
     assert {check.what for check in verify(tmp_path).checks if not check.ok} == set()
+    assert "people edited the rest" in verify(tmp_path).checks[-1].detail
 
 
 def test_what_people_settled_is_in_the_card(tmp_path: Path) -> None:
