@@ -97,8 +97,9 @@ def test_a_pairs_loss_has_no_gradient_in_other_pairs(kind, divergence):
             PairLoss(kinds=(kind,), label_smoothing=SMOOTHED.get(kind, 0.0), f_divergence=divergence)
         return
     loss = PairLoss(kinds=(kind,), label_smoothing=SMOOTHED.get(kind, 0.0), f_divergence=divergence)
-    log_probs = torch.randn(5, 2, dtype=torch.float64).requires_grad_()
-    reference, tokens = torch.randn(5, 2, dtype=torch.float64), torch.randint(1, 9, (5, 2))
+    # scores close to each other: beyond its margin, a hinge has no gradient in its own pair either
+    log_probs = (torch.randn(5, 2, dtype=torch.float64) / 50).requires_grad_()
+    reference, tokens = torch.randn(5, 2, dtype=torch.float64) / 50, torch.randint(1, 9, (5, 2))
     whole = loss(log_probs, reference, tokens)
     assert whole.shape == (5,) and bool(torch.isfinite(whole).all())
     grad = torch.autograd.grad(whole[2], log_probs)[0]
