@@ -111,7 +111,7 @@ def begun(folder, model, num_steps=2):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = PrivateRun.start(folder, plan_of(), rows_of())
     run.attach(model, optimizer)
-    loop(run, model, optimizer, num_steps)
+    loop(run, optimizer, num_steps)
     return run, optimizer
 
 
