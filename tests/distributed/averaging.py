@@ -124,6 +124,7 @@ def _outcome(
     want = {name: sum(w * one[name] for w, one in zip(weights, after, strict=True)) for name in after[0]}
     found["moved by the last step"] = _furthest(after[-1], after[-2])
     averaging.save(folder)
+    run.processes.wait()  # the first process writes a file that all of them read
     with averaging.shown():
         released = _computed(inner)
     if dtype == "bfloat16" and not engine.startswith("fsdp2"):
