@@ -83,10 +83,17 @@ def _audible_libraries():
         logger.setLevel(level)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory):
+    """Copies of data sets stay in the session's own folder, also those of fixtures that many tests share."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
+        yield
+
+
 @pytest.fixture(autouse=True)
-def _quiet_datasets(tmp_path_factory, monkeypatch):
-    """Caches of data sets stay in the test's own folder; progress bars stay off."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
+def _quiet_datasets():
+    """Progress bars stay off."""
     datasets.disable_progress_bars()
     yield
     datasets.enable_progress_bars()

@@ -7,10 +7,10 @@ import json
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -23,12 +23,13 @@ from dpllm.audit.result import AUDIT_FILE, CONSISTENT, FAIL, NO_CLAIM
 from dpllm.audit.run import LOSS, PICTURE_FILE, RATIO, audit_run, canary_rows, load_model_of_run
 from dpllm.config import ConfigError, PrivacyConfig, load_recipe
 from dpllm.data.rows import RowCollator, load_train_and_eval, tokenize_records
-from dpllm.data.scratch import private_folder
 from dpllm.models.losses import per_sequence_loss
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan, make_plan
 from dpllm.training import finetune
+from tests import children
 from tests.audit.conftest import M, call
+from tests.mutations import kills
 
 USER = ["privacy.unit=user", "privacy.unit_column=user", "privacy.max_rows_per_unit=5"]
 
@@ -271,15 +272,17 @@ class TestRefusals:
             canary_rows(made.canaries, long, AutoTokenizer.from_pretrained(base_model))
 
 
-def test_the_data_are_not_left_in_a_cache(prepared: Path, broken: Path):
-    """The audit reads the private records in passing: no copy is written that does not go with the process."""
-
-    def copies() -> list[Path]:
-        """Files in the cache; `datasets` leaves an empty lock beside each data set that it has ever read."""
-        cached = Path(datasets.config.HF_DATASETS_CACHE).rglob("*")
-        own = str(private_folder())
-        return sorted(one for one in cached if one.is_file() and one.suffix != ".lock" and own not in str(one))
-
-    before = copies()
-    audit_run(broken, prepared / CANARIES_FILE)
-    assert copies() == before
+@kills(
+    "copies of private records stay",
+    "dpllm/data/scratch.py",
+    "atexit.register(remove_private_folder)",
+    "",
+)
+def test_the_data_are_not_left_in_a_cache(prepared: Path, broken: Path, tmp_path: Path):
+    """Copies of private records go with the process of the audit; `datasets` leaves empty locks."""
+    command = [sys.executable, "-m", "dpllm", "audit", "run", str(broken), "--canaries", str(prepared / CANARIES_FILE)]
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    audit = children.run(command, env={**os.environ, "HF_DATASETS_CACHE": str(cache)}, check=False)
+    assert audit.returncode == 1 and FAIL in audit.stdout  # it was made, and refutes this run
+    assert [one for one in cache.rglob("*") if one.is_file() and one.stat().st_size] == []
