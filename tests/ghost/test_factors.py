@@ -151,6 +151,25 @@ def test_a_factor_that_depends_on_other_units_is_refused(kind):
     assert float(clip_factors(kind(1.0, 1.0), sq_norm_GU[:, :1])) == pytest.approx(1, rel=1e-5)
 
 
+class InPlace(Doubled):
+    """Shortens the norms that it is given, so that its factors look small enough beside them."""
+
+    def factors(self, norm_GU):
+        return self.clip_norm / norm_GU.clamp_(max=self.clip_norm)
+
+
+@kills(
+    "a clipping may change the norms that its factors are checked with",
+    "dpllm/ghost/factors.py",
+    "clipping.factors(norm_GU.clone()), [clipping.factors(column.clone()) for column in columns]",
+    "clipping.factors(norm_GU), [clipping.factors(column) for column in columns]",
+)
+def test_norms_that_a_clipping_changes_stay_as_they_were():
+    """The check compares with the true norm."""
+    with pytest.raises(GhostError, match="exceeds its sensitivity"):
+        clip_factors(InPlace(1.0, 1.0), torch.tensor([[100.0, 0.25]]))
+
+
 def test_factors_over_several_groups_are_those_of_single_units():
     """A sum over groups is a unit's own; without units there are no factors."""
 

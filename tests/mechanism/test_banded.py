@@ -322,6 +322,23 @@ def test_candidates_have_numbers_and_fit_into_the_groups():
         BandedNoise(8).candidates(draw, Workload.released([1.0] * 40))
 
 
+@kills(
+    "a step of more bands than there are units is charged",
+    "dpllm/mechanism/banded.py",
+    "if self.num_units is None or not 1 <= self.bands <= self.num_units:",
+    "if False:",
+)
+@pytest.mark.parametrize(
+    "bad",
+    [{"bands": 0}, {"bands": 42_062}, {"bands": 4.0}, {"bands": True}, {"max_batch_size": 0}, {"num_units": None}],
+)
+def test_an_event_out_of_range_is_refused(bad):
+    """In a ledger that another program wrote."""
+    fields = {"num_units": 42_061, "sampling_rate": 0.1, "max_batch_size": 9, "noise_multiplier": 1.0, "bands": 4}
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        BandedStep(**{**fields, **bad})
+
+
 def test_a_release_has_the_standard_deviation_of_the_dense_matrix():
     """σC is that of z, and a release has more."""
     draw = Draw(num_units=200, population=200, expected_batch_size=10, max_batch_size=33)

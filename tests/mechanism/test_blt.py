@@ -262,3 +262,22 @@ def test_noise_without_numbers_has_no_event_and_no_noise():
     (whole,) = half.candidates(DRAW, Workload.prefix_sums(30))
     assert (whole.decays, whole.weights) == ((0.9,), (0.2,))
     assert whole.event(DRAW, 1.0, 1.0).sensitivity(30) == pytest.approx(1, rel=1e-8)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"num_units": None},
+        {"num_units": 60.0},
+        {"batch_size": 0},
+        {"batch_size": 61},
+        {"decays": (0.9,)},
+        {"weights": (0.2, 0.3, -0.1)},
+        {"scale": 2.0},
+        {"sigma": 1e7},
+    ],
+)
+def test_an_event_out_of_range_is_refused(bad):
+    """A ledger with such numbers was not written by this library."""
+    with pytest.raises(ValueError):
+        step_of(**{"sigma": 1.0, **bad})

@@ -1,6 +1,6 @@
 """Clipping by named groups: each has its share of C², a parameter is in exactly one, and noise is σC everywhere.
 
-The groups are written out here; tests/ghost/test_group_wise.py compares norms, factors and sum with a float64 loop.
+The groups are written out here, and the gradients come from a float64 loop over single units.
 """
 
 import pytest
@@ -20,7 +20,7 @@ from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.report.definition import mechanism
 from dpllm.training.step import private_step
 from tests.conftest import tiny_llama_config
-from tests.mechanism.test_per_layer import QUICKSTART
+from tests.mechanism.test_per_layer import METHODS, QUICKSTART
 from tests.mutations import kills
 from tests.training.test_step import Rows, engine_of, loss_of
 
@@ -45,6 +45,37 @@ def losses(model, ids):
 
 def ids_of(num_units):
     return torch.randint(3, 61, (num_units, 7), generator=torch.Generator().manual_seed(1))
+
+
+def loop(model, ids):
+    """Each unit's gradient by autograd: name to (U, ...)."""
+    names = [name for name, _ in model.named_parameters()]
+    rows = [torch.autograd.grad(losses(model, row[None]).sum(), list(model.parameters())) for row in ids]
+    return {name: torch.stack(grads) for name, grads in zip(names, zip(*rows, strict=True), strict=True)}
+
+
+def norms_of(of_unit, names):
+    return sum(of_unit[name].flatten(1).square().sum(1) for name in names).sqrt()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("method", METHODS, ids=["default", "instance", "two passes"])
+def test_the_sum_is_that_of_a_loop_over_single_units(method, tied):
+    """Some groups of a unit are clipped, others are not."""
+    model, ids = LlamaForCausalLM(tiny_llama_config(tie_word_embeddings=tied)).double(), ids_of(4)
+    of_unit, groups = loop(model, ids), named_groups(model)
+    norms = {group: norms_of(of_unit, names) for group, names in groups.items()}
+    clip_norm = max(float(norms[group].median()) / IN_C[group] for group in groups) * 0.9
+    clipper = GhostClipper(model, clipping=GroupClipping(clip_norm, PARAMETERS, SHARES), norm_method=method)
+    result = clipper.backward(losses(model, ids))
+    clipper.remove()
+    factors = {group: (IN_C[group] * clip_norm / norms[group]).clamp_max(1) for group in groups}
+    assert torch.cat(list(factors.values())).lt(1).any() and torch.cat(list(factors.values())).eq(1).any()
+    torch.testing.assert_close(result.factors.double(), torch.stack(list(factors.values())), rtol=1e-5, atol=0)
+    for group, names in groups.items():
+        for name in names:
+            expected = torch.einsum("u...,u->...", of_unit[name], factors[group])
+            torch.testing.assert_close(model.get_parameter(name).grad, expected, rtol=1e-5, atol=1e-9)
 
 
 @kills(

@@ -3,6 +3,7 @@
 The layers are written out here, and the gradients come from a float64 loop over single units.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import LlamaForCausalLM
 
 from dpllm import GhostClipper, NormMethod, PrivacyConfig, make_plan, per_sequence_loss
 from dpllm.config import load_recipe
+from dpllm.ghost.errors import GhostError
 from dpllm.ghost.factors import clip_factors
 from dpllm.mechanism.events import Step
 from dpllm.mechanism.generators import NoiseSource
@@ -154,6 +156,26 @@ def test_a_unit_that_is_not_finite_in_one_layer_contributes_nothing_to_it():
     """In the other layers it is clipped as any unit, whenever their sums are formed."""
     factors = clip_factors(PerLayerClipping(0.3), torch.tensor([[1.0, float("inf")], [1.0, 1.0]]))
     assert factors[0, 1] == 0 and factors[1, 1] == factors[1, 0] > 0
+
+
+@dataclass(frozen=True)
+class Undivided(PerLayerClipping):
+    """Gives each layer the whole clip norm."""
+
+    def factors(self, norm_GU):
+        return (self.clip_norm / norm_GU).clamp_max(1)
+
+
+@kills(
+    "the bound over several groups is checked in each alone",
+    "dpllm/ghost/factors.py",
+    "square().sum(dim=0)",
+    "square().amax(dim=0)",
+)
+def test_a_clipping_of_ones_own_that_does_not_divide_is_refused():
+    """It would reach √2 C over two layers."""
+    with pytest.raises(GhostError, match="per-layer"):
+        clip_factors(Undivided(0.5), torch.tensor([[4.0, 1.0], [4.0, 1.0]]))
 
 
 @pytest.mark.parametrize(

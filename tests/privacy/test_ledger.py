@@ -282,6 +282,16 @@ def test_the_ledger_names_the_generator_of_the_noise(tmp_path: Path) -> None:
     assert contents.runs[0]["entropy"].startswith("operating system; noise by ChaCha20") and not contents.seeded
 
 
+@kills("a note in the ledger may count nothing", "dpllm/privacy/ledger.py", "if count < 1:", "if False:")
+def test_counts_are_positive(path: Path) -> None:
+    """A note that counts nothing is a mistake of the caller."""
+    with Ledger.create(path, PLAN) as ledger:
+        with pytest.raises(ValueError, match="disclosure"):
+            ledger.append_disclosure("training loss", 0)
+        with pytest.raises(ValueError, match="diagnostic"):
+            ledger.append_diagnostic("x", -1)
+
+
 def test_two_runs_cannot_write_one_ledger_at_once(path: Path) -> None:
     """Their steps would be charged over each other; when the first ends, closes or dies, the next may go on."""
     first = Ledger.create(path, PLAN)

@@ -54,12 +54,22 @@ STRAY_WEIGHTS = {
     "for name in own_methods(self):",
     "for name in ():",
 )
-def test_methods_of_ones_own_that_run_within_training_are_an_open_point(tmp_path):
-    """They read losses, as callbacks do."""
+@kills(
+    "a method that chooses public rows is no open point",
+    "dpllm/report/disclosures.py",
+    '({"get_eval_dataloader"} if getattr(trainer, "eval_is_public", False) else set())',
+    "set()",
+)
+@pytest.mark.parametrize("public", [False, True])
+def test_methods_of_ones_own_that_run_within_training_are_an_open_point(tmp_path, public):
+    """They read losses, as callbacks do; of public rows, the schedule follows those that a method chooses."""
 
     class Own(DPTrainer):
         def create_optimizer(self, *args):  # before the first step
             return super().create_optimizer(*args)
+
+        def get_eval_dataloader(self, *args):
+            return super().get_eval_dataloader(*args)
 
         def training_step(self, *args):
             loss = super().training_step(*args)
@@ -67,11 +77,12 @@ def test_methods_of_ones_own_that_run_within_training_are_an_open_point(tmp_path
             return loss
 
     model, config = LlamaForCausalLM(tiny_llama_config(num_hidden_layers=1)), privacy()
-    run = Own(model, arguments(tmp_path / "own", max_steps=1), config, rows())
+    run = Own(model, arguments(tmp_path / "own", max_steps=1), config, rows(), eval_is_public=public)
     run.log = lambda *args: None
     run.train()
     points = [point for point in run.privacy_report()["open_points"] if point.startswith("The method ")]
-    assert [point.split()[2].rpartition(".")[2] for point in points] == ["log", "training_step"]
+    found = [point.split()[2].rpartition(".")[2] for point in points]
+    assert found == [*(["get_eval_dataloader"] if public else []), "log", "training_step"]
     plain = trainer(tmp_path / "plain", model, start_is_independent=True, args=arguments(tmp_path / "plain"))
     assert own_methods(plain) == []
 

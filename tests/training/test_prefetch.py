@@ -31,6 +31,7 @@ from dpllm.data.units import UnitIndex
 from dpllm.engines import SingleProcess
 from dpllm.engines.processes import Processes
 from dpllm.mechanism.generators import NoiseSource
+from dpllm.training.checks.independence import IndependenceError
 from dpllm.training.fetching import shares_nothing
 from dpllm.training.microbatches import microbatches
 from dpllm.training.prefetch import FetchThread
@@ -388,6 +389,27 @@ def test_a_data_set_that_fills_one_array_again_loses_no_row_when_memory_runs_out
     stepped.gradient()  # compares rows, during which nothing is fetched
     scarce.append(True)
     torch.testing.assert_close(stepped.gradient(), whole, rtol=1e-5, atol=1e-7)
+
+
+@kills(
+    "a loss may read what the collator stored for the next rows",
+    "dpllm/training/checks/passes.py",
+    "if between is not None:",
+    "if False:",
+)
+def test_a_loss_that_reads_what_the_collator_stored_is_refused(tmp_path):
+    """The stored weights are those of the next rows when the loss reads them."""
+    data = Data()
+
+    def collate(rows):
+        data.weights = torch.stack(rows).abs().sum(1)
+        return Data.collate(data, rows)
+
+    def weighted(model, inputs):
+        return loss(model, inputs) * data.weights[: len(inputs["x"])]
+
+    with pytest.raises(IndependenceError, match="collator has stored"):
+        run_of(tmp_path / "run", data, collate, loss_of=weighted)
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
