@@ -30,7 +30,7 @@ from dpllm.models.padding import default_collator, refuse_other_padding
 from dpllm.models.tasks import task_of
 from dpllm.privacy.ledger import LEDGER_FILE
 from dpllm.privacy.plan import PrivacyPlan
-from dpllm.privacy.unused import is_used
+from dpllm.privacy.unfinished import is_used
 from dpllm.training.argument_table import Argument
 from dpllm.training.arguments import checked_arguments, plan_for
 from dpllm.training.averaging import Averaging, refuse_other_average

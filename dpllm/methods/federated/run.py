@@ -50,7 +50,7 @@ from dpllm.privacy.identity import COMPLETED, note_release, snapshot
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PrivacyPlan, format_plan, make_plan
 from dpllm.privacy.rounding import format_delta, format_epsilon
-from dpllm.privacy.unused import is_used
+from dpllm.privacy.unfinished import is_used
 from dpllm.report.definition import FEDERATED, SECURE, TRUSTED, WHO_SEES
 from dpllm.report.disclosures import HELD_OUT
 from dpllm.report.model_card import write_model_card
