@@ -67,7 +67,7 @@ from dpllm.training.phases import Phases
 from dpllm.training.preflight import PLAIN, check_recipe
 from dpllm.training.public_stage import start_in, train_on_public_text
 from dpllm.training.restarting import RunCompletedError, begin_in, cut_short, to_go_on
-from dpllm.training.signals import StopRequest, Terminal, end_with_the_launcher, exit_code
+from dpllm.training.signals import StopRequest, end_with_the_launcher, exit_code
 from dpllm.training.trainer import DPTrainer, WhenAttached
 
 USAGE = """Fine-tune a language model privately: one program for every recipe.
@@ -115,8 +115,7 @@ def carry_out(recipe: str | Path, overrides: Sequence[str]) -> None:
         console.quiet = process_number("RANK") > 0
         use_all_cores()
         find_deepspeed_config(shipped_root())
-        with Terminal().taken():  # so that Ctrl-C does not end the launcher with a traceback
-            code, together = run(load_recipe(recipe, overrides)), True
+        code, together = run(load_recipe(recipe, overrides)), True
     except RunCompletedError as done:
         console.print(str(done), markup=False)
         code, together = 0, True
