@@ -296,7 +296,6 @@ def sweep(
     expected_batch_sizes: Sequence[int],
     step_counts: Sequence[int],
     adjacency: str = "zero-out",
-    rows_per_unit: int = 1,
     compute: str | int = "centre",
     min_steps: int = 1,
     gradient_rms: float = 0.0,
@@ -314,7 +313,6 @@ def sweep(
         expected_batch_sizes: values of b, at most N each.
         step_counts: values of T.
         adjacency: "zero-out" or "replace-one".
-        rows_per_unit: must be 1: whole units are drawn.
         compute: K = b T of the recommendation: "centre" of the grid, "max" for the grid's largest, or a number of
             examples. For each batch size the line has T = K/b, or a T of the grid that is within 5 % of it.
         min_steps: the smallest number of steps that the optimizer needs; points with fewer are not recommended.
@@ -330,7 +328,7 @@ def sweep(
     (2048, 100)
     """
     batches, steps = sorted(set(expected_batch_sizes)), sorted(set(step_counts))
-    _check_budget(target_epsilon, delta, num_units, adjacency, rows_per_unit)
+    _check_budget(target_epsilon, delta, num_units, adjacency)
     check_counts(num_units, "expected_batch_size", batches)
     check_counts(None, "num_steps", steps)
     _check_rule(min_steps, gradient_rms)
@@ -433,7 +431,7 @@ def gaussian_distance(epsilon: float, delta: float) -> float:
     return math.exp(float(optimize.brentq(excess, math.log(1e-12), math.log(1e6), xtol=1e-12)))
 
 
-def _check_budget(target_epsilon: float, delta: float, num_units: int, adjacency: str, rows_per_unit: int) -> None:
+def _check_budget(target_epsilon: float, delta: float, num_units: int, adjacency: str) -> None:
     check_counts(None, "num_units", [num_units])
     require_target(target_epsilon)
     if not 0 < delta * num_units < 1:
@@ -443,11 +441,6 @@ def _check_budget(target_epsilon: float, delta: float, num_units: int, adjacency
         )
     if adjacency not in _ADJACENCIES:
         raise ValueError(f"adjacency must be one of {', '.join(_ADJACENCIES)}, got {adjacency!r}")
-    if rows_per_unit != 1:
-        raise ValueError(
-            f"a sweep needs runs that draw whole units; got rows_per_unit={rows_per_unit}. For runs that draw single "
-            "rows, make a plan for each batch size"
-        )
 
 
 def _check_reachable(points: Sequence[SweepPoint]) -> None:

@@ -342,7 +342,6 @@ def test_to_dict_is_json(result):
         ({"delta": 0.0}, "delta must be above 0 and below 1/N"),
         ({"num_units": 0}, "num_units must be an integer of at least 1, got 0"),
         ({"adjacency": "add-or-remove"}, "adjacency must be one of zero-out, replace-one, got 'add-or-remove'"),
-        ({"rows_per_unit": 2}, "draw whole units; got rows_per_unit=2"),
         ({"expected_batch_sizes": []}, "the grid has no expected_batch_size"),
         ({"step_counts": []}, "the grid has no num_steps"),
         ({"expected_batch_sizes": [512, 42_001]}, "expected_batch_size=42001 exceeds the number of units, 42000"),
