@@ -63,10 +63,10 @@ from dpllm.training.evaluation import Measurement
 from dpllm.training.held_out import HeldOut, HeldOutRows
 from dpllm.training.launch_environment import find_deepspeed_config
 from dpllm.training.pair_losses import HeldOutPairs
-from dpllm.training.phases import Phases
 from dpllm.training.preflight import PLAIN, check_recipe
 from dpllm.training.public_stage import start_in, train_on_public_text
 from dpllm.training.restarting import RunCompletedError, begin_in, cut_short, to_go_on
+from dpllm.training.screen import Phases
 from dpllm.training.signals import StopRequest, end_with_the_launcher, exit_code
 from dpllm.training.trainer import DPTrainer, WhenAttached
 

@@ -48,13 +48,13 @@ from dpllm.training.checks.learning_rates import DECLARED, INDEPENDENT, OWN_LOOP
 from dpllm.training.checks.outstanding import LEFT_OUT, Charged, DrawError, Outstanding
 from dpllm.training.checks.randomness import SecretStreams
 from dpllm.training.checks.turns import Turns, dealing_key, mode_now
+from dpllm.training.choose_clipper import FROZEN, freeze_unused, in_parts
 from dpllm.training.microbatches import StepBatch, microbatches
 from dpllm.training.noted import note_units, note_users
 from dpllm.training.restarting import require_shared_folder
 from dpllm.training.rows import LossOf, TrainingRows
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.step import Progress, StepDiagnostics, private_step, refuse_unfinished, unseen
-from dpllm.training.unused import FROZEN, freeze_unused, in_parts
 
 
 class RunEntropy:

@@ -61,8 +61,8 @@ from dpllm.training.evaluation import Measurement
 from dpllm.training.finetune import Start, console, evaluated, noted, public_start, show
 from dpllm.training.held_out import HeldOut, HeldOutRows
 from dpllm.training.noted import note_data, note_units
-from dpllm.training.phases import Phases
 from dpllm.training.preflight import PLAIN, check_recipe
+from dpllm.training.screen import Phases
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.signals import StopRequest, exit_code
 
