@@ -58,10 +58,9 @@ from dpllm.report.disclosures import HELD_OUT
 from dpllm.report.figures import plot_training
 from dpllm.report.release_notes import ReleaseNotes, keep_utility
 from dpllm.training import trl_recipe
-from dpllm.training.arguments import plan_for, training_arguments
+from dpllm.training.arguments import find_deepspeed_config, plan_for, training_arguments
 from dpllm.training.evaluation import Measurement
 from dpllm.training.held_out import HeldOut, HeldOutRows
-from dpllm.training.launch_environment import find_deepspeed_config
 from dpllm.training.pair_losses import HeldOutPairs
 from dpllm.training.preflight import PLAIN, check_recipe
 from dpllm.training.public_stage import start_in, train_on_public_text
