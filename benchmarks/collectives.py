@@ -149,7 +149,7 @@ def private_steps(setting: Setting) -> Callable[[], None]:
     from dpllm.data.units import UnitIndex
     from dpllm.engines import engine_for, model_inside
     from dpllm.mechanism.generators import NoiseSource
-    from dpllm.training.gradients import clipper_for
+    from dpllm.training.choose_clipper import clipper_for
     from dpllm.training.microbatches import microbatches
     from dpllm.training.step import private_step
     from tests.distributed.matrix import NoLedger, plan_of

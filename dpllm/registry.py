@@ -72,6 +72,13 @@ class Method:
     """Places of those that add its commands to ``dpllm audit``."""
     query: str | None = None
     """Place of the `QueryCommand`: how a query recipe with its section is read, planned and carried out."""
+    carry_out: str | None = None
+    """Place of the function behind its command where that takes a recipe with its section: the method, the file, the
+    overrides, the folder of the run, and whether as JSON."""
+    help: str = ""
+    """The help screen of that command."""
+    examples: tuple[str, ...] = ()
+    """Command lines below it."""
     show_plan: str | None = None
     """Place of the function that prints the plan of a recipe with its section: the file, the overrides, and whether as
     JSON."""

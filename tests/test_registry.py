@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,7 +130,7 @@ def test_every_method_adds_something_of_its_own(emptied):
     """Each has commands, and no two have the same section, event, noise or words."""
     found = registry.methods()
     assert {one.name for one in found} >= {"count", "federate", "tune", "synthesize", "attacks"}
-    assert all(one.commands or one.audit_commands for one in found)
+    assert all(one.commands or one.audit_commands or one.carry_out for one in found)
     for kinds in (
         [one.name for one in found],
         [registry.load(event).kind for one in found for event in one.events],
@@ -137,7 +138,8 @@ def test_every_method_adds_something_of_its_own(emptied):
         [words.name for one in found for words in one.words],
     ):
         assert len(kinds) == len(set(kinds))
-    for place in [place for one in found for place in (*one.commands, *one.audit_commands, one.query, one.show_plan)]:
+    places = [(*one.commands, *one.audit_commands, one.query, one.carry_out, one.show_plan) for one in found]
+    for place in itertools.chain(*places):
         assert place is None or registry.load(place) is not None
     assert all(callable(registry.load(one.folder.verify)) for one in found if one.folder)
     with pytest.raises(MethodError, match="method 'none"):

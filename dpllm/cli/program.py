@@ -7,6 +7,7 @@ Place in the flow: a thin layer over training, accounting, plan, budget and repo
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,7 +15,11 @@ import typer
 import dpllm
 from dpllm import registry
 from dpllm.cli import auditing, budgets, cost, generating, planning, recipes, releasing, runs, starting, training
-from dpllm.cli.common import fill_help_screens, mark_experimental
+from dpllm.cli.common import AsJson, Overrides, RecipeName, fill_help_screens, mark_experimental, one_line_errors
+
+OutputDir = Annotated[
+    Path | None, typer.Option("--output-dir", help="The folder of the run, in place of the recipe's output_dir.")
+]
 
 app = typer.Typer(
     name="dpllm",
@@ -53,11 +58,26 @@ app.add_typer(auditing.app, name="audit")
 fill_help_screens(app)
 
 
+def _add_command(goal: typer.Typer, method: registry.Method) -> None:
+    """Add the command that carries out a method's recipe; the function behind it is imported when it is called."""
+
+    def command(
+        recipe: RecipeName, overrides: Overrides = None, output_dir: OutputDir = None, as_json: AsJson = False
+    ) -> None:
+        registry.load(str(method.carry_out))(method.name, recipe, overrides or [], output_dir, as_json)
+
+    command.__doc__ = method.help
+    epilog = "\n\n".join(f"Example: {line}" for line in method.examples)
+    goal.command(method.name, epilog=epilog)(one_line_errors(command))
+
+
 def _add_methods() -> None:
     """Add the commands of the installed methods, marked as experimental; a broken method is named and left out."""
     for method in registry.methods():
         of_method, of_audit = typer.Typer(), typer.Typer()
         with registry.leave_out_broken(method.name):
+            if method.carry_out is not None:
+                _add_command(of_method, method)
             for register in method.commands:
                 registry.load(register)(of_method)
             for register in method.audit_commands:

@@ -103,30 +103,20 @@ def version_words(version: str, commit: str | None, changed: bool) -> str:
     return f"{version} ({words}{', with changes that are in no commit' if changed else ''})"
 
 
-def require_format(path: str | Path, kind: str, found: Any, due: int, written_by: str | None = None) -> None:
-    """Make sure that a file has the format that this version reads.
-
-    Args:
-        path: the file.
-        kind: of the file, in words.
-        found: the format that it names.
-        due: the format that this version reads.
-        written_by: the version that wrote it, in words, if the file names it.
-
-    Raises:
-        ValueError: it has another format.
-    """
-    if not has_format(found, due):
-        raise ValueError(f"{path} {other_format(kind, found, due, written_by)}")
-
-
 def has_format(found: Any, due: int) -> bool:
     """Return whether a file's value of "format" is the number that this version reads."""
     return type(found) is int and found == due
 
 
 def other_format(kind: str, found: Any, due: int, written_by: str | None = None) -> str:
-    """Return the words about a file of another format; the arguments are those of `require_format`."""
+    """Return the words about a file of another format, and what reads it.
+
+    Args:
+        kind: of the file, in words.
+        found: the format that it names.
+        due: the format that this version reads.
+        written_by: the version that wrote it, in words, if the file names it.
+    """
     which = f"dpllm {written_by}" if written_by else "the version of dpllm that wrote it"
     return f"is a {kind} of format {json.dumps(found)}, and this version of dpllm reads format {due}: use {which}"
 

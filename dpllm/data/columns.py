@@ -83,12 +83,11 @@ class Columns:
         return known or next(iter(texts), None)
 
 
-def columns_of(path: str, split: str = "train", encoding: str = "utf-8") -> Columns:
+def columns_of(path: str, encoding: str = "utf-8") -> Columns:
     """Return the columns of a data set, from the first records of its first file.
 
     Args:
         path: as `DataConfig.path`. A data set of the Hub is loaded as a whole.
-        split: of a Hub data set.
         encoding: of text files.
 
     Raises:
@@ -105,7 +104,7 @@ def columns_of(path: str, split: str = "train", encoding: str = "utf-8") -> Colu
                 f"{path}: there is no such file or folder here, and a data set of the Hub is written owner/name: check "
                 "the spelling and the folder"
             )
-        records = read_unchecked(DataConfig(path=path, split=split, max_length=2, encoding=encoding))
+        records = read_unchecked(DataConfig(path=path, max_length=2, encoding=encoding))
         table = records.select(range(min(_ROWS, len(records)))).with_format("arrow")[:] if len(records) else None
     if table is None:
         raise DataError(f"{path}: there is no record in it: check the file")

@@ -14,8 +14,8 @@ from dpllm.engines.errors import EngineError
 from dpllm.engines.fsdp2 import FullySharded
 from dpllm.engines.processes import Processes
 from dpllm.engines.single import SingleProcess
+from dpllm.ghost.refusals import is_packed
 from dpllm.ghost.rules import refuse_tensor_parallel
-from dpllm.ghost.scales import is_packed
 
 
 def engine_for(model: Any, optimizer: Any) -> Engine:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from dpllm.engines.checksums import Checksum, values
 from dpllm.engines.processes import DisagreementError, Processes, told_by_rank
-from dpllm.ghost.scales import scales_of
+from dpllm.ghost.refusals import scales_of
 
 _TRIPLE = 3  # numbers of one kind of parameters
 

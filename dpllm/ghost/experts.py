@@ -5,7 +5,7 @@ public registry (``ALL_EXPERTS_FUNCTIONS``), by the name in the model's config. 
 is `NAME`. Nothing of the model or of transformers is replaced. Our function computes what the others do, and taps both
 products, so that the input, the output gradient and the expert of each token are known (`dpllm.ghost.routed`).
 
-Choosing experts for each token by itself couples no rows. `dpllm.ghost.routing` refuses other ways of choosing.
+Choosing experts for each token by itself couples no rows. `dpllm.ghost.refusals` refuses other ways of choosing.
 
 Shape suffixes: N tokens of all rows, k experts of each token, S = N * k slots, E experts, D and P widths, B rows.
 """

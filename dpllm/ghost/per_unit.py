@@ -29,8 +29,8 @@ from dpllm.ghost.graph import nodes_of
 from dpllm.ghost.own_sums import state_of_gradient
 from dpllm.ghost.packed import PackedRows
 from dpllm.ghost.parameters import TrainedParameters, shapes_of
+from dpllm.ghost.refusals import is_fp8
 from dpllm.ghost.rules import refuse_replicating, refuse_switching
-from dpllm.ghost.scales import is_fp8
 from dpllm.ghost.sums import Finish, Sum
 from dpllm.ghost.unit_clipper import ClipResult, UnitClipper
 from dpllm.mechanism.parts import Clipping

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from dpllm.ghost import expert_adapters, routing
+from dpllm.ghost import expert_adapters
 from dpllm.ghost.call import Call, has_own_forward, tensors_of
 from dpllm.ghost.embedding import EmbeddingRule, RelativeBiasRule, gives_relative_bias
 from dpllm.ghost.errors import GhostError, NoRuleError
@@ -21,7 +21,7 @@ from dpllm.ghost.linear import LinearRule, is_linear
 from dpllm.ghost.norm import LayerNormRule, ScaleRule, offset_of
 from dpllm.ghost.normalisation import recognised
 from dpllm.ghost.origins import origins_of
-from dpllm.ghost.scales import coupling, is_fp8, is_packed
+from dpllm.ghost.refusals import coupling, is_fp8, is_packed, refuse_router_loss
 
 After = Callable[[nn.Module, tuple, dict, Any, "int | None"], Any]
 
@@ -107,11 +107,11 @@ def refuse_coupled_modules(model: nn.Module) -> None:
             if re.fullmatch(pattern, kind):
                 error = GhostError if "Norm" in kind else NoRuleError  # running statistics are carried between calls
                 raise error(f"{path or 'the model'} ({kind}) couples the rows of a batch: {reason}.")
-        if (found := coupling(module) or routing.coupling(module)) is not None:
+        if (found := coupling(module)) is not None:
             raise (GhostError if is_fp8(module) else NoRuleError)(
                 f"{path or 'the model'} ({kind}) couples the rows of a batch: {found}."
             )
-    routing.refuse_router_loss(model)
+    refuse_router_loss(model)
 
 
 def refuse_skipped_layers(model: nn.Module) -> None:

@@ -14,9 +14,9 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from dpllm.config import ConfigError, ModelConfig
 from dpllm.ghost.linear import is_linear, is_transposed
+from dpllm.models.inputs import num_positions
 from dpllm.models.load import load_tokenizer, skeleton
 from dpllm.models.loading import not_loaded, require_folder
-from dpllm.models.positions import num_positions
 
 _ENDLESS = 1_000_000  # a tokenizer without a limit states 10^30
 

@@ -30,8 +30,8 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from dpllm.config import TASKS, ConfigError, ModelConfig, nearest
 from dpllm.data.tokenization import train_tokenizer
+from dpllm.models.inputs import align_padding
 from dpllm.models.loading import check_adapter_names, load_pretrained, not_loaded, one_line
-from dpllm.models.padding import align_padding
 from dpllm.models.quantization import config_for, make_ready, refuse_other_form, stored_as
 from dpllm.models.starting_point import DATA_DRIVEN_INIT
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from dpllm.config.values import ConfigError
-from dpllm.ghost.scales import is_packed
+from dpllm.ghost.refusals import is_packed
 from dpllm.models.quantization import sharding_of
 
 MERGED_FOLDER = "merged"

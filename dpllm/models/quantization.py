@@ -18,7 +18,7 @@ from transformers import BitsAndBytesConfig
 from dpllm.config.extras import require
 from dpllm.config.quantization import Quantization
 from dpllm.config.values import ConfigError
-from dpllm.ghost.scales import is_packed
+from dpllm.ghost.refusals import is_packed
 
 BASE_STORED_AS = "frozen weights are stored as"
 """The ledger's fact of that name: the stored form of a quantised base."""

@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from dpllm.engines.processes import Processes
-from dpllm.models.positions import num_positions
+from dpllm.models.inputs import num_positions
 
 BATCH = 50
 """Prompts that are continued together."""

@@ -1,8 +1,8 @@
 """Choose batch size and number of steps: compare many ways to spend one privacy budget before paying for a run.
 
-Place in the flow: beside the plan, before a run. `dpllm.planning.sweep_noise` calibrates σ at every point of a grid;
-this module recommends one point. Nothing is trained, and no private data are read. `dpllm.planning.sweep_text` puts
-the result into words, `dpllm.planning.sweep_figure` draws it.
+Place in the flow: beside the plan, before a run. `dpllm.privacy.calibration` finds σ at every point of a grid, and one
+point is recommended. Nothing is trained, and no private data are read. `dpllm.planning.sweep_text` puts the result into
+words, `dpllm.planning.sweep_figure` draws it.
 
 Terms. b units are expected in a step, T steps are taken, σ keeps the run within the budget (ε, δ), C is the clip norm.
 
@@ -46,15 +46,65 @@ from typing import Any
 
 from scipy import optimize, special
 
-from dpllm.planning.sweep_noise import Budget, Noise, calibrate_grid, least_noise, refined
-from dpllm.privacy.calibration import require_target
+from dpllm.mechanism.events import Step
+from dpllm.privacy.accounting import epsilon
+from dpllm.privacy.calibration import approximate_noise, calibrate, require_target
 from dpllm.privacy.rounding import format_delta, format_delta_limit
 
 NEARLY_BEST = 0.9
 """Share of a compute line's best cumulative signal-to-noise ratio that counts as nearly the best."""
 
+TOLERANCE = 0.01
+"""ε of a point is at most this share below the target."""
+
 _SAME_COMPUTE = 0.05
 _ADJACENCIES = {"zero-out": 1.0, "replace-one": 2.0}  # largest change of the sum by one unit, in clip norms
+
+
+@dataclass(frozen=True)
+class Noise:
+    """σ and its ε, or the reason why there is none."""
+
+    sigma: float | None
+    epsilon: float | None
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The ε and δ that a run may cost, and the number of its units."""
+
+    target: float
+    """The ε that the whole run may cost."""
+    delta: float
+    num_units: int
+    adjacency: str
+
+    def least_noise(self, batch_size: int, num_steps: int, exact: bool = False) -> Noise:
+        """Return the least σ of a point without truncation; with a reason instead if none is found.
+
+        Args:
+            batch_size: b.
+            num_steps: T.
+            exact: calibrate as for a plan. Otherwise that is only done where a coarse grid of losses, which takes a
+                tenth of the time, leaves more than `TOLERANCE` of the target unused.
+        """
+
+        def event_of(sigma: float) -> Step:
+            return Step(sampling_rate=batch_size / self.num_units, noise_multiplier=sigma)
+
+        def found(sigma: float) -> Noise:
+            return Noise(sigma, epsilon([(event_of(sigma), num_steps)], self.delta, self.adjacency))
+
+        point = (self.target, self.delta, event_of, num_steps, self.adjacency)
+        try:
+            sigma = math.inf if exact else approximate_noise(*point)
+            noise = found(sigma) if math.isfinite(sigma) else Noise(None, None)
+            if noise.epsilon is None or not self.target * (1 - TOLERANCE) <= noise.epsilon <= self.target:
+                noise = found(calibrate(*point))
+        except ValueError as error:
+            return Noise(None, None, str(error))
+        return noise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +296,6 @@ def sweep(
     expected_batch_sizes: Sequence[int],
     step_counts: Sequence[int],
     adjacency: str = "zero-out",
-    rows_per_unit: int = 1,
     compute: str | int = "centre",
     min_steps: int = 1,
     gradient_rms: float = 0.0,
@@ -264,7 +313,6 @@ def sweep(
         expected_batch_sizes: values of b, at most N each.
         step_counts: values of T.
         adjacency: "zero-out" or "replace-one".
-        rows_per_unit: must be 1: whole units are drawn.
         compute: K = b T of the recommendation: "centre" of the grid, "max" for the grid's largest, or a number of
             examples. For each batch size the line has T = K/b, or a T of the grid that is within 5 % of it.
         min_steps: the smallest number of steps that the optimizer needs; points with fewer are not recommended.
@@ -280,7 +328,7 @@ def sweep(
     (2048, 100)
     """
     batches, steps = sorted(set(expected_batch_sizes)), sorted(set(step_counts))
-    _check_budget(target_epsilon, delta, num_units, adjacency, rows_per_unit)
+    _check_budget(target_epsilon, delta, num_units, adjacency)
     check_counts(num_units, "expected_batch_size", batches)
     check_counts(None, "num_steps", steps)
     _check_rule(min_steps, gradient_rms)
@@ -290,7 +338,7 @@ def sweep(
     full_batch = num_units * gaussian_distance(target_epsilon, delta) / _ADJACENCIES[adjacency]
     budget = Budget(target_epsilon, delta, num_units, adjacency)
     sizes = sorted({(b, t) for b in batches for t in steps} | set(line))
-    found = calibrate_grid(budget, sizes, near=line[len(line) // 2])
+    found = {at: budget.least_noise(*at) for at in sizes}
 
     def point(b: int, t: int) -> SweepPoint:
         noise = found[b, t]
@@ -301,7 +349,7 @@ def sweep(
     chosen = recommend([points[at] for at in line], min_steps, gradient_rms)
     size = (chosen.expected_batch_size, chosen.num_steps)
     what_if = _what_if(budget, *size, found[size])
-    found[size] = refined(budget, *size, found[size])
+    found[size] = min(found[size], budget.least_noise(*size, exact=True), key=lambda noise: noise.sigma or math.inf)
     points[size] = dataclasses.replace(point(*size), recommended=True)
     reason = _reason([points[at] for at in line], points[size], gradient_rms, (examples, compute_name, min_steps))
     return Sweep(
@@ -383,7 +431,7 @@ def gaussian_distance(epsilon: float, delta: float) -> float:
     return math.exp(float(optimize.brentq(excess, math.log(1e-12), math.log(1e6), xtol=1e-12)))
 
 
-def _check_budget(target_epsilon: float, delta: float, num_units: int, adjacency: str, rows_per_unit: int) -> None:
+def _check_budget(target_epsilon: float, delta: float, num_units: int, adjacency: str) -> None:
     check_counts(None, "num_units", [num_units])
     require_target(target_epsilon)
     if not 0 < delta * num_units < 1:
@@ -393,11 +441,6 @@ def _check_budget(target_epsilon: float, delta: float, num_units: int, adjacency
         )
     if adjacency not in _ADJACENCIES:
         raise ValueError(f"adjacency must be one of {', '.join(_ADJACENCIES)}, got {adjacency!r}")
-    if rows_per_unit != 1:
-        raise ValueError(
-            f"a sweep needs runs that draw whole units; got rows_per_unit={rows_per_unit}. For runs that draw single "
-            "rows, make a plan for each batch size"
-        )
 
 
 def _check_reachable(points: Sequence[SweepPoint]) -> None:
@@ -494,7 +537,7 @@ def _what_if(budget: Budget, b: int, t: int, now: Noise) -> tuple[WhatIf, ...]:
     )
     results = []
     for name, changed, batch in changes:
-        sigma = least_noise(changed, batch, t, now, now.coarse).sigma if batch <= changed.num_units else None
+        sigma = changed.least_noise(batch, t).sigma if batch <= changed.num_units else None
         factor = None if sigma is None else sigma / batch / (now.sigma / b)
         results.append(WhatIf(name, None if sigma is None else sigma / batch, factor))
     return tuple(results)

@@ -503,7 +503,7 @@ def entry_of(budget: Budget, entry_id: str) -> Entry:
 
 
 def new_entry_id() -> str:
-    """Return the id of an entry that a run's ledger names before the run charges (`dpllm.privacy.unused.charging`)."""
+    """Return the id of an entry that a ledger names before its run charges (`dpllm.privacy.unfinished.charging`)."""
     return secrets.token_hex(8)
 
 

@@ -99,12 +99,11 @@ def choose_max_batch_size(
     return size
 
 
-def require_target(target_epsilon: float, name: str = "target_epsilon") -> None:
+def require_target(target_epsilon: float) -> None:
     """Refuse an ε that no run or budget can have as its target.
 
     Args:
         target_epsilon: ε.
-        name: the name of the option, for the message.
 
     Raises:
         ValueError: it is not above 0, not finite, or too large to be calibrated within seconds.
@@ -112,11 +111,11 @@ def require_target(target_epsilon: float, name: str = "target_epsilon") -> None:
     >>> require_target(8.0)
     """
     if not 0 < target_epsilon < math.inf:
-        raise ValueError(f"{name} must be above 0 and finite, got {target_epsilon}")
+        raise ValueError(f"target_epsilon must be above 0 and finite, got {target_epsilon}")
     if target_epsilon > MAX_TARGET_EPSILON:
         raise ValueError(
-            f"{name} must be at most {MAX_TARGET_EPSILON:g}, got {target_epsilon:g}: calibrating noise to a larger ε "
-            "takes too long, and such an ε protects nobody. Take one below 10"
+            f"target_epsilon must be at most {MAX_TARGET_EPSILON:g}, got {target_epsilon:g}: calibrating noise to a "
+            "larger ε takes too long, and such an ε protects nobody. Take one below 10"
         )
 
 

@@ -65,28 +65,12 @@ class Composition:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values, an infinite ε as the text "infinite"."""
-        runs = [
-            {
-                "folder": str(run.folder),
-                "plan_hash": run.plan_hash,
-                "runs": list(run.runs),
-                "num_steps": run.num_steps,
-                "num_steps_planned": run.num_steps_planned,
-                "ended": run.ended,
-                "epsilon": _json_number(run.epsilon),
-            }
-            for run in self.runs
-        ]
-        return {
-            "dataset": self.dataset,
-            "unit": self.unit,
-            "unit_column": self.unit_column,
-            "num_units": self.num_units,
-            "adjacency": self.adjacency,
-            "delta": self.delta,
-            "epsilon": _json_number(self.epsilon),
-            "runs": runs,
-        }
+        runs = [{**vars(run), "folder": str(run.folder), "runs": list(run.runs)} for run in self.runs]
+        plain = {**vars(self), "runs": runs}
+        for one in (plain, *runs):
+            one["epsilon"] = _json_number(one["epsilon"])
+            one.pop("history", None)
+        return plain
 
 
 def compose(

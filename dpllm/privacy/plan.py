@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from dpllm.config import PrivacyConfig
-from dpllm.config.versions import require_format
+from dpllm.config.versions import has_format, other_format
 from dpllm.mechanism.catalogue import clipping_of, noise_of, spec_of, with_randomness
 from dpllm.mechanism.discrete import DiscreteStep
 from dpllm.mechanism.events import Event
@@ -217,7 +217,8 @@ def read_plan_file(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not JSON ({error})") from error
     if not isinstance(raw, dict) or "format" not in raw or "hash" not in raw:
         raise ValueError(f"{path} is not a privacy plan: give the file that the run wrote")
-    require_format(path, "privacy plan", raw["format"], PLAN_FORMAT)
+    if not has_format(raw["format"], PLAN_FORMAT):
+        raise ValueError(f"{path} {other_format('privacy plan', raw['format'], PLAN_FORMAT)}")
     return raw
 
 

@@ -30,12 +30,12 @@ from huggingface_hub.utils import validate_repo_id
 from dpllm.config import TASKS, nearest
 from dpllm.config.hub import license_metadata
 from dpllm.privacy.checkpoints import MANIFEST_FILE
-from dpllm.privacy.crashed import settle_crashed
 from dpllm.privacy.identity import adopt
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerContents, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.query_plan import QueryPlan, load_plan
 from dpllm.privacy.rounding import up
+from dpllm.privacy.unfinished import settle_crashed
 from dpllm.report.checklist import SETTLE_OPTION, is_sampled
 from dpllm.report.definition import SELECTED
 from dpllm.report.models import PlanOfQueries, PrivacyReport

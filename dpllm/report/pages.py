@@ -1,6 +1,6 @@
 """The templates of the report's pages, and the filters by which they print numbers and texts.
 
-Place in the flow: below `dpllm.report.markdown` and `dpllm.report.html`. A page follows from the report's values, its
+Place in the flow: below `dpllm.report.render` and `dpllm.report.render`. A page follows from the report's values, its
 template and its glossary.
 """
 

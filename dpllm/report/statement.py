@@ -42,8 +42,6 @@ from dpllm.report.definition import (
     selection_points,
 )
 from dpllm.report.front import factor_words
-from dpllm.report.html import draw_figures, render_html
-from dpllm.report.markdown import render_markdown as render_markdown
 from dpllm.report.models import (
     FORMAT,
     Accounting,
@@ -68,6 +66,8 @@ from dpllm.report.release_notes import JSON_FILE as JSON_FILE
 from dpllm.report.release_notes import ReleaseNotes as ReleaseNotes
 from dpllm.report.release_notes import notes_in as notes_in
 from dpllm.report.release_notes import notes_of as notes_of
+from dpllm.report.render import draw_figures, render_html
+from dpllm.report.render import render_markdown as render_markdown
 
 if TYPE_CHECKING:
     from dpllm.privacy.plan import PrivacyPlan

@@ -38,8 +38,8 @@ from dpllm.training.checks.independence import IndependenceCheck, IndependenceEr
 from dpllm.training.checks.learning_rates import LearningRates
 from dpllm.training.checks.randomness import refuse_own_generators
 from dpllm.training.checks.watch import Watch
+from dpllm.training.choose_clipper import METHOD, chosen, clipper_for, in_words, rows_of_calls
 from dpllm.training.corrected_adamw import SECOND_MOMENT_FACT, refuse_other_second_moment, teller, words_of
-from dpllm.training.gradients import METHOD, chosen, clipper_for, in_words, rows_of_calls
 from dpllm.training.microbatch_size import AUTO, TOKENS_WITHOUT_MEASURE, memory_of, needed_later, rows_that_fit
 from dpllm.training.out_of_memory import MicrobatchTooLargeError
 from dpllm.training.rows import LossOf, TrainingRows

@@ -53,21 +53,20 @@ from dpllm.privacy.budget import require_room
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PrivacyPlan, format_plan
 from dpllm.privacy.rounding import format_delta, format_epsilon
-from dpllm.privacy.unused import is_used
+from dpllm.privacy.unfinished import is_used
 from dpllm.report.disclosures import HELD_OUT
 from dpllm.report.figures import plot_training
 from dpllm.report.release_notes import ReleaseNotes, keep_utility
 from dpllm.training import trl_recipe
-from dpllm.training.arguments import plan_for, training_arguments
+from dpllm.training.arguments import find_deepspeed_config, plan_for, training_arguments
 from dpllm.training.evaluation import Measurement
 from dpllm.training.held_out import HeldOut, HeldOutRows
-from dpllm.training.launch_environment import find_deepspeed_config
 from dpllm.training.pair_losses import HeldOutPairs
-from dpllm.training.phases import Phases
 from dpllm.training.preflight import PLAIN, check_recipe
 from dpllm.training.public_stage import start_in, train_on_public_text
 from dpllm.training.restarting import RunCompletedError, begin_in, cut_short, to_go_on
-from dpllm.training.signals import StopRequest, Terminal, end_with_the_launcher, exit_code
+from dpllm.training.screen import Phases
+from dpllm.training.signals import StopRequest, end_with_the_launcher, exit_code
 from dpllm.training.trainer import DPTrainer, WhenAttached
 
 USAGE = """Fine-tune a language model privately: one program for every recipe.
@@ -115,8 +114,7 @@ def carry_out(recipe: str | Path, overrides: Sequence[str]) -> None:
         console.quiet = process_number("RANK") > 0
         use_all_cores()
         find_deepspeed_config(shipped_root())
-        with Terminal().taken():  # so that Ctrl-C does not end the launcher with a traceback
-            code, together = run(load_recipe(recipe, overrides)), True
+        code, together = run(load_recipe(recipe, overrides)), True
     except RunCompletedError as done:
         console.print(str(done), markup=False)
         code, together = 0, True

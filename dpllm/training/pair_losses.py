@@ -23,8 +23,8 @@ from dpllm.config import ConfigError
 from dpllm.data.preferences import LOG_PROBS, PairCollator
 from dpllm.engines.processes import Processes
 from dpllm.models.preference import PairLoss, answer_tokens, pair_log_probs
+from dpllm.training.choose_clipper import in_mode
 from dpllm.training.evaluation import Measurement, sums_over
-from dpllm.training.made_up import in_mode
 
 
 class PairLosses:

@@ -25,16 +25,16 @@ from dpllm.config.output_folder import REPORTS, check_output_folder
 from dpllm.engines.errors import no_totals
 from dpllm.mechanism.catalogue import clipping_of, noise_of, with_randomness
 from dpllm.mechanism.parts import Noise, Spec, require_entries
+from dpllm.models.inputs import num_positions
 from dpllm.models.load import load_tokenizer, skeleton
 from dpllm.models.loading import require_folder
 from dpllm.models.merging import refuse_unmergeable
 from dpllm.models.packing import refuse_unpackable
-from dpllm.models.positions import num_positions
 from dpllm.models.quantization import make_ready, refuse_sharding
 from dpllm.models.starting_point import refuse_steering
 from dpllm.privacy.budget import read_budget
 from dpllm.training.arguments import check_optimizer, refuse_options, training_arguments
-from dpllm.training.gradients import clipper_for
+from dpllm.training.choose_clipper import clipper_for
 from dpllm.training.trl_arguments import pair_loss_of, refuse_elsewhere, table_of
 
 PLAIN = {"save_strategy": "no", "report_to": "none"}

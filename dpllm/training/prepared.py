@@ -26,23 +26,23 @@ from dpllm.engines.processes import Processes
 from dpllm.ghost import NormMethod
 from dpllm.mechanism.averages import Average
 from dpllm.mechanism.sampling import seeded_rng
-from dpllm.models.padding import default_collator, refuse_other_padding
+from dpllm.models.inputs import default_collator, refuse_other_padding
 from dpllm.models.tasks import task_of
 from dpllm.privacy.ledger import LEDGER_FILE
 from dpllm.privacy.plan import PrivacyPlan
-from dpllm.privacy.unused import is_used
+from dpllm.privacy.unfinished import is_used
 from dpllm.training.argument_table import Argument
 from dpllm.training.arguments import checked_arguments, plan_for
 from dpllm.training.averaging import Averaging, refuse_other_average
 from dpllm.training.checks import agreement
+from dpllm.training.choose_clipper import clipper_for
 from dpllm.training.corrected_adamw import refuse_other_second_moment, require_asked, words_for
 from dpllm.training.fetching import reader, refuse_replaced, refuse_tables, refuse_unreadable, shares_nothing
-from dpllm.training.gradients import clipper_for
 from dpllm.training.noted import note_data, note_units
 from dpllm.training.preflight import require_positions
-from dpllm.training.progress import Batch
 from dpllm.training.rows import LossOf, TrainingRows
 from dpllm.training.run import PrivateRun
+from dpllm.training.screen import Batch
 from dpllm.training.shared_ledger import SharedLedger
 
 

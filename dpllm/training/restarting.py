@@ -96,7 +96,7 @@ def restart_of(folder: str | Path, wanted: str | bool | None) -> Restart:
             "is nothing to resume from. The steps stay charged; set train.output_dir to another folder for a new run, "
             "and save more often (train.save_steps)"
         )
-    return Restart(False, False)  # nothing was charged: a new run may replace it (`dpllm.privacy.unused`)
+    return Restart(False, False)  # nothing was charged: a new run may replace it (`dpllm.privacy.unfinished`)
 
 
 def refuse_to_go_back(folder: str | Path, checkpoint: str | Path) -> None:

@@ -21,7 +21,7 @@ from dpllm.data.lengths import input_of
 from dpllm.data.raw_rows import LONGEST, RowMaker, is_raw, is_stored
 from dpllm.engines.processes import Processes
 from dpllm.models.given import names_of_classes
-from dpllm.models.positions import num_positions
+from dpllm.models.inputs import num_positions
 from dpllm.models.tasks import task_of
 from dpllm.training.averaging import Averaging
 from dpllm.training.checks.carried import refuse_reading

@@ -48,13 +48,13 @@ from dpllm.training.checks.learning_rates import DECLARED, INDEPENDENT, OWN_LOOP
 from dpllm.training.checks.outstanding import LEFT_OUT, Charged, DrawError, Outstanding
 from dpllm.training.checks.randomness import SecretStreams
 from dpllm.training.checks.turns import Turns, dealing_key, mode_now
+from dpllm.training.choose_clipper import FROZEN, freeze_unused, in_parts
 from dpllm.training.microbatches import StepBatch, microbatches
 from dpllm.training.noted import note_units, note_users
 from dpllm.training.restarting import require_shared_folder
 from dpllm.training.rows import LossOf, TrainingRows
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.step import Progress, StepDiagnostics, private_step, refuse_unfinished, unseen
-from dpllm.training.unused import FROZEN, freeze_unused, in_parts
 
 
 class RunEntropy:
@@ -66,6 +66,7 @@ class RunEntropy:
     Attributes:
         noise: this process's share of the noise.
         first: number of steps charged before this start or resume, at which draws and noise begin again.
+        streams: what seeds the global generators of this process within a step, and those of all alike after it.
 
     Args:
         plan: plan of the run.
@@ -89,7 +90,7 @@ class RunEntropy:
         generator = NoiseSource(seed, processes.rank, plan.randomness)
         self.noise = stream_of(plan.mechanism.noise, generator, plan.num_steps, noise_memory)
         self.first = ledger.num_steps
-        self._streams = SecretStreams(processes, seed)
+        self.streams = SecretStreams(processes, seed)
 
     def draws(self) -> Iterator[NDArray[np.int64]]:
         """Return the sampler's draws, of which rank 0's are used. Called once: the sampler starts with this call."""
@@ -100,26 +101,6 @@ class RunEntropy:
     def deal_key(self, num_steps: int) -> int:
         """Return the key that divides the units of a step over the processes; the same on every process."""
         return self._deal_key + num_steps
-
-    def begin_step(self) -> None:
-        """Seed the global generators of this process for a step, independently of other steps and processes."""
-        self._streams.separate()
-
-    def end_step(self) -> None:
-        """Seed the global generators of all processes alike, after a check that nothing seeded them in the step.
-
-        Raises:
-            ConfigError: model, loss or collator seeded a global generator.
-        """
-        self._streams.check()
-        self._streams.share()
-
-    def give_up_step(self) -> None:
-        """Do as `end_step` without the check, after an error.
-
-        A state saved from now on must not reveal how many random numbers the rows took.
-        """
-        self._streams.share()
 
 
 class Draws:
@@ -510,10 +491,11 @@ class PrivateRun:
         attached.check_rows(loss_of, self.max_tokens, self.ledger, self.steps_planned)
         attached.note_trained(self.ledger.num_steps)
         progress(0.0)
-        self._entropy.begin_step()
+        self._entropy.streams.separate()
 
         def before_update() -> None:
-            self._entropy.end_step()
+            self._entropy.streams.check()
+            self._entropy.streams.share()
             attached.before_update(number)
 
         try:
@@ -532,7 +514,8 @@ class PrivateRun:
                 and not (attached.independence.found.is_drawn or attached.independence.found.is_reread),
             )
         except BaseException:
-            self._entropy.give_up_step()
+            # Without the check. A state saved from now on must not reveal how many random numbers the rows took.
+            self._entropy.streams.share()
             with contextlib.suppress(GhostError, RuntimeError):  # neither may hide the first error
                 attached.clipper.forget()  # Ctrl-C leaves layers without requires_grad
             raise

@@ -17,7 +17,7 @@ from dpllm.privacy.ledger_reader import LedgerHead, count_step
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.same_rows import compare_rows, remember_records, remember_rows
 from dpllm.privacy.stated import planned_steps, stated_starts, steps_allowed, taken_starts
-from dpllm.privacy.unused import charging, make_way
+from dpllm.privacy.unfinished import charging, make_way
 from dpllm.privacy.writer import note_writer
 from dpllm.training.adapting import Threshold
 
@@ -77,7 +77,7 @@ class SharedLedger:
     ) -> SharedLedger:
         """Start the ledger of a new run, with the plan beside it, and charge the data set's budget if there is one.
 
-        The ledger of a run that failed before its first step is replaced (`dpllm.privacy.unused`).
+        The ledger of a run that failed before its first step is replaced (`dpllm.privacy.unfinished`).
 
         Raises:
             LedgerError: the file exists.

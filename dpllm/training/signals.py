@@ -6,10 +6,9 @@ of the main thread, so a handler only sets a flag here; the training loop reads 
 Senders of signals (Linux):
 
 * Ctrl-C in a terminal goes to the whole foreground process group: to this process and to a launcher above it.
-* ``accelerate launch`` with one process only waits for its child. Ctrl-C ends it with a traceback while the child
-  continues; SIGTERM and SIGHUP end it and leave the child behind. So the child asks the kernel for SIGTERM when the
-  launcher dies (PR_SET_PDEATHSIG), and takes the terminal's foreground while it runs (`Terminal`): Ctrl-C then reaches
-  only the child, and the launcher ends with the child's exit code.
+* ``accelerate launch`` with one process only waits for its child. Ctrl-C ends it with a traceback while the child ends
+  in order; SIGTERM and SIGHUP end it and leave the child behind. So the child asks the kernel for SIGTERM when the
+  launcher dies (PR_SET_PDEATHSIG).
 * ``torchrun``, and with it ``accelerate launch`` with several processes, starts each worker in a new session. It
   forwards SIGINT, SIGTERM and SIGHUP to them, waits for 30 seconds, kills the remaining workers, and ends with its own
   traceback, which a worker cannot prevent.
@@ -26,7 +25,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -157,87 +156,3 @@ def end_with_the_launcher() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
     if os.getppid() != parent:  # the launcher died in between
         os.kill(os.getpid(), signal.SIGTERM)
-
-
-class Terminal:
-    """The terminal's foreground, taken from a launcher that would end with a traceback at Ctrl-C.
-
-    It acts only if the launcher and this process share a process group in the foreground. Ctrl-Z gives the foreground
-    back and suspends the whole job, as without this class; ``fg`` takes the foreground again. A shell takes the
-    foreground back by itself when the launcher ends.
-    """
-
-    def __init__(self) -> None:
-        """Begin without the foreground."""
-        self._descriptor: int | None = None
-        self._group = 0
-
-    @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
-        """Hold the foreground while the block runs."""
-        if threading.current_thread() is not threading.main_thread() or not self._take():
-            yield
-            return
-        before = {number: signal.signal(number, handler) for number, handler in self._handlers().items()}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            self._give_back()
-
-    def _handlers(self) -> dict[int, Callable[[int, Any], None]]:
-        return {signal.SIGTSTP: self._suspend, signal.SIGCONT: self._go_on}
-
-    def _take(self) -> bool:
-        if not hasattr(os, "tcsetpgrp") or not launched():
-            return False
-        try:
-            descriptor = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY)
-        except OSError:
-            return False
-        parent, group = os.getppid(), os.getpgrp()
-        try:
-            together = os.getsid(parent) == os.getsid(0) and os.getpgid(parent) == group != os.getpid()
-            if together and os.tcgetpgrp(descriptor) == group:
-                os.setpgid(0, 0)
-                self._descriptor, self._group = descriptor, group
-                self._make_foreground(os.getpgrp())
-                return True
-        except OSError:  # this process may not take it
-            pass
-        if self._descriptor is None:
-            os.close(descriptor)
-        else:
-            self._give_back()
-        return False
-
-    def _give_back(self) -> None:
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is None:
-            return
-        with contextlib.suppress(OSError):  # the launcher has ended, or the terminal is closed
-            if os.tcgetpgrp(descriptor) == os.getpgrp():
-                self._descriptor = descriptor
-                self._make_foreground(self._group)
-        with contextlib.suppress(OSError):
-            os.setpgid(0, self._group)
-        self._descriptor = None
-        os.close(descriptor)
-
-    def _make_foreground(self, group: int) -> None:
-        assert self._descriptor is not None
-        before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # without this, the call stops a background process
-        try:
-            os.tcsetpgrp(self._descriptor, group)
-        finally:
-            signal.signal(signal.SIGTTOU, before)
-
-    def _suspend(self, number: int, frame: Any) -> None:
-        group = self._group
-        self._give_back()
-        os.killpg(group, signal.SIGSTOP)  # the launcher and this process, which is in its group again
-
-    def _go_on(self, number: int, frame: Any) -> None:
-        if self._descriptor is None:
-            self._take()

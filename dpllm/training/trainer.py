@@ -64,12 +64,12 @@ from dpllm.training.fetching import refuse_ignored
 from dpllm.training.outlets import StartingModel
 from dpllm.training.preflight import refuse_unusable_model
 from dpllm.training.prepared import Prepared, agreed_arguments
-from dpllm.training.progress import StepProgress, progress_of
 from dpllm.training.restarting import begin_in, checkpoint_to_resume
 from dpllm.training.row_losses import RowLosses
 from dpllm.training.rows_trainer import RowsTrainer, read_privacy, require_arguments, require_functions
+from dpllm.training.screen import StepProgress, progress_of
 from dpllm.training.shared_ledger import SharedLedger
-from dpllm.training.signals import StopRequest, Terminal, end_with_the_launcher
+from dpllm.training.signals import StopRequest, end_with_the_launcher
 from dpllm.training.trainer_run import LogicalBatches, TrainerRun
 from dpllm.training.training_log import LogKeeper
 from dpllm.training.workload import UpdateRule
@@ -144,7 +144,7 @@ class Interrupt(TrainerCallback):
         """Handle signals while the block runs."""
         self._agreed = False
         end_with_the_launcher()
-        with Terminal().taken(), self._request.listening():
+        with self._request.listening():
             yield
 
     def on_step_end(

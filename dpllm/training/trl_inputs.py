@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from transformers.utils import logging
 
 from dpllm.config import ConfigError, PrivacyConfig
+from dpllm.models.inputs import align_padding
 from dpllm.models.loading import load_pretrained, not_loaded
-from dpllm.models.padding import align_padding
 from dpllm.models.tasks import task_of
 from dpllm.training.arguments import checked_arguments
 from dpllm.training.rows_trainer import read_privacy

@@ -33,7 +33,7 @@ from dpllm.mechanism.query import Query
 from dpllm.mechanism.workload import Workload
 from dpllm.methods.aggregate.thresholded import ThresholdedCounts
 from dpllm.methods.attacks.answers import run_rounds, run_trials
-from dpllm.methods.attacks.command import PROBES
+from dpllm.methods.attacks.command import probe_of
 from dpllm.methods.count.counting import CHARGE as LABEL_COUNTS
 from dpllm.methods.evolve.votes import votes_charge
 from dpllm.methods.federated.probe import CANARY, RoundProbe, small_federation
@@ -365,7 +365,7 @@ def answers(method: str, charges: Sequence[Charge], trials: int, user: bool = Fa
         settings=tuple(settings.items()),
         randomness="discrete" if method in ("label counts", "predicted text", "answers of groups") else "os",
     )
-    probe = PROBES[method](plan)
+    probe = probe_of(plan)
     return run_trials(plan, probe, trials).result(plan, probe.canary, CONFIDENCE)
 
 

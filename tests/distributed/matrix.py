@@ -28,7 +28,7 @@ from dpllm.mechanism.parts import NoiseStream
 from dpllm.mechanism.regenerated import stream_of
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.training.adapting import StepStatistic
-from dpllm.training.gradients import clipper_for
+from dpllm.training.choose_clipper import clipper_for
 from dpllm.training.microbatches import microbatches
 from dpllm.training.step import private_step
 from tests.distributed.setups import dispose, prepare, unreduced, update, whole_parameters

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dpllm.engines import model_inside
-from dpllm.ghost.scales import scales_of
+from dpllm.ghost.refusals import scales_of
 from dpllm.training.run import PrivateRun
 from tests.distributed.matrix import NoLedger, plan_of
 from tests.distributed.setups import prepare

@@ -74,7 +74,7 @@ REFUSED = {
 
 @kills(
     "experts with a capacity are accepted",
-    "dpllm/ghost/routing.py",
+    "dpllm/ghost/refusals.py",
     '        if _above_zero(held.get(name)):\n            return (\n                f"an expert drops',
     '        if False:\n            return (\n                f"an expert drops',
 )

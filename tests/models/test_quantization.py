@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from dpllm import GhostClipper
 from dpllm.config import ConfigError, ModelConfig
 from dpllm.ghost import GhostError
-from dpllm.ghost.scales import is_packed, scales_of
+from dpllm.ghost.refusals import is_packed, scales_of
 from dpllm.models.load import load_model, load_tokenizer
 from dpllm.models.quantization import calibration_points, make_ready, refuse_sharding, stored_as
 from dpllm.training.checks.fixed import FixedTensors

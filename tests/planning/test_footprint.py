@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dpllm import GhostClipper, per_sequence_loss
 from dpllm.config import ConfigError, ModelConfig, load_recipe
-from dpllm.ghost.scales import scales_of
+from dpllm.ghost.refusals import scales_of
 from dpllm.ghost.sums import Sum
 from dpllm.mechanism.workload import Workload
 from dpllm.models.load import DTYPES, prepare_model

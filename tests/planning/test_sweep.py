@@ -14,6 +14,8 @@ from dp_accounting.pld import PLDAccountant
 from dpllm.mechanism.events import Step
 from dpllm.planning.sweep import (
     NEARLY_BEST,
+    TOLERANCE,
+    Budget,
     Cost,
     default_grid,
     equal_compute,
@@ -22,6 +24,7 @@ from dpllm.planning.sweep import (
     sweep,
 )
 from dpllm.privacy.accounting import DISCRETIZATION, epsilon
+from dpllm.privacy.calibration import calibrate_noise_multiplier
 
 SETTING = {
     "target_epsilon": 2.0,
@@ -54,6 +57,25 @@ def test_every_point_keeps_the_budget_and_uses_it(adjacency):
         step = Step(sampling_rate=point.sampling_rate, noise_multiplier=point.noise.noise_multiplier)
         assert 2 * 0.99 <= epsilon([(step, point.num_steps)], 1e-6, adjacency, DISCRETIZATION) <= 2
         assert 2 * 0.99 <= point.noise.epsilon <= 2
+
+
+def test_the_noise_of_a_point_is_that_of_the_plan_s_calibration():
+    """Within the tolerance of the quick search; where it is exact, the same number."""
+    budget = Budget(4.0, 1e-6, 42_000, "zero-out")
+    for b, t in ((512, 50), (2048, 200)):
+        sigma = calibrate_noise_multiplier(4.0, 1e-6, b / 42_000, t)
+        assert budget.least_noise(b, t).sigma == pytest.approx(sigma, rel=0.01)
+        assert budget.least_noise(b, t, exact=True).sigma == sigma
+
+
+@pytest.mark.parametrize(
+    ("budget", "size"),
+    [(Budget(1.0, 1e-6, 100_000, "zero-out"), (100, 160_000)), (Budget(0.01, 1e-6, 42_000, "zero-out"), (16, 100))],
+    ids=["many steps", "small target"],
+)
+def test_where_the_coarse_grid_asks_for_too_much_noise_the_fine_one_decides(budget, size):
+    """Over many steps, and for a target near its width, the coarse grid would ask for a quarter more noise."""
+    assert budget.target * (1 - TOLERANCE) <= budget.least_noise(*size).epsilon <= budget.target
 
 
 def test_numbers_of_a_point_fit_together(result):
@@ -320,7 +342,6 @@ def test_to_dict_is_json(result):
         ({"delta": 0.0}, "delta must be above 0 and below 1/N"),
         ({"num_units": 0}, "num_units must be an integer of at least 1, got 0"),
         ({"adjacency": "add-or-remove"}, "adjacency must be one of zero-out, replace-one, got 'add-or-remove'"),
-        ({"rows_per_unit": 2}, "draw whole units; got rows_per_unit=2"),
         ({"expected_batch_sizes": []}, "the grid has no expected_batch_size"),
         ({"step_counts": []}, "the grid has no num_steps"),
         ({"expected_batch_sizes": [512, 42_001]}, "expected_batch_size=42001 exceeds the number of units, 42000"),

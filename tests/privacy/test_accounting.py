@@ -21,7 +21,7 @@ from dpllm.privacy.accounting import (
     epsilon_curve,
     merge,
 )
-from dpllm.privacy.calibration import calibrate_noise_multiplier, choose_max_batch_size
+from dpllm.privacy.calibration import calibrate_noise_multiplier, choose_max_batch_size, solve
 from tests.mutations import kills
 
 RELATIONS = {
@@ -332,6 +332,13 @@ def test_calibration_meets_the_target_from_below(
         )
         > target
     )
+
+
+def test_a_solution_is_on_the_safe_side_of_a_jump_and_outside_an_infinite_cost() -> None:
+    """Where ε jumps over the target, the σ just above the jump is taken; too little noise for any ε is no failure."""
+    assert 2 < solve(lambda sigma: 1.0 if sigma > 2 else 9.0, 4.0, 1.0, tolerance=1e-3) < 2 + 1e-6
+    infinite = solve(lambda sigma: math.inf if sigma < 3 else 40 / sigma**2, 4.0, 0.1, tolerance=1e-3)
+    assert math.sqrt(10) <= infinite <= math.sqrt(10) * 1.001
 
 
 def test_calibration_reference() -> None:

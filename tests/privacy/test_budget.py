@@ -38,12 +38,11 @@ from dpllm.privacy.budget import (
     settle,
 )
 from dpllm.privacy.budget_lock import locked
-from dpllm.privacy.crashed import settle_crashed
 from dpllm.privacy.ledger import Ledger, LedgerError, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan, make_plan
 from dpllm.privacy.rounding import format_epsilon
 from dpllm.privacy.stated import stated_history
-from dpllm.privacy.unused import is_used
+from dpllm.privacy.unfinished import is_used, settle_crashed
 from dpllm.report.model_card import CARD_FILE, metadata_in, write_model_card
 from dpllm.report.statement import JSON_FILE, ReleaseNotes, write_report
 from dpllm.report.verify import verify

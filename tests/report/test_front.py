@@ -17,10 +17,9 @@ from dpllm.privacy.stated import steps_allowed
 from dpllm.report.definition import SELECTED, TRAINED_MODEL, UNITS_MADE_OF
 from dpllm.report.disclosures import TRAINING_LOSS, in_plain_words
 from dpllm.report.front import _alert, _to_do, bounds
-from dpllm.report.html import draw_figures, render_html
-from dpllm.report.markdown import render_markdown
 from dpllm.report.models import PrivacyReport
 from dpllm.report.models_front import day_in_words
+from dpllm.report.render import draw_figures, render_html, render_markdown
 from dpllm.report.statement import ReleaseNotes, privacy_report
 
 NUM_STEPS = 12

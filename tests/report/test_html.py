@@ -1,4 +1,4 @@
-"""Tests of dpllm.report.html."""
+"""Tests of dpllm.report.render."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dpllm.config import PrivacyConfig
 from dpllm.privacy.ledger import Ledger, read_ledger
 from dpllm.privacy.plan import make_plan
 from dpllm.privacy.rounding import format_epsilon
-from dpllm.report.html import draw_figures, render_html
 from dpllm.report.models import PrivacyReport
 from dpllm.report.models_front import SECTIONS
 from dpllm.report.pages import shown_beside
+from dpllm.report.render import draw_figures, render_html
 from dpllm.report.statement import ReleaseNotes, privacy_report
 
 NOTES = ReleaseNotes(

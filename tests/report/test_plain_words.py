@@ -18,10 +18,10 @@ from dpllm.report.disclosures import (
     PREDICTION,
     TRAINING_LOSS,
 )
-from dpllm.report.markdown import render_markdown
 from dpllm.report.model_card import own_lines
 from dpllm.report.models import PrivacyReport
 from dpllm.report.models_front import SECTIONS
+from dpllm.report.render import render_markdown
 from dpllm.report.statement import ReleaseNotes
 from tests.report.test_front import report_of
 from tests.test_english import MOST_WORDS, sentences

@@ -1,4 +1,4 @@
-"""Tests of dpllm.report.statement, dpllm.report.definition and dpllm.report.markdown."""
+"""Tests of dpllm.report.statement, dpllm.report.definition and dpllm.report.render."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ from dpllm import GhostError, PrivacyConfig, PrivateRun
 from dpllm.config import ConfigError
 from dpllm.data.units import UnitIndex
 from dpllm.ghost import PerUnitClipper
-from dpllm.training.gradients import GHOST, PER_UNIT
-from dpllm.training.made_up import NotMadeUp, made_up
+from dpllm.training.choose_clipper import GHOST, PER_UNIT, NotMadeUp, made_up
 from dpllm.training.rows import TrainingRows
 from tests.training.test_per_unit import Coupled, Experts, begun, gradients_of
 from tests.training.test_run import FEATURES, ledger_of, loss_of, network, plan_of, rows_of

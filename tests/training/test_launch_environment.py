@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from dpllm.config import ConfigError
-from dpllm.training.arguments import private_arguments, training_arguments
-from dpllm.training.launch_environment import find_deepspeed_config, refuse_environment
+from dpllm.training.arguments import find_deepspeed_config, private_arguments, refuse_environment, training_arguments
 
 ROOT = Path(__file__).parents[2]
 

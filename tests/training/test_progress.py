@@ -7,8 +7,7 @@ import pytest
 from transformers import ProgressCallback, TrainerControl, TrainerState
 
 from dpllm.report.disclosures import receivers
-from dpllm.training import progress
-from dpllm.training.progress import Batch, StepProgress
+from dpllm.training.screen import Batch, StepProgress
 from tests.training.test_trainer import arguments, trainer
 
 
@@ -26,7 +25,7 @@ class Clock:
 def bar(monkeypatch):
     """A bar of 10 steps with ε = the steps so far, its clock, and a function that takes a step of some seconds."""
     clock, screen = Clock(), io.StringIO()
-    monkeypatch.setattr(progress, "time", clock)
+    monkeypatch.setattr("dpllm.training.screen.time", clock)
     monkeypatch.setattr(sys, "stderr", screen)
     state = TrainerState(max_steps=10, is_world_process_zero=True)
     callback = StepProgress(Batch(units=50, tokens=2000.0), lambda: float(state.global_step))
@@ -69,7 +68,7 @@ def test_a_file_says_now_and_then_that_a_step_is_under_way_and_not_how_far(bar):
 def test_an_epsilon_of_an_earlier_step_is_named_so_and_that_of_the_last_step_is_computed(monkeypatch):
     """Computing it takes longer than the steps: a line that is copied must not state less than was spent."""
     clock, spent = Clock(), []
-    monkeypatch.setattr(progress, "time", clock)
+    monkeypatch.setattr("dpllm.training.screen.time", clock)
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     state = TrainerState(max_steps=3, is_world_process_zero=True)
 

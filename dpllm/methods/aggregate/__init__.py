@@ -11,7 +11,13 @@ METHOD = Method(
     section=AggregateConfig,
     events=("dpllm.methods.aggregate.thresholded:ThresholdedCounts",),
     words=(AGGREGATED,),
-    commands=("dpllm.methods.aggregate.command:register",),
     query="dpllm.methods.aggregate.aggregate:QUERY",
     show_plan="dpllm.methods.queries.command:show_query_plan",
+    carry_out="dpllm.methods.queries.command:run_method",
+    help="""Answer questions about private records: a public model answers for each group, and noise is added.
+
+    The answers are numbers in a public range, one of listed answers, or short answers that many groups give (sample and
+    aggregate). Nothing is trained. `dpllm plan RECIPE` prints the cost.
+    """,
+    examples=("dpllm aggregate aggregate_e2e privacy.target_epsilon=1",),
 )

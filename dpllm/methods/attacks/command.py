@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dpllm import registry
 from dpllm.cli.auditing import CanariesFile, Model, Plain, Reference, RunFolder
 from dpllm.cli.common import AsJson, Overrides, one_line_errors, show, show_json, show_table
 from dpllm.config import RECIPE_FILE, ConfigError, load_recipe
@@ -143,52 +144,28 @@ def exposure(
     show(found.to_dict(), [("exposure", str(found))], f"Exposure in {run_folder}", as_json)
 
 
-def _counts(plan: QueryPlan) -> Probe:
-    from dpllm.methods.queries.probe import count_probe
-
-    return count_probe(plan)
-
-
-def _evolution(plan: QueryPlan) -> Probe:
-    from dpllm.methods.evolve.probe import vote_probe
-
-    return vote_probe(plan)
-
-
-def _labels(plan: QueryPlan) -> Probe:
-    from dpllm.methods.pate.probe import vote_probe
-
-    return vote_probe(plan)
-
-
-def _tokens(plan: QueryPlan) -> Probe:
-    from dpllm.methods.predict.probe import token_probe
-
-    return token_probe(plan)
-
-
-def _completions(plan: QueryPlan) -> Probe:
-    from dpllm.methods.pate.probe import completion_probe
-
-    return completion_probe(plan)
-
-
-def _group_answers(plan: QueryPlan) -> Probe:
-    from dpllm.methods.aggregate.probe import group_probe
-
-    return group_probe(plan)
-
-
-PROBES: dict[str, Callable[[QueryPlan], Probe]] = {
-    "label counts": _counts,
-    "synthetic text": _counts,  # its own charge, if it has one, is that of label counts
-    "private evolution": _evolution,
-    "predicted text": _tokens,
-    "public labels by PATE": _labels,
-    "public completions by PATE": _completions,
-    "answers of groups": _group_answers,
+PROBES = {
+    "label counts": "dpllm.methods.queries.probe:count_probe",
+    "synthetic text": "dpllm.methods.queries.probe:count_probe",  # its own charge, if any, is that of counts
+    "private evolution": "dpllm.methods.evolve.probe:vote_probe",
+    "predicted text": "dpllm.methods.predict.probe:token_probe",
+    "public labels by PATE": "dpllm.methods.pate.probe:vote_probe",
+    "public completions by PATE": "dpllm.methods.pate.probe:completion_probe",
+    "answers of groups": "dpllm.methods.aggregate.probe:group_probe",
 }
-"""Method of a plan -> the function that makes its probe."""
+"""Method of a plan -> place of the function that makes its probe."""
+
+
+def probe_of(plan: QueryPlan) -> Probe:
+    """Return the probe of a plan's method.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if plan.method not in PROBES:
+        raise ConfigError(f"there is no audit of {plan.method!r} yet; there is one of {', '.join(PROBES)}")
+    probe: Probe = registry.load(PROBES[plan.method])(plan)
+    return probe
 
 
 @one_line_errors
@@ -255,9 +232,7 @@ def _asked(plan: QueryPlan | PrivacyPlan, trials: int, on_trial: Callable[[], No
         from dpllm.methods.federated.probe import CANARY, RoundProbe, small_federation
 
         return run_rounds(small_federation(plan, trials), RoundProbe, trials, on_trial), CANARY
-    if plan.method not in PROBES:
-        raise ConfigError(f"there is no audit of {plan.method!r} yet; there is one of {', '.join(PROBES)}")
-    probe = PROBES[plan.method](plan)
+    probe = probe_of(plan)
     return run_trials(plan, probe, trials, on_trial), probe.canary
 
 

@@ -10,7 +10,9 @@ METHOD = Method(
     name="evolve",
     section=EvolveConfig,
     words=(EVOLUTION,),
-    commands=("dpllm.methods.evolve.command:register",),
     query="dpllm.methods.evolve.evolving:QUERY",
     show_plan="dpllm.methods.queries.command:show_query_plan",
+    carry_out="dpllm.methods.queries.command:run_method",
+    help="Make synthetic text without training: a public model writes, and private records vote with noise.",
+    examples=("dpllm evolve evolve_e2e privacy.target_epsilon=2",),
 )

@@ -50,7 +50,7 @@ from dpllm.privacy.identity import COMPLETED, note_release, snapshot
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PrivacyPlan, format_plan, make_plan
 from dpllm.privacy.rounding import format_delta, format_epsilon
-from dpllm.privacy.unused import is_used
+from dpllm.privacy.unfinished import is_used
 from dpllm.report.definition import FEDERATED, SECURE, TRUSTED, WHO_SEES
 from dpllm.report.disclosures import HELD_OUT
 from dpllm.report.model_card import write_model_card
@@ -61,8 +61,8 @@ from dpllm.training.evaluation import Measurement
 from dpllm.training.finetune import Start, console, evaluated, noted, public_start, show
 from dpllm.training.held_out import HeldOut, HeldOutRows
 from dpllm.training.noted import note_data, note_units
-from dpllm.training.phases import Phases
 from dpllm.training.preflight import PLAIN, check_recipe
+from dpllm.training.screen import Phases
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.signals import StopRequest, exit_code
 

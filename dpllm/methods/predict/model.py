@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from dpllm.config import ConfigError
-from dpllm.ghost import routing, scales
 from dpllm.ghost.checks import tokens_by_themselves
+from dpllm.ghost.refusals import coupling
 from dpllm.models.continuation import Continuation
 
 _RELATIVE = 1e-3
@@ -34,7 +34,7 @@ def require_independent_rows(model: Any, length: int, rows_per_pass: int, new_to
         ConfigError: they do: the bound of one unit's contribution would not hold.
     """
     for name, module in model.named_modules():
-        if reason := scales.coupling(module) or routing.coupling(module):
+        if reason := coupling(module):
             raise ConfigError(f"{name}: {reason}")
     most = tokens_by_themselves(model)
     if most is not None and length + new_tokens > most:

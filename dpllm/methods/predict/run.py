@@ -25,7 +25,7 @@ from dpllm.methods.predict.section import PredictConfig
 from dpllm.methods.queries.planned import QueryCommand, begin_from, plan_with
 from dpllm.methods.queries.run import QueryRun
 from dpllm.privacy.query_plan import QueryPlan, Value
-from dpllm.training.phases import Phases
+from dpllm.training.screen import Phases
 
 CHARGE = "tokens of one group's texts"
 METHOD = "predicted text"

@@ -9,26 +9,22 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
 import dpllm
 from dpllm import registry
-from dpllm.cli.common import AsJson, Overrides, RecipeName, one_line_errors, show, show_json
+from dpllm.cli.common import show, show_json
 from dpllm.config.output_folder import check_output_folder
 from dpllm.config.query_recipe import load_query_recipe
 from dpllm.config.shipped import recipe_file
 
 if TYPE_CHECKING:
     from dpllm.methods.queries.planned import QueryCommand
-
-OutputDir = Annotated[
-    Path | None, typer.Option("--output-dir", help="The folder of the run, in place of the recipe's output_dir.")
-]
 
 
 def query_command(method: str) -> QueryCommand:
@@ -37,28 +33,6 @@ def query_command(method: str) -> QueryCommand:
     assert query is not None, method
     found: QueryCommand = registry.load(query)
     return found
-
-
-def command_of(method: str, text: str, *examples: str) -> Callable[[typer.Typer], None]:
-    """Return the function that adds a method's command.
-
-    Args:
-        method: name of its section and command.
-        text: its help screen.
-        examples: command lines.
-    """
-
-    def command(
-        recipe: RecipeName, overrides: Overrides = None, output_dir: OutputDir = None, as_json: AsJson = False
-    ) -> None:
-        run_method(method, recipe, overrides or [], output_dir, as_json)
-
-    def register(app: typer.Typer) -> None:
-        epilog = "\n\n".join(f"Example: {line}" for line in examples)
-        app.command(method, epilog=epilog)(one_line_errors(command))
-
-    command.__doc__ = text
-    return register
 
 
 def run_method(method: str, recipe: str, overrides: list[str], output_dir: Path | None, as_json: bool) -> None:

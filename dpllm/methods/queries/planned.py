@@ -90,7 +90,6 @@ def plan_from(
     *,
     settings: Sequence[tuple[str, Value]] = (),
     randomness: str = "os",
-    after: PriorRelease | None = None,
 ) -> QueryPlan:
     """Return the plan of a recipe: δ, and noise that is given or calibrated to the target.
 
@@ -101,7 +100,6 @@ def plan_from(
         charges_of: from σ/Δ to the charges: name, event, count.
         settings: public settings on which sensitivity and events rest.
         randomness: "os" or "discrete".
-        after: the released run on whose model this one builds.
 
     Raises:
         ValueError: δ is out of range, or no noise reaches the target.
@@ -115,11 +113,8 @@ def plan_from(
             delta,
             lambda at: [(event, count) for _, event, count in charges_of(at)],
             adjacency=privacy.adjacency,
-            after=after,
         )
-    return plan_with(
-        recipe, method, num_units, charges_of(sigma), settings=settings, randomness=randomness, after=after
-    )
+    return plan_with(recipe, method, num_units, charges_of(sigma), settings=settings, randomness=randomness)
 
 
 def plan_with(
@@ -130,7 +125,6 @@ def plan_with(
     *,
     settings: Sequence[tuple[str, Value]] = (),
     randomness: str = "os",
-    after: PriorRelease | None = None,
 ) -> QueryPlan:
     """Return the plan of a recipe whose charges are known; as `plan_from`, which finds them.
 
@@ -152,7 +146,6 @@ def plan_with(
         delta=privacy.delta_for(num_units),
         target_epsilon=privacy.target_epsilon,
         randomness=randomness,
-        after=after,
     )
 
 

@@ -27,7 +27,7 @@ from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerError, read_ledger
 from dpllm.privacy.plan import PLAN_FILE
 from dpllm.privacy.query_budget import charge_queries, settle_queries
 from dpllm.privacy.query_plan import QueryPlan
-from dpllm.privacy.unused import charging, is_used, make_way
+from dpllm.privacy.unfinished import charging, is_used, make_way
 from dpllm.privacy.writer import note_writer
 from dpllm.report.model_card import write_release_card
 from dpllm.report.release_notes import ReleaseNotes

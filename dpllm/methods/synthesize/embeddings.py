@@ -16,9 +16,9 @@ from transformers import AutoModel, PreTrainedTokenizerBase
 
 from dpllm.config import ConfigError, ModelConfig
 from dpllm.ghost.checks import tokens_by_themselves
+from dpllm.models.inputs import num_positions
 from dpllm.models.load import load_tokenizer
 from dpllm.models.loading import not_loaded, require_folder
-from dpllm.models.positions import num_positions
 
 Floats = NDArray[np.float64]
 LONGEST = 512

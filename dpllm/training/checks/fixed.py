@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dpllm.engines.checksums import Checksum, values
-from dpllm.ghost.scales import scales_of
+from dpllm.ghost.refusals import scales_of
 from dpllm.training.checks.stamps import Stamp, WatchError, stamp_of
 
 

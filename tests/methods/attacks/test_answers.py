@@ -19,6 +19,7 @@ from dpllm.methods.queries.planned import prior_release
 from dpllm.methods.queries.probe import EXCESS, Probe, count_probe, made_units
 from dpllm.privacy.query_plan import Charge, QueryPlan
 from dpllm.privacy.release_words import release_words
+from dpllm.registry import load
 from dpllm.report.verify import verify
 from tests import tiers
 from tests.methods.queries.making import DELTA, UNITS, train
@@ -44,6 +45,7 @@ def refuted(found):
 def test_every_method_has_a_probe():
     """A new way of release brings its audit."""
     assert set(PROBES) == set(release_words())
+    assert all(callable(load(place)) for place in PROBES.values())
 
 
 @pytest.mark.parametrize("plan", [plan_of(), users()], ids=["sequence", "user"])

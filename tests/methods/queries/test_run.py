@@ -19,12 +19,12 @@ from dpllm.methods.queries.run import QueryRun
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.budget import BudgetError, budget_rows, read_budget, settle
 from dpllm.privacy.compose import compose
-from dpllm.privacy.crashed import settle_crashed
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerError, read_ledger
 from dpllm.privacy.plan import PLAN_FILE
 from dpllm.privacy.query_budget import charge_queries, settle_queries
 from dpllm.privacy.query_plan import Charge
 from dpllm.privacy.stated import stated_history
+from dpllm.privacy.unfinished import settle_crashed
 from dpllm.report.verify import verify
 from tests.methods.queries.making import DELTA, OTHER, VOTE, budget_in, query_plan, train
 from tests.mutations import kills

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from dpllm.config import ConfigError
-from dpllm.methods.synthesize import distance
-from dpllm.methods.synthesize.evaluation import EvaluationSettings, evaluate
+from dpllm.methods.synthesize.evaluation import EvaluationSettings, evaluate, frechet, mauve
 from dpllm.methods.synthesize.overlap import Runs, echo, overlap
 from dpllm.methods.synthesize.texts import LabelledTexts, read_texts
 
@@ -59,8 +58,8 @@ def test_frechet_is_that_of_two_gaussians():
     """Known means and covariances; 0 for the same sample; it grows with the gap."""
     rng = np.random.default_rng(0)
     first, second = rng.normal(size=(40_000, 3)), rng.normal(size=(40_000, 3)) * [2, 1, 1] + [0, 3, 0]
-    assert distance.frechet(first, first) == pytest.approx(0, abs=1e-9)
-    assert distance.frechet(first, second) == pytest.approx(9 + (2 - 1) ** 2, rel=0.03)
+    assert frechet(first, first) == pytest.approx(0, abs=1e-9)
+    assert frechet(first, second) == pytest.approx(9 + (2 - 1) ** 2, rel=0.03)
 
 
 class Letters:
@@ -115,7 +114,7 @@ def test_mauve_is_that_of_its_library():
     pytest.importorskip("mauve", reason="the extra 'synthetic' is not installed")
     rng = np.random.default_rng(0)
     first, second = rng.normal(size=(2, 400, 4))
-    assert distance.mauve(first, second) > 0.8 > 0.2 > distance.mauve(first, second + 20)
+    assert mauve(first, second) > 0.8 > 0.2 > mauve(first, second + 20)
 
 
 def test_without_the_extra_the_error_says_how_to_get_it(monkeypatch):

@@ -1,7 +1,8 @@
-"""The bar of a private training: steps, time left, throughput and ε so far.
+"""A run on the screen: its phases, and the bar of its training with steps, time left, throughput and ε so far.
 
-Place in the flow: in place of the Trainer's own bar, outside of notebooks. The first step also has checks that come
-once, so the time left is computed from the steps after it; the time so far counts from the start of the training.
+Place in the flow: the program of recipes announces phases on every process; the first one prints. `StepProgress` is in
+place of the Trainer's own bar, outside of notebooks. The first step also has checks that come once, so the time left is
+computed from the steps after it; the time so far counts from the start of the training.
 
 Within a long step a terminal shows the share of the step that is done. It follows the number of drawn units, which ε
 does not cover, so it goes to a terminal only: output that is redirected to a file says that the step is under way.
@@ -10,15 +11,72 @@ does not cover, so it goes to a terminal only: output that is redirected to a fi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tqdm import tqdm
+from rich.console import Console
+from tqdm import auto, tqdm
 from transformers import ProgressCallback, TrainerControl, TrainerState, TrainingArguments
 
 from dpllm.privacy.rounding import epsilon_to_log, format_epsilon
 from dpllm.training.step import Progress, unseen
+
+
+class Phases:
+    """The phases of one run.
+
+    Args:
+        console: to print to; a quiet one prints nothing.
+        bars: whether progress bars are shown.
+    """
+
+    def __init__(self, console: Console, bars: bool = True) -> None:
+        """Begin without a phase."""
+        self.console, self.bars = console, bars
+        self._name: str | None = None
+        self._since = 0.0
+
+    def begin(self, name: str, words: str = "") -> None:
+        """End the phase before, and print the name of the next one.
+
+        Args:
+            name: of the phase.
+            words: what follows the name.
+        """
+        self.end()
+        self._name, self._since = name, time.monotonic()
+        self.console.print(f"\n{name}", style="bold", end="" if words else "\n")
+        if words:
+            self.console.print(f": {words}", markup=False)
+
+    def say(self, text: str) -> None:
+        """Print a line of the present phase."""
+        self.console.print(f"  {text}", style="dim", markup=False)
+
+    def end(self, words: str = "") -> None:
+        """End the present phase, if there is one, with its time.
+
+        Args:
+            words: the result, in a few words.
+        """
+        if self._name is None:
+            return
+        self.say(f"{time.monotonic() - self._since:.1f} s{f': {words}' if words else ''}")
+        self._name = None
+
+    @contextmanager
+    def bar(self, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+        """Yield a function that moves a bar by a number of parts."""
+        hidden = self.console.quiet or not self.bars
+        with auto.tqdm(total=total, unit=unit, dynamic_ncols=True, leave=False, disable=hidden) as shown:
+
+            def moved(parts: int) -> None:
+                shown.update(parts)
+
+            yield moved
+
 
 _ON_A_TERMINAL, _IN_A_FILE = 1.0, 30.0
 """Seconds between two words on a step that is under way."""

@@ -1,7 +1,7 @@
-"""The privacy report as one HTML page, with its pictures.
+"""The privacy report as a page of Markdown, and as one page of HTML with its pictures.
 
-Place in the flow: after `report`, beside `markdown`; everything on the page stands in the report's JSON, so that the
-page can be made again from the JSON alone. The page is self-contained: no script, and nothing that is loaded from
+Place in the flow: after `report`; everything on the pages stands in the report's JSON, and nothing is computed, so that
+they can be made again from the JSON alone. The HTML page is self-contained: no script, and nothing that is loaded from
 elsewhere. All values are escaped: what people noted may hold any characters.
 """
 
@@ -13,10 +13,27 @@ from typing import Any
 
 from dpllm.report.figures import plot_epsilon_curve, plot_epsilon_over_steps, plot_tradeoff
 from dpllm.report.glossary import glossary, linked
-from dpllm.report.markdown import title_of
 from dpllm.report.models import Curves
 from dpllm.report.pages import shown_beside, template
 from dpllm.report.query_front import method_of
+
+
+def render_markdown(report: Any) -> str:
+    """Return the page of a report.
+
+    Args:
+        report: made by `privacy_report`.
+    """
+    page = template("privacy_report.md")
+    return page.render(report=report, title=title_of(report), **shown_beside(report))
+
+
+def title_of(report: Any) -> str:
+    """Return the title of the page: whether there is a guarantee at all."""
+    if report.statement.private:
+        return "Privacy report"
+    return "NOT PRIVATE: report of a run without a privacy guarantee"
+
 
 _PICTURES = ("tradeoff", "epsilon_over_delta", "epsilon_over_steps")
 FIGURES = (*_PICTURES, *(f"{name}_narrow" for name in _PICTURES))
