@@ -26,6 +26,10 @@ BROKEN: dict[str, str] = {}
 """The methods that were left out because something of them cannot be imported: name, and error with remedy."""
 
 
+_UNTIL = "until it works, recipes, ledgers and reports of the method are unknown"
+_AGAIN = "install dpllm again; until then, recipes, ledgers and reports of all methods are unknown"
+
+
 class MethodError(ValueError):
     """A method of the catalogue cannot be imported, or is not installed."""
 
@@ -91,11 +95,36 @@ def methods() -> tuple[Method, ...]:
     """Return the installed methods without those that cannot be imported; none without the folder ``methods``."""
     BROKEN.clear()
     found: list[Method] = []
-    listed = tomllib.loads(CATALOGUE.read_text(encoding="utf-8"))["methods"] if CATALOGUE.is_file() else ()
+    listed: list[str] = []
+    with leave_out_broken(CATALOGUE.name):
+        listed = _catalogue()
     for name in listed:
         with leave_out_broken(name):
-            found.append(load(f"{name}:METHOD"))
+            one = load(f"{name}:METHOD")
+            if not isinstance(one, Method):
+                raise MethodError(
+                    f"the method {name} cannot be used (METHOD is a {type(one).__name__}): install dpllm again, or "
+                    f"take its line out of {CATALOGUE}; {_UNTIL}"
+                )
+            found.append(one)
     return tuple(found)
+
+
+def _catalogue() -> list[str]:
+    """Return the packages that the catalogue lists, each once; none without a catalogue.
+
+    Raises:
+        MethodError: it is no catalogue.
+    """
+    if not CATALOGUE.is_file():
+        return []
+    try:
+        listed = tomllib.loads(CATALOGUE.read_text(encoding="utf-8")).get("methods")
+    except (OSError, ValueError) as error:
+        raise MethodError(f"{CATALOGUE} cannot be read ({error}): {_AGAIN}") from error
+    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+        raise MethodError(f"{CATALOGUE} has no list 'methods' of packages: {_AGAIN}")
+    return list(dict.fromkeys(listed))
 
 
 @contextlib.contextmanager
@@ -103,7 +132,7 @@ def leave_out_broken(name: str) -> Iterator[None]:
     """End the block where something of the method cannot be used, and note it in `BROKEN`."""
     try:
         yield
-    except Exception as error:  # whatever a method does wrong, the others and the core go on
+    except (Exception, SystemExit) as error:  # whatever a method does wrong, the others and the core go on
         BROKEN[name] = " ".join(str(error).split())
 
 
@@ -128,10 +157,10 @@ def load(place: str) -> Any:
     module, _, name = place.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
-    except Exception as error:  # of the method's code, which may raise anything
+    except (Exception, SystemExit) as error:  # of the method's code, which may raise anything
         raise MethodError(
             f"the method {module} cannot be imported ({type(error).__name__}: {error}): install dpllm again, or take "
-            f"its line out of {CATALOGUE}; until it works, recipes, ledgers and reports of the method are unknown"
+            f"its line out of {CATALOGUE}; {_UNTIL}"
         ) from error
 
 

@@ -126,6 +126,32 @@ def test_a_broken_method_is_left_out_and_named_with_the_remedy(tmp_path, monkeyp
     assert registry.installed().startswith("count; broken: the method missing cannot be imported (ModuleNotFoundError")
 
 
+@pytest.mark.parametrize(
+    ("catalogue", "says"),
+    [
+        ("methods = [", "cannot be read"),
+        ("", "no list 'methods'"),
+        ('methods = "dpllm.methods.count"', "no list 'methods'"),
+        ("methods = [1]", "no list 'methods'"),
+        ("methods = ['no_method']", "METHOD is a int"),
+        ("methods = ['leaves']", "SystemExit"),
+        ("methods = ['dpllm.methods.count', 'dpllm.methods.count']", ""),
+    ],
+)
+def test_a_catalogue_that_was_edited_stops_no_command(catalogue, says, tmp_path, monkeypatch, emptied, capsys):
+    """The remedy for a broken method is to take its line out, so people edit the file."""
+    (tmp_path / "no_method.py").write_text("METHOD = 3", encoding="utf-8")
+    (tmp_path / "leaves.py").write_text("raise SystemExit(3)", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "CATALOGUE", tmp_path / "catalogue.toml")
+    registry.CATALOGUE.write_text(catalogue, encoding="utf-8")
+    monkeypatch.setattr(program.app, "registered_commands", [])
+    program._add_methods()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == bool(says) and all(says in one and "install dpllm again" in one for one in lines)
+    assert [one.name for one in registry.methods()] == ([] if says else ["count"])
+
+
 def test_every_method_adds_something_of_its_own(emptied):
     """Each has commands, and no two have the same section, event, noise or words."""
     found = registry.methods()

@@ -86,7 +86,9 @@ def load_records(config: DataConfig) -> datasets.Dataset:
         DataError: no record, a missing column, a null, a column of the wrong kind, a file that cannot be decoded, or
             two equal files.
     """
-    return _finish(read_unchecked(config), config, config.path, config.limit)
+    records = _finish(read_unchecked(config), config, config.path, config.limit)
+    _note_copies(records, config)
+    return records
 
 
 def read_unchecked(config: DataConfig) -> datasets.Dataset:
@@ -139,7 +141,6 @@ def _train_and_eval(
             f"eval_split={config.eval_split!r} is also the training split: name another split, or set eval_fraction"
         )
     records = load_records(config)
-    _note_copies(records, config)
     if config.eval_path is not None:
         held_out = _finish(_load(config.eval_path, config, config.eval_split or "train"), config, config.eval_path)
         _refuse_shared_records(records, held_out, config, config.eval_path)

@@ -7,7 +7,7 @@ and this module maps rows to units and to tensors. The names a user needs from a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import datasets
@@ -20,7 +20,7 @@ from dpllm.config import DataConfig, PrivacyUnit
 from dpllm.config.tasks import labels_of
 from dpllm.data.labels import BOUNDARIES, IGNORE, KEY_BOUNDARIES
 from dpllm.data.records import DataError as DataError
-from dpllm.data.records import check_column
+from dpllm.data.records import check_column, has_many_copies
 from dpllm.data.records import load_records as load_records
 from dpllm.data.records import load_train_and_eval as load_train_and_eval
 from dpllm.data.records import sources_of as sources_of
@@ -75,8 +75,10 @@ def unit_index_of(dataset: Any, privacy: PrivacyUnit, rng: np.random.Generator |
         return UnitIndex.from_ids(ids, privacy.max_rows_per_unit, draw, privacy.normalize_ids, column)
     _refuse_pieces(dataset, present)
     if "input_ids" in present and RECORD in present:  # in raw records a column of that name is the user's own
-        return UnitIndex.from_ids(_column(dataset, RECORD), column=RECORD)
-    return UnitIndex.one_row_per_unit(len(dataset))
+        units = UnitIndex.from_ids(_column(dataset, RECORD), column=RECORD)
+    else:
+        units = UnitIndex.one_row_per_unit(len(dataset))
+    return replace(units, many_copies=True) if has_many_copies(dataset) else units
 
 
 def _refuse_pieces(dataset: Any, present: Sequence[str]) -> None:

@@ -55,6 +55,8 @@ class UnitIndex:
     """Whether two text ids differ only in upper and lower case. They count as two units."""
     made_of: str | None = None
     """How the units were made, in words for the report: `ONE_ROW`, or `SAME_ID` with its column. None: from arrays."""
+    many_copies: bool = False
+    """Whether many records, each a unit, are exact copies of others (`dpllm.data.records.has_many_copies`)."""
 
     def __post_init__(self) -> None:
         """Check the arrays and make them read-only."""
@@ -128,6 +130,34 @@ class UnitIndex:
         kept = kept[np.lexsort((kept, units[kept]))]
         offsets = _offsets(np.minimum(counts, max_rows_per_unit))
         return cls(offsets, kept, rows_dropped=len(units) - len(kept), differ_in_case=differ_in_case, made_of=made_of)
+
+    def doubts(self, column: str | None) -> list[str]:
+        """Return the reasons to doubt that a unit is all that one person gave, as open points of a report.
+
+        Args:
+            column: column of the users' ids; None: a unit is a record.
+        """
+        found = []
+        if self.many_copies:
+            found.append(
+                "More than 1% of the records that were read are exact copies of other records. Each is a unit of its "
+                "own here, so a text that is in k records is protected k times less. Remove the copies, or confirm "
+                "that they are of different people."
+            )
+        if column is None:
+            return found
+        if self.num_units == self.num_rows > 1 and self.rows_dropped == 0 and self.rows_per_owner == 1:
+            found.append(
+                f"No id in column '{column}' occurs twice. Perhaps the column numbers rows or messages, and not "
+                "people. A person with several rows is then protected less than this report says. Confirm that each "
+                "person has one row, or run again with the column that holds the person's id."
+            )
+        if self.differ_in_case:
+            found.append(
+                f"Some ids in column '{column}' differ only in upper and lower case, and count as different users. "
+                "Confirm that they are different people, or set privacy.normalize_ids: true."
+            )
+        return found
 
     def each_row(self) -> UnitIndex:
         """Return the index in which every row that is kept is drawn and clipped separately.

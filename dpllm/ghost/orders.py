@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,6 +25,7 @@ _MIXED, _ANY = -2, -1  # entries that come from several rows, and those of which
 _OF_FIRST = frozenset(("index_select", "masked_select", "gather", "take_along_dim", "embedding"))
 _JOINS = frozenset(("cat", "concat", "concatenate", "stack"))
 _VIEWS = frozenset(("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as"))
+_INDEXES = (Tensor, list, np.ndarray)
 _WRITES = ("index_add", "index_copy", "index_put", "index_fill", "scatter", "masked_scatter", "masked_fill", "__set")
 
 
@@ -110,9 +112,17 @@ def follow(func: Any, args: tuple, kwargs: dict, tensors: Sequence[Tensor], resu
     elif not (selects and _rearranges(_source(name, args, kwargs), result, rows) and name != "masked_select"):
         selected = _selected(func, name, args, kwargs, result, rows) if selects else None
         source = _source(name, args, kwargs) if selects else None
-        if selected and selected.row_N is None and not any(_has_rows(t) for t in tensors if t is not source):
+        if selected and selected.row_N is None and not _by_data(name, args, tensors, source):
             selected = None  # in order for any data: by numbers that no row decides, as in attention masks
         _mark(result, selected or _inherited(tensors, result))
+
+
+def _by_data(name: str, args: tuple, tensors: Sequence[Tensor], source: Tensor | None) -> bool:
+    """Whether rows may decide what is selected: by tensors made of them, or by numbers that went through Python."""
+    if any(_has_rows(t) for t in tensors if t is not source):
+        return True
+    index = args[1] if name == "__getitem__" else ()
+    return any(isinstance(item, (list, np.ndarray)) for item in (index if isinstance(index, tuple) else (index,)))
 
 
 def _inherited(tensors: Sequence[Tensor], result: Any) -> Order | None:
@@ -135,7 +145,7 @@ def _rearranges(source: Tensor | None, result: Any, rows: int) -> bool:
 def _written(args: tuple) -> None:
     """Follow ``tensor[:] = value`` and ``tensor[:, k] = value``."""
     tensor, index, value = args
-    if isinstance(value, Tensor) and _first(index) in (slice(None), Ellipsis) and _alike(tensor, value):
+    if isinstance(value, Tensor) and (_is_all(_first(index)) or _first(index) is Ellipsis) and _alike(tensor, value):
         _mark(tensor, order_of(value))
 
 
@@ -151,11 +161,11 @@ def _alike(tensor: Tensor, result: Any) -> bool:
 def _is_selection(index: Any) -> bool:
     """Whether an index selects by tensors, lists, or by a number in the first dimension; others keep rows in order."""
     first, *rest = index if isinstance(index, tuple) else (index,)
-    return _is_number(first) or any(isinstance(item, (Tensor, list)) for item in (first, *rest))
+    return _is_number(first) or any(isinstance(item, _INDEXES) for item in (first, *rest))
 
 
 def _is_number(item: Any) -> bool:
-    return isinstance(item, int) and not isinstance(item, bool)
+    return isinstance(item, (int, np.integer)) and not isinstance(item, bool)
 
 
 def _dim(args: tuple, kwargs: dict) -> Any:
@@ -180,7 +190,7 @@ def _source(name: str, args: tuple, kwargs: dict) -> Tensor | None:
 def _keeps_first(index: Any) -> bool:
     """Whether an index leaves the first dimension as it is, ``x[:, index]``."""
     items = index if isinstance(index, tuple) else (index,)
-    return items[0] == slice(None) and sum(isinstance(item, (Tensor, list)) for item in items) < 2
+    return _is_all(items[0]) and sum(isinstance(item, _INDEXES) for item in items) < 2
 
 
 def _is_whole(source: Tensor | None, rows: int) -> bool:
@@ -253,6 +263,10 @@ def _replaced(source: Tensor, stand_in: Tensor, args: tuple, kwargs: dict) -> tu
     return args, {name: stand_in if value is source else value for name, value in kwargs.items()}
 
 
+def _is_all(item: Any) -> bool:
+    return isinstance(item, slice) and item == slice(None)
+
+
 def _first(index: Any) -> Any:
     return index[0] if isinstance(index, tuple) else index
 
@@ -263,7 +277,7 @@ def _indexed(index: Any) -> int:
     if any(item is Ellipsis for item in items):
         return 64
     masks = sum(t.ndim - 1 for t in items if isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8))
-    lists = sum(8 for item in items if isinstance(item, list))
+    lists = sum(8 for item in items if isinstance(item, (list, np.ndarray)))
     return sum(item is not None for item in items) + masks + lists
 
 

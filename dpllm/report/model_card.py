@@ -41,7 +41,7 @@ from dpllm.report.definition import SELECTED
 from dpllm.report.models import PlanOfQueries, PrivacyReport
 from dpllm.report.pages import part, replace_file, template, write_pages
 from dpllm.report.query_front import method_of
-from dpllm.report.release_notes import ReleaseNotes, require_own_words
+from dpllm.report.release_notes import ReleaseNotes, refuse_lost_steps, require_own_words
 from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, notes_in, privacy_report, write_report
 
 CARD_FILE = "README.md"
@@ -200,7 +200,9 @@ def _read(folder: Path) -> tuple[PrivacyPlan | QueryPlan, LedgerContents, Releas
     for name in (PLAN_FILE, LEDGER_FILE):
         if not (folder / name).is_file():
             raise ValueError(f"{folder} holds no {name}, so it is not the folder of a private run")
-    return load_plan(folder / PLAN_FILE), read_ledger(folder / LEDGER_FILE), notes_in(folder)
+    plan, contents = load_plan(folder / PLAN_FILE), read_ledger(folder / LEDGER_FILE)
+    refuse_lost_steps(folder, contents)
+    return plan, contents, notes_in(folder)
 
 
 def settle(folder: str | Path, statements: Mapping[str, str], by: str) -> PrivacyReport:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.config.versions import has_format, other_format, version_words
+from dpllm.privacy.ledger import LedgerContents
 from dpllm.report.disclosures import UTILITY_FILE
 from dpllm.report.models import FORMAT
 from dpllm.report.models_front import Noted
@@ -115,6 +116,28 @@ def keep_utility(folder: str | Path, figures: Mapping[str, Any]) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(dict(figures), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     os.replace(temporary, path)
+
+
+def refuse_lost_steps(folder: str | Path, contents: LedgerContents) -> None:
+    """Raise if the report in a folder counts more steps than its ledger, from which ε would be computed.
+
+    Args:
+        folder: of a run.
+        contents: of its ledger.
+
+    Raises:
+        ValueError: lines of the ledger were lost. A report that cannot be read says nothing.
+    """
+    try:
+        report = json.loads((Path(folder) / JSON_FILE).read_text(encoding="utf-8"))
+        counted = report["accounting"]["parameters"]["num_steps_charged"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return
+    if isinstance(counted, int) and counted > contents.num_steps:
+        raise ValueError(
+            f"the report in {folder} counts {counted} charged steps or answers, and the ledger {contents.num_steps}: "
+            "it is an older copy, or lines were cut off its end, and ε would be too small. Restore the ledger"
+        )
 
 
 def notes_in(folder: str | Path) -> ReleaseNotes:

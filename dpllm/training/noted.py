@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dpllm.config import PrivacyUnit
-from dpllm.data.records import MANY_COPIES, has_many_copies, sources_of
+from dpllm.data.records import sources_of
 from dpllm.data.tokenization import RECORD
 from dpllm.data.units import ONE_ROW, UnitIndex
 from dpllm.privacy.ledger import Ledger
@@ -22,25 +22,15 @@ _MOST_NAMES = 20  # of files, in the report
 
 
 def note_users(ledger: Ledger | SharedLedger, units: UnitIndex, column: str | None) -> None:
-    """Note in the ledger the reasons to doubt that an id is a person's.
+    """Note in the ledger the reasons to doubt that a unit is all that one person gave.
 
     Args:
         ledger: ledger of the run that begins.
         units: users, or rows of users that are drawn separately.
-        column: column of the ids.
+        column: column of the ids; None: a unit is a record.
     """
-    each = units.num_units == units.num_rows > 1 and units.rows_dropped == 0 and units.rows_per_owner == 1
-    if each:
-        ledger.append_open_point(
-            f"No id in column '{column}' occurs twice. Perhaps the column numbers rows or messages, and not people. "
-            "A person with several rows is then protected less than this report says. Confirm that each person has "
-            "one row, or train again with the column that holds the person's id."
-        )
-    if units.differ_in_case:
-        ledger.append_open_point(
-            f"Some ids in column '{column}' differ only in upper and lower case, and count as different "
-            "users. Confirm that they are different people, or set privacy.normalize_ids: true."
-        )
+    for doubt in units.doubts(column):
+        ledger.append_open_point(doubt)
 
 
 def note_units(ledger: Ledger | SharedLedger, units: UnitIndex, lengths: np.ndarray | None = None) -> None:
@@ -81,11 +71,4 @@ def note_data(ledger: Ledger | SharedLedger, dataset: Any, units: UnitIndex, pri
     else:
         for name, count in files.items():
             ledger.append_fact("files of training records", f"{name} ({count} records)" if counted else name)
-    if counted and has_many_copies(dataset):
-        ledger.append_open_point(
-            f"More than {MANY_COPIES:.0%} of the records that were read are exact copies of other records. Each is a "
-            "unit of its own here, so a text that is in k records is protected k times less. Remove the copies, or "
-            "confirm that they are of different people."
-        )
-    if privacy.unit == "user":
-        note_users(ledger, units, privacy.unit_column)
+    note_users(ledger, units, privacy.unit_column)

@@ -16,6 +16,14 @@ class SafetensorError(Exception):
     """An error with the name of the library's error."""
 
 
+class TransportError(Exception):
+    """That of huggingface_hub's library for HTTP, by its name."""
+
+
+class ConnectError(TransportError):
+    """There is no network."""
+
+
 @pytest.mark.parametrize(
     ("error", "match"),
     [
@@ -25,6 +33,7 @@ class SafetensorError(Exception):
         (PermissionError(errno.EACCES, "Permission denied", "runs/a"), "runs/a: Permission denied"),
         (ZeroDivisionError("division by zero"), "too large or too small"),
         (SafetensorError("header too large"), "damaged or incomplete"),
+        (ConnectError("[Errno -2] Name or service not known"), "cannot be reached"),
     ],
 )
 def test_a_mistake_is_one_line(error: Exception, match: str) -> None:

@@ -1,5 +1,6 @@
 """Entries that a mask or an index selects: a layer that reads them gets each row's own, or the pass is refused."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,8 @@ SELECTIONS = {
     "masked_select": lambda h, m: h.masked_select(m[..., None]).view(-1, WIDTH),
     "mask of tokens": lambda h, m: h.flatten(0, 1)[m.flatten()],
     "numbers of tokens": lambda h, m: h.flatten(0, 1)[places(m)],
+    "numbers in a list": lambda h, m: h.flatten(0, 1)[places(m).tolist()],
+    "numbers of NumPy": lambda h, m: h.flatten(0, 1)[places(m).numpy()],
     "index_select": lambda h, m: h.flatten(0, 1).index_select(0, places(m)),
     "gather": lambda h, m: h.flatten(0, 1).gather(0, places(m)[:, None].expand(-1, WIDTH)),
     "take_along_dim": lambda h, m: h.flatten(0, 1).take_along_dim(places(m)[:, None].expand(-1, WIDTH), 0),
@@ -143,6 +146,7 @@ HARMLESS = {
     "first token": lambda h, m: h[:, 0],
     "some tokens": lambda h, m: h.index_select(1, torch.tensor([3, 1])),
     "tokens in a list": lambda h, m: h[:, [0, 2]],
+    "tokens in an array": lambda h, m: h[:, np.array([0, 2])],
     "tokens of each": lambda h, m: h.gather(1, m.int().argsort(1)[..., None].expand_as(h)),
     "row after row": lambda h, m: torch.stack([row[mask].mean(0) for row, mask in zip(h, m, strict=True)]),
     "sorted and back": lambda h, m: h[(order := m.int().argmax(1).argsort())].tanh()[order.argsort()],

@@ -115,6 +115,17 @@ def test_what_was_not_checked_is_no_ok(good: Path) -> None:
     assert f"matches its ledger. {unchecked} of {len(found)} checks could not be made" in printed
 
 
+@pytest.mark.parametrize("lines", [1, 4])
+def test_no_epsilon_is_stated_from_an_older_copy_of_the_ledger(run: Path, lines: int) -> None:
+    """The run's own report counts more steps; notes would write a report with a smaller ε over it."""
+    ledger, before = run / LEDGER_FILE, (run / JSON_FILE).read_bytes()
+    ledger.write_text("".join(ledger.read_text(encoding="utf-8").splitlines(True)[:lines]), encoding="utf-8")
+    for words in (["report", run], ["report", run, "--trained-by", "me"], ["compose", run, "--dataset", "notes"]):
+        result = CliRunner().invoke(app, [str(word) for word in words])
+        assert result.exit_code == 2 and "Restore the ledger" in result.output and "ε =" not in result.output
+    assert (run / JSON_FILE).read_bytes() == before and not verify(run).ok
+
+
 def test_nothing_is_drawn(good: Path) -> None:
     """The pages are compared by their hashes, so that verifying needs no matplotlib."""
     code = (

@@ -111,6 +111,7 @@ def ask_groups(
     number = "1 question" if len(ways) == 1 else f"{len(ways)} questions"
     say(f"{number} to {options.groups:,} groups of {options.group_size:,} units; all are charged now")
     with begin_from(recipe, plan, results=[options.file]) as run:
+        run.note_units(records.units)
         for point in points:
             run.open_point(point)
         found: dict[str, Any] = {}

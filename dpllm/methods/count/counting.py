@@ -146,6 +146,7 @@ def count_labels(recipe: QueryRecipe, units: LabelledUnits, plan: QueryPlan) -> 
     """
     exact = units.exact_counts()  # an unknown label ends the run before anything is charged
     with begin_from(recipe, plan, results=[recipe.options.file]) as run:
+        run.note_units(units.index)
         counts = charge_and_count(run, units, exact)
         event, k = plan.charge(CHARGE).event, recipe.privacy.max_rows_per_unit or 1
         path = run.folder / recipe.options.file

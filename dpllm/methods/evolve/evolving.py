@@ -141,6 +141,7 @@ def run_evolution(
     sigma = plan.charge(CHARGE).event.noise_multiplier
     name = f"texts.{options.file_format}"
     with begin_from(recipe, plan, results=[name]) as run:
+        run.note_units(voters.units)
         if recipe.model is not None and recipe.model.start_is_independent:
             run.open_point(DECLARED)
         made = evolve(run, private, model, embedder.embed, wanted_of(options), settings, sigma, say)

@@ -15,6 +15,7 @@ from typing import Any
 import datasets
 
 from dpllm.config.query_recipe import QueryRecipe
+from dpllm.data.rows import unit_index_of
 from dpllm.methods.pate.classroom import Classroom
 from dpllm.methods.pate.completing import completed_texts
 from dpllm.methods.pate.labelling import labelled_texts
@@ -64,6 +65,7 @@ def teach(prepared: Prepared, say: Say, done: Progress) -> Taught:
     classroom.require_room()
     file = TEXTS_FILE if prepared.tokens else LABELS_FILE
     with begin_from(recipe, prepared.plan, results=[file, *([STUDENT_FOLDER] if options.student else [])]) as run:
+        run.note_units(unit_index_of(rows, recipe.privacy))
         for point in classroom.points:
             run.open_point(point)
         say(f"training {options.teachers} teachers in turn, without privacy; nothing of them is shown")

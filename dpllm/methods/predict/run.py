@@ -111,6 +111,7 @@ def predict_texts(recipe: QueryRecipe, records: PrivateRecords, plan: QueryPlan,
         f"{tokens.scoring.units:,} units; all tokens are charged now"
     )
     with begin_from(recipe, plan, results=[options.file]) as run:
+        run.note_units(records.units)
         for point in points:
             run.open_point(point)
 

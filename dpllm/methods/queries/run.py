@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from dpllm.config import RECIPE_FILE
+from dpllm.data.units import UnitIndex
 from dpllm.methods.queries.randomness import Randomness
 from dpllm.privacy import checkpoints
 from dpllm.privacy.budget import new_entry_id, read_budget
@@ -177,6 +178,11 @@ class QueryRun:
     def open_point(self, text: str) -> None:
         """Note a reason not to release before people have settled it."""
         self._ledger.append_open_point(text)
+
+    def note_units(self, units: UnitIndex) -> None:
+        """Note the reasons to doubt that a unit is all that one person gave."""
+        for doubt in units.doubts(self.plan.unit_column):
+            self.open_point(doubt)
 
     @property
     def private_folder(self) -> Path:

@@ -51,9 +51,10 @@ UNMEASURED = (
     "(per_device_train_batch_size: 1)"
 )
 OWN_NUMBERS = (
-    "The collator draws random numbers from a generator that it creates in each call "
-    "(np.random.default_rng(), os.urandom), so it cannot be measured whether it mixes rows. Draw from the global "
-    "generators (np.random.rand, random.random, torch.rand), which are seeded from the operating system in every step"
+    "The collator gives rows other values each time, also from the same random state, so it cannot be measured whether "
+    "it mixes rows. Either it creates a generator in each call (np.random.default_rng(), os.urandom): draw from the "
+    "global ones (np.random.rand, random.random, torch.rand), which are seeded from the operating system in every "
+    "step. Or it counts its calls: how many there are depends on the units that are drawn, so leave that out"
 )
 UNTOLD = (
     "The collator draws random numbers, and '{name}' of a row is padded beside longer rows in a way that its batch "

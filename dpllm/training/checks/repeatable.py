@@ -53,6 +53,18 @@ _DROPPING_BUILT_IN: dict[Any, tuple[str, int]] = {
     F.scaled_dot_product_attention: ("dropout_p", 4),
 }
 """Built-in functions: name and position of the argument that causes dropout when it is not 0."""
+_OF_CHANNELS: tuple[Any, ...] = (
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.feature_alpha_dropout,
+    torch.feature_dropout,
+    torch.feature_dropout_,
+    torch.feature_alpha_dropout,
+)
+"""Functions that draw one number for each channel: for the first two dimensions, or the first of a single example."""
+_OF_ONE_EXAMPLE = {F.dropout1d: 2, F.dropout3d: 4}
+"""Functions of channels, and the number of dimensions that a single example has."""
 _BACKWARD: tuple[Any, ...] = (torch.autograd.backward, torch.autograd.grad, Tensor.backward)
 _IRRATIONAL = [math.sqrt(p) % 1 for p in (2, 3, 5, 7, 11, 13, 17)]
 _REPEATED = (
@@ -84,7 +96,7 @@ class Draw:
 
     Attributes:
         name: of the function.
-        shape: of the numbers; of a dropout, the shape of the tensor from which numbers are dropped.
+        shape: of the numbers; of a dropout, the shape of the tensor from which numbers are dropped, or its channels.
         where: file and line of the caller.
         is_dropout: whether the numbers drop others.
     """
@@ -205,7 +217,10 @@ class Repeatable(TorchFunctionMode):
         rate = arguments.get("p", arguments.get("dropout_p", 1.0))
         if rate and arguments.get("training", True):
             tensor = next(value for value in arguments.values() if isinstance(value, Tensor))
-            self.draws.append(Draw(func.__name__, tuple(tensor.shape), _caller(), is_dropout=True))
+            shape = tuple(tensor.shape)
+            if func in _OF_CHANNELS:
+                shape = shape[: 1 if tensor.ndim == _OF_ONE_EXAMPLE.get(func) else 2]
+            self.draws.append(Draw(func.__name__, shape, _caller(), is_dropout=True))
 
     def _repeated(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Return the result of a function that draws, from another random state if this draw is to be changed."""

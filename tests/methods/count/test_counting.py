@@ -67,6 +67,28 @@ def test_one_unit_moves_the_counts_by_no_more_than_is_accounted_for(tmp_path: Pa
     assert np.linalg.norm(one - two) == pytest.approx(3 * 2**0.5)
 
 
+def test_people_who_may_be_several_units_are_an_open_point(tmp_path: Path) -> None:
+    """Copies of records, ids that number rows, and ids that differ in case; as in training."""
+
+    def points_of(name: str, users: list[str], copies: int = 1, more: str = OF_USERS) -> list[str]:
+        (tmp_path / name).mkdir()
+        path = recipe_in(tmp_path / name, [(user, "sad") for user in users], more)
+        data = tmp_path / name / "rows.jsonl"
+        data.write_text(data.read_text().replace("text ", "a text of its own, number ") * copies)
+        recipe = load_query_recipe(path)
+        units = read_units(recipe)
+        count_labels(recipe, units, plan_count(recipe, units))
+        found = read_ledger(Path(recipe.output_dir) / LEDGER_FILE).notes.open_points
+        assert verify(recipe.output_dir).ok
+        return [words for words in ("exact copies", "occurs twice", "upper and lower case") if words in " ".join(found)]
+
+    ids = [f"u{n}" for n in range(30)]
+    assert points_of("records", ids, more="") == points_of("users", ids, copies=2) == []
+    assert points_of("copied", ids, copies=2, more="") == ["exact copies"]
+    assert points_of("numbers", ids) == ["occurs twice"]
+    assert points_of("case", [*ids, "U1"], copies=2) == ["upper and lower case"]
+
+
 def told_apart(folder: Path, trials: int = 12) -> float:
     """Return how often the released counts of two neighbours tell which is which, through the public interface."""
     rows = [(f"u{n}", CLASSES[n % 3]) for n in range(60)]

@@ -105,6 +105,8 @@ DEPTH = {
     "dropout of weights": lambda x: x * nn.functional.dropout(torch.ones(16), 0.1),
     "noise on weights": lambda x: x + 1e-3 * torch.randn(16),
     "dropout of positions": lambda x: x + nn.functional.dropout(torch.ones(1, x.shape[1], 1), 0.1),
+    "channels of all rows": lambda x: nn.functional.dropout1d(x.permute(1, 2, 0), 0.1).permute(2, 0, 1),
+    "channels of one example": lambda x: nn.functional.dropout1d(x.flatten(0, 1).T, 0.1).T.view_as(x),
 }
 
 
@@ -117,6 +119,8 @@ def test_a_model_whose_rows_share_random_numbers_is_refused(function, tmp_path):
 def test_dropout_noise_and_stochastic_depth_of_each_row_pass(tmp_path):
     per_row = Acting(lambda x: x * (torch.rand(len(x), 1, 1) < 0.9))
     assert steps(tmp_path / "depth", Plain(per_row), rows_of(unequal(24).to_list()), count=2)[0] == 2
+    of_channels = Acting(lambda x: nn.functional.dropout1d(x.mT, 0.1).mT)
+    assert steps(tmp_path / "channels", Plain(of_channels), rows_of(unequal(24).to_list()), count=2)[0] == 2
     assert steps(tmp_path / "dropout", Noisy(), rows_of(unequal(24).to_list()), count=2)[0] == 2
     model = GPT2LMHeadModel(GPT2Config(**GPT2, eos_token_id=2))
     assert model.config.attn_pdrop > 0
