@@ -152,8 +152,9 @@ def private_steps(setting: Setting) -> Callable[[], None]:
     from dpllm.training.choose_clipper import clipper_for
     from dpllm.training.microbatches import microbatches
     from dpllm.training.step import private_step
-    from tests.distributed.matrix import NoLedger, plan_of
+    from tests.distributed.matrix import plan_of
     from tests.distributed.setups import prepare
+    from tests.memory_ledger import MemoryLedger
 
     model, optimizer = prepare(setting.engine, build(setting.mode), 1e-3, "bfloat16")
     inner, engine = model_inside(model), engine_for(model, optimizer)
@@ -161,7 +162,7 @@ def private_steps(setting: Setting) -> Callable[[], None]:
     num_units = ROWS * setting.microbatches * size
     plan = plan_of(0.5, 1.0, num_units=num_units)
     clipper = clipper_for("ghost", inner, plan.mechanism.clipping)
-    stream, ledger = plan.mechanism.noise.stream(NoiseSource(), plan.num_steps), NoLedger()
+    stream, ledger = plan.mechanism.noise.stream(NoiseSource(), plan.num_steps), MemoryLedger()
     rows = _rows(num_units)
 
     def loss(inputs: Any) -> Tensor:

@@ -45,7 +45,7 @@ from dpllm.mechanism.generators import NoiseSource
 from dpllm.models.packing import attention_by_row
 from dpllm.training.microbatches import Microbatch, microbatches
 from dpllm.training.step import private_step
-from tests.distributed.matrix import NoLedger
+from tests.memory_ledger import MemoryLedger
 
 DEVICE = torch.device("lazy", 0)  # autograd runs its nodes in the calling thread, as it does for the CPU
 PACKAGE = str(Path(dpllm.__file__).parent)
@@ -335,7 +335,7 @@ def step_waits(case: Case, *counts: int) -> list[Waits]:
         for count in (MANY, *counts):
             batch = batch_of(case, count)
             with Waits() as waits:
-                private_step(clipper, batch, loss_of(model, case.packed), plan, engine, NoLedger(), noise)
+                private_step(clipper, batch, loss_of(model, case.packed), plan, engine, MemoryLedger(), noise)
                 optimizer.step()  # the guard compares the first update
                 optimizer.zero_grad()
             found.append(waits)

@@ -21,7 +21,7 @@ from dpllm.training.out_of_memory import free_memory as give_back
 from dpllm.training.step import private_step
 from gpu.record import Figures
 from gpu.setting import Setting, free_memory
-from tests.distributed.matrix import NoLedger
+from tests.memory_ledger import MemoryLedger
 from tests.reference.oracle import relative_error
 from tests.scarce import Gate, more_than
 
@@ -87,7 +87,7 @@ def stepped(model: Any, rows: Rows, max_rows: int, setting: Setting) -> tuple[Te
     free_memory()
     try:
         done = private_step(
-            clipper, rows.cut(max_rows), loss_of(model, setting.device), plan, engine, NoLedger(), noise
+            clipper, rows.cut(max_rows), loss_of(model, setting.device), plan, engine, MemoryLedger(), noise
         )
     finally:
         clipper.remove()

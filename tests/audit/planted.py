@@ -43,29 +43,11 @@ from dpllm.methods.predict import run as prediction
 from dpllm.methods.predict.token_draw import TokenDraw
 from dpllm.privacy.query_plan import Charge, QueryPlan
 from dpllm.training.attached import Attached
+from tests.memory_ledger import MemoryLedger
 
 CONFIDENCE = 0.999  # a sound run fails once in a thousand times at most
 CLIP_NORM = 0.5
 MEMORY = Path("/dev/shm")  # thousands of lines are flushed to the disk one by one
-
-
-class Charged:
-    """Counts steps in memory; the ledger's file is tested elsewhere."""
-
-    steps_planned = None
-
-    def __init__(self) -> None:
-        self.num_steps = 0
-        self.steps_planned: int | None = None
-
-    def append_step(self, step_number: int, step: object) -> None:
-        self.num_steps += 1
-
-    def append_open_point(self, text: str) -> None:
-        pass
-
-    def append_fact(self, name: str, value: str) -> None:
-        pass
 
 
 def plan_of(num_units: int, batch: int, noise_multiplier: float, num_steps: int) -> PrivacyPlan:
@@ -152,7 +134,7 @@ def audit(
     basis = basis_of(model, rows, loss_of, design)
     prepared = prepare(model)
     optimizer = torch.optim.SGD(prepared.parameters(), lr=1.0)
-    run = PrivateRun(plan, rows, Charged())
+    run = PrivateRun(plan, rows, MemoryLedger())
     run.attach(prepared, optimizer)
     release = Steps(run, prepared, optimizer, loss_of, design.steps_per_block)
     seen = observe(release, basis, design, num_units)

@@ -34,7 +34,8 @@ from dpllm.config import PrivacyConfig
 from dpllm.mechanism.averages import MovingAverage, TailMean, weights_of
 from dpllm.mechanism.parts import Spec
 from dpllm.privacy.accounting import epsilon
-from tests.audit.planted import CLIP_NORM, Charged, Tied, basis_of, plan_of, text_loss, texts, vectors
+from tests.audit.planted import CLIP_NORM, Tied, basis_of, plan_of, text_loss, texts, vectors
+from tests.memory_ledger import MemoryLedger
 from tests.tiers import deep
 
 
@@ -65,7 +66,7 @@ def steps_of(noise_multiplier, design, *lengths):
     plan = plan_of(len(lengths), len(lengths), noise_multiplier, design.num_blocks * design.steps_per_block)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
     basis = basis_of(model, rows, loss_of, design)
-    run = PrivateRun(plan, rows, Charged())
+    run = PrivateRun(plan, rows, MemoryLedger())
     run.attach(model, optimizer)
     return Steps(run, model, optimizer, loss_of, design.steps_per_block), basis, model
 

@@ -457,7 +457,7 @@ def planted(bug: Bug) -> dict[str, Any]:
         copy = Path(folder)
         for name in ("dpllm", "tests/audit", "tests/distributed"):
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-        for name in ("__init__.py", "children.py"):
+        for name in ("__init__.py", "children.py", "memory_ledger.py"):
             shutil.copy(ROOT / "tests" / name, copy / "tests" / name)
         for file, before, after in (*bug.edits, GUARD):
             source = (copy / file).read_text()

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from dpllm import PrivateRun
 from dpllm.audit.gradient import Design, Steps, observe
 from dpllm.audit.gradient_attacks import judge_releases
-from tests.audit.planted import CONFIDENCE, Charged, basis_of, plan_of, vectors
+from tests.audit.planted import CONFIDENCE, basis_of, plan_of, vectors
 from tests.distributed.setups import dispose, prepare
+from tests.memory_ledger import MemoryLedger
 
 NOISE_MULTIPLIER = 0.5
 DESIGN = Design(num_base=1, num_canaries=24, num_blocks=120)
@@ -25,7 +26,7 @@ def every_engine(engines: list[str]) -> dict[str, Any]:
         model, rows, loss_of = vectors(*[2.0] * num_units)
         basis = basis_of(model, rows, loss_of, DESIGN)
         prepared, optimizer = prepare(engine, model, lr=1.0)
-        run = PrivateRun(plan, rows, Charged())
+        run = PrivateRun(plan, rows, MemoryLedger())
         run.attach(prepared, optimizer)
         seen = observe(Steps(run, prepared, optimizer, loss_of, 1), basis, DESIGN, num_units)
         run.detach()

@@ -16,16 +16,17 @@ from dpllm.privacy.ledger_reader import LedgerHead
 from dpllm.training.averaging import Averaging
 from dpllm.training.run import PrivateRun
 from tests.distributed import setups
-from tests.distributed.matrix import NoLedger, plan_of
+from tests.distributed.matrix import plan_of
 from tests.distributed.setups import dispose, prepare, whole_parameters
 from tests.distributed.watching import NUM_ROWS, loss_of, rows_of
+from tests.memory_ledger import MemoryLedger
 from tests.reference.zoo import Case, build_model
 
 NUM_STEPS = 4
 SPECS = {"ema": {"kind": "ema", "decay": 0.6}, "tail": {"kind": "tail", "share": 0.75}}
 
 
-class Ledger(NoLedger):
+class Ledger(MemoryLedger):
     """One that takes facts, and to which the averages of all engines belong."""
 
     head = LedgerHead("0" * 16, NUM_STEPS)

@@ -15,14 +15,15 @@ from dpllm.engines import model_inside
 from dpllm.engines.processes import Processes
 from dpllm.training.checks.independence import IndependenceError
 from tests.conftest import tiny_llama_config
-from tests.distributed.matrix import NoLedger, plan_of
+from tests.distributed.matrix import plan_of
 from tests.distributed.setups import dispose, prepare, update
+from tests.memory_ledger import MemoryLedger
 from tests.small_model import rows_by_number
 
 NUM_ROWS = 12
 
 
-class Disclosing(NoLedger):
+class Disclosing(MemoryLedger):
     """Counts disclosures of an error message as well."""
 
     def __init__(self) -> None:

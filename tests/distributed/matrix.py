@@ -32,6 +32,7 @@ from dpllm.training.choose_clipper import clipper_for
 from dpllm.training.microbatches import microbatches
 from dpllm.training.step import private_step
 from tests.distributed.setups import dispose, prepare, unreduced, update, whole_parameters
+from tests.memory_ledger import MemoryLedger
 from tests.reference.oracle import LOSSES
 from tests.reference.zoo import (
     Batch,
@@ -69,23 +70,6 @@ class Job:
     def owners(self) -> list[int]:
         """The unit of each row."""
         return [row // self.rows_per_unit for row in range(NUM_ROWS)]
-
-
-class NoLedger:
-    """Counts steps; the lines of a ledger are tested elsewhere."""
-
-    def __init__(self) -> None:
-        self.num_steps = 0
-        self.steps_planned: int | None = None
-
-    def append_step(self, step_number: int, step: object) -> None:
-        self.num_steps += 1
-
-    def append_open_point(self, text: str) -> None:
-        pass
-
-    def append_fact(self, name: str, value: str) -> None:
-        pass
 
 
 def plan_of(
@@ -190,7 +174,7 @@ def movement(
     rank, size = runner.processes.rank, runner.processes.size
     owners = owners or list(range(NUM_ROWS))
     every = list(range(max(owners) + 1)) if units is None else units
-    ledger = NoLedger()
+    ledger = MemoryLedger()
     stream = white(plan) if white is not None else plan.mechanism.noise.stream(NoiseSource(), plan.num_steps)
     released = []
     for _ in range(steps):
@@ -471,7 +455,7 @@ def real(
     for engine in engines:
         model, optimizer = prepare(engine, fresh(), lr=1e3)
         inner = model_inside(model)
-        run = PrivateRun(plan, data, NoLedger())
+        run = PrivateRun(plan, data, MemoryLedger())
         run.attach(model, optimizer)
         before = whole_parameters(model, inner)
         run.step(run.choose(every), loss)

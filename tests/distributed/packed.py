@@ -12,8 +12,9 @@ from dpllm.data.rows import PackedCollator
 from dpllm.data.units import UnitIndex
 from dpllm.engines import model_inside
 from dpllm.models.packing import attention_by_row
-from tests.distributed.matrix import NUM_ROWS, NoLedger, flat, plan_of
+from tests.distributed.matrix import NUM_ROWS, flat, plan_of
 from tests.distributed.setups import dispose, prepare, update, whole_parameters
+from tests.memory_ledger import MemoryLedger
 from tests.reference.oracle import clipped_sum
 from tests.reference.zoo import Case, build_model, enable_checkpointing, float64_copy, make_batch
 from tests.small_model import rows_by_number
@@ -56,7 +57,7 @@ def movement(engine: str, model: Any, case: Case, owners: list[int], batch: Any,
         inner = model_inside(prepared)
         enable_checkpointing(inner, case.checkpointing)
         plan = plan_of(clip_norm, noise_multiplier=0.0, num_units=units.num_units)
-        run = PrivateRun(plan, data, NoLedger())
+        run = PrivateRun(plan, data, MemoryLedger())
         run.attach(prepared, optimizer)
         before = whole_parameters(prepared, inner)
         run.step(run.choose(np.arange(units.num_units)), loss)

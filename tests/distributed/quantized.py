@@ -11,9 +11,10 @@ import torch.distributed as dist
 from dpllm.engines import model_inside
 from dpllm.ghost.refusals import scales_of
 from dpllm.training.run import PrivateRun
-from tests.distributed.matrix import NoLedger, plan_of
+from tests.distributed.matrix import plan_of
 from tests.distributed.setups import prepare
 from tests.distributed.watching import NUM_ROWS, loss_of, rows_of
+from tests.memory_ledger import MemoryLedger
 from tests.models.quantized import adapted
 
 
@@ -31,7 +32,7 @@ def outcome(base: str, engine: str, other_scales: bool) -> Any:
         scales_of(layer)["weight.offset"].add_(1e-3)
     try:
         prepared, optimizer = prepare(engine, model, lr=1e-3)
-        run = PrivateRun(plan_of(0.5, noise_multiplier=0.0, num_units=NUM_ROWS), rows_of(2), NoLedger())
+        run = PrivateRun(plan_of(0.5, noise_multiplier=0.0, num_units=NUM_ROWS), rows_of(2), MemoryLedger())
         run.attach(prepared, optimizer)
         run.step(run.choose(np.arange(NUM_ROWS)), loss_of)
         parts = [p.grad.flatten() for p in model_inside(prepared).parameters() if p.requires_grad]

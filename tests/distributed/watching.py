@@ -14,8 +14,9 @@ from dpllm.engines import model_inside
 from dpllm.models.losses import per_sequence_loss
 from dpllm.training.rows import TrainingRows
 from dpllm.training.run import PrivateRun
-from tests.distributed.matrix import NoLedger, plan_of
+from tests.distributed.matrix import plan_of
 from tests.distributed.setups import dispose, prepare, update
+from tests.memory_ledger import MemoryLedger
 from tests.reference.zoo import Case, build_model, make_batch
 
 NUM_ROWS = 6
@@ -110,7 +111,7 @@ def _outcome(engine: str, way: str) -> str | None:
     model, optimizer = prepare(engine, model, lr=1e-3)
     inner = model_inside(model)
     plan, rows = plan_of(0.5, noise_multiplier=0.0, num_units=NUM_ROWS), rows_of(2 if way == "sound" else 1)
-    run = PrivateRun(plan, rows, NoLedger())
+    run = PrivateRun(plan, rows, MemoryLedger())
     run.attach(model, optimizer)
     odd = run.processes.rank == _ODD_ONE
     try:

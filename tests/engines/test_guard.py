@@ -17,7 +17,7 @@ from dpllm.mechanism.noise import IndependentStream
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.training.microbatches import Microbatch
 from dpllm.training.step import private_step
-from tests.distributed.matrix import NoLedger
+from tests.memory_ledger import MemoryLedger
 from tests.mutations import kills
 
 FEATURES, OUTPUTS, EXPECTED = 24, 12, 8
@@ -67,7 +67,7 @@ class Run:
         self.plan, self.dtype, self.model = plan_of(noise_multiplier, clip_norm), dtype, network(dtype)
         self.optimizer = wrap(kind(list(self.model.parameters())[trained], lr=1e-3))
         self.engine = SingleProcess(self.optimizer)
-        self.clipper, self.ledger = GhostClipper(self.model, clip_norm), NoLedger()
+        self.clipper, self.ledger = GhostClipper(self.model, clip_norm), MemoryLedger()
 
     def loss_of(self, inputs):
         return (self.model(inputs["x"]) - inputs["y"]).square().mean(1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from dpllm import GhostClipper, PrivacyConfig, make_plan, per_sequence_loss
+from dpllm import GhostClipper, PrivacyConfig, make_plan
 from dpllm.config import ConfigError, load_recipe
 from dpllm.engines.guard import UpdateError
 from dpllm.ghost.factors import clip_factors
@@ -20,7 +20,7 @@ from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.report.definition import mechanism
 from dpllm.training.step import private_step
 from tests.conftest import tiny_llama_config
-from tests.mechanism.test_per_layer import METHODS, QUICKSTART
+from tests.mechanism.test_per_layer import METHODS, QUICKSTART, ids_of, losses
 from tests.mutations import kills
 from tests.training.test_step import Rows, engine_of, loss_of
 
@@ -37,14 +37,6 @@ def named_groups(model):
         of["norms" if name.endswith("norm.weight") else first].append(name)
     assert all(of.values()) and sum(map(len, of.values())) == len(list(model.parameters()))
     return of
-
-
-def losses(model, ids):
-    return per_sequence_loss(model(input_ids=ids).logits, ids)
-
-
-def ids_of(num_units):
-    return torch.randint(3, 61, (num_units, 7), generator=torch.Generator().manual_seed(1))
 
 
 def loop(model, ids):

@@ -34,6 +34,7 @@ from dpllm.report.verify import thresholds_found
 from dpllm.training.adapting import StepStatistic, Threshold
 from dpllm.training.rows import TrainingRows
 from dpllm.training.run import PrivateRun
+from tests.memory_ledger import MemoryLedger
 from tests.mutations import kills
 from tests.training.test_run import loss_of, network, plan_of, rows_of
 
@@ -289,15 +290,12 @@ def test_the_count_gets_noise_of_its_standard_deviation_once():
     assert expected > 2 * 0.7  # so that the line before distinguishes it from σ
 
 
-class Counts:
-    """A ledger in memory; lines on a disk are tested elsewhere."""
+class Counts(MemoryLedger):
+    """One with a threshold that moves."""
 
     def __init__(self, plan):
-        self.num_steps, self.steps_planned = 0, None
+        super().__init__()
         self.moved = Threshold(plan.mechanism.first_threshold)
-
-    def append_step(self, step_number, step):
-        self.num_steps += 1
 
     @property
     def threshold(self):
@@ -305,12 +303,6 @@ class Counts:
 
     def hand_over_threshold(self):
         return self.moved
-
-    def append_open_point(self, text):
-        pass
-
-    def append_fact(self, name, value):
-        pass
 
 
 @pytest.mark.parametrize("strategy", [{}, {"strategy": "geometric", "ratio": 0.9}], ids=["free", "geometric"])

@@ -38,7 +38,7 @@ from dpllm.training.prefetch import FetchThread
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.step import private_step
 from tests.conftest import tiny_llama_config
-from tests.distributed.matrix import NoLedger
+from tests.memory_ledger import MemoryLedger
 from tests.mutations import kills
 from tests.scarce import Gate, more_than
 from tests.training.test_run import loop
@@ -102,7 +102,7 @@ class Stepped:
             lambda x: self.loss_of(self.model, x),
             self.plan,
             self.engine,
-            NoLedger(),
+            MemoryLedger(),
             noise,
             ahead=rows.fetch_ahead,
         )

@@ -10,6 +10,7 @@ from dpllm.methods.federated.local import SharedWeights
 from dpllm.methods.federated.participant import Participant
 from dpllm.methods.federated.rounds import Rounds
 from dpllm.methods.federated.transport import InMemory
+from tests.memory_ledger import MemoryLedger
 
 SIZE = 40
 
@@ -33,16 +34,6 @@ class Sends:
         return self.update_UD[rows].astype(np.float64)
 
 
-class Charged:
-    """In place of a ledger."""
-
-    num_steps = 0
-    steps_planned = None
-
-    def append_step(self, step_number, step):
-        self.num_steps += 1
-
-
 def plan_of(num_clients=30, batch=10, rounds=4, secure=False, **changes):
     """A plan over clients."""
     options = {
@@ -64,4 +55,4 @@ def rounds_of(plan, update_UD, clients=lambda inner: inner, rate=1.0):
     answer = Participant(plan, sends, lambda client: client).answer
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     there = clients(InMemory(plan.num_units, answer))
-    return Rounds(plan, Charged(), there, SharedWeights(model, "freeze_a"), optimizer), model, sends
+    return Rounds(plan, MemoryLedger(), there, SharedWeights(model, "freeze_a"), optimizer), model, sends

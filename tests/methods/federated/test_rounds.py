@@ -13,7 +13,8 @@ from dpllm.methods.federated.local import SharedWeights
 from dpllm.methods.federated.rounds import Rounds, against_the_server, require_federated, words_about_the_server
 from dpllm.methods.federated.transport import DroppingOut, InMemory
 from dpllm.privacy.accounting import epsilon
-from tests.methods.federated.small import SIZE, Charged, Vector, plan_of, rounds_of
+from tests.memory_ledger import MemoryLedger
+from tests.methods.federated.small import SIZE, Vector, plan_of, rounds_of
 from tests.mutations import kills
 
 
@@ -165,7 +166,7 @@ def test_a_round_is_charged_before_anybody_is_asked():
             assert ledger.num_steps == 1
             raise OSError("no way")
 
-    plan, ledger, model = plan_of(), Charged(), Vector()
+    plan, ledger, model = plan_of(), MemoryLedger(), Vector()
     import torch
 
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -204,7 +205,7 @@ def test_the_number_of_clients_is_that_of_the_plan():
     model = Vector()
     with pytest.raises(ConfigError, match="29 clients"):
         there = InMemory(29, lambda *_: {})
-        Rounds(plan_of(), Charged(), there, SharedWeights(model, "freeze_a"), torch.optim.SGD(model.parameters()))
+        Rounds(plan_of(), MemoryLedger(), there, SharedWeights(model, "freeze_a"), torch.optim.SGD(model.parameters()))
 
 
 def test_the_server_has_a_weaker_guarantee_and_is_told_so():
