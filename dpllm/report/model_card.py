@@ -568,8 +568,8 @@ def _rounds(report: Any) -> dict[str, Any]:
 
 
 def guarantee_section(report: PrivacyReport) -> list[str]:
-    """Return the blocks of Markdown that state the guarantee."""
-    return _part("guarantee", report).split("\n\n")
+    """Return the blocks of Markdown that state the guarantee, and what it doesn't cover."""
+    return [block for name in ("guarantee", "not_covered") for block in _part(name, report).strip().split("\n\n")]
 
 
 def points_listed(report: PrivacyReport) -> list[str]:

@@ -255,6 +255,7 @@ def test_edited_plan(run: Path) -> None:
         (r"\Z", "\nIt satisfies ε = 0.01.\n", "another claim: ε = 0.01"),
         (r"---\n", "---\nepsilon: 0.01\n", "another claim: epsilon: 0.01"),
         (r"with ε = 0\.\d+", "with ε = 0.0001", "its text lacks"),
+        (r"(?s)## Not covered by .*?(?=\n## )", "", "Not covered"),
     ],
 )
 def test_edited_card(run: Path, pattern: str, by: str, where: str) -> None:
