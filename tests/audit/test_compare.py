@@ -74,13 +74,13 @@ def compared(compare, recipe):
     words = ["--config", str(prepared.recipe_path), "--canaries", str(prepared.folder / "canaries.json"), *SMALL]
     options = compare.parse([*words, "--epochs", "60"])
     compare.run(load_recipe(options.config), options)
-    return options, Path(load_recipe(options.config).train["output_dir"])
+    output = Path(load_recipe(options.config).train["output_dir"])
+    return options, output, json.loads((output / "compare.json").read_text(encoding="utf-8"))
 
 
 def test_the_plain_model_remembers_and_the_table_says_so(compared):
     """The same records, the same attacks; only one of the two has a bound, and it is not the one that leaks."""
-    _, output = compared
-    values = json.loads((output / "compare.json").read_text(encoding="utf-8"))
+    _, output, values = compared
     private, plain = (values["attacks"][name] for name in ("private", "plain"))
     assert private["num_members"] == plain["num_members"] == 60
     assert private["true_positive_rate_bounds"] == {} and plain["true_positive_rate_bounds"] is None  # 60 show no rate
@@ -103,7 +103,7 @@ def test_the_plain_model_remembers_and_the_table_says_so(compared):
 
 def test_canaries_are_neither_members_nor_others(compared, recipe):
     """They have an audit of their own; among real records they would pass for memory of these."""
-    _, output = compared
+    _, output, _ = compared
     texts = {json.loads(line)["text"] for line in (recipe.parent / "data.jsonl").read_text().splitlines()}
     prepared = json.loads((recipe.parent / "audit" / "canaries.json").read_text(encoding="utf-8"))
     added = {text for canary in prepared["canaries"] if canary["included"] for _, text in canary["records"]}
@@ -115,7 +115,7 @@ def test_canaries_are_neither_members_nor_others(compared, recipe):
 
 def test_what_is_finished_is_not_trained_again_and_another_run_is_not_taken_for_it(compare, compared, capsys):
     """Attacks can be repeated for nothing; a folder with another run is an error."""
-    options, _ = compared
+    options, *_ = compared
     changed = compare.parse(["--config", options.config, "--epochs", "60", *SMALL, "--extract", "0"])
     compare.run(load_recipe(options.config), changed)
     assert capsys.readouterr().out.count("is already finished") == 2
@@ -212,7 +212,7 @@ def test_what_could_not_be_compared_is_refused_before_any_training(compare, reci
 
 def test_canaries_of_other_data_are_refused_before_any_training(compare, compared, recipe):
     """They are not in the records of this recipe."""
-    options, _ = compared
+    options, *_ = compared
     compare.check(load_recipe(options.config), options.canaries)
     with pytest.raises(AuditError, match=r"data\.jsonl"):
         compare.check(load_recipe(recipe), options.canaries)
@@ -252,7 +252,7 @@ def test_a_mistake_is_one_line_and_exit_code_two(compare, recipe, monkeypatch, c
 
 def test_the_command_line_attacks_a_folder(compared):
     """`dpllm audit attack`: tables, JSON, files; LiRA on request."""
-    _, output = compared
+    _, output, _ = compared
     words = ["audit", "attack", str(output / "private"), *SMALL, "--new-tokens", "12"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
@@ -269,7 +269,7 @@ def test_the_command_line_attacks_a_folder(compared):
 
 def test_what_the_command_line_can_not_attack_is_one_line(compared, tmp_path):
     """Exit code 2, and the name of the missing part."""
-    _, output = compared
+    _, output, _ = compared
     for words, expected in (
         ([str(tmp_path)], "holds no recipe.yaml"),
         ([str(output / "private"), "--records", "0"], "num_records must be at least 1"),
@@ -281,7 +281,7 @@ def test_what_the_command_line_can_not_attack_is_one_line(compared, tmp_path):
 
 def test_lira_needs_a_model_to_start_from(compared, monkeypatch):
     """Where the training began at random weights, a public model has to be named."""
-    _, output = compared
+    _, output, _ = compared
     monkeypatch.setattr("dpllm.methods.attacks.attacks.starting_point", lambda released: None)
     report = attack_folder(output / "private", AttackSettings(num_records=30, extraction=None))
     assert report.reference is None and "reference ratio" not in [attack.name for attack in report.attacks]
