@@ -692,14 +692,4 @@ class PrivateRun:
         refuse_other_weights(model, state.get("weights", {}), self.processes)
         if self._attached is not None:  # accelerate writes to the weights before it calls this method
             self._attached.take_restored()
-        if "ledger" in state:
-            self.ledger.require_prefix(LedgerHead.of(state["ledger"]), "The checkpoint")
-            return
-        if state["num_steps"] > self.ledger.num_steps:
-            raise LedgerError(
-                f"The checkpoint holds {state['num_steps']} steps, {self.ledger.path} charges {self.ledger.num_steps}: "
-                "it is not the ledger of that run. Put the run's own ledger in its place"
-            )
-        self.ledger.append_open_point(
-            "The run was resumed from a checkpoint that names no ledger: make sure that it is a checkpoint of this run."
-        )
+        self.ledger.require_prefix(LedgerHead.of(state.get("ledger")), "The checkpoint")

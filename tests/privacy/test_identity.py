@@ -82,6 +82,15 @@ def test_weights_of_more_steps_than_their_ledger_charged_are_refused(tmp_path: P
         check_checkpoint(tmp_path / LEDGER_FILE, tmp_path / "checkpoint-2")
 
 
+def test_a_checkpoint_that_names_no_ledger_is_refused(tmp_path: Path) -> None:
+    """It may be of any run."""
+    begin(tmp_path, 2)
+    manifest = tmp_path / "checkpoint-2" / "checkpoint_manifest.json"
+    manifest.write_text(json.dumps({k: v for k, v in json.loads(manifest.read_text()).items() if k != "ledger"}))
+    with pytest.raises(LedgerError, match="ledger"):
+        check_checkpoint(tmp_path / LEDGER_FILE, tmp_path / "checkpoint-2")
+
+
 def test_two_forks_on_one_budget_count_once(tmp_path: Path) -> None:
     """Both copies are resumed: the second is refused, also when adopted, and the budget holds the steps that ran."""
     budget = create_budget(
