@@ -1,4 +1,4 @@
-"""Tests of dpllm.report.front: every kind of run on the first screen."""
+"""Tests of dpllm.report.front: every kind of run on the first screen, in short sentences."""
 
 from __future__ import annotations
 
@@ -15,12 +15,24 @@ from dpllm.privacy.ledger import LEDGER_FILE, Ledger, read_ledger
 from dpllm.privacy.plan import make_plan
 from dpllm.privacy.stated import steps_allowed
 from dpllm.report.definition import SELECTED, TRAINED_MODEL, UNITS_MADE_OF
-from dpllm.report.disclosures import TRAINING_LOSS, in_plain_words
+from dpllm.report.disclosures import (
+    DESTINATIONS,
+    EVALUATION_DURING,
+    EVALUATION_OUTSIDE,
+    FINAL_LOSS,
+    HELD_OUT,
+    PREDICTION,
+    TRAINING_LOSS,
+    in_plain_words,
+)
 from dpllm.report.front import _alert, _to_do, bounds
+from dpllm.report.model_card import own_lines
 from dpllm.report.models import PrivacyReport
-from dpllm.report.models_front import day_in_words
+from dpllm.report.models_front import SECTIONS, day_in_words
 from dpllm.report.render import draw_figures, render_html, render_markdown
 from dpllm.report.statement import ReleaseNotes, privacy_report
+from tests.test_english import MOST_WORDS, sentences
+from tests.tiers import deep_case
 
 NUM_STEPS = 12
 NOTES = ReleaseNotes(
@@ -196,3 +208,38 @@ def test_a_weak_guarantee_without_open_points_is_not_said_to_be_done() -> None:
     assert "weak" in _alert(0, "weak") and _alert(0, "reasonable") == "" and _alert(1, "weak").startswith("One point")
     assert _to_do(0, "weak").startswith("No point of this report is open, but its guarantee is weak")
     assert _to_do(0, "reasonable").startswith("Nothing") and _to_do(1, "weak").startswith("One point")
+
+
+USERS = {"unit": "user", "unit_column": "patient", "max_rows_per_unit": 4}
+WRITTEN = (TRAINING_LOSS, FINAL_LOSS, EVALUATION_DURING, EVALUATION_OUTSIDE, HELD_OUT, PREDICTION)
+KINDS = [
+    pytest.param({}, id="records"),
+    pytest.param({**USERS, "notes": ReleaseNotes(), "rows_kept": "random"}, id="users, nothing noted"),
+    pytest.param({"seed": 1, "notes": ReleaseNotes()}, id="not private"),
+    deep_case({"noise_multiplier": 0}, id="without noise"),
+    deep_case({"noise_multiplier": 0.2}, id="weak"),
+    deep_case({"adjacency": "replace-one", "starts": (3, 5), "end": "interrupted"}, id="replaced, stopped"),
+    deep_case({"noise": {"kind": "blt", "buffers": 2}, "noise_multiplier": 4.0}, id="correlated noise"),
+    deep_case({"selection": {"kind": "logarithmic", "mean": 10}}, id="the best of several runs"),
+    deep_case({"starts": (0,), "end": None}, id="begun"),
+]
+
+
+def written_out(folder: Path, change: dict[str, Any]) -> PrivacyReport:
+    """Return the report of a run that wrote out every kind of result, with a point that a person settled."""
+    facts = ((TRAINED_MODEL, "a LoRA adapter for a language model (gpt2)"), (DESTINATIONS, "TensorBoard, WandB"))
+    return report_of(folder, facts=facts, written=WRITTEN, settled="Rows have one length: confirm it.", **change)
+
+
+@pytest.mark.parametrize("change", KINDS)
+def test_a_report_is_in_plain_words(tmp_path: Path, change: dict[str, Any]) -> None:
+    """Sentences outside of the section of exact figures are short."""
+    report = written_out(tmp_path, change)
+    page, card = render_markdown(report), "\n\n".join(sorted(own_lines(report, "org/base")))
+    assert not re.findall(r"[^`|]*[a-z]\.[A-Zε]\w* \w+ [^|\n]*", re.sub(r"`[^`]*`", "", page)), (
+        "a space follows a sentence"
+    )
+    parts = {part.partition("\n")[0]: part for part in page.split("\n## ")}
+    del parts[SECTIONS["accounting"]]
+    long = [one for text in (*parts.values(), card) for one in sentences(text) if len(one.split()) > MOST_WORDS]
+    assert long == []

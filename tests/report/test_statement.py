@@ -315,17 +315,6 @@ def test_crash_and_resume_are_charged(tmp_path: Path) -> None:
     assert "steps torn by a crash are charged: 1" in render_markdown(report)
 
 
-def test_user_level_words(tmp_path: Path) -> None:
-    """Users drawn as wholes: the unit, its column, its bound, and one clip for all rows of a user."""
-    report = report_of(tmp_path, unit="user", unit_column="sender", max_rows_per_unit=4)
-    assert "'sender'" in report.definition.unit and "At most 4 rows" in report.definition.unit
-    assert "every single user" in report.statement.words
-    mechanism = report.definition.mechanism
-    assert mechanism.startswith("user-level sampling (ULS)") and "summed over all rows of that user" in mechanism
-    assert "1000 users is drawn" in mechanism and "clipped once" in mechanism
-    assert any("bounded before the sampling rate" in item.assumption for item in report.accounting.assumptions)
-
-
 def test_the_unit_is_not_everybody_its_text_names(tmp_path: Path) -> None:
     """Other people whom a record names have no guarantee of their own, and drawn rows publish their exact number."""
     for change in ({}, {"unit": "user", "unit_column": "sender", "max_rows_per_unit": 4}):

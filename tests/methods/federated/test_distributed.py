@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
@@ -156,14 +155,6 @@ def test_one_trainer_has_no_noise_of_clients():
     for randomness in ("os", "chacha20"):
         with pytest.raises(ValueError, match=r"privacy\.randomness=discrete"):
             with_randomness(DistributedNoise(), randomness)
-
-
-def test_the_report_names_the_assumptions():
-    ensured = DistributedNoise(dropouts=0.2, min_batch_size=11).ensured(draw_of(), "unit", 1.5)
-    text = " ".join(itertools.chain.from_iterable(ensured))
-    assert "at most 0.2 of all clients" in text and "11 survivors have 1.5 together" in text
-    assert "a server that follows the protocol" in text
-    assert "11 survivors have the noise" in ROUND.words().accounted_as
 
 
 def test_the_configuration_reads_it():
