@@ -1,7 +1,7 @@
 """The templates of the report's pages, and the filters by which they print numbers and texts.
 
-Place in the flow: below `dpllm.report.render` and `dpllm.report.render`. A page follows from the report's values, its
-template and its glossary.
+Place in the flow: below `dpllm.report.render`. A page follows from the report's values, its template and its
+glossary.
 """
 
 from __future__ import annotations

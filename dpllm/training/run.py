@@ -275,8 +275,7 @@ class PrivateRun:
             run = cls(plan, rows, ledger, noise_memory=noise_memory)
             run._files_before = snapshot(folder)
         note_units(ledger, rows.units, rows.lengths)
-        if plan.unit == "user":
-            note_users(ledger, rows.units, plan.unit_column)
+        note_users(ledger, rows.units, plan.unit_column)
         return run
 
     @classmethod

@@ -580,11 +580,12 @@ def test_a_model_that_a_loop_of_ones_own_saved_is_known_to_verify(tmp_path):
         (UnitIndex.one_row_per_unit(UNITS), "sequence", "Nearly all rows have the same 8 tokens"),
         (UnitIndex.from_ids([f"message {n}" for n in range(UNITS)], 3), "user", "No id in column 'who' occurs twice"),
         (UnitIndex.from_ids([*(f"u{n}" for n in range(UNITS - 1)), "U1", "U1"], 3), "user", "upper and lower case"),
+        (dataclasses.replace(UnitIndex.one_row_per_unit(UNITS), many_copies=True), "sequence", "exact copies"),
     ],
-    ids=["blocks", "ids of messages", "case"],
+    ids=["blocks", "ids of messages", "case", "copies"],
 )
 def test_a_loop_of_ones_own_notes_the_doubts_about_its_units(units, unit, doubt, tmp_path):
-    """As the Trainer does: a person may be spread over several units."""
+    """As the Trainer does: a person may be spread over several units, and a text may be in several records."""
     single = {"unit": "sequence", "unit_column": None, "max_rows_per_unit": None} if unit == "sequence" else {}
     made = dataclasses.replace(plan_of(num_units=units.num_units), **single)
     rows = dataclasses.replace(rows_of(), units=units, lengths=np.full(units.num_rows, 8))
