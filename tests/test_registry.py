@@ -130,7 +130,6 @@ def test_a_broken_method_is_left_out_and_named_with_the_remedy(tmp_path, monkeyp
     ("catalogue", "says"),
     [
         ("methods = [", "cannot be read"),
-        ("", "no list 'methods'"),
         ('methods = "dpllm.methods.count"', "no list 'methods'"),
         ("methods = [1]", "no list 'methods'"),
         ("methods = ['no_method']", "METHOD is a int"),

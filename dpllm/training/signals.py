@@ -102,7 +102,9 @@ class StopRequest:
         if self.number is None:
             self.number, self._since = number, now
             again = "A second Ctrl-C" if number == signal.SIGINT else "Ctrl-C"
-            _say(f"{signal.Signals(number).name}: {self._then}. {again}, after {ONCE:g} s, stops at once.")
+            # Below a launcher, the next Ctrl-C goes to the shell or to torchrun.
+            at_once = "" if launched() else f" {again}, after {ONCE:g} s, stops at once."
+            _say(f"{signal.Signals(number).name}: {self._then}.{at_once}")
         elif number == signal.SIGINT and now - self._since > ONCE:
             raise KeyboardInterrupt
 

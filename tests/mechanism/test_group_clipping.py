@@ -46,17 +46,13 @@ def loop(model, ids):
     return {name: torch.stack(grads) for name, grads in zip(names, zip(*rows, strict=True), strict=True)}
 
 
-def norms_of(of_unit, names):
-    return sum(of_unit[name].flatten(1).square().sum(1) for name in names).sqrt()
-
-
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("method", METHODS, ids=["default", "instance", "two passes"])
 def test_the_sum_is_that_of_a_loop_over_single_units(method, tied):
     """Some groups of a unit are clipped, others are not."""
     model, ids = LlamaForCausalLM(tiny_llama_config(tie_word_embeddings=tied)).double(), ids_of(4)
     of_unit, groups = loop(model, ids), named_groups(model)
-    norms = {group: norms_of(of_unit, names) for group, names in groups.items()}
+    norms = {k: sum(of_unit[n].flatten(1).square().sum(1) for n in names).sqrt() for k, names in groups.items()}
     clip_norm = max(float(norms[group].median()) / IN_C[group] for group in groups) * 0.9
     clipper = GhostClipper(model, clipping=GroupClipping(clip_norm, PARAMETERS, SHARES), norm_method=method)
     result = clipper.backward(losses(model, ids))
