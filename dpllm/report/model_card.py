@@ -201,7 +201,7 @@ def _read(folder: Path) -> tuple[PrivacyPlan | QueryPlan, LedgerContents, Releas
         if not (folder / name).is_file():
             raise ValueError(f"{folder} holds no {name}, so it is not the folder of a private run")
     plan, contents = load_plan(folder / PLAN_FILE), read_ledger(folder / LEDGER_FILE)
-    refuse_lost_steps(folder, contents)
+    refuse_lost_steps(folder, contents.num_steps)
     return plan, contents, notes_in(folder)
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.config.versions import has_format, other_format, version_words
-from dpllm.privacy.ledger import LedgerContents
 from dpllm.report.disclosures import UTILITY_FILE
 from dpllm.report.models import FORMAT
 from dpllm.report.models_front import Noted
@@ -118,12 +117,12 @@ def keep_utility(folder: str | Path, figures: Mapping[str, Any]) -> None:
     os.replace(temporary, path)
 
 
-def refuse_lost_steps(folder: str | Path, contents: LedgerContents) -> None:
+def refuse_lost_steps(folder: str | Path, num_steps: int) -> None:
     """Raise if the report in a folder counts more steps than its ledger, from which ε would be computed.
 
     Args:
         folder: of a run.
-        contents: of its ledger.
+        num_steps: that its ledger charges.
 
     Raises:
         ValueError: lines of the ledger were lost. A report that cannot be read says nothing.
@@ -133,9 +132,9 @@ def refuse_lost_steps(folder: str | Path, contents: LedgerContents) -> None:
         counted = report["accounting"]["parameters"]["num_steps_charged"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return
-    if isinstance(counted, int) and counted > contents.num_steps:
+    if isinstance(counted, int) and counted > num_steps:
         raise ValueError(
-            f"the report in {folder} counts {counted} charged steps or answers, and the ledger {contents.num_steps}: "
+            f"the report in {folder} counts {counted} charged steps or answers, and the ledger {num_steps}: "
             "it is an older copy, or lines were cut off its end, and ε would be too small. Restore the ledger"
         )
 
