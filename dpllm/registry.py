@@ -25,7 +25,6 @@ CATALOGUE = Path(__file__).parent / "methods" / "catalogue.toml"
 BROKEN: dict[str, str] = {}
 """The methods that were left out because something of them cannot be imported: name, and error with remedy."""
 
-
 _UNTIL = "until it works, recipes, ledgers and reports of the method are unknown"
 _AGAIN = "install dpllm again; until then, recipes, ledgers and reports of all methods are unknown"
 
@@ -122,9 +121,9 @@ def _catalogue() -> list[str]:
         listed = tomllib.loads(CATALOGUE.read_text(encoding="utf-8")).get("methods")
     except (OSError, ValueError) as error:
         raise MethodError(f"{CATALOGUE} cannot be read ({error}): {_AGAIN}") from error
-    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+    if not isinstance(listed, list):
         raise MethodError(f"{CATALOGUE} has no list 'methods' of packages: {_AGAIN}")
-    return list(dict.fromkeys(listed))
+    return [str(name) for name in dict.fromkeys(listed)]
 
 
 @contextlib.contextmanager

@@ -55,11 +55,6 @@ def test_every_class_of_attacks_has_a_scope_and_a_test():
     assert len({row["cause"] for row in rows}) == len(rows)
 
 
-def test_the_tables_of_attacks_are_linked():
-    """From where breaks of the guarantee are reported."""
-    assert "(docs/attacks.md)" in (ROOT / "SECURITY.md").read_text(encoding="utf-8")
-
-
 # ------------------------------------------------------------ the site
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from dpllm.mechanism.events import Event
 from dpllm.mechanism.limits import ADJACENCIES
 from dpllm.privacy import accounting
-from dpllm.privacy.ledger import LEDGER_FILE, LedgerContents, read_ledger
+from dpllm.privacy.ledger import LEDGER_FILE, LedgerContents, read_ledger, refuse_lost_lines
 from dpllm.privacy.ledger_reader import steps_at
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.query_plan import History, QueryPlan, load_plan
@@ -95,7 +95,7 @@ def compose(
     Raises:
         ValueError: a folder is given twice, is a copy, or is a checkpoint; a ledger belongs to another plan; the runs
             use different data, or data without a name; δ or adjacency differ and are not given; a run is not private.
-        LedgerError: a ledger is missing or was edited.
+        LedgerError: a ledger is missing, was edited, or lost lines.
     """
     if not folders:
         raise ValueError("no run was given. Give the output folders of the runs on one data set")
@@ -208,7 +208,8 @@ def _counted_once(
 
 
 def check_run(path: Path, plan: PrivacyPlan | QueryPlan, ledger: LedgerContents) -> None:
-    """Raise unless the ledger belongs to the plan and is the run's own, and the run was private."""
+    """Raise unless the ledger belongs to the plan, is the run's own and lost no lines, and the run was private."""
+    refuse_lost_lines(ledger)
     for run in ledger.runs:
         if run["plan_hash"] != plan.hash:
             raise ValueError(

@@ -17,6 +17,7 @@ crash left the line before incomplete), "end". The line of each start names the 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -51,6 +52,7 @@ from dpllm.privacy.ledger_reader import read_ledger as read_ledger
 from dpllm.privacy.writer import is_own_process, known_writer
 
 LEDGER_FILE = "privacy_ledger.jsonl"
+REPORT_FILE = "privacy_report.json"
 
 
 class _Plan(Protocol):
@@ -126,7 +128,7 @@ class Ledger:
 
         Raises:
             LedgerError: the file is missing, edited, incomplete for another reason than a crash, of another plan, or a
-                copy of the file that the run wrote (`require_own_file`).
+                copy of the file that the run wrote (`require_own_file`); or it lost lines (`refuse_lost_lines`).
         """
         path = Path(path)
         contents = read_ledger(path)
@@ -136,6 +138,7 @@ class Ledger:
                     f"{path} was written under the plan {run['plan_hash'][:12]}, and this one is {plan.hash[:12]}: "
                     "data, batch size, noise or steps differ. Resume with the configuration of the first run"
                 )
+        refuse_lost_lines(contents)
         require_own_file(contents)
         ledger = cls._continued(path)
         ledger._append_run(plan, public, contents.runs[0].get("budget"), steps_allowed)
@@ -468,8 +471,9 @@ def require_own_file(contents: LedgerContents) -> None:
     report. A file keeps its inode when its folder is renamed; cp, rsync, tar or a restored backup give it another
     inode. If the file system has inode generations, they distinguish files that used the same inode one after another:
     ext4 gives the inode of a deleted file to the next file. File systems that number files differently at each mount
-    (some FUSE ones) also require `dpllm verify --adopt`. A file that was overwritten in place is found by its
-    checkpoints and by its budget (`dpllm.privacy.identity`).
+    (some FUSE ones) also require `dpllm verify --adopt`. A file that was overwritten in place by an older copy is found
+    by the run's report (`refuse_lost_lines`), by its budget, or by the checkpoint that is resumed, if the copy is older
+    (`dpllm.privacy.identity`).
 
     Raises:
         LedgerError: it is a copy.
@@ -484,6 +488,38 @@ def require_own_file(contents: LedgerContents) -> None:
             f"and no other copy was resumed, run `dpllm verify {contents.path.parent} --adopt` first, which the "
             "report will state"
         )
+
+
+def refuse_lost_lines(contents: LedgerContents) -> None:
+    """Refuse to continue a ledger, or to state an ε from it, if the report beside it was made of lines that it lacks.
+
+    A report names the hash of its ledger, to which lines were only added since. So some first lines of the ledger have
+    that hash, unless it was cut or overwritten by an older copy; steps and disclosures would then be missing.
+
+    Raises:
+        LedgerError: lines were lost, the report is of another run, or it cannot be read.
+    """
+    report = contents.path.parent / REPORT_FILE
+    if not report.is_file():
+        return
+    try:
+        made_of = json.loads(report.read_text(encoding="utf-8"))["checkable"]["ledger_sha256"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise LedgerError(
+            f"{report} cannot be read ({type(error).__name__}: {error}), so it does not show whether {contents.path} "
+            "lost lines. Restore the report from a copy; if the ledger is whole, you can move the report away"
+        ) from error
+    read = hashlib.sha256()
+    for line in contents.path.read_bytes().split(b"\n"):
+        torn = read.copy()  # the ledger of a run that crashed may have ended here, without a newline
+        torn.update(line)
+        read.update(line + b"\n")
+        if made_of in (torn.hexdigest(), read.hexdigest()):
+            return
+    raise LedgerError(
+        f"{report} was made of lines that {contents.path} lacks, so ε could be too small: the ledger is an older copy, "
+        "or lines were cut off its end. Restore the ledger. If instead the report is of another run, move it away"
+    )
 
 
 def is_being_written(path: str | Path) -> bool:

@@ -20,6 +20,7 @@ from dpllm.privacy.budget import BudgetError, entry_of, read_budget, require_own
 from dpllm.privacy.budget_entry import Entry
 from dpllm.privacy.ledger import (
     LEDGER_FILE,
+    REPORT_FILE,
     Ledger,
     LedgerContents,
     LedgerError,
@@ -41,7 +42,7 @@ def is_used(path: str | Path) -> bool:
 
 
 def make_way(path: str | Path, budget_file: str | None) -> dict[str, int]:
-    """Remove the ledger of a run that took no step, and settle its reservation. On rank 0.
+    """Remove the ledger and the report of a run that took no step, and settle its reservation. On rank 0.
 
     Args:
         path: path of the ledger; if there is none, or it is used, nothing happens.
@@ -65,6 +66,7 @@ def make_way(path: str | Path, budget_file: str | None) -> dict[str, int]:
             entry = _own_entry(budget_file, path, contents)
             if entry is not None:
                 settle(budget_file, entry.id, 0)
+        path.with_name(REPORT_FILE).unlink(missing_ok=True)  # it would be taken for the new run's
         path.unlink()
     return dict(contents.disclosures)
 

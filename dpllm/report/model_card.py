@@ -31,7 +31,7 @@ from dpllm.config import TASKS, nearest
 from dpllm.config.hub import license_metadata
 from dpllm.privacy.checkpoints import MANIFEST_FILE
 from dpllm.privacy.identity import adopt
-from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerContents, read_ledger
+from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerContents, read_ledger, refuse_lost_lines
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.query_plan import QueryPlan, load_plan
 from dpllm.privacy.rounding import up
@@ -41,7 +41,7 @@ from dpllm.report.definition import SELECTED
 from dpllm.report.models import PlanOfQueries, PrivacyReport
 from dpllm.report.pages import part, replace_file, template, write_pages
 from dpllm.report.query_front import method_of
-from dpllm.report.release_notes import ReleaseNotes, refuse_lost_steps, require_own_words
+from dpllm.report.release_notes import ReleaseNotes, require_own_words
 from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, notes_in, privacy_report, write_report
 
 CARD_FILE = "README.md"
@@ -201,8 +201,9 @@ def _read(folder: Path) -> tuple[PrivacyPlan | QueryPlan, LedgerContents, Releas
         if not (folder / name).is_file():
             raise ValueError(f"{folder} holds no {name}, so it is not the folder of a private run")
     plan, contents = load_plan(folder / PLAN_FILE), read_ledger(folder / LEDGER_FILE)
-    refuse_lost_steps(folder, contents.num_steps)
-    return plan, contents, notes_in(folder)
+    notes = notes_in(folder)
+    refuse_lost_lines(contents)
+    return plan, contents, notes
 
 
 def settle(folder: str | Path, statements: Mapping[str, str], by: str) -> PrivacyReport:

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.config.versions import has_format, other_format, version_words
+from dpllm.privacy.ledger import REPORT_FILE as JSON_FILE
 from dpllm.report.disclosures import UTILITY_FILE
 from dpllm.report.models import FORMAT
 from dpllm.report.models_front import Noted
 
-JSON_FILE = "privacy_report.json"
 _TEXTS = ("data_holder", "audience", "other_uses", "audit", "trained_by", "base_model", "license", "dataset")
 
 SETTLED_BY = ("what was checked", "name and role")
@@ -115,28 +115,6 @@ def keep_utility(folder: str | Path, figures: Mapping[str, Any]) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(dict(figures), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     os.replace(temporary, path)
-
-
-def refuse_lost_steps(folder: str | Path, num_steps: int) -> None:
-    """Raise if the report in a folder counts more steps than its ledger, from which ε would be computed.
-
-    Args:
-        folder: of a run.
-        num_steps: that its ledger charges.
-
-    Raises:
-        ValueError: lines of the ledger were lost. A report that cannot be read says nothing.
-    """
-    try:
-        report = json.loads((Path(folder) / JSON_FILE).read_text(encoding="utf-8"))
-        counted = report["accounting"]["parameters"]["num_steps_charged"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return
-    if isinstance(counted, int) and counted > num_steps:
-        raise ValueError(
-            f"the report in {folder} counts {counted} charged steps or answers, and the ledger {num_steps}: "
-            "it is an older copy, or lines were cut off its end, and ε would be too small. Restore the ledger"
-        )
 
 
 def notes_in(folder: str | Path) -> ReleaseNotes:

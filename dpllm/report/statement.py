@@ -25,6 +25,7 @@ from dpllm.mechanism.selection import SelectedRun
 from dpllm.privacy import accounting, comparison
 from dpllm.privacy.accounting import merge
 from dpllm.privacy.identity import COMPLETED, STOPPED_EARLY
+from dpllm.privacy.ledger import REPORT_FILE as JSON_FILE
 from dpllm.privacy.ledger import Ledger, LedgerContents, read_ledger
 from dpllm.privacy.query_plan import QueryPlan
 from dpllm.privacy.risk import attack_risk
@@ -62,7 +63,6 @@ from dpllm.report.models import (
 from dpllm.report.models_front import Settled
 from dpllm.report.pages import write_pages
 from dpllm.report.query_statement import Told, told_of_queries
-from dpllm.report.release_notes import JSON_FILE as JSON_FILE
 from dpllm.report.release_notes import ReleaseNotes as ReleaseNotes
 from dpllm.report.release_notes import notes_in as notes_in
 from dpllm.report.release_notes import notes_of as notes_of

@@ -40,7 +40,7 @@ from dpllm.report.models import FORMAT, PrivacyReport, Versions, complaints, lis
 from dpllm.report.query_statement import check_answers
 from dpllm.report.release_notes import written_by
 from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, ReleaseNotes, notes_of, privacy_report
-from dpllm.report.verify_release import missing_points, other_claims, release_checks
+from dpllm.report.verify_release import missing_points, other_claims, release_checks, without_comments
 
 TOLERANCE = 1e-5
 """How far numbers may differ, relatively, if another processor or other versions of the numeric packages computed them.
@@ -477,15 +477,18 @@ def _card_check(path: Path, due: PrivacyReport | None, contents: LedgerContents 
         return Check(what, False, listed([f"its block {BLOCK} is missing", *claims]))
     lines = [_difference(*one) for one in _differences(found, right, BLOCK, 0.0)]
     same = hashlib.sha256(text.encode("utf-8")).hexdigest() == written
-    blocks = guarantee_section(due)
+    seen = without_comments(text)
     if same_code:
-        lines += [f"its text lacks {_short(block)}" for block in blocks if block not in text]
+        lacks = [block for block in guarantee_section(due) if block not in seen]
+        lines += [f"its text lacks {_short(block)}: restore the card that dpllm wrote" for block in lacks]
     if same_code or not same:
         points = points_listed(due) if same_code else due.open_points
-        lines += [f"its open points lack {_short(point)}" for point in missing_points(text, points)]
+        lines += [f"its open points lack {_short(point)}" for point in missing_points(seen, points)]
     lines += [] if same else claims
     if lines:
         return Check(what, False, listed(lines))
+    if not same_code and not same:
+        return Check(what, None, "another version wrote it, and people edited it: its sentences were not compared")
     return Check(what, True, "as dpllm wrote it" if same else "people edited the rest of it, which is not checked")
 
 

@@ -23,18 +23,12 @@ from dpllm.privacy.identity import (
     unnamed_weights,
 )
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerContents
+from dpllm.privacy.plan import PLAN_FILE
 
 _LISTED = 6
 _COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)  # of HTML, which nobody sees
 _CLAIM = re.compile(r"(?:ε|\bepsilon)\s*(?:=|:|≤|<=|of|is)\s*(\d+(?:\.\d+)?)", re.IGNORECASE)
-_KNOWN = (
-    "README.md",
-    LEDGER_FILE,
-    "privacy_plan.json",
-    "privacy_report.json",
-    "privacy_report.md",
-    "privacy_report.html",
-)
+_KNOWN = (*checkpoints.DOCUMENTS, PLAN_FILE, LEDGER_FILE)
 _Result = tuple[str, bool | None, str]
 
 
@@ -156,17 +150,19 @@ def other_claims(text: str, own: Collection[str]) -> list[str]:
     return [found[0] for found in _CLAIM.finditer(text) if float(found[1]) not in stated]
 
 
+def without_comments(text: str) -> str:
+    """Return the text of a card that readers see."""
+    return _COMMENT.sub("", text)
+
+
 def missing_points(text: str, points: Sequence[str]) -> list[str]:
-    r"""Return the open points of a report that its card does not list, each in a line of its own that readers see.
+    """Return the open points of a report that its card does not list, each in a line of its own.
 
     Args:
-        text: of the card.
+        text: of the card, `without_comments`.
         points: of the report.
-
-    >>> missing_points("- one\n<!--\n- two\n-->\n", ["one", "two", "three"])
-    ['two', 'three']
     """
-    listed = {line.strip() for line in _COMMENT.sub("", text).split("\n")}
+    listed = {line.strip() for line in text.split("\n")}
     return [point for point in points if f"- {point}" not in listed]
 
 

@@ -681,6 +681,8 @@ class PrivateRun:
             LedgerError: the checkpoint is of another plan or run, of a copy of the folder that was continued, or of
                 steps that the ledger does not hold; or the weights are not those that it was saved with.
         """
+        if not {"plan_hash", "ledger"} <= state.keys():
+            raise LedgerError("The checkpoint names no plan or no ledger. Give what state_dict() of a run returned")
         if state["plan_hash"] != self.plan.hash:
             raise LedgerError(
                 f"The checkpoint was made under the plan {state['plan_hash'][:12]}, but the plan of this run is "
@@ -691,4 +693,4 @@ class PrivateRun:
         refuse_other_weights(model, state.get("weights", {}), self.processes)
         if self._attached is not None:  # accelerate writes to the weights before it calls this method
             self._attached.take_restored()
-        self.ledger.require_prefix(LedgerHead.of(state.get("ledger")), "The checkpoint")
+        self.ledger.require_prefix(LedgerHead.of(state["ledger"]), "The checkpoint")

@@ -59,6 +59,7 @@ class StopRequest:
         """The first signal that arrived."""
         self._since = 0.0
         self._terminals: list[int] = []
+        self._at_once = False  # whether a further Ctrl-C ends this process, which we then promise
 
     @property
     def requested(self) -> bool:
@@ -81,6 +82,8 @@ class StopRequest:
         handled = [number for number, handler in before.items() if self._is_ours(number, handler)]
         for number in handled:
             signal.signal(number, self._on_signal)
+        # Below a launcher, which may be gone when a signal arrives, the next Ctrl-C goes to the shell or to torchrun.
+        self._at_once = signal.SIGINT in handled and not launched()
         try:
             yield
         finally:
@@ -102,8 +105,7 @@ class StopRequest:
         if self.number is None:
             self.number, self._since = number, now
             again = "A second Ctrl-C" if number == signal.SIGINT else "Ctrl-C"
-            # Below a launcher, the next Ctrl-C goes to the shell or to torchrun.
-            at_once = "" if launched() else f" {again}, after {ONCE:g} s, stops at once."
+            at_once = f" {again}, after {ONCE:g} s, stops at once." if self._at_once else ""
             _say(f"{signal.Signals(number).name}: {self._then}.{at_once}")
         elif number == signal.SIGINT and now - self._since > ONCE:
             raise KeyboardInterrupt

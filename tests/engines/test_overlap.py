@@ -63,8 +63,3 @@ def test_buckets_hold_every_parameter_once_in_order(monkeypatch):
     found = buckets.buckets(every, lambda p: p.dtype, lambda p: p.numel() * p.element_size())
     assert [[p.numel() for p in bucket] for bucket in found] == [[10, 10], [10], [60], [1, 24], [2], [3]]
     assert [id(p) for bucket in found for p in bucket] == [id(p) for p in every]
-
-
-def test_a_parameter_in_a_bucket_begins_at_16_bytes():
-    """In 16 bits, too."""
-    assert [buckets.aligned(n) for n in (0, 1, 8, 9)] == [0, 8, 8, 16]

@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from dpllm.config.yaml12 import read_yaml
-from dpllm.planning.suggest import Setting, Suggestion, average_decay, flow, starting_rate
+from dpllm.planning.suggest import Setting, Suggestion, flow, starting_rate
 
 
 def test_the_rule_gives_the_rates_that_were_measured_best_for_a_small_model():
@@ -29,11 +29,6 @@ def test_a_number_without_a_rate_is_refused(numbers):
     """A rate of 0 or nan would spend ε on nothing."""
     with pytest.raises(ValueError, match="must be positive"):
         starting_rate(*numbers)
-
-
-def test_the_average_is_a_share_of_a_short_run_and_20_steps_of_a_long_one():
-    """0.95 was measured at 160 steps."""
-    assert [average_decay(steps) for steps in (1, 40, 160, 100_000)] == [0.5, 0.8, 0.95, 0.95]
 
 
 @pytest.mark.parametrize("value", [0.0043, 1e-7, 3, True, None, "ema", [1, 0.5], {"kind": "banded", "bands": 16}])

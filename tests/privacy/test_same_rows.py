@@ -88,6 +88,7 @@ def test_a_ledger_without_a_digest_is_an_open_point(tmp_path):
     lines = path.read_text().splitlines(keepends=True)
     kept = next(number for number, line in enumerate(lines) if DIGEST in line)
     path.write_text("".join(lines[:kept]))  # the chain of the remaining lines holds
+    (tmp_path / "privacy_report.json").unlink()
     PrivateRun.resume(tmp_path, plan_of(), rows_of()).finish()
     assert any("its ledger holds no digest of them" in point for point in points(tmp_path))
 

@@ -20,6 +20,7 @@ from dpllm.privacy.budget import BudgetError, create_budget, read_budget
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.privacy.plan import PrivacyPlan, make_plan
 from dpllm.privacy.unfinished import is_used, settle_crashed
+from dpllm.report.statement import write_report
 from dpllm.training.shared_ledger import SharedLedger
 from tests.conftest import tiny_llama_config
 from tests.methods.queries.making import budget_in, query_plan
@@ -50,12 +51,15 @@ def test_a_failure_before_the_first_step_gives_back_what_was_reserved(tmp_path: 
     assert read_budget(budget).entries[0].num_steps == 5
     with pytest.raises(ValueError, match="refused"), ledger.ended_on_failure():
         raise ValueError("this model is refused")
+    write_report(path.parent, plan(), read_ledger(path))
     assert read_budget(budget).entries[0].num_steps == 0
     assert not is_used(path)
     again = SharedLedger.create(path, plan(), Processes(), budget_file=budget)
     again.append_step(0, plan().event)
     assert [entry.num_steps for entry in read_budget(budget).entries] == [0, 5]
     assert is_used(path)
+    again.close()
+    SharedLedger.open(path, plan(), Processes(), budget_file=budget).close()  # the first run's report is gone
 
 
 @kills(

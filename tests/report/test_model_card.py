@@ -34,7 +34,7 @@ from dpllm.privacy.rounding import format_epsilon
 from dpllm.report.model_card import CARD_FILE, TAGS, add_notes, own_lines, settle, write_model_card
 from dpllm.report.models import PrivacyReport
 from dpllm.report.models_front import day_in_words
-from dpllm.report.statement import ReleaseNotes, write_report
+from dpllm.report.statement import JSON_FILE, ReleaseNotes, write_report
 from dpllm.report.verify import verify
 from dpllm.report.verify_release import other_claims
 
@@ -186,7 +186,8 @@ def test_metadata_of_a_resumed_run_with_blt_noise_give_epsilon_again(tmp_path: P
     """Its two starts cost more than one round with the σ of the plan, and the number of the round says so."""
     evidence(tmp_path, end=None, noise={"kind": "blt", "buffers": 1})
     ledger, plan = tmp_path / LEDGER_FILE, PrivacyPlan.load(tmp_path / PLAN_FILE)
-    ledger.unlink()
+    for old in (ledger, tmp_path / JSON_FILE):
+        old.unlink()
     for steps in (range(8), range(8, 20)):
         with Ledger.create(ledger, plan) if steps.start == 0 else Ledger.open(ledger, plan) as opened:
             for number in steps:
