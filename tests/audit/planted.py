@@ -203,7 +203,7 @@ def witnesses() -> AuditResult:
 def epochs() -> AuditResult:
     """Blocks of as many steps as an epoch would have, one unit expected in each."""
     design = Design(num_base=7, num_canaries=1, num_blocks=2000, steps_per_block=8)
-    return audit(*vectors(*[1] * 7, 2), design, batch=1, noise_multiplier=0.5)
+    return audit(*vectors(*[1] * 7, 2), design, batch=1, noise_multiplier=0.35)  # at 0.5, chance hid the bug in 0.65 %
 
 
 def empty_steps() -> AuditResult:
