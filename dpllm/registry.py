@@ -121,9 +121,9 @@ def _catalogue() -> list[str]:
         listed = tomllib.loads(CATALOGUE.read_text(encoding="utf-8")).get("methods")
     except (OSError, ValueError) as error:
         raise MethodError(f"{CATALOGUE} cannot be read ({error}): {_AGAIN}") from error
-    if not isinstance(listed, list):
+    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
         raise MethodError(f"{CATALOGUE} has no list 'methods' of packages: {_AGAIN}")
-    return [str(name) for name in dict.fromkeys(listed)]
+    return list(dict.fromkeys(listed))
 
 
 @contextlib.contextmanager

@@ -131,7 +131,7 @@ def test_a_broken_method_is_left_out_and_named_with_the_remedy(tmp_path, monkeyp
     [
         ("methods = [", "cannot be read"),
         ('methods = "dpllm.methods.count"', "no list 'methods'"),
-        ("methods = [1]", "the method 1"),
+        ("methods = [1]", "no list 'methods'"),
         ("methods = ['no_method']", "METHOD is a int"),
         ("methods = ['leaves']", "SystemExit"),
         ("methods = ['dpllm.methods.count', 'dpllm.methods.count']", ""),
