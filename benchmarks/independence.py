@@ -9,7 +9,7 @@ gradient norm between the row alone and in company. A family that `GhostClipper`
 size, is listed and not counted.
 
 sound     architectures for causal language modelling, sequence-to-sequence and classification, and PEFT variants
-coupled   models, losses and collators through which rows depend on each other; the smallest difference is printed
+coupled   models, losses and padding through which rows depend on each other; the smallest difference is printed
 cost      a run of 100 steps, which has eight checks: rows and tokens that go through the model for them beside those of
           the steps, and the processor's time, for the models in `SETTINGS`; from one first check, three later ones and
           some steps
@@ -122,7 +122,7 @@ def plan_of(rows: int, batch: int) -> PrivacyPlan:
 
 
 def rows_of(
-    task: str, count: int = 24, collate: Any = None, longest: int = 20, max_rows: int = 8, shortest: int = 3
+    task: str, count: int = 24, longest: int = 20, max_rows: int = 8, shortest: int = 3, padding_side: str = "right"
 ) -> TrainingRows:
     rng = np.random.default_rng(0)
     examples = []
@@ -134,8 +134,9 @@ def rows_of(
         units=UnitIndex.one_row_per_unit(count),
         lengths=np.array([len(example["input_ids"]) for example in examples]),
         fetch=lambda numbers: [examples[int(number)] for number in numbers],
-        collate=collate or RowCollator(pad_token_id=0, task=task),
+        collate=RowCollator(pad_token_id=0, task=task),
         max_rows=max_rows,
+        padding_side=padding_side,
     )
 
 
@@ -287,9 +288,8 @@ def variants() -> Iterator[Measured]:
 
 
 def couplings() -> Iterator[Measured]:
-    """Models, losses and collators through which rows depend on each other."""
+    """Models, losses and padding through which rows depend on each other."""
     causal = loss_of("causal_lm")
-    pad = RowCollator(pad_token_id=0)
 
     def model(kind: str = "llama", **changes: Any) -> nn.Module:
         torch.manual_seed(0)
@@ -306,30 +306,12 @@ def couplings() -> Iterator[Measured]:
         loss_B = causal(net, inputs)
         return loss_B * (loss_B / loss_B.mean()).detach()
 
-    def left(rows: list[Any]) -> Any:
-        batch = pad(rows)
-        for number, row in enumerate(rows):
-            for value in batch.values():
-                value[number] = value[number].roll(value.shape[1] - len(row["input_ids"]))
-        return batch
-
-    def mixed(rows: list[Any]) -> Any:
-        first = [row["input_ids"][0] for row in rows]
-        return pad([{**r, "input_ids": [first[(n + 1) % len(rows)], *r["input_ids"][1:]]} for n, r in enumerate(rows)])
-
-    def by_length(rows: list[Any]) -> Any:
-        return pad(sorted(rows, key=lambda row: -len(row["input_ids"])))
-
     classify, rows = loss_of("sequence_classification"), rows_of("sequence_classification")
     yield measure("llama, another pad id", "coupled", model(pad_token_id=3), rows, classify)
     yield measure("loss over the batch's targets", "coupled", model(), rows_of("causal_lm"), targets)
     yield measure("weights of detached statistics", "coupled", model(), rows_of("causal_lm"), detached)
-    for name, kind, collate in (
-        ("left padding", "gpt2", left),
-        ("mixed", "llama", mixed),
-        ("sorted", "llama", by_length),
-    ):
-        yield measure(f"{name} ({kind})", "coupled", model(kind), rows_of("causal_lm", collate=collate), causal)
+    left = rows_of("causal_lm", padding_side="left")
+    yield measure("left padding (gpt2)", "coupled", model("gpt2"), left, causal)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dpllm.audit.bounds import AuditError
-from dpllm.data.transfer import own_rows, send
+from dpllm.data.transfer import send
 from dpllm.engines import model_inside
 from dpllm.engines.optimizers import innermost
 from dpllm.engines.processes import Processes
@@ -317,7 +317,7 @@ def unit_gradients(model: nn.Module, rows: TrainingRows, loss_of: LossOf, unit_i
     found = []
     for unit in unit_ids:
         numbers, _ = rows.units.rows_of(np.array([unit]))
-        collated = [_wide(rows.collate(own_rows(rows.fetch(np.array([n]))))) for n in numbers]
+        collated = [_wide(rows.collate(rows.fetch(np.array([n])))) for n in numbers]
         losses = [loss_of(alone, send(inputs, parameters[0].device)) for inputs in collated]
         grads = torch.autograd.grad(torch.cat(losses).sum(), parameters, allow_unused=True)
         pieces = [p.new_zeros(p.shape) if g is None else g for p, g in zip(parameters, grads, strict=True)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -77,11 +77,6 @@ class _TensorClones(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def own_rows(rows: Sequence[Any]) -> list[Any]:
-    """Return a copy of each row, see `own_copy`; a row that occurs twice is copied twice."""
-    return [own_copy(row) for row in rows]
-
-
 def pin(inputs: Mapping[str, Any], device: torch.device) -> Mapping[str, Any]:
     """Return the inputs of a model with their CPU tensors in pinned memory, for a CUDA device.
 
@@ -143,7 +138,7 @@ def _replaced(value: Any, function: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):
-        return _like(value, {name: _replaced(one, function) for name, one in value.items()})
+        return like(value, {name: _replaced(one, function) for name, one in value.items()})
     if isinstance(value, list):
         return [_replaced(one, function) for one in value]
     if isinstance(value, tuple):
@@ -152,7 +147,7 @@ def _replaced(value: Any, function: Callable[[Tensor], Any]) -> Any:
     return value
 
 
-def _like(given: Mapping[str, Any], items: dict[str, Any]) -> Mapping[str, Any]:
+def like(given: Mapping[str, Any], items: dict[str, Any]) -> Mapping[str, Any]:
     """Return a mapping of these items, of the class of another one where that gives one of its own; else a dictionary.
 
     A copy may share what the class keeps inside: an attribute then still has the collator's tensor.

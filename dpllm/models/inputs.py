@@ -9,6 +9,7 @@ index error within a step that was already charged.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -16,6 +17,8 @@ from torch import nn
 from dpllm.config import ConfigError
 from dpllm.data.lengths import TOKENS, input_of
 from dpllm.data.rows import RowCollator
+from dpllm.data.single_rows import RowByRow
+from dpllm.models.tasks import task_of
 
 
 def default_collator(tokenizer: Any, model: Any, task: str | None) -> RowCollator:
@@ -29,6 +32,24 @@ def default_collator(tokenizer: Any, model: Any, task: str | None) -> RowCollato
     pad, end = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
     known = next((token for token in (pad, model_pad_id(model), end) if token is not None), 0)
     return RowCollator(pad_token_id=known, task=task or "causal_lm")
+
+
+def row_by_row(collate: Any, tokenizer: Any, model: Any, columns: frozenset[str] | None = None) -> RowByRow:
+    """Return a collator that makes rows one at a time, and pads as the tokenizer says.
+
+    Args:
+        collate: of several rows. That of `default_collator` pads on the right, which every model reads alike.
+        tokenizer: or None.
+        model: a transformers model, PEFT-wrapped or not, or any module.
+        columns: as for `RowByRow`.
+    """
+    side = None if isinstance(collate, RowCollator) else getattr(tokenizer, "padding_side", None)
+    own = RowByRow(collate, None, side, columns, predicts_next=task_of(model) == "causal_lm")
+    return (
+        own
+        if own.pad_token_id is not None
+        else replace(own, pad_token_id=default_collator(tokenizer, model, None).pad_token_id)
+    )
 
 
 def model_pad_id(model: Any) -> int | None:

@@ -251,7 +251,9 @@ def attach(
         processes.from_main(lambda: refuse_other_second_moment(name.folder, moment))
     between: Sequence[str] = [] if before is None else before.changed(inside)
     points = check_start(inside, None if name is None else name.folder, start_is_independent, first, between)
-    refuse_own_generators(inside, [("The collator", rows.collate)], [("The data set", rows.fetch)])
+    source: Any = rows.fetch
+    source = getattr(source.fetch, "dataset", source.fetch)
+    refuse_own_generators(inside, [("The collator", rows.collate.collate)], [("The data set", source)])
     make_ready(inside)
     with contextlib.ExitStack() as undo:
         engine = engine_for(model, optimizer)

@@ -1,13 +1,13 @@
-"""Reading rows of the private data set, and refusal of data sets and overrides that a private step cannot use.
+"""Data sets, collators and overrides that a private step cannot use are refused, and columns are chosen for collators.
 
-Place in the flow: between the data set and `dpllm.training.microbatches`.
+Place in the flow: before the rows of a Trainer are read (`dpllm.data.single_rows`).
 """
 
 from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import datasets
@@ -23,38 +23,13 @@ from transformers import (
 
 from dpllm.config import ConfigError
 from dpllm.data.rows import CLASS_AS_TEXT, DataError
-from dpllm.data.transfer import own_copy
+from dpllm.data.single_rows import fetch_rows
 
 _COLLATED = ("label", "label_ids", "labels", "special_tokens_mask", "offset_mapping")  # by transformers' collators
 
 
-def fetch_rows(dataset: Any, numbers: np.ndarray) -> list[dict[str, Any]]:
-    """Read rows by number.
-
-    Guarantee: a row is computed from its own record. ``set_transform`` and ``with_transform`` of a `datasets.Dataset`
-    call their function with all rows that are read together; here the function is called with one row at a time.
-
-    Args:
-        dataset: a `datasets.Dataset`, or anything with ``__getitem__``.
-        numbers: (R,) row numbers.
-
-    Returns:
-        R rows, in the order of ``numbers``.
-    """
-    if not hasattr(dataset, "column_names"):
-        return [own_copy(dataset[int(number)]) for number in numbers]  # one buffer may be filled for each row
-    if (getattr(dataset, "format", None) or {}).get("type") == "custom":
-        return [row for number in numbers for row in _rows_of(dataset[[int(number)]])]
-    return _rows_of(dataset[numbers.tolist()])
-
-
-def _rows_of(columns: Any) -> list[dict[str, Any]]:
-    names = list(columns)
-    return [dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-
-
-def reader(dataset: Any, model: Any, collate: Any, args: Any) -> Callable[[np.ndarray], list[dict[str, Any]]]:
-    """Return `fetch_rows` of a data set, with the columns that the collator needs.
+def columns_for(dataset: Any, model: Any, collate: Any, args: Any) -> frozenset[str] | None:
+    """Return the columns that a collator is given, or None for all.
 
     A collator of transformers makes a tensor of every column and fails on text, such as the user's id. As in its
     ``Trainer``, it receives the columns that the model takes, unless ``remove_unused_columns`` is false. Any other
@@ -75,10 +50,8 @@ def reader(dataset: Any, model: Any, collate: Any, args: Any) -> Callable[[np.nd
     if maker == "transformers":
         _refuse_text_labels(dataset)
     if not args.remove_unused_columns or maker != "transformers" or "input_ids" not in taken:
-        return lambda numbers: fetch_rows(dataset, numbers)
-    return lambda numbers: [
-        {name: value for name, value in row.items() if name in taken} for row in fetch_rows(dataset, numbers)
-    ]
+        return None
+    return frozenset(taken)
 
 
 _PADDING = (DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, DataCollatorWithPadding)

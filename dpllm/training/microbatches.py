@@ -20,9 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpllm.config import ConfigError
-from dpllm.data.labels import BOUNDARIES, KEY_BOUNDARIES
-from dpllm.data.transfer import own_copy, own_rows
+from dpllm.data.labels import BOUNDARIES
+from dpllm.data.single_rows import collator_of, reader_of
 from dpllm.data.units import UnitIndex
 
 _WORD = 2**64 - 1
@@ -39,27 +38,28 @@ large a value leaves padding; too small a value makes microbatches that do not f
 
 @dataclass(frozen=True, eq=False)
 class RowsTaken:
-    """The rows of a microbatch before collation, from which smaller microbatches can be made.
+    """The rows of a microbatch, each made by itself, from which smaller microbatches can be put together.
 
     Attributes:
-        rows: B of them, unit after unit, in memory of their own; a collator is given copies.
+        rows: inputs of B rows, unit after unit (`dpllm.data.single_rows.RowByRow.row`).
         lengths_B: (B,) tokens of each.
-        collate: rows to the model's inputs.
+        batch: puts the inputs of some rows together.
     """
 
     rows: Sequence[Any]
     lengths_B: np.ndarray
-    collate: Callable[[list[Any]], Mapping[str, Any]]
+    batch: Callable[[Sequence[Any]], Mapping[str, Any]]
 
     def __getitem__(self, part: slice) -> RowsTaken:
         """Return some of the rows."""
-        return RowsTaken(self.rows[part], self.lengths_B[part], self.collate)
+        return RowsTaken(self.rows[part], self.lengths_B[part], self.batch)
 
     def microbatch(
         self, unit_index: np.ndarray, num_units: int, continues: bool = False, share: float = 0.0
     ) -> Microbatch:
         """Return the microbatch of these rows; see `Microbatch`."""
-        return Microbatch(*_collated(self.rows, self.collate, unit_index), num_units, continues, self, share)
+        index = torch.from_numpy(unit_index.astype(np.int64))
+        return Microbatch(self.batch(self.rows), index, num_units, continues, self, share)
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class Microbatch:
     """Rows that go through the model together.
 
     Attributes:
-        inputs: output of the collator; every tensor has the rows as first dimension, or the rows are concatenated and
-            `cu_seq_lens_q` (B + 1,) gives their boundaries.
+        inputs: batch of the collator's rows; every tensor has the rows as first dimension, or the rows are
+            concatenated, and `cu_seq_lens_q` (B + 1,) gives their boundaries.
         unit_index: (B,) int64, each row's unit within this microbatch, 0..num_units-1; -1 for a padding row.
         num_units: number of units that end in this microbatch.
         continues: whether all rows belong to one unit that continues in the next microbatch.
@@ -92,7 +92,7 @@ class Microbatch:
         return int(lengths_B.sum()) if BOUNDARIES in self.inputs else len(lengths_B) * int(lengths_B.max())
 
     def halves(self) -> tuple[Microbatch, Microbatch] | None:
-        """Return two microbatches with the same rows, collated again: cut between units, or within the only unit.
+        """Return two microbatches with the same rows, put together again: cut between units, or within the only unit.
 
         Guarantee: every row is in one of the two, the units are the same, and each unit ends in one of them; the unit
         of a microbatch that continues goes on after the second.
@@ -154,8 +154,8 @@ def microbatches(
     """Cut the units drawn for one step into the microbatches of one process; rows are fetched when it is iterated over.
 
     Args:
-        fetch: row numbers to rows.
-        collate: rows to the model's inputs.
+        fetch: row numbers to rows; called with one number at a time.
+        collate: rows to the model's inputs; called with one row at a time.
         units: index of the rows of each unit.
         lengths: (num_rows,) tokens of every row of the data set.
         unit_ids: all units of this step, the same on every process; may be empty.
@@ -169,8 +169,8 @@ def microbatches(
         one_unit: whether a microbatch gets rows of one unit only (`dpllm.ghost.PerUnitClipper`).
 
     Raises:
-        ValueError: a bound is missing or below 1; or, during the iteration, the collator returned another number of
-            rows than it was given.
+        ValueError: a bound is missing or below 1.
+        ConfigError: during the iteration, the collator did not make one row of one row.
     """
     for name, bound in (("max_rows", max_rows), ("max_tokens", max_tokens)):
         if bound is not None and bound < 1:
@@ -179,6 +179,7 @@ def microbatches(
         raise ValueError("max_rows and max_tokens are both None: a microbatch needs a bound.")
     if not 0 <= rank < size:
         raise ValueError(f"rank is {rank} of {size} processes; 0 <= rank < size is needed.")
+    read, make = reader_of(fetch), collator_of(collate, packed)
     rows, position = units.rows_of(unit_ids)
     tokens = lengths[rows].astype(np.int64)  # of 8 bits, products would not fit
     tokens_U = np.zeros(len(unit_ids), dtype=np.int64)
@@ -205,11 +206,10 @@ def microbatches(
             here = unit[start:stop]
             num_units = 0 if continues else int(here[-1] - here[0]) + 1
             numbers = rows[start:stop]
-            taken = RowsTaken(own_rows(fetch(numbers)), lengths[numbers], collate)
+            taken = RowsTaken([make.row(row) for row in read(numbers)], lengths[numbers], make.batch)
             yield taken.microbatch(here - here[0], num_units, continues, share)
         for _ in range(count - len(pieces[rank])):
-            row = own_rows(fetch(np.asarray(units.rows[:1])))
-            yield Microbatch(*_collated(row, collate, np.array([PADDING_UNIT])), num_units=0)
+            yield Microbatch(make(read(np.asarray(units.rows[:1]))), torch.tensor([PADDING_UNIT]), num_units=0)
 
     return StepBatch(count, made)
 
@@ -355,74 +355,3 @@ def _pieces(
             yield begin, stop, True
             begin = stop
         yield begin, end, False
-
-
-def by_name(inputs: Any) -> Mapping[str, Any]:
-    """Return a collator's result.
-
-    Raises:
-        ConfigError: it does not hold the inputs by name.
-    """
-    if not isinstance(inputs, Mapping):
-        raise ConfigError(
-            f"collate returned a {type(inputs).__name__}; it gets a list of rows and returns the model's "
-            'inputs by name, for instance {"input_ids": torch.stack(rows)}'
-        )
-    return inputs
-
-
-def _collated(rows: Sequence[Any], collate: Callable, unit_index: np.ndarray) -> tuple[Mapping[str, Any], Tensor]:
-    inputs = own_copy(by_name(collate(own_rows(rows))))
-    _check_media(inputs, rows, collate)
-    boundaries = inputs.get(BOUNDARIES)
-    if boundaries is not None:
-        _check_packed(inputs, boundaries, len(rows))
-    for name, value in inputs.items():
-        if boundaries is None and isinstance(value, Tensor) and (value.ndim == 0 or value.shape[0] != len(rows)):
-            raise ValueError(
-                f"The collator turned {len(rows)} rows into '{name}' of shape {tuple(value.shape)}. Return one row per "
-                f"input row, as the first dimension: packing rows together would mix the gradients of different units, "
-                f"unless {BOUNDARIES!r} gives their boundaries (dpllm.data.rows.PackedCollator)."
-            )
-    return inputs, torch.from_numpy(unit_index.astype(np.int64))
-
-
-def _check_media(inputs: Mapping[str, Any], rows: Sequence[Any], collate: Callable) -> None:
-    """Check that each row has one image or recording: a model deals them out to the rows by their order alone.
-
-    Two rows with none and two, or with two that a collator lists one after the other, have the right number together.
-    """
-    media = [
-        n for n, value in inputs.items() if isinstance(value, Tensor) and value.ndim > 2 and value.is_floating_point()
-    ]
-    if not media or len(rows) == 1:
-        return
-    for row in rows:
-        alone = collate(own_rows([row]))
-        for name in media:
-            if len(alone.get(name, ())) != 1:
-                raise ValueError(
-                    f"A row by itself has {len(alone.get(name, ()))} entries in '{name}', and beside other rows the "
-                    "model would take those of another row, another unit's. Give each row one: several images of a row "
-                    "as one tensor, and a row without images an empty one; or train one unit at a time "
-                    "(privacy.gradients=per_unit)"
-                )
-
-
-def _check_packed(inputs: Mapping[str, Any], boundaries: Tensor, num_rows: int) -> None:
-    """Check that packed rows are as many as the given rows, and that all inputs have their total length."""
-    if boundaries.shape != (num_rows + 1,) or int(boundaries[0]) != 0 or int(boundaries.diff().min()) < 1:
-        raise ValueError(
-            f"The collator turned {num_rows} rows into packed rows with the boundaries {boundaries.tolist()}, so the "
-            "gradients would be those of other units. Give one boundary for each row and the end of the last."
-        )
-    for name, value in inputs.items():
-        if (
-            isinstance(value, Tensor)
-            and name not in (BOUNDARIES, KEY_BOUNDARIES)
-            and value.shape[:2] != (1, boundaries[-1])
-        ):
-            raise ValueError(
-                f"The collator packed {int(boundaries[-1])} tokens, but '{name}' has shape {tuple(value.shape)}; "
-                "return one row of all tokens."
-            )

@@ -21,12 +21,13 @@ from dpllm.data.lengths import Limits, row_lengths
 from dpllm.data.preferences import PairCollator
 from dpllm.data.records import contents_of
 from dpllm.data.rows import PackedCollator, unit_index_of
+from dpllm.data.single_rows import StoredRows
 from dpllm.data.units import UnitIndex
 from dpllm.engines.processes import Processes
 from dpllm.ghost import NormMethod
 from dpllm.mechanism.averages import Average
 from dpllm.mechanism.sampling import seeded_rng
-from dpllm.models.inputs import default_collator, refuse_other_padding
+from dpllm.models.inputs import default_collator, refuse_other_padding, row_by_row
 from dpllm.models.tasks import task_of
 from dpllm.privacy.ledger import LEDGER_FILE
 from dpllm.privacy.plan import PrivacyPlan
@@ -37,7 +38,13 @@ from dpllm.training.averaging import Averaging, refuse_other_average
 from dpllm.training.checks import agreement
 from dpllm.training.choose_clipper import clipper_for
 from dpllm.training.corrected_adamw import refuse_other_second_moment, require_asked, words_for
-from dpllm.training.fetching import reader, refuse_replaced, refuse_tables, refuse_unreadable, shares_nothing
+from dpllm.training.fetching import (
+    columns_for,
+    refuse_replaced,
+    refuse_tables,
+    refuse_unreadable,
+    shares_nothing,
+)
 from dpllm.training.noted import note_data, note_units
 from dpllm.training.preflight import require_positions
 from dpllm.training.rows import LossOf, TrainingRows
@@ -85,7 +92,7 @@ class Prepared:
         units: the rows of each unit, also if rows are drawn separately.
         plan: the constants.
         rows: the rows as a run reads them.
-        collate: rows to inputs, with padding; the collator of ``rows`` packs if rows are packed.
+        collate: rows to inputs, one row at a time, with padding; the collator of ``rows`` packs if rows are packed.
         norm_method: as for `PrivateRun.attach`.
         start_is_independent: as for `PrivateRun.attach`.
         noise_memory: as for `PrivateRun`.
@@ -161,6 +168,7 @@ class Prepared:
         args.max_steps = plan.num_steps
         collate: Any = collator or default_collator(tokenizer, model, task_of(model))
         refuse_other_padding(model, tokenizer, collate)
+        single = row_by_row(collate, tokenizer, model, columns_for(dataset, model, collate, args))
         pairs, limits = isinstance(collate, PairCollator), Limits.of(model)
         lengths = collate.row_lengths(dataset, limits) if pairs else row_lengths(dataset, task_of(model), limits)
         longest = int(lengths.max()) // (PairCollator.SEQUENCES if pairs else 1)
@@ -168,8 +176,8 @@ class Prepared:
         rows = TrainingRows(
             units=drawn,
             lengths=lengths,
-            fetch=reader(dataset, model, collate, args),
-            collate=PackedCollator() if pack_rows else collate,
+            fetch=StoredRows(dataset),
+            collate=PackedCollator() if pack_rows else single,
             max_rows=args.per_device_train_batch_size if max_tokens is None else None,
             max_tokens=max_tokens,
             packed=pack_rows,
@@ -182,7 +190,7 @@ class Prepared:
             units=units,
             plan=plan,
             rows=rows,
-            collate=collate,
+            collate=single,
             norm_method=norm_method,
             start_is_independent=start_is_independent,
             noise_memory=noise_memory,
@@ -247,7 +255,9 @@ class Prepared:
 
     def run(self, ledger: SharedLedger) -> PrivateRun:
         """Make the run that charges this ledger. Called by all processes together."""
-        ahead = shares_nothing(self.dataset, self.collate)  # a transform may have been set since the rows were made
+        ahead = shares_nothing(
+            self.dataset, self.collate.collate
+        )  # a transform may have been set since the rows were made
         rows = replace(self.rows, fetch_ahead=ahead)
         return PrivateRun(self.plan, rows, ledger, self.privacy.seed, self.noise_memory)
 

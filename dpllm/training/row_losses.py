@@ -9,6 +9,8 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from dpllm.data.labels import BOUNDARIES
@@ -43,7 +45,8 @@ class RowLosses:
         """Return this function on inputs that are prepared first, for instance moved to the model's device."""
 
         def after(model: Any, inputs: Mapping[str, Any]) -> Tensor:
-            return self(model, prepare(dict(inputs)))
+            tensors = {n: torch.from_numpy(one) if isinstance(one, np.ndarray) else one for n, one in inputs.items()}
+            return self(model, prepare(tensors))
 
         after.__wrapped__ = self._row_loss  # type: ignore[attr-defined]  # for checks of the user's function
         return after

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,14 @@ from torch import Tensor
 
 from dpllm.config import ConfigError
 from dpllm.data.records import DataError
-from dpllm.data.transfer import own_copy, own_rows
+from dpllm.data.single_rows import FETCH, RowByRow, reader_of
 from dpllm.data.units import UnitIndex
+from dpllm.engines import model_inside
+from dpllm.models.inputs import model_pad_id
+from dpllm.models.tasks import task_of
 from dpllm.training.checks import agreement
 from dpllm.training.microbatch_size import AUTO
-from dpllm.training.microbatches import Microbatch, RowsTaken, by_name
+from dpllm.training.microbatches import Microbatch, RowsTaken
 from dpllm.training.prefetch import FetchThread
 
 LossOf = Callable[[Any, Mapping[str, Any]], Tensor]
@@ -34,13 +37,17 @@ class TrainingRows:
     Attributes:
         units: index of the rows of each unit.
         lengths: (num_rows,) tokens of every row.
-        fetch: row numbers to rows.
-        collate: rows to the model's inputs, rows first.
+        fetch: row numbers to rows; called with an array of one number (`dpllm.data.single_rows.RowReader`).
+        collate: rows to the model's inputs, rows first; called with a list of one row, and dpllm pads and puts rows
+            together (`dpllm.data.single_rows.RowByRow`).
         max_rows: the most rows of a microbatch. None: as many as ``max_tokens`` allows.
         max_tokens: the most tokens of a microbatch, padding included. None: as many as ``max_rows`` have. "auto": the
             largest number that fits on the GPU, found before the first step (`dpllm.training.microbatch_size`).
         packed: whether ``collate`` concatenates rows without padding (`dpllm.data.rows.PackedCollator`). The loss is
             then `dpllm.packed_sequence_loss`, and the model runs within `dpllm.models.packing.attention_by_row`.
+        pad_token_id: token that fills short rows. None: that of the collator, its tokenizer, or the model's
+            configuration; if none is known, 0.
+        padding_side: "right" or "left". None: the side of the collator's tokenizer, or right.
         fetch_ahead: whether a thread calls ``fetch`` and ``collate`` for the next microbatch while one runs. Set it
             only if the two share no open file, connection, tokenizer or model with the loss, and draw or seed no random
             numbers: a file that both read returns the bytes of another record, which is then counted under two units.
@@ -53,11 +60,13 @@ class TrainingRows:
     units: UnitIndex
     lengths: np.ndarray
     fetch: Callable[[np.ndarray], Sequence[Any]]
-    collate: Callable[[list[Any]], Mapping[str, Any]]
+    collate: Any
     max_rows: int | None
     max_tokens: int | str | None = None
     packed: bool = False
     fetch_ahead: bool = False
+    pad_token_id: int | None = None
+    padding_side: str | None = None
 
     def __post_init__(self) -> None:
         """Check the kinds of the fields, and the value of `max_tokens`, which may be a word."""
@@ -80,42 +89,41 @@ class TrainingRows:
         for name, value in (("fetch", self.fetch), ("collate", self.collate)):
             if not callable(value):
                 raise ConfigError(f"{name} is of the type {type(value).__name__}; give a function")
+        object.__setattr__(self, "fetch", reader_of(self.fetch))
+        if not isinstance(self.collate, RowByRow):
+            made = RowByRow(self.collate, self.pad_token_id, self.padding_side, packed=self.packed)
+            object.__setattr__(self, "collate", made)
         if isinstance(self.max_tokens, str) and self.max_tokens != AUTO:
             raise ConfigError(f'max_tokens is {self.max_tokens!r}; give a whole number, "auto" or None')
 
     def try_reading(self) -> None:
-        """Fetch a row and collate it as steps do, so that a mistake is found before anything is charged.
+        """Make a batch of three rows as steps do, so that a mistake is found before anything is charged.
 
-        With ``fetch_ahead``, both run in a thread. A user's collator is called once, with one row; dpllm's own with
-        eight rows, one at a time.
+        These are the first row, a shortest and a longest one; each is made by itself, with ``fetch_ahead`` in a thread.
+        dpllm's own collator makes eight more.
 
         Raises:
             ConfigError: ``fetch`` fails, or does not return a sequence with the row; only the thread that opened the
-                data can read them; or ``collate`` does not return the inputs by name.
+                data can read them; or ``collate`` does not make the inputs of one row, or rows that make a batch.
             DataError: dpllm's collator refuses a row, for instance since its label is text.
         """
-        remedy = (
-            "fetch gets an array of row numbers and returns a list of rows: "
-            "fetch=lambda numbers: [data[int(n)] for n in numbers]"
-        )
+        numbers = np.asarray(self.units.rows)
+        lengths = self.lengths[numbers]
+        tried = list(dict.fromkeys([numbers[0], numbers[lengths.argmin()], numbers[lengths.argmax()]]))
         try:
-            found = self.fetch(np.asarray(self.units.rows[:1]))
+            self.fetch(np.asarray(tried[:1]))
         except (TypeError, IndexError, KeyError) as error:
-            raise ConfigError(f"fetch failed for a row number ({type(error).__name__}: {error}). {remedy}") from error
-        if isinstance(found, Mapping | str) or not hasattr(found, "__len__") or len(found) != 1:
-            shown = f" with the keys {', '.join(map(str, found))}" if isinstance(found, Mapping) else ""
-            raise ConfigError(
-                f"For one row number, fetch returned a {type(found).__name__}{shown}, not one row. {remedy}"
-            )
+            raise ConfigError(f"fetch failed for a row number ({type(error).__name__}: {error}). {FETCH}") from error
         thread, what = FetchThread(torch.device("cpu")), "fetch"
+
+        def run(function: Callable[[], Any]) -> Any:
+            return thread.submit(function, alone=True).result() if self.fetch_ahead else function()
+
         try:
-            if self.fetch_ahead:
-                found = thread.submit(lambda: self.fetch(np.asarray(self.units.rows[:1])), alone=True).result()
-            rows, what = own_rows(found), "collate"
-            if self.fetch_ahead:
-                thread.submit(lambda: own_copy(by_name(self.collate(rows))), alone=True).result()
-            else:
-                own_copy(by_name(self.collate(rows)))
+            rows, what = run(lambda: self.fetch(np.asarray(tried))), "collate"
+            made = run(lambda: list(map(self.collate.row, rows)))
+            if self.max_rows != 1:
+                run(lambda: self.collate.batch(made))
         except (ConfigError, DataError):
             raise
         except Exception as error:
@@ -124,21 +132,31 @@ class TrainingRows:
                 "loop, leave fetch_ahead out"
             )
             raise ConfigError(
-                f"{what} failed for row {self.units.rows[0]} by itself ({type(error).__name__}: {error}). It has to "
-                f"take a single row{threads if self.fetch_ahead else ''}"
+                f"{what} failed for a row by itself ({type(error).__name__}: {error}). It has to take a single row"
+                f"{threads if self.fetch_ahead else ''}"
             ) from error
         finally:
             thread.close()
-        if type(self.collate).__module__.partition(".")[0] == "dpllm":
+        if type(self.collate.collate).__module__.partition(".")[0] == "dpllm":
             agreement.collated(len(self.lengths), self.fetch, self.collate)
+
+    def padded_for(self, model: Any) -> TrainingRows:
+        """Return these rows, padded as a model reads them: with its token, if none is known of the collator."""
+        inside, own = model_inside(model), self.collate
+        pad = model_pad_id(inside) if own.pad_token_id is None else own.pad_token_id
+        collate = replace(own, pad_token_id=pad, predicts_next=task_of(inside) == "causal_lm")
+        return self if collate == own else replace(self, collate=collate)
+
+    def made(self, numbers: np.ndarray) -> list[Mapping[str, Any]]:
+        """Return the inputs of rows, each made by itself, for `RowByRow.batch`."""
+        return [self.collate.row(row) for row in self.fetch(numbers)]
 
     def longest(self, count: int) -> Microbatch:
         """Return a microbatch of `count` copies of the longest row, each unit with the most rows that a unit has."""
         rows = self.units.rows
         number = rows[self.lengths[rows].argmax()]
         unit_index = np.arange(count) // self.units.max_rows
-        row = own_rows(self.fetch(np.array([number])))
-        taken = RowsTaken(row * count, self.lengths[[number] * count], self.collate)
+        taken = RowsTaken(self.made(np.array([number])) * count, self.lengths[[number] * count], self.collate.batch)
         return taken.microbatch(unit_index, int(unit_index[-1]) + 1)
 
     @functools.cached_property

@@ -24,7 +24,7 @@ from dpllm.models.given import names_of_classes
 from dpllm.models.inputs import num_positions
 from dpllm.models.tasks import task_of
 from dpllm.training.averaging import Averaging
-from dpllm.training.checks.carried import refuse_reading
+from dpllm.training.checks.row_sample import refuse_reading
 from dpllm.training.fetching import refuse_unreadable
 from dpllm.training.trainer_run import TrainerRun
 from dpllm.training.training_log import CoveredTrainer

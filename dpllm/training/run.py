@@ -352,6 +352,7 @@ class PrivateRun:
             if own_loop:
                 words = None if averaging is None else averaging.words
                 self.processes.from_main(lambda: refuse_other_average(self.ledger.path.parent, words))
+            self.rows = self.rows.padded_for(model)
             self._attached = attach(
                 model,
                 optimizer,
@@ -509,8 +510,7 @@ class PrivateRun:
                 before_update,
                 self._entropy.first,
                 progress,
-                ahead=self.rows.fetch_ahead
-                and not (attached.independence.found.is_drawn or attached.independence.found.is_reread),
+                ahead=self.rows.fetch_ahead and not attached.independence.found.is_drawn,
             )
         except BaseException:
             # Without the check. A state saved from now on must not reveal how many random numbers the rows took.

@@ -227,25 +227,30 @@ def test_packed_rows_are_as_many_as_their_own_tokens_allow():
     assert [len(b.unit_index) for b in cut(units, [100] + [20] * 5, range(6), None, max_tokens=200)] == [1, 5]
 
 
-PACKED = {"input_ids": torch.zeros(1, 4), "cu_seq_lens_q": torch.tensor([0, 2, 3, 4])}
+PACKED = {"input_ids": torch.zeros(1, 4), "cu_seq_lens_q": torch.tensor([0, 4])}
 
 
 @pytest.mark.parametrize(
     ("inputs", "match"),
     [
-        ({"row": torch.tensor([[0, 1, 2]])}, r"3 rows into 'row' of shape \(1, 3\)"),  # several units in one row
-        ({**PACKED, "cu_seq_lens_q": torch.tensor([0, 2])}, r"3 rows into packed rows with the boundaries \[0, 2\]"),
-        ({**PACKED, "cu_seq_lens_q": torch.tensor([0, 1, 1, 2])}, r"with the boundaries \[0, 1, 1, 2\]"),
-        ({**PACKED, "cu_seq_lens_q": torch.tensor([1, 2, 3, 4])}, r"with the boundaries \[1, 2, 3, 4\]"),
+        ({"row": torch.tensor([[0], [1]])}, r"one row into 'row' of shape \(2, 1\)"),  # a row that is doubled
+        ({"row": torch.tensor(3)}, r"one row into 'row' of shape \(\)"),
+        ({"row": torch.zeros(0, 3)}, r"one row into 'row' of shape \(0, 3\)"),
+        (
+            {**PACKED, "cu_seq_lens_q": torch.tensor([0, 2, 4])},
+            r"into packed rows with the boundaries \[0, 2, 4",
+        ),
+        ({**PACKED, "cu_seq_lens_q": torch.tensor([1, 4])}, r"with the boundaries \[1, 4\]"),
         ({**PACKED, "input_ids": torch.zeros(1, 5)}, r"packed 4 tokens, but 'input_ids' has shape \(1, 5\)"),
         ({**PACKED, "input_ids": torch.zeros(3, 4)}, r"'input_ids' has shape \(3, 4\)"),
     ],
 )
-def test_a_collator_that_packs_other_rows_than_it_was_given_is_refused(inputs, match):
-    """As many rows as there were, and every input as long as they are together."""
+def test_a_collator_that_makes_other_rows_than_it_was_given_is_refused(inputs, match):
+    """One row of one row, and every input of a packed one as long as it is."""
     arguments = (UnitIndex.one_row_per_unit(3), np.ones(3, dtype=np.int64), np.arange(3), 8)
+    packed = "cu_seq_lens_q" in inputs
     with pytest.raises(ValueError, match=match):
-        list(microbatches(lambda rows: rows.tolist(), lambda rows: inputs, *arguments))
+        list(microbatches(lambda rows: rows.tolist(), lambda rows: inputs, *arguments, packed=packed))
 
 
 @pytest.mark.parametrize(

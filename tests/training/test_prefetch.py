@@ -137,7 +137,7 @@ def test_the_next_microbatch_is_collated_while_one_runs():
     def waits(model, inputs):
         calls.append(data.collated)
         if data.waited_for:
-            assert until(lambda: data.collated >= min(len(calls) + 1, UNITS // ROWS)), "nothing was collated meanwhile"
+            assert until(lambda: data.collated >= min(ROWS * (len(calls) + 1), UNITS)), "nothing was collated meanwhile"
         return loss(model, inputs)
 
     data.waited_for = False
@@ -146,7 +146,7 @@ def test_the_next_microbatch_is_collated_while_one_runs():
     data.collated, data.waited_for = 0, True
     calls.clear()
     assert torch.equal(stepped.gradient(), first)
-    assert len(calls) == data.collated == UNITS // ROWS
+    assert len(calls) == UNITS // ROWS and data.collated == UNITS
     assert len(data.threads) == 1 and threading.current_thread().name not in data.threads
 
 
@@ -156,13 +156,13 @@ def test_nothing_is_fetched_while_rows_are_compared():
 
     def compared(model, inputs):
         if not stepped.clipper.rows_checked:
-            assert data.collated == 1 and not data.busy.locked()
-            assert not until_short(lambda: data.collated > 1)
+            assert data.collated == ROWS and not data.busy.locked()
+            assert not until_short(lambda: data.collated > ROWS)
         return loss(model, inputs)
 
     stepped = Stepped(data, compared)
     stepped.gradient()
-    assert stepped.clipper.rows_checked and data.collated == UNITS // ROWS
+    assert stepped.clipper.rows_checked and data.collated == UNITS
 
 
 def until_short(holds):
@@ -176,14 +176,14 @@ def test_an_error_of_the_collator_is_raised_where_the_step_meets_it(number):
     ran = []
 
     def fails(at):
-        if at == number:
+        if at == number * ROWS:
             raise KeyError("no such row")
 
     data = Data(fails)
     stepped = Stepped(data, lambda model, inputs: (ran.append(len(inputs["x"])), loss(model, inputs))[1])
     with pytest.raises(KeyError, match="no such row"):
         stepped.take()
-    assert data.collated == number and (sum(ran[-number:]) == number * ROWS or number == 0)
+    assert data.collated == number * ROWS and (sum(ran[-number:]) == number * ROWS or number == 0)
     assert bool(ran) == (number > 0) and not fetching()
 
 
@@ -242,9 +242,9 @@ CONTAINERS = {
 
 @kills(
     "a collator's own tensors wait to be run",
-    "dpllm/training/microbatches.py",
-    "own_copy(by_name(collate(own_rows(rows))))",
-    "by_name(collate(own_rows(rows)))",
+    "dpllm/data/single_rows.py",
+    "        inputs = own_copy(inputs)\n",
+    "",
 )
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_a_collator_that_fills_the_same_tensors_again_does_not_move_rows(name):
@@ -254,13 +254,14 @@ def test_a_collator_that_fills_the_same_tensors_again_does_not_move_rows(name):
     """
     wrap, unwrap = CONTAINERS[name]
     usual, filled = Data(), Data()
-    buffers = {"x": torch.empty(ROWS, 4), "y": torch.empty(ROWS, 1)}
+    buffers = {"x": torch.empty(1, 4), "y": torch.empty(1, 1)}
     same = wrap(buffers)
 
     def collate(rows):
         made = Data.collate(filled, rows)
-        part = {name: buffers[name][: len(rows)].copy_(value) for name, value in made.items()}
-        return same if len(rows) == ROWS else wrap(part)
+        for name, value in made.items():
+            buffers[name].copy_(value)
+        return same
 
     def unwrapped(model, inputs):
         return loss(model, unwrap(inputs))
@@ -393,9 +394,9 @@ def test_a_data_set_that_fills_one_array_again_loses_no_row_when_memory_runs_out
 
 @kills(
     "a loss may read what the collator stored for the next rows",
-    "dpllm/training/checks/passes.py",
-    "if between is not None:",
-    "if False:",
+    "dpllm/training/checks/independence.py",
+    "        passes.make(next((number",
+    "        passes.make(next((number for number in (short,)), short)) if True else next((number",
 )
 def test_a_loss_that_reads_what_the_collator_stored_is_refused(tmp_path):
     """The stored weights are those of the next rows when the loss reads them."""
@@ -465,7 +466,7 @@ def test_what_only_one_thread_can_read_is_refused_before_anything_is_charged(bou
 
     functions = {"fetch": data.fetch, "collate": data.collate}
     functions[bound] = reads(functions[bound])
-    with pytest.raises(ConfigError, match=f"{bound} failed for row 0 .*thread"):
+    with pytest.raises(ConfigError, match=f"{bound} failed for a row by itself .*thread"):
         run_of(tmp_path / "run", data, functions["collate"], functions["fetch"])
     assert not (tmp_path / "run" / "ledger.jsonl").exists()
     free = sqlite3.connect(path, check_same_thread=False)

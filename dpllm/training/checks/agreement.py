@@ -25,12 +25,10 @@ from torch import Tensor, nn
 import dpllm
 from dpllm.config import ConfigError
 from dpllm.config.versions import installed_version
-from dpllm.data.transfer import own_rows
 from dpllm.data.units import ONE_ROW, UnitIndex
 from dpllm.engines.optimizers import innermost
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.training.checks.repeatable import same_randomness
-from dpllm.training.microbatches import by_name
 
 _PACKAGES = ("numpy", "torch", "transformers", "peft", "accelerate", "deepspeed", "bitsandbytes")
 _BLOCK = 1 << 20  # lengths hashed together
@@ -242,7 +240,7 @@ def collated(length: int, fetch: Callable, collate: Callable) -> str:
     digest = hashlib.sha256()
     with same_randomness(_STATE):
         for number in _spaced(length, min(_COLLATED, length)):
-            _add(digest, dict(by_name(collate(own_rows(fetch(np.array([number])))))))
+            _add(digest, dict(collate(fetch(np.array([number])))))
     return digest.hexdigest()[:12]
 
 

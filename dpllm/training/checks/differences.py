@@ -13,7 +13,7 @@ import torch
 
 from dpllm.ghost import UnitClipper
 from dpllm.ghost.parameters import shapes_of
-from dpllm.training.checks.companies import Company
+from dpllm.training.checks.row_sample import Company
 
 
 @dataclass(frozen=True)
@@ -211,13 +211,13 @@ def _difference(one: float, other: float, floor: float) -> float:
     return abs(one - other) / max(abs(one), abs(other), floor)
 
 
-def in_words(worst: tuple[Seen, Seen], seen: Sequence[Seen], tolerance: float, carried: bool, held: str) -> str:
+def in_words(worst: tuple[Seen, Seen], tolerance: float, carried: bool, held: str) -> str:
     """Return one line: the two passes that differ, by how much, the likely cause, and the remedy."""
     first, other = worst
     by_loss = _difference(first.loss, other.loss, 1.0) > tolerance
     name = "loss" if by_loss else "gradient norm"
     values = (first.loss, other.loss) if by_loss else (first.norm, other.norm)
-    cause, remedy = _cause(first, other, seen, tolerance, carried, held)
+    cause, remedy = _cause(other, carried, held)
     return (
         f"The {name} of a row depends on other rows: {first.company.words} it is {values[0]:.6g}, "
         f"{other.company.words} {values[1]:.6g} (dropout off; rounding explains {tolerance:.0e}). "
@@ -232,22 +232,7 @@ def finding_of(worst: tuple[Seen, Seen], tolerance: float) -> str:
     return f"the {name} of a row alone and in a batch differed by more than rounding explains"
 
 
-def _is_moved(company: Company, seen: Sequence[Seen], tolerance: float) -> bool:
-    """Return whether the losses of a pass are those of its rows alone, but at other positions, one row each."""
-    alone = {one.row: one.loss for one in seen if len(one.company.numbers) == 1}
-    losses = [one.loss for one in seen if one.company is company]
-    for row in company.numbers:
-        if row in alone:
-            place = next((n for n, loss in enumerate(losses) if _difference(loss, alone[row], 1.0) <= tolerance), None)
-            if place is None:
-                return False
-            del losses[place]
-    return True
-
-
-def _cause(
-    first: Seen, other: Seen, seen: Sequence[Seen], tolerance: float, carried: bool, held: str
-) -> tuple[str, str]:
+def _cause(other: Seen, carried: bool, held: str) -> tuple[str, str]:
     if held:
         return (
             "The same row alone has another value with other random numbers, which cannot be held equal for a row "
@@ -257,23 +242,17 @@ def _cause(
         )
     if carried or len(other.company.numbers) == 1:  # the same row alone, after one more row
         return (
-            "The same row alone gives another value later: the loss, the model or the collator carries state from one "
-            "microbatch to the next, or counts its calls; or the loss reads what the collator has stored, which is of "
-            "the next rows by then",
+            "The same row alone gives another value later: the loss or the model carries state from one microbatch to "
+            "the next, or counts its calls; or the loss reads what the collator has stored, which is of the next rows "
+            "by then",
             "Compute each row's loss from that row and the weights only, and let the collator return what it needs",
         )
-    if _difference(first.loss, other.loss, 1.0) > tolerance and _is_moved(other.company, seen, tolerance):
-        return (
-            "Its loss is at another row's position: the collator or the loss reorders rows, and units would be "
-            "charged with the gradients of others",
-            "Return rows in the order they were given; dpllm sorts microbatches by length itself",
-        )
     return (
-        "Likely causes: the collator pads with another id than config.pad_token_id; the model pools at, or counts "
-        "positions from, padding (left padding under absolute positions); the loss divides by the batch's number of "
-        "targets, counts equal rows or uses batch statistics; the collator mixes rows; int8 or fp8 scales over all "
-        "rows; random numbers from a seed that is set within the step",
-        "Set both pad ids to one value, pad on the right, and compute each row's loss from its own row "
-        "(dpllm.RowCollator, dpllm.per_sequence_loss); a model that reads padding can be trained with one row per "
-        "microbatch (per_device_train_batch_size: 1)",
+        "Likely causes: the model reads padding: it pools at it (config.pad_token_id is another id), counts positions "
+        "from it (a tokenizer with padding_side='left' under absolute positions), or the collator returns no "
+        "attention_mask; the loss divides by the batch's number of targets, counts equal rows or uses batch "
+        "statistics; int8 or fp8 scales over all rows; random numbers from a seed that is set within the step",
+        "Set config.pad_token_id, pad on the right, return an attention_mask, and compute each row's loss from its own "
+        "row (dpllm.per_sequence_loss); a model that reads padding can be trained with one row per microbatch "
+        "(per_device_train_batch_size: 1)",
     )

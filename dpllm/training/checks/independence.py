@@ -28,18 +28,12 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from dpllm.ghost import UnitClipper
 from dpllm.ghost.memory import is_shortage
-from dpllm.training.checks.companies import Company, Sample
 from dpllm.training.checks.differences import (
     NEAR,
     SAME,
@@ -51,89 +45,17 @@ from dpllm.training.checks.differences import (
     finding_of,
     in_words,
 )
+from dpllm.training.checks.float64 import float64_operations
 from dpllm.training.checks.passes import CHANCES, Found, IndependenceError, Passes, Setup
 from dpllm.training.checks.randomness import OWN_GENERATOR, own_generator
 from dpllm.training.checks.repeatable import same_randomness, seed_between
-from dpllm.training.checks.sharing import FEWEST, PLACES, Sharing, states_for
+from dpllm.training.checks.row_sample import Company, Sample
+from dpllm.training.checks.sharing import Sharing
 from dpllm.training.out_of_memory import MicrobatchTooLargeError, free_memory
 
 if TYPE_CHECKING:
     from dpllm.engines.base import Engine
     from dpllm.training.rows import TrainingRows
-
-_UNCHANGED = {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view}
-
-
-@contextlib.contextmanager
-def float64_operations() -> Iterator[None]:
-    """Compute each operation of the block in float64 and round its results to the dtypes they have outside of it.
-
-    Passes that differ by more than the bound are repeated so, to find out whether the difference is rounding. A matrix
-    product may add the terms of a row in a different order for one row than for many, and an ill-conditioned model
-    amplifies the rounding error, for instance in an RMSNorm of a short vector. In a small Llama with random LoRA
-    factors, the float32 gradients of a row alone and with others differ by up to 1.5e-3, while its losses agree to
-    1e-7. The norms are those of these gradients to 1e-7.
-
-    The order of terms within an operation then changes its result only where the float64 values lie on two sides of a
-    rounding boundary: about one number in 10^7. A function of other rows remains one: each operation reads the same
-    tensors and returns the same dtypes. Rounding between operations remains, too: a loss that adds rows in chunks
-    differs as before.
-
-    Operations that PyTorch does not define, and those without a float64 kernel, run as they are. Views, random numbers
-    and whole numbers do not change. Attention runs as matrix products and a softmax; any other operation takes the
-    memory of its tensors in float64 while it runs.
-
-    >>> x, w = torch.rand(1, 999), torch.rand(999, 1)
-    >>> with float64_operations():
-    ...     product = x @ w
-    >>> torch.equal(product, (x.double() @ w.double()).float())
-    True
-    """
-    with sdpa_kernel(SDPBackend.MATH), _Float64():
-        yield
-
-
-class _Float64(TorchDispatchMode):
-    """The mode of `float64_operations`."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Run an operation, and replace the values of its results by the rounded values of float64."""
-        kwargs = kwargs or {}
-        wide = _in_float64(func, args, kwargs)
-        result = func(*args, **kwargs)
-        if wide is not None:
-            for one, exact in zip(tree_leaves(result), tree_leaves(wide), strict=True):
-                if isinstance(one, Tensor) and one.is_floating_point():
-                    one.copy_(exact)
-        return result
-
-
-def _in_float64(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Return the results of an operation in float64; None if it stays as it is."""
-    tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-    if func.namespace != "aten" or func.is_view or not _UNCHANGED.isdisjoint(func.tags):
-        return None
-    if not any(map(_is_narrow, tensors)):
-        return None
-
-    def widened(one: Any) -> Any:
-        if isinstance(one, torch.dtype):
-            return torch.float64 if one.is_floating_point else one
-        if not isinstance(one, Tensor):
-            return one
-        if _is_narrow(one):
-            return one.double()
-        return one.clone() if func._schema.is_mutable else one  # the operation itself writes into the tensor
-
-    try:
-        return func(*tree_map(widened, args), **tree_map(widened, kwargs))
-    except RuntimeError:
-        return None
-
-
-def _is_narrow(one: Tensor) -> bool:
-    return one.is_floating_point() and one.dtype != torch.float64
-
 
 FIRST, LATER = (4, 1 / 16, 64), (2, 1 / 64, 16)
 """Number of rows run together in the first check of a process and in later ones: the fewest, the share of a step's
@@ -141,7 +63,6 @@ rows, and the most. A run of 100 steps has eight checks (benchmarks/results.md h
 REFUSED = 8
 """Checks refuse in these first steps of a process. A later difference comes from something that changes during
 training, or from rounding in weights that have grown."""
-_APART = 100  # the comparisons by chance are repeated after this many times their own number of rows
 _Result = TypeVar("_Result")
 Results = list[list[Seen]]
 """Results of the passes of a check: of those with its own seed, and of those with each other seed."""
@@ -193,7 +114,7 @@ class IndependenceCheck:
         self._per_step = expected_batch_size * units.num_rows / max(1, units.num_units) / engine.processes.size
         self._steps, self._has_failed = 0, False
         self._must_pass = True  # the last check of the first `REFUSED` steps has not passed
-        self._compared = _Compared()
+        self._places: set[str] = set()  # in the code, and generators, from which numbers were drawn
         self._late: set[str] = set()  # findings of late checks that have an open point
         self.last: Differences | None = None
         self.found = Found()
@@ -280,7 +201,7 @@ class IndependenceCheck:
             self._refuse(None)
             return
         tolerance, held = passes.tolerance(), passes.not_held if is_random else ""
-        words = in_words(worst, passes.seen, tolerance, passes.is_carried, held)
+        words = in_words(worst, tolerance, passes.is_carried, held)
         self._refuse(words, finding_of(worst, tolerance))
 
     def _refuse(self, message: str | None, *finding: str) -> None:
@@ -290,18 +211,15 @@ class IndependenceCheck:
                 raise IndependenceError(*found)
 
     def _refuse_shared(self, passes: Passes, first: bool) -> None:
-        """Check that rows share no random numbers; in later checks, if other draws are made or much time has passed."""
-        is_due = self._compared.is_due(passes.numbers.places, self._steps, self._per_step) or first
-        if self._rows.max_rows == 1 or not any(self._engine.processes.gather(is_due)):
+        """Check that rows share no random numbers; in later checks, if numbers are drawn in new places."""
+        new = passes.places - self._places
+        self._places |= new
+        if self._rows.max_rows == 1 or not any(self._engine.processes.gather(first or bool(new))):
             return
-        self._compared.step = self._steps
-        states = states_for(min(PLACES, self._rows.max_rows or PLACES), FEWEST)
-        sharing = Sharing(passes.copies, passes.room_for_copies(), states, passes.tolerance, self._engine.lockstep)
+        sharing = Sharing(passes.copies, passes.room_for_copies(), passes.tolerance, self._engine.lockstep)
         self._agreed(sharing.look, bool)
         if any(self._engine.processes.gather(bool(sharing.shared or sharing.generators))):
             self._agreed(sharing.force, bool)
-        if any(self._engine.processes.gather(sharing.is_random)):
-            self._agreed(sharing.compare, bool)
         self._refuse(sharing.message)
 
     def _measured(self, setup: Setup, first: bool) -> tuple[Passes, tuple[Seen, Seen] | None]:
@@ -311,7 +229,7 @@ class IndependenceCheck:
         while True:
             with same_randomness(setup.seed):  # collators and fetches may draw random numbers
                 sample = Sample.draw(self._rows, setup.max_tokens, wanted, first, crowd)
-                passes = Passes(setup, self.found, sample, first)
+                passes = Passes(setup, self.found, sample)
             try:
                 return passes, self._worst(passes, first)
             except RuntimeError as error:
@@ -339,26 +257,22 @@ class IndependenceCheck:
         code that treats rows differently once, or for a while. Passes that communicate with other processes are not
         repeated: there, every difference counts.
         """
+        early = passes.early() if first and not self._engine.lockstep else []
         if first and len(passes.sample.probed) > 1:
             passes.probe()
         chances = CHANCES if first and len(passes.sample.together) > 1 else 0
         seeds = [seed_between(part / CHANCES, (part + 1) / CHANCES) for part in range(chances)]
-        early = passes.early if first else []  # not if the model is evaluated meanwhile
-
-        def repeated() -> Results:
-            return self._results(passes, first, seeds, [again for one in early for again in passes.run(one.company)])
-
         results = self._results(passes, first, seeds, early)
         self.last = compare(results[0], counting_norm(self._clipper), passes.bound())[0]
-        passes.seen, worst = self._differing(passes, results)
+        worst = self._differing(passes, results)
         if worst is None or self._engine.lockstep:
             return worst
         is_carried = passes.is_carried
         with contextlib.suppress(Exception):  # such as a lack of memory: then the difference counts
             with float64_operations():
-                exact = repeated()
-            vanishes = self._differing(passes, exact)[1] is None and agree(results, exact, NEAR)
-            if vanishes and agree(results, repeated(), SAME):
+                exact = self._results(passes, first, seeds, passes.early() if early else [])
+            vanishes = self._differing(passes, exact) is None and agree(results, exact, NEAR)
+            if vanishes and agree(results, self._results(passes, first, seeds, early), SAME):
                 self.found.points.append(ROUNDED)
                 return None
         passes.is_carried = is_carried
@@ -371,28 +285,24 @@ class IndependenceCheck:
             passes: of the check.
             first: whether the check is as complete as the first one of a process.
             seeds: of random numbers, for passes of two rows each.
-            early: results of rows before all others.
+            early: result of the shortest row before all others.
         """
+        short = passes.sample.together[0]
+        passes.make(short)
         seen = [one for company in passes.sample.companies(first) for one in passes.run(company)]
         by_chance = [passes.with_seed(seed) for seed in seeds]
-        alone = seen[0]
-        other = next((number for number in passes.sample.before if number != alone.row), alone.row)
-        again = passes.run(Company((alone.row,), "alone, after all other rows"), between=Company((other,), ""))
-        seen += again
-        passes.is_carried = passes.differ([alone], again)
-        for one in early:
-            later = passes.run(Company((one.row,), "alone, after all other rows"))
-            passes.is_carried = passes.is_carried or passes.differ([one], later)
-            seen += [one, *later]
-        return [seen, *by_chance]
+        # A step that fetches ahead makes another row before this one passes: a loss that reads what the collator has
+        # stored reads that row's.
+        passes.make(next((number for number in passes.sample.before if number != short), short))
+        again = passes.run(Company((short,), "alone, after all other rows"))
+        passes.is_carried = passes.differ([*early, seen[0]], again)
+        return [[*early, *seen, *again], *by_chance]
 
-    def _differing(self, passes: Passes, results: Results) -> tuple[list[Seen], tuple[Seen, Seen] | None]:
-        """Return the first results with a difference beyond rounding, and the pair that differs most."""
-        for seen in results:
-            worst = compare(seen, counting_norm(self._clipper), passes.bound())[1]
-            if worst is not None:
-                return seen, worst
-        return results[0], None
+    def _differing(self, passes: Passes, results: Results) -> tuple[Seen, Seen] | None:
+        """Return the pair that differs most, of the first results with a difference beyond rounding."""
+        counting, bound = counting_norm(self._clipper), passes.bound()
+        pairs = (compare(seen, counting, bound)[1] for seen in results)
+        return next((pair for pair in pairs if pair is not None), None)
 
     def _agreed(
         self, function: Callable[[], _Result], is_true: Callable[[_Result], bool]
@@ -410,26 +320,6 @@ def _rows_wanted(per_step: float, first: bool) -> int:
     """Return the number of rows to run together: few, unless a step has many more."""
     least, share, most = FIRST if first else LATER
     return min(most, max(least, int(per_step * share)))
-
-
-@dataclass
-class _Compared:
-    """When rows were last compared for random numbers that they share.
-
-    Attributes:
-        places: places in the code, and generators, from which numbers were drawn.
-        step: the step of the last comparison; 0 before the first.
-    """
-
-    places: set[str] = field(default_factory=set)
-    step: int = 0
-
-    def is_due(self, places: set[str], step: int, rows_per_step: float) -> bool:
-        """Return whether numbers are drawn in new places, or much time has passed since the last comparison."""
-        new = places - self.places
-        self.places |= new
-        rows = (step - self.step) * rows_per_step
-        return bool(new) or (bool(self.places) and rows >= _APART * FEWEST * PLACES)
 
 
 def _config_of(model: nn.Module) -> dict[str, str]:

@@ -1,7 +1,7 @@
-"""The passes of one check of independence: rows alone and with others, through collator, model and clipper.
+"""The passes of one check of independence: rows alone and with others, through model, loss and clipper.
 
-Place in the flow: below `dpllm.training.checks.independence`, which says which passes run and judges them. The collator
-and the reading of rows are checked first, because they are taken for functions of single rows afterwards.
+Place in the flow: below `dpllm.training.checks.independence`, which says which passes run and judges them. Each row is
+made once (`dpllm.training.checks.row_sample`), and dpllm puts rows together, so passes differ in nothing but company.
 
 Shape suffixes: B rows.
 """
@@ -9,8 +9,6 @@ Shape suffixes: B rows.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,13 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from dpllm.data.labels import IGNORE
-from dpllm.data.transfer import send
+from dpllm.data.transfer import own_copy, send
 from dpllm.ghost import GhostError, UnitClipper
 from dpllm.ghost.memory import is_shortage
-from dpllm.training.checks.carried import carried_by, doubts
-from dpllm.training.checks.companies import SHORTEST, Company, Sample
 from dpllm.training.checks.differences import Bound, Precision, Seen, compare, counting_norm
-from dpllm.training.checks.drawn import Alone, part_of, unmeasured
 from dpllm.training.checks.repeatable import (
     Draw,
     Numbers,
@@ -37,8 +32,8 @@ from dpllm.training.checks.repeatable import (
     same_randomness,
     seed_between,
 )
-from dpllm.training.checks.sharing import FAILS, FEWEST, PLACES, STATES, Pass, copied, of_collator
-from dpllm.training.microbatches import Microbatch, RowsTaken
+from dpllm.training.checks.row_sample import Company, Sample, carried_by, doubts
+from dpllm.training.checks.sharing import COPIES, Pass
 from dpllm.training.out_of_memory import device_of
 
 if TYPE_CHECKING:
@@ -47,7 +42,6 @@ if TYPE_CHECKING:
 
 CHANCES = 8
 """Random states of the first check: a coupling in at least one of eight microbatches is found with certainty."""
-_BESIDE = 8  # rows of the company in which a collator that draws numbers is checked
 
 
 class IndependenceError(GhostError):
@@ -93,14 +87,12 @@ class Found:
     Attributes:
         points: facts for the open points of the report; the same on every process after a check.
         num_passes: (rows, tokens with padding) that went through the model for checks.
-        is_drawn: whether the collator draws random numbers.
-        is_reread: whether rows differ when they are read again.
+        is_drawn: whether rows are made with random numbers.
     """
 
     points: list[str] = field(default_factory=list)
     num_passes: tuple[int, int] = (0, 0)
     is_drawn: bool = False
-    is_reread: bool = False
 
     def count(self, rows: TrainingRows, numbers: Sequence[int]) -> None:
         """Count rows that pass through the model."""
@@ -109,142 +101,62 @@ class Found:
         self.num_passes = (self.num_passes[0] + len(lengths), self.num_passes[1] + int(tokens))
 
 
-@dataclass
-class _Numbers:
-    """The random numbers that passes drew.
+class Passes:
+    """The passes of one check.
 
-    Attributes:
-        draws: of the last pass.
-        moved: generators that moved in it, and their states after it.
-        places: places in the code, and generators, of all passes.
+    Args:
+        setup: of the check.
+        found: receives the results beside the verdict.
+        sample: rows of the check.
+
+    Raises:
+        IndependenceError: the collator or the data set carries something from one row to the next.
     """
 
-    draws: list[Draw] = field(default_factory=list)
-    moved: dict[str, Any] = field(default_factory=dict)
-    places: set[str] = field(default_factory=set)
-
-    def note(self, draws: list[Draw]) -> None:
-        """Note the draws of a pass whose moved generators are known."""
-        self.draws = draws
-        self.places |= {*self.moved, *(f"{one.name} {one.where}" for one in draws)}
-
-
-class Passes:
-    """The passes of one check."""
-
-    def __init__(self, setup: Setup, found: Found, sample: Sample, first: bool) -> None:
-        """Check the collator and the reading of the rows; no row passes through the model yet.
-
-        Args:
-            setup: of the check.
-            found: receives the results beside the verdict.
-            sample: rows of the check.
-            first: whether the check is as complete as the first one of a process.
-
-        Raises:
-            IndependenceError: the collator or the reading of rows couples them.
-        """
+    def __init__(self, setup: Setup, found: Found, sample: Sample) -> None:
+        """Check how rows are made; no row passes through the model yet."""
         self._setup, self._found, self.sample = setup, found, sample
-        self.seen: list[Seen] = []
-        self.numbers = _Numbers()
+        self.draws: list[Draw] = []  # of the last pass
+        self.moved: dict[str, Any] = {}  # generators that moved in it, and their states after it
+        self.places: set[str] = set()  # places in the code, and generators, from which any pass drew numbers
         trained = [parameter.dtype for parameter in setup.clipper.parameters.values()]
         self._precision = Precision(weights=min(trained, key=lambda dtype: torch.finfo(dtype).eps))
         self.not_held = ""  # random numbers that differ between passes and change the result
         self.is_carried = False  # whether the first row had another result after all others
         self._has_probed = False
-        self._collated: dict[tuple[int, tuple[int, ...]], Microbatch] = {}  # by seed and rows
-        rows, short = setup.rows, sample.together[0]
-        early = self._early() if first and not found.is_drawn and not setup.engine.lockstep else []
-        if (message := carried_by(rows, sample)) is not None:
+        before = generator_states()
+        if (message := carried_by(setup.rows, sample)) is not None:
             raise IndependenceError(message)
-        found.points += doubts(rows, sample)
-        some = list(dict.fromkeys([short, *sample.replaced, *sample.together]))[:SHORTEST]
-        self._alone = Alone.of(rows.collate, [] if rows.packed else [sample.rows[number] for number in some])
-        found.is_drawn = found.is_drawn or self._alone.differ()
-        found.is_reread = found.is_reread or not sample.refetched
-        self.early = [] if found.is_drawn else early
-        if found.is_drawn and rows.max_rows != 1:
-            self._refuse_unmeasured(short)
-        if (found.is_drawn or not sample.refetched) and rows.max_rows != 1:
-            self._refuse_shared_by_collator(STATES if first else FEWEST)
+        found.points += doubts(setup.rows, sample)
+        found.is_drawn = found.is_drawn or generator_states() != before
 
-    def _early(self) -> list[Seen]:
-        """Return the result of a row that nothing has seen in this check, before any other pass.
+    def make(self, number: int) -> None:
+        """Have the collator make a row, as for a pass; the rows of all passes stay as they were made at first."""
+        with same_randomness(self._setup.seed):
+            self._setup.rows.made(np.array([number]))
 
-        A loss or a collator that treats a row by what it has seen already (rows that it knows, the largest loss, the
-        longest row) does so from the first passes on, and the same in all later ones. One of the shortest rows: after
-        the longest, what follows the longest row so far would not change any more. Nothing, if the row does not pass
-        by itself: the passes that follow say why.
+    def early(self) -> list[Seen]:
+        """Return the result of the shortest row before any other pass; nothing if it does not pass by itself.
+
+        A loss that treats a row by what it has seen already, such as the longest row, does so from the first passes on.
         """
-        rows, sample = self._setup.rows, self.sample
-        lengths = [int(rows.lengths[number]) for number in sample.rows]
-        numbers = np.setdiff1d(np.asarray(rows.units.rows), np.array(list(sample.rows)))
-        least = int(rows.lengths[numbers].min(initial=max(lengths)))
-        numbers = numbers[rows.lengths[numbers] == least]
-        if not len(numbers) or least == max(lengths) > min(lengths):
-            return []
-        number = int(secrets.SystemRandom().choice(numbers.tolist()))
-        try:
-            if not sample.refetched:
-                row = rows.fetch(np.array([number]))[0]
-                self.sample = dataclasses.replace(sample, rows={**sample.rows, number: row})
-            return self.run(Company((number,), "alone, before all other rows"))
-        except Exception:
-            return []
-
-    def _refuse_unmeasured(self, short: int) -> None:
-        """Check that a collator which draws numbers makes each row from that row only, and that it marks padding."""
-        rows = self._setup.rows
-        message = unmeasured(rows.collate, rows.fetch, short, np.asarray(rows.units.rows), rows.lengths)
-        part = self._drawn(Company((short,), ""), self._setup.seed)
-        if message is None and part is not None:
-            sample, most = self.sample, min(_BESIDE, rows.max_rows or _BESIDE)  # replaced rows begin with a long one
-            few = list(dict.fromkeys([short, *sample.replaced, *sample.together, *sample.crowd]))[:most]
-            message = self._alone.changed(rows.collate, [sample.rows[number] for number in few], part.inputs)
-        if message is not None:
-            raise IndependenceError(message)
-
-    def _refuse_shared_by_collator(self, states: int) -> None:
-        """Check that rows share no random numbers of the collator, or of the reading of rows."""
-        rows, sample = self._setup.rows, self.sample
-        number = max(sample.rows, key=lambda one: int(rows.lengths[one]))  # the most numbers, and no model runs
-
-        def read(count: int) -> list[Any]:
-            return list(rows.fetch(np.array([number] * count)))
-
-        rows_of = copied(sample.rows[number]) if sample.refetched else read
-        places = min(PLACES, rows.max_rows or PLACES)
-        figures = None if rows.packed else self._alone.figures
-        message = of_collator(rows.collate, rows_of, figures, places, states)
-        if message is not None:
-            raise IndependenceError(message)
+        with contextlib.suppress(Exception):  # the passes that follow say why
+            return self.run(Company(self.sample.together[:1], "alone, before all other rows"))
+        return []
 
     def room_for_copies(self) -> int:
         """Return how many copies of the shortest row are compared."""
-        rows = self._setup.rows
+        rows, most = self._setup.rows, self._setup.max_tokens
         short = max(1, int(rows.lengths[self.sample.together[0]]))
-        return max(
-            1,
-            min(
-                PLACES,
-                rows.max_rows or PLACES,
-                PLACES if self._setup.max_tokens is None else self._setup.max_tokens // short,
-            ),
-        )
+        return max(1, min(COPIES, rows.max_rows or COPIES, COPIES if most is None else most // short))
 
     def copies(self, count: int, numbers: Numbers) -> Pass:
         """Return the result of one pass over copies of the shortest row, for `Sharing`."""
-        seed = secrets.SystemRandom().getrandbits(32) if numbers.is_real else None
-        seen = self.run(Company(self.sample.together[:1] * count, "beside its copies"), seed, numbers=numbers)
-        return Pass([one.loss for one in seen], [one.norm for one in seen], self.numbers.draws, self.numbers.moved)
+        seen = self.run(Company(self.sample.together[:1] * count, "beside its copies"), numbers=numbers)
+        return Pass([one.loss for one in seen], [one.norm for one in seen], self.draws, self.moved)
 
     def run(
-        self,
-        company: Company,
-        seed: int | None = None,
-        start: int | None = None,
-        numbers: Numbers | None = None,
-        between: Company | None = None,
+        self, company: Company, seed: int | None = None, start: int | None = None, numbers: Numbers | None = None
     ) -> list[Seen]:
         """Return loss and norm of each row of one pass.
 
@@ -252,34 +164,26 @@ class Passes:
             company: the rows.
             seed: seed of the global generators. None: the seed of the check.
             start: seed of the numbers given by `Repeatable`. None: ``seed``.
-            numbers: other numbers; the rows stay as they are.
-            between: rows that are collated after these and before the pass, as a step does that fetches ahead: a loss
-                that reads what the collator has stored reads theirs.
+            numbers: other numbers.
         """
         seed = self._setup.seed if seed is None else seed
-        taken = self._drawn(company, seed if start is None and numbers is None else self._setup.seed)
+        inputs, index = self._batch(company), torch.arange(len(company.numbers))
         with self._repeatable(seed, start, numbers):
-            taken = taken or self._taken(company)
-            if between is not None:
-                self._taken(between)
             try:
-                loss_B = self._losses(company, taken.inputs)
+                loss_B = self._losses(company, inputs)
             except Exception as error:
                 if isinstance(error, GhostError) or is_shortage(error):
                     raise
                 if self._has_probed and len(company.numbers) == 1:
-                    if self._fails_at_random(company):
-                        words = FAILS.format(error=f"{type(error).__name__}: {error}")
-                        raise IndependenceError(words) from error
                     raise IndependenceError(self._too_short(company.numbers[0], error)) from error
                 raise
-            norm_B = self._setup.clipper.row_norms(loss_B, taken.unit_index)
+            norm_B = self._setup.clipper.row_norms(loss_B, index)
             self._precision.on_gpu |= loss_B.device.type != "cpu"
             values = torch.stack([loss_B.detach().double(), norm_B.double()], 1).tolist()
         return [
             Seen(row, place, loss, norm, company, targets)
             for place, (row, (loss, norm), targets) in enumerate(
-                zip(company.numbers, values, _targets(taken.inputs, len(values)), strict=True)
+                zip(company.numbers, values, _targets(inputs, len(values)), strict=True)
             )
         ]
 
@@ -292,10 +196,9 @@ class Passes:
     def probe(self) -> None:
         """Measure that losses have no gradient in other rows; see `dpllm.ghost.UnitClipper.check_rows`."""
         company = Company(self.sample.probed, "")
-        drawn = self._drawn(company, self._setup.seed)
+        inputs, index = self._batch(company), torch.arange(len(company.numbers))
         with self._repeatable(self._setup.seed):
-            taken = drawn or self._taken(company)
-            self._setup.clipper.check_rows(lambda: self._losses(company, taken.inputs), taken.unit_index)
+            self._setup.clipper.check_rows(lambda: self._losses(company, inputs), index)
         self._has_probed = True
 
     def is_random(self) -> bool:
@@ -306,7 +209,7 @@ class Passes:
         apart = [self.differ(first, found) for found in (second, again)]
         # the same numbers give another result: that is state
         is_random = apart[0] and not apart[1] and not self.is_carried
-        names = not_replaced(self.numbers.draws, self.numbers.moved) if is_random else []
+        names = not_replaced(self.draws, self.moved) if is_random else []
         self.not_held = ", ".join(names or ["from PyTorch's global generator"] if is_random else [])
         return is_random
 
@@ -326,54 +229,21 @@ class Passes:
         """Return the message for a row that the model accepts beside longer rows, but not alone."""
         return (
             f"A row of {int(self._setup.rows.lengths[row])} tokens passes through the model beside longer rows but "
-            f"not alone ({type(error).__name__}: {error}), so the model's result for it depends on its padding. A "
-            "unit then cannot be bounded, and ε would not hold. Leave out rows this short, or pad all rows to one "
-            "length in the collator"
+            f"not alone ({type(error).__name__}: {error}), so its result depends on its padding, or on random numbers "
+            "for which the loss fails. A unit then cannot be bounded, and ε would not hold. Leave out rows this short, "
+            "pad all rows to one length in the collator, or correct the branch of the loss"
         )
-
-    def _fails_at_random(self, company: Company) -> bool:
-        """Return whether a row that the model did not accept alone is accepted alone with other random numbers."""
-        taken = self._drawn(company, self._setup.seed) or self._taken(company)
-        for part in range(0 if self._setup.engine.lockstep else CHANCES):
-            seed = seed_between(part / CHANCES, (part + 1) / CHANCES)
-            try:
-                with same_randomness(seed), Repeatable(self._setup.rows.packed, seed):
-                    self._losses(company, taken.inputs)
-            except Exception:
-                continue
-            finally:
-                self._setup.clipper.forget()
-            return True
-        return False
 
     def _losses(self, company: Company, inputs: Mapping[str, Any]) -> Tensor:
         self._found.count(self._setup.rows, company.numbers)
         before = generator_states()
-        loss_B = self._setup.loss_of(send(inputs, device_of(self._setup.clipper)))
-        self.numbers.moved = {name: state for name, state in generator_states().items() if state != before[name]}
+        # Own memory: the model or the loss may write into its inputs, and a row passes several times.
+        loss_B = self._setup.loss_of(send(own_copy(inputs), device_of(self._setup.clipper)))
+        self.moved = {name: state for name, state in generator_states().items() if state != before[name]}
         return loss_B
 
-    def _taken(self, company: Company) -> Any:
-        rows = self._setup.rows
-        own = self.sample.fetched(company.numbers, rows.fetch)
-        taken = RowsTaken(own, rows.lengths[list(company.numbers)], rows.collate)
-        return taken.microbatch(np.arange(len(own)), len(own))
-
-    def _drawn(self, company: Company, seed: int) -> Microbatch | None:
-        """Return rows out of the batch of all rows if the collator draws random numbers; None if it does not."""
-        if not self._found.is_drawn:
-            return None
-        sample = self.sample  # a collator of single rows is never given two
-        together = () if self._setup.rows.max_rows == 1 else (*sample.together, *sample.replaced, *sample.crowd)
-        every = tuple(dict.fromkeys([*together, *company.numbers]))
-        if all(used != seed for used, _ in self._collated):
-            self._collated.clear()
-        if (seed, every) not in self._collated:
-            with same_randomness(seed):
-                self._collated[seed, every] = self._taken(Company(every, "all rows"))
-        places = [every.index(number) for number in company.numbers]
-        inputs = part_of(self._collated[seed, every].inputs, places, self._alone.labels_apart())
-        return Microbatch(inputs, torch.arange(len(company.numbers)), len(company.numbers))
+    def _batch(self, company: Company) -> Mapping[str, Any]:
+        return self._setup.rows.collate.batch([self.sample.inputs[number] for number in company.numbers])
 
     @contextlib.contextmanager
     def _repeatable(self, seed: int, start: int | None = None, numbers: Numbers | None = None) -> Iterator[None]:
@@ -384,7 +254,8 @@ class Passes:
                 yield
             finally:
                 self._setup.clipper.forget()  # also an aborted pass
-        self.numbers.note(mode.draws)
+        self.draws = mode.draws
+        self.places |= {*self.moved, *(f"{one.name} {one.where}" for one in mode.draws)}
         self._precision.dtype = max(self._precision.dtype, mode.dtype, key=lambda dtype: torch.finfo(dtype).eps)
 
 

@@ -120,13 +120,11 @@ class Numbers:
         changed: draws that get other numbers.
         reseeded: generators, `NUMPY` or `PYTHON`, that begin in another state.
         to: the beginning of their sequence, between 0 and 1; a single uniform number has about this value.
-        is_real: whether to leave random numbers as they are, and to disable dropout only.
     """
 
     changed: frozenset[Draw] = frozenset()
     reseeded: frozenset[str] = frozenset()
     to: float = 0.0
-    is_real: bool = False
 
 
 class Repeatable(TorchFunctionMode):
@@ -138,7 +136,7 @@ class Repeatable(TorchFunctionMode):
     found. Numbers from a generator that was seeded within the pass are not changed.
 
     `dpllm.training.checks.sharing` needs passes with other numbers (`Numbers`): some draws differ from those of the
-    pass before and all others do not; or only dropout is disabled.
+    pass before and all others do not.
 
     Attributes:
         draws: the calls that drew random numbers, or would have without this mode, in their order.
@@ -181,7 +179,7 @@ class Repeatable(TorchFunctionMode):
         elif func in _REPEATED:
             result = self._repeated(func, args, kwargs)
         else:
-            draw, self._name = None if self._numbers.is_real else _DRAWS.get(func), getattr(func, "__name__", "")
+            draw, self._name = _DRAWS.get(func), getattr(func, "__name__", "")
             result = func(*args, **kwargs) if draw is None else draw(self, func, args, kwargs)
         if isinstance(result, Tensor) and result.dtype in _COARSE:
             self.dtype = min(self.dtype, result.dtype, key=lambda dtype: -torch.finfo(dtype).eps)

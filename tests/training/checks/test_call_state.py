@@ -191,8 +191,9 @@ def test_a_collator_that_pads_to_the_longest_row_so_far_is_accepted(tmp_path):
     assert run.ledger.num_steps == 1
 
 
-def test_a_collator_that_takes_values_in_turn_is_an_open_point_with_one_row_per_microbatch(tmp_path):
-    """With more rows, the rows of a batch differ."""
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_collator_that_takes_values_in_turn_is_an_open_point(batch, tmp_path):
+    """Which of them a row gets depends on how many rows were made before."""
     tokens = itertools.cycle([1, 2])
 
     def collate(rows):
@@ -200,7 +201,7 @@ def test_a_collator_that_takes_values_in_turn_is_an_open_point_with_one_row_per_
         batch["input_ids"][:, 0] = next(tokens)
         return batch
 
-    run = trainer(tmp_path, llama(), batch=1, data_collator=collate)
+    run = trainer(tmp_path, llama(), batch=batch, data_collator=collate)
     run.train()
     assert any("gives a row other values each time" in one for one in run.privacy_report()["open_points"])
 
@@ -397,7 +398,7 @@ def test_a_run_loses_nothing_of_a_prefetch_queue_and_writes_into_no_container(tm
     assert len(collate.taken) <= 100, "the checks of two steps and their start call the collator"
 
 
-def test_the_start_of_a_run_in_one_process_calls_the_collator_once(tmp_path):
+def test_the_start_of_a_run_in_one_process_calls_the_collator_for_three_rows(tmp_path):
     """A mistake is found before anything is charged; there is no other process whose rows could differ."""
     calls = []
 
@@ -409,4 +410,4 @@ def test_the_start_of_a_run_in_one_process_calls_the_collator_once(tmp_path):
     run = PrivateRun.start(tmp_path, plan, rows_of(unequal(plan.population).to_list(), collate))
     run.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
     run.detach()
-    assert calls == [1]
+    assert calls == [1, 1, 1]

@@ -37,10 +37,11 @@ class LeftOver:
         return of_ids(made)
 
 
-def test_a_collator_that_carries_tokens_on_is_refused_with_one_row_per_microbatch(tmp_path):
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_collator_that_carries_tokens_on_is_refused(batch, tmp_path):
     """The same row again and again shows nothing: the row before is then always itself."""
     with pytest.raises(IndependenceError, match="collated"):
-        trainer(tmp_path, llama(), batch=1, data_collator=LeftOver()).train()
+        trainer(tmp_path, llama(), batch=batch, data_collator=LeftOver()).train()
     assert read_ledger(tmp_path / LEDGER_FILE).num_steps == 1
 
 
@@ -149,13 +150,14 @@ class Memo:
     [COLLATE, masked(random), masked(np.random), masked(np.random.default_rng), Memo()],
     ids=["plain", "python", "numpy", "a generator of each call", "memo"],
 )
-def test_a_collator_of_single_rows_that_carries_nothing_on_passes(collate, tmp_path):
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_collator_of_single_rows_that_carries_nothing_on_passes(collate, batch, tmp_path):
     """With random numbers of each call, too: they are the row's own."""
 
     def single(rows):
-        (row,) = rows  # a collator of one row is given one
+        (row,) = rows  # a collator is given one row
         return collate([row])
 
-    run = trainer(tmp_path, llama(), batch=1, steps=2, data_collator=single)
+    run = trainer(tmp_path, llama(), batch=batch, steps=2, data_collator=single)
     run.train()
     assert run.ledger.num_steps == 2

@@ -13,9 +13,9 @@ from dpllm.mechanism.group_clipping import GroupClipping
 from dpllm.mechanism.per_layer import PerLayerClipping
 from dpllm.mechanism.quantile import QuantileClipping
 from dpllm.training.checks import differences
-from dpllm.training.checks.companies import Company
 from dpllm.training.checks.differences import TOLERANCE, Bound, Precision, Seen, compare, counting_norm, finding_of
 from dpllm.training.checks.independence import IndependenceError
+from dpllm.training.checks.row_sample import Company
 from tests.mutations import kills
 from tests.training.checks.test_independence import DEPENDS, llama, lm_loss, rows_of, steps, unequal
 from tests.training.test_run import plan_of

@@ -5,25 +5,19 @@ Through the public API: `DPTrainer`, and `PrivateRun` with a custom loop.
 
 import itertools
 import random
-from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from dpllm.data.rows import RowCollator
 from dpllm.training.checks.independence import IndependenceError
 from dpllm.training.checks.repeatable import Draw
-from dpllm.training.checks.sharing import PLACES, _ways, chance, related, shared_draws
-from tests.tiers import deep_case
-from tests.training.checks.test_drawn import masked_by_transformers, plain, token_loss
-from tests.training.checks.test_independence import GPT2, SMALL, Noisy, lm_loss, rows_of, steps, trainer, unequal
+from dpllm.training.checks.sharing import shared_draws
+from tests.training.checks.test_independence import GPT2, Noisy, lm_loss, rows_of, steps, trainer, unequal
 
-PAD = RowCollator(pad_token_id=0)
 MODEL = "^The model or the loss draws random numbers that (all )?rows of a microbatch share.*Draw separate numbers"
-COLLATOR = "^The collator draws random numbers that (all )?rows of a microbatch share.*Draw separate numbers"
 
 
 class Plain(nn.Module):
@@ -59,8 +53,6 @@ SHARED = {
     "randint": lambda rows: torch.randint(0, 2, (1,)).item(),
     "rare": lambda rows: float(torch.rand(()) < 1e-4),
     "half as many": lambda rows: torch.rand(rows // 2 + 1).repeat(2)[:rows],
-    "first of many": lambda rows: torch.rand(rows)[0],
-    "mean of many": lambda rows: torch.rand(rows).mean(),
     "randperm": lambda rows: torch.randperm(7)[0].item(),
     "Python": lambda rows: float(random.random() < 0.5),
     "numpy": lambda rows: np.random.rand(),
@@ -142,106 +134,6 @@ def test_a_coin_that_begins_later_is_refused(tmp_path):
         steps(tmp_path, Plain(), rows_of(unequal(24).to_list()), loss_of, count=4, after=after)
 
 
-def masking(numbers, low, high):
-    """A collator that masks each token with a rate; ``numbers`` makes rates in [0, 1] for a number of rows."""
-
-    def collate(rows):
-        batch = PAD([{"input_ids": row["input_ids"]} for row in rows])
-        ids, used = batch["input_ids"], batch["attention_mask"] == 1
-        rate = torch.as_tensor(numbers(len(rows)), dtype=torch.float32).reshape(-1, 1)
-        masked = (torch.rand(ids.shape) < low + (high - low) * rate) & used
-        masked[:, 1] = True
-        return {**batch, "input_ids": ids.masked_fill(masked, 4), "labels": torch.where(masked, ids, -100)}
-
-    return collate
-
-
-def bert():
-    return BertForMaskedLM(BertConfig(**SMALL, num_hidden_layers=1, max_position_embeddings=64, pad_token_id=0))
-
-
-def of_tokens(outputs, labels):
-    nll_BT = nn.functional.cross_entropy(outputs.logits.transpose(1, 2), labels, reduction="none")
-    return nll_BT.sum(1) / (labels >= 0).sum(1)
-
-
-RATES = {
-    "torch": lambda rows: torch.rand(()),
-    "Python": lambda rows: random.random(),
-    "numpy": lambda rows: np.random.rand(),
-}
-OWN_RATES = {
-    "torch": torch.rand,
-    "Python": lambda rows: [random.random() for _ in range(rows)],
-    "numpy": np.random.rand,
-}
-
-
-@pytest.mark.parametrize("kind", ["torch", deep_case("Python"), deep_case("numpy")])
-def test_one_masking_rate_for_a_batch_is_refused_and_one_for_each_row_passes(kind, tmp_path):
-    """A rate between 0.15 and 0.2 changes no row by much."""
-    more = {"compute_loss_func": of_tokens, "dataset": unequal(40)}
-    with pytest.raises(IndependenceError, match=COLLATOR):
-        trainer(tmp_path / "shared", bert(), data_collator=masking(RATES[kind], 0.15, 0.2), **more).train()
-    trainer(tmp_path / "own", bert(), data_collator=masking(OWN_RATES[kind], 0.1, 0.9), **more).train()
-
-
-def test_one_rate_among_other_numbers_of_its_generator_is_refused(tmp_path):
-    """NumPy gives the rate and the masks, so its numbers grow with the rows."""
-
-    def collate(rows):
-        batch, rate = PAD(rows), 0.1 + 0.8 * np.random.rand()
-        ids, used = batch["input_ids"], batch["attention_mask"] == 1
-        masked = torch.as_tensor(np.random.rand(*ids.shape) < rate) & used
-        return {**batch, "input_ids": ids.masked_fill(masked, 4)}
-
-    with pytest.raises(IndependenceError, match=COLLATOR):
-        steps(tmp_path, Plain(), rows_of(plain(count=24), collate), count=1)
-
-
-def test_rows_of_a_batch_with_a_generator_seeded_by_one_number_pass(tmp_path):
-    """The number is shared, and the numbers made from it are not."""
-
-    def collate(rows):
-        batch, own = PAD(rows), np.random.default_rng(np.random.randint(2**31))
-        ids, used = batch["input_ids"], batch["attention_mask"] == 1
-        return {**batch, "input_ids": ids.masked_fill(torch.as_tensor(own.random(ids.shape) < 0.3) & used, 4)}
-
-    assert steps(tmp_path, Plain(), rows_of(plain(count=24), collate), count=1)[0] == 1
-
-
-def test_the_collator_of_transformers_passes(tmp_path):
-    assert steps(tmp_path, bert(), rows_of(plain(count=24), masked_by_transformers()), token_loss, count=2)[0] == 2
-
-
-@pytest.mark.parametrize("is_shared", [True, False])
-def test_rows_that_are_read_with_one_coin_for_all_are_refused(is_shared, tmp_path):
-    examples = plain(count=24)
-
-    class Cut:
-        def __len__(self):
-            return len(examples)
-
-        def __getitems__(self, numbers):
-            coin = random.random()
-            return [self.cut(n, coin if is_shared else random.random()) for n in numbers]
-
-        def __getitem__(self, number):
-            return self.cut(number, random.random())
-
-        def cut(self, number, coin):
-            ids = examples[number]["input_ids"]
-            return {"input_ids": ids[: max(2, len(ids) - int(3 * coin))]}
-
-    rows, cut = rows_of(examples), Cut()
-    object.__setattr__(rows, "fetch", lambda numbers: cut.__getitems__([int(n) for n in numbers]))
-    if is_shared:
-        with pytest.raises(IndependenceError, match=COLLATOR):
-            steps(tmp_path, Plain(), rows, count=1)
-    else:
-        assert steps(tmp_path, Plain(), rows, count=1)[0] == 1
-
-
 def test_numbers_that_cannot_be_held_equal_are_named_as_the_cause(tmp_path):
     """Each row has its own numbers, and which ones depends on its place."""
     numbers = weighted(lambda rows: torch.tensor([random.random() for _ in range(rows)]))
@@ -259,35 +151,6 @@ def test_a_loss_that_fails_for_some_random_numbers_is_told_so(tmp_path):
 
     with pytest.raises(IndependenceError, match="IndexError"):
         steps(tmp_path, Plain(), rows_of(unequal(24).to_list()), loss_of, count=1)
-
-
-def test_the_chance_is_that_of_all_orders():
-    """Against all divisions of 8 values into 4 passes, and its tails are at most as frequent as they say."""
-    values = np.array([0.0, 0.0, 0.1, 0.2, 5.0, 5.1, 5.2, 6.0])
-    squares = Counter(
-        int(sum(sum(values[n] > 1 for n in order[at : at + 2]) ** 2 for at in (0, 2, 4, 6)))
-        for order in itertools.permutations(range(8))
-    )
-    ways = _ways(4, 2)[4]
-    assert {q: count / 40320 for q, count in squares.items()} == pytest.approx(
-        {q: ways[q] / ways.sum() for q in np.flatnonzero(ways)}
-    )
-    alike, unlike = chance(values.reshape(4, 2))
-    assert alike == pytest.approx(squares[8] / 40320) and unlike == 1
-    rng = np.random.default_rng(0)
-    tails = np.array([chance(rng.normal(size=(8, PLACES))) for _ in range(2000)])
-    for level in (0.3, 0.05, 0.01):
-        assert (tails <= level).mean(0).max() <= level + 4 * (level / 2000) ** 0.5
-
-
-def test_the_power_of_a_comparison_by_chance():
-    """One pass in eight with another value is enough, and so are opposite values of pairs in more states."""
-    values = np.zeros((8, PLACES))
-    values[3] = 1
-    assert related(values, 0.1, 1e-8)["relation"] == "similar"
-    assert related(values, 1.0, 1e-8) is None  # rounding
-    coins = np.random.default_rng(0).integers(0, 2, (24, PLACES // 2))
-    assert related(np.concatenate([coins, 1 - coins], 1).astype(float), 0.1, 1e-8)["relation"] == "opposite"
 
 
 def test_draws_are_compared_one_by_one_or_in_total():
