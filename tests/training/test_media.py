@@ -66,9 +66,9 @@ def test_a_run_counts_its_rows_and_keeps_its_tower(kind, gradients, tmp_path):
 
 
 @kills(
-    "a row with several images beside one with none",
-    "dpllm/training/microbatches.py",
-    "    _check_media(inputs, rows, collate)\n",
+    "a collator may make several rows of one, or none",
+    "dpllm/data/single_rows.py",
+    "        self._check(inputs)\n",
     "",
 )
 def test_a_row_that_would_take_the_image_of_another_is_refused(tmp_path):

@@ -48,7 +48,7 @@ from dpllm.training.checks.differences import (
 from dpllm.training.checks.float64 import float64_operations
 from dpllm.training.checks.passes import CHANCES, Found, IndependenceError, Passes, Setup
 from dpllm.training.checks.randomness import OWN_GENERATOR, own_generator
-from dpllm.training.checks.repeatable import same_randomness, seed_between
+from dpllm.training.checks.repeatable import generator_states, same_randomness, seed_between
 from dpllm.training.checks.row_sample import Company, Sample
 from dpllm.training.checks.sharing import Sharing
 from dpllm.training.out_of_memory import MicrobatchTooLargeError, free_memory
@@ -228,7 +228,9 @@ class IndependenceCheck:
         crowd = min(FIRST[2], math.ceil(self._per_step)) if first else 0
         while True:
             with same_randomness(setup.seed):  # collators and fetches may draw random numbers
+                before = generator_states()
                 sample = Sample.draw(self._rows, setup.max_tokens, wanted, first, crowd)
+                self.found.is_drawn |= generator_states() != before
                 passes = Passes(setup, self.found, sample)
             try:
                 return passes, self._worst(passes, first)

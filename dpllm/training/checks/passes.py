@@ -124,11 +124,9 @@ class Passes:
         self.not_held = ""  # random numbers that differ between passes and change the result
         self.is_carried = False  # whether the first row had another result after all others
         self._has_probed = False
-        before = generator_states()
         if (message := carried_by(setup.rows, sample)) is not None:
             raise IndependenceError(message)
         found.points += doubts(setup.rows, sample)
-        found.is_drawn = found.is_drawn or generator_states() != before
 
     def make(self, number: int) -> None:
         """Have the collator make a row, as for a pass; the rows of all passes stay as they were made at first."""
