@@ -23,8 +23,8 @@ from dpllm.privacy.budget import create_budget, read_budget
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.privacy.plan import PrivacyPlan, make_plan
 from dpllm.report.verify import verify
-from dpllm.training.checks.outstanding import DrawError
 from dpllm.training.checks.watch import WatchError
+from dpllm.training.draws import DrawError
 from dpllm.training.microbatches import microbatches
 from dpllm.training.rows import TrainingRows
 from dpllm.training.run import PrivateRun, RunEntropy
@@ -411,12 +411,9 @@ def _with_optimizer(model):
 
 @kills(
     "a draw can be stepped over twice",
-    "dpllm/training/checks/outstanding.py",
-    (
-        "        drawn, charged, self._unit_ids, self._charged = self._unit_ids, self._charged, None, None\n"
-        "        return drawn, charged\n"
-    ),
-    "        return self._unit_ids, Charged(self._charged.num_steps, self._charged.step)\n",
+    "dpllm/training/draws.py",
+    "        self._draw = None\n        return draw\n",
+    "        return draw[0], Charged(draw[1].num_steps, draw[1].step)\n",
 )
 def test_only_the_outstanding_draw_is_stepped_over_and_once(tmp_path):
     """Chosen units, a draw that was used, one that was changed and an older one are refused."""
