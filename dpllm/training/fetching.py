@@ -74,11 +74,14 @@ def reader(dataset: Any, model: Any, collate: Any, args: Any) -> Callable[[np.nd
     maker = (getattr(collate, "__module__", None) or type(collate).__module__).partition(".")[0]
     if maker == "transformers":
         _refuse_text_labels(dataset)
-    if not args.remove_unused_columns or maker != "transformers" or "input_ids" not in taken:
-        return lambda numbers: fetch_rows(dataset, numbers)
-    return lambda numbers: [
-        {name: value for name, value in row.items() if name in taken} for row in fetch_rows(dataset, numbers)
-    ]
+    all_columns = not args.remove_unused_columns or maker != "transformers" or "input_ids" not in taken
+
+    def read(numbers: np.ndarray) -> list[dict[str, Any]]:
+        rows = fetch_rows(dataset, numbers)
+        return rows if all_columns else [{name: row[name] for name in row if name in taken} for row in rows]
+
+    read.__wrapped__ = dataset  # type: ignore[attr-defined]  # for the check of the data set's generators
+    return read
 
 
 _PADDING = (DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, DataCollatorWithPadding)

@@ -1,6 +1,7 @@
 """A private run driven by a custom loop; the same over several processes is in `tests.distributed`."""
 
 import dataclasses
+import functools
 import itertools
 from itertools import islice
 
@@ -308,16 +309,17 @@ def test_rows_are_told_apart_by_their_lengths_and_units():
 
 @pytest.mark.parametrize("change", ["content", "collator"])
 def test_every_row_and_the_collator_are_compared(change):
-    """One row of thousands differs in one number, and the collator in one value that it was made with."""
+    """One row of thousands differs in one number, and the collator in one setting."""
     units, lengths = UnitIndex.one_row_per_unit(5000), np.ones(5000, dtype=np.int64)
 
     def facts(odd_row, factor):
         def fetch(numbers):
             return [{"number": [int(n) + (n == odd_row)]} for n in numbers]
 
-        return TrainingRows(
-            units, lengths, fetch, lambda rows: {"n": torch.tensor([factor * 0 + row["number"][0] for row in rows])}, 2
-        ).facts()
+        def collate(rows, factor):
+            return {"n": torch.tensor([factor * 0 + row["number"][0] for row in rows])}
+
+        return TrainingRows(units, lengths, fetch, functools.partial(collate, factor=factor), 2).facts()
 
     same, other = facts(None, 1), facts(2345, 1) if change == "content" else facts(None, 2)
     assert same == facts(None, 1)
