@@ -251,9 +251,8 @@ def attach(
         processes.from_main(lambda: refuse_other_second_moment(name.folder, moment))
     between: Sequence[str] = [] if before is None else before.changed(inside)
     points = check_start(inside, None if name is None else name.folder, start_is_independent, first, between)
-    source: Any = rows.fetch
-    source = getattr(source.fetch, "dataset", source.fetch)
-    refuse_own_generators(inside, [("The collator", rows.collate.collate)], [("The data set", source)])
+    refuse_own_generators(inside)
+    rows.refuse_own_generators()
     make_ready(inside)
     with contextlib.ExitStack() as undo:
         engine = engine_for(model, optimizer)

@@ -22,6 +22,7 @@ from dpllm.engines import model_inside
 from dpllm.models.inputs import model_pad_id
 from dpllm.models.tasks import task_of
 from dpllm.training.checks import agreement
+from dpllm.training.checks.randomness import refuse_own_generators
 from dpllm.training.microbatch_size import AUTO
 from dpllm.training.microbatches import Microbatch, RowsTaken
 from dpllm.training.prefetch import FetchThread
@@ -107,6 +108,7 @@ class TrainingRows:
                 data can read them; or ``collate`` does not make the inputs of one row, or rows that make a batch.
             DataError: dpllm's collator refuses a row, for instance since its label is text.
         """
+        self.refuse_own_generators()
         numbers = np.asarray(self.units.rows)
         lengths = self.lengths[numbers]
         tried = list(dict.fromkeys([numbers[0], numbers[lengths.argmin()], numbers[lengths.argmax()]]))
@@ -139,6 +141,16 @@ class TrainingRows:
             thread.close()
         if type(self.collate.collate).__module__.partition(".")[0] == "dpllm":
             agreement.collated(len(self.lengths), self.fetch, self.collate)
+
+    def refuse_own_generators(self) -> None:
+        """Check that neither the collator nor the data set has a random generator of its own, nor the first a seed.
+
+        Raises:
+            ConfigError: one has; see `dpllm.training.checks.randomness.refuse_own_generators`.
+        """
+        source: Any = self.fetch
+        source = getattr(source.fetch, "dataset", source.fetch)
+        refuse_own_generators(torch.nn.Module(), [("The collator", self.collate.collate)], [("The data set", source)])
 
     def padded_for(self, model: Any) -> TrainingRows:
         """Return these rows, padded as a model reads them: with its token, if none is known of the collator."""

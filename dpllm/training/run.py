@@ -30,7 +30,6 @@ from dpllm.engines.processes import Processes, found_by
 from dpllm.engines.replicas import check_before_saving
 from dpllm.ghost import GhostError, NormMethod
 from dpllm.mechanism.generators import NoiseSource
-from dpllm.mechanism.order import UnitsApart
 from dpllm.mechanism.regenerated import stream_of
 from dpllm.mechanism.sampling import seeded_rng
 from dpllm.models.ended import RunWeights, note_changes, refuse_other_weights
@@ -45,10 +44,9 @@ from dpllm.training.averaging import Averaging, refuse_other_average
 from dpllm.training.checks import agreement
 from dpllm.training.checks.differences import Differences
 from dpllm.training.checks.learning_rates import DECLARED, INDEPENDENT, OWN_LOOP
-from dpllm.training.checks.outstanding import LEFT_OUT, Charged, DrawError, Outstanding
 from dpllm.training.checks.randomness import SecretStreams
-from dpllm.training.checks.turns import Turns, dealing_key, mode_now
 from dpllm.training.choose_clipper import FROZEN, freeze_unused, in_parts
+from dpllm.training.draws import LEFT_OUT, DrawError, Draws, mode_now
 from dpllm.training.microbatches import StepBatch, microbatches
 from dpllm.training.noted import note_units, note_users
 from dpllm.training.restarting import require_shared_folder
@@ -86,7 +84,7 @@ class RunEntropy:
     ) -> None:
         """Take the entropy, and share the part that all processes need."""
         self._sampler, self._seed = plan.mechanism.sampler, seed
-        self._deal_key = dealing_key(processes, lambda: secrets.randbits(128) if seed is None else seed)
+        self._deal_key = processes.from_main(lambda: secrets.randbits(128) if seed is None else seed) & (2**128 - 1)
         generator = NoiseSource(seed, processes.rank, plan.randomness)
         self.noise = stream_of(plan.mechanism.noise, generator, plan.num_steps, noise_memory)
         self.first = ledger.num_steps
@@ -101,76 +99,6 @@ class RunEntropy:
     def deal_key(self, num_steps: int) -> int:
         """Return the key that divides the units of a step over the processes; the same on every process."""
         return self._deal_key + num_steps
-
-
-class Draws:
-    """The draws of a run, the same on every process: rank 0 makes them, and each is charged when it is made.
-
-    Args:
-        plan: plan of the run.
-        ledger: the ledger to charge.
-        processes: all processes of the run; they call each method together.
-        drawn: the sampler's draws; rank 0's are used.
-    """
-
-    def __init__(
-        self, plan: PrivacyPlan, ledger: SharedLedger, processes: Processes, drawn: Iterator[NDArray[np.int64]]
-    ) -> None:
-        """Begin without a draw."""
-        self._ledger, self._drawn = ledger, drawn
-        self._uncharged: NDArray[np.int64] | None = None  # made on rank 0, and seen by nobody
-        self._outstanding, self._turns = Outstanding(plan, ledger), Turns(processes)
-        self._apart = UnitsApart(plan.mechanism.noise.separation(plan.mechanism.draw))
-
-    def next(self, present_N: np.ndarray | None = None) -> NDArray[np.int64]:
-        """Draw and charge the units of the next step.
-
-        Args:
-            present_N: (N,) bool, the units present. None: all.
-
-        Raises:
-            ValueError, LedgerError, DisagreementError: see `dpllm.training.run.PrivateRun.draws`.
-        """
-        self._outstanding.require_steps()
-        drawn = self._turns.draw(self._draw, self._ledger.num_steps)
-        self._apart.check(drawn)  # all processes have the same units, so it raises on all of them
-        made = self._outstanding.made(drawn if present_N is None else drawn[present_N[drawn]])
-        self._uncharged = None
-        self._apart.take(drawn)
-        return made
-
-    def _draw(self) -> NDArray[np.int64]:
-        """Make a draw, or return the one that could not be charged: a sampler counts its draws as steps."""
-        if self._uncharged is None:
-            self._uncharged = next(self._drawn)
-        return self._uncharged
-
-    def chosen(self, unit_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Charge these units as a draw; for runs that are not private."""
-        return self._outstanding.made(self._turns.draw(lambda: unit_ids, self._ledger.num_steps))
-
-    def meet_before_saving(self) -> None:
-        """Check that all processes compare their weights now; see `Turns.save`."""
-        self._turns.save(self._ledger.num_steps)
-
-    def meet_at_the_end(self) -> None:
-        """Check that all processes end the run now; see `Turns.end`."""
-        self._turns.end(self._ledger.num_steps)
-
-    def take(self, unit_ids: ArrayLike, mode: str, error: Exception | None) -> tuple[NDArray[np.int64], Charged]:
-        """Return the outstanding draw and its charge, for one step.
-
-        Args:
-            unit_ids: (U,) the last result of `next`.
-            mode: settings that determine the computation.
-            error: the reason why this process cannot take the step; raised on every process.
-
-        Raises:
-            DrawError: these are other units, or the draw was used.
-            DisagreementError: the processes take different steps.
-        """
-        self._turns.step(np.asarray(unit_ids), self._ledger.num_steps - 1, mode, error)
-        return self._outstanding.take(unit_ids)
 
 
 _TAKEN: weakref.WeakSet[SharedLedger] = weakref.WeakSet()  # ledgers of the runs of this process
@@ -587,7 +515,7 @@ class PrivateRun:
                 f"The run in {self.ledger.path.parent} has ended: finish() was called before. Its report is in that "
                 "folder; to take steps that are left, call PrivateRun.resume"
             )
-        self._draws.meet_at_the_end()
+        self._draws.turns.end(self.ledger.num_steps)
         self.check_before_saving()
         self.end_weights()
         detached = self.weights if self._attached is None else None
@@ -623,7 +551,7 @@ class PrivateRun:
             DisagreementError: the trainable weights of two replicas differ after the last update, or another process
                 is at another point of the run.
         """
-        self._draws.meet_before_saving()
+        self._draws.turns.save(self.ledger.num_steps)
         parameters = {} if self._attached is None else self._attached.clipper.parameters
         check_before_saving(parameters, self.processes, found_by(self.check_saved_state))
 

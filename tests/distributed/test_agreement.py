@@ -91,8 +91,8 @@ def test_a_step_that_rank_zero_cannot_charge_is_taken_by_nobody(seen, folder):
 
 @kills(
     "each process draws units of its own",
-    "dpllm/training/checks/turns.py",
-    "return self._processes.int64s_from_main(drawn, count)",
+    "dpllm/training/draws.py",
+    "return self._processes.int64s_from_main(drawn, int(everywhere[0][2]))",
     "return draw_on_main()",
 )
 @pytest.mark.parametrize("name", ["noisy", "noiseless"])

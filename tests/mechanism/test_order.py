@@ -59,7 +59,7 @@ REFUSED = (
 
 @kills(
     "a run does not compare the units of its draws",
-    "dpllm/training/run.py",
+    "dpllm/training/draws.py",
     "        self._apart.check(drawn)",
     "        ",
 )

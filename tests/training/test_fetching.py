@@ -128,18 +128,6 @@ def test_a_data_set_with_a_generator_of_its_own_is_refused(tmp_path):
     assert run.ledger.num_steps == 4
 
 
-def test_a_generator_in_a_closure_of_the_collator_is_refused(tmp_path):
-    """It need not be an attribute."""
-    model_rows, source = rows(), random.Random(1)
-    inner = trainer(tmp_path / "first", dataset=model_rows).data_collator
-
-    def collate(picked):
-        return inner([{"input_ids": row["input_ids"][source.randrange(2) :]} for row in picked])
-
-    with pytest.raises(ConfigError, match="Random"):
-        trainer(tmp_path / "second", dataset=model_rows, data_collator=collate).train()
-
-
 class Unbounded(torch.utils.data.Dataset):
     """Rows of tensors, which answer to any number: only the length says how many there are."""
 

@@ -24,7 +24,7 @@ from dpllm.privacy.ledger import LEDGER_FILE, Ledger, read_ledger
 from dpllm.privacy.plan import make_plan
 from dpllm.privacy.rounding import epsilon_to_log
 from dpllm.report.verify import verify
-from dpllm.training.checks.outstanding import DrawError, Outstanding
+from dpllm.training.draws import DrawError, Outstanding
 from dpllm.training.run import PrivateRun
 from tests import children
 from tests.conftest import tiny_llama_config

@@ -1,6 +1,7 @@
 """A private run driven by a custom loop; the same over several processes is in `tests.distributed`."""
 
 import dataclasses
+import functools
 import itertools
 from itertools import islice
 
@@ -23,8 +24,8 @@ from dpllm.privacy.budget import create_budget, read_budget
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.privacy.plan import PrivacyPlan, make_plan
 from dpllm.report.verify import verify
-from dpllm.training.checks.outstanding import DrawError
 from dpllm.training.checks.watch import WatchError
+from dpllm.training.draws import DrawError
 from dpllm.training.microbatches import microbatches
 from dpllm.training.rows import TrainingRows
 from dpllm.training.run import PrivateRun, RunEntropy
@@ -308,16 +309,17 @@ def test_rows_are_told_apart_by_their_lengths_and_units():
 
 @pytest.mark.parametrize("change", ["content", "collator"])
 def test_every_row_and_the_collator_are_compared(change):
-    """One row of thousands differs in one number, and the collator in one value that it was made with."""
+    """One row of thousands differs in one number, and the collator in one setting."""
     units, lengths = UnitIndex.one_row_per_unit(5000), np.ones(5000, dtype=np.int64)
 
     def facts(odd_row, factor):
         def fetch(numbers):
             return [{"number": [int(n) + (n == odd_row)]} for n in numbers]
 
-        return TrainingRows(
-            units, lengths, fetch, lambda rows: {"n": torch.tensor([factor * 0 + row["number"][0] for row in rows])}, 2
-        ).facts()
+        def collate(rows, factor):
+            return {"n": torch.tensor([factor * 0 + row["number"][0] for row in rows])}
+
+        return TrainingRows(units, lengths, fetch, functools.partial(collate, factor=factor), 2).facts()
 
     same, other = facts(None, 1), facts(2345, 1) if change == "content" else facts(None, 2)
     assert same == facts(None, 1)
@@ -411,12 +413,9 @@ def _with_optimizer(model):
 
 @kills(
     "a draw can be stepped over twice",
-    "dpllm/training/checks/outstanding.py",
-    (
-        "        drawn, charged, self._unit_ids, self._charged = self._unit_ids, self._charged, None, None\n"
-        "        return drawn, charged\n"
-    ),
-    "        return self._unit_ids, Charged(self._charged.num_steps, self._charged.step)\n",
+    "dpllm/training/draws.py",
+    "        self._draw = None\n        return draw\n",
+    "        return draw[0], Charged(draw[1].num_steps, draw[1].step)\n",
 )
 def test_only_the_outstanding_draw_is_stepped_over_and_once(tmp_path):
     """Chosen units, a draw that was used, one that was changed and an older one are refused."""

@@ -26,7 +26,7 @@ from dpllm.methods.federated.transport import Clients, Content
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.privacy.rounding import up
-from dpllm.training.checks.outstanding import Charges, Outstanding
+from dpllm.training.draws import Charges, Outstanding
 
 GIVEN_UP = "rounds given up because too few clients answered; each stays charged"
 """The ledger's diagnostic of that name."""

@@ -1,8 +1,8 @@
 """Facts that must be identical on every process, since they determine its computation.
 
-Place in the flow: beside `dpllm.training.run`, which compares them (`dpllm.engines.processes.Processes.agree`):
-software and rows when a run begins, training arguments before data are read, model and optimizer when they are
-attached. All facts are texts or numbers that do not depend on Python's hash seed or on memory addresses.
+Place in the flow: `dpllm.training.run` compares them (`dpllm.engines.processes.Processes.agree`). It compares training
+arguments before data are read, software and rows when a run begins, model and optimizer when they are attached. All
+facts are texts or numbers that do not depend on Python's hash seed or on memory addresses.
 """
 
 from __future__ import annotations
@@ -33,23 +33,18 @@ from dpllm.training.checks.repeatable import same_randomness
 _PACKAGES = ("numpy", "torch", "transformers", "peft", "accelerate", "deepspeed", "bitsandbytes")
 _BLOCK = 1 << 20  # lengths hashed together
 _SAMPLE = 256  # the fewest rows that are compared of large data
-_COLLATED = 8
-"""Rows that are also compared after collation. The rows themselves and the collator's code and settings are compared
-already, so this finds a collator that works differently on one machine: another tokenizer, another padding token. Such
-a difference shows in the first rows with padding or special tokens, and every call is one of the user's own function.
-"""
+_COLLATED = 8  # rows compared after collation, which finds another tokenizer or padding token on one machine
 _TOKENS = 1 << 25  # most tokens compared, which takes seconds; of larger data, evenly spaced rows are compared
 _FETCHED = 1024  # rows fetched together
-_STATE = 0  # of the random generators: transforms and collators that draw numbers are compared from one state
-_DEEPEST, _DEEPEST_UNKNOWN = 4, 2
-_OWN = re.compile("^_|rank|process|pid|path|time")  # attributes of unknown objects that may differ between processes
+_STATE = 0  # seed of the random generators while rows are read, for transforms and collators that draw numbers
+_OWN = re.compile("^_|rank|process|pid|path|time")  # attributes that may differ between processes
+_name_of = functools.cache(str)  # NumPy takes longer to name a dtype than to hash a short row
 # Training arguments that name places or set how a process reports, and do not influence the computation.
 _OF_ONE_PROCESS = {
     *("output_dir", "logging_dir", "run_name", "report_to", "disable_tqdm", "log_level", "log_level_replica"),
     *("log_on_each_node", "logging_nan_inf_filter", "local_rank", "hub_token", "hub_model_id", "push_to_hub"),
     *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor", "trackio_space_id", "project"),
 }
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def software() -> dict[str, str]:
@@ -83,17 +78,30 @@ def computation(model: nn.Module, optimizer: Any) -> dict[str, str]:
         model: the module inside the wrapper (`dpllm.engines.model_inside`).
         optimizer: the prepared optimizer; wrappers are removed.
     """
-    parameters = list(model.parameters())
-    config = getattr(model, "config", None)
+    from accelerate.state import AcceleratorState
+
+    parameters, base = list(model.parameters()), innermost(optimizer)
+    groups = getattr(base, "param_groups", [])
+    names = sorted({name for group in groups for name in group} - {"params"})
+    kinds: dict[str, Any] = {"cuda": torch.backends.cuda.matmul, "mkldnn": torch.backends.mkldnn}
     return {
         "the devices of the parameters": described({_device(p) for p in parameters}),
-        "the dtypes of the parameters": _hash(repr([str(p.dtype) for p in parameters])),
-        "the attention implementation": str(getattr(config, "_attn_implementation", None)),
-        "the model's class": f"{type(model).__module__}.{type(model).__qualname__}",
-        "mixed precision": _mixed_precision(),
-        "the precision of float32 products": _float32_precision(),
-        **_optimizer(optimizer),
+        "the dtypes of the parameters": hashlib.sha256(repr([p.dtype for p in parameters]).encode()).hexdigest()[:12],
+        "the attention implementation": str(getattr(getattr(model, "config", None), "_attn_implementation", None)),
+        "the model's class": described(type(model)),
+        "mixed precision": str(AcceleratorState._shared_state.get("_mixed_precision", "none")),
+        "the precision of float32 products": described(
+            {name: str(getattr(kind, "fp32_precision", "?")) for name, kind in kinds.items()}
+        ),
+        "the optimizer": described(type(base)),
+        **{f"the optimizer's {name}": described([group.get(name) for group in groups]) for name in names},
     }
+
+
+def _device(parameter: Tensor) -> str:
+    if parameter.device.type != "cuda":
+        return parameter.device.type
+    return f"cuda ({torch.cuda.get_device_name(parameter.device)})"
 
 
 def rows(
@@ -106,13 +114,7 @@ def rows(
 ) -> dict[str, Any]:
     """Return facts of a run's rows, their units and their microbatches, and of eight rows after collation.
 
-    Args:
-        units: index of the rows of each unit.
-        lengths: (num_rows,) tokens of every row.
-        fetch: row numbers to rows.
-        collate: rows to the model's inputs.
-        limits: the bounds of a microbatch, by name.
-        hash_of_contents: hash of the rows (`contents`).
+    The arguments are those of `dpllm.training.rows.TrainingRows`, the bounds of a microbatch by name, and `contents`.
     """
     order = hashlib.sha256()
     for block in units.blocks():
@@ -169,10 +171,6 @@ def contents(lengths: np.ndarray, fetch: Callable[[np.ndarray], Sequence[Any]]) 
     """Return a hash of the rows in their order; it takes seconds.
 
     All rows are hashed if they have at most 2^25 tokens; of larger data, evenly spaced rows with this many tokens.
-
-    Args:
-        lengths: (num_rows,) tokens of every row.
-        fetch: row numbers to rows.
     """
     digest = hashlib.sha256()
     with same_randomness(_STATE):
@@ -183,28 +181,17 @@ def contents(lengths: np.ndarray, fetch: Callable[[np.ndarray], Sequence[Any]]) 
 
 
 def first_with_other_columns(lengths: np.ndarray, fetch: Callable[[np.ndarray], Sequence[Any]]) -> int | None:
-    """Return the number of the first row whose columns are not those of the first one; None: there is none.
-
-    Args:
-        lengths: (num_rows,) tokens of every row.
-        fetch: row numbers to rows; the rows of `contents` are read.
-    """
+    """Return the number of the first row whose columns differ from row 0's, of the rows that `contents` reads."""
     return _first_other(lengths, fetch, lambda row: frozenset(row) if isinstance(row, Mapping) else None)
 
 
 def first_with_other_counts(
     lengths: np.ndarray, fetch: Callable[[np.ndarray], Sequence[Any]], tokens: Sequence[int]
 ) -> int | None:
-    """Return the number of the first row that has more or fewer of these tokens than row 0; None: there is none.
-
-    Args:
-        lengths: (num_rows,) tokens of every row.
-        fetch: row numbers to rows; the rows of `contents` are read.
-        tokens: ids of tokens, in ``input_ids``.
-    """
+    """Return the number of the first row with more or fewer of these ``input_ids`` than row 0; None: there is none."""
 
     def count(row: Any) -> int:
-        return int(np.isin(row["input_ids"], tokens).sum()) if isinstance(row, Mapping) and "input_ids" in row else 0
+        return int(np.isin(row.get("input_ids", ()), tokens).sum()) if isinstance(row, Mapping) else 0
 
     return _first_other(lengths, fetch, count)
 
@@ -212,14 +199,11 @@ def first_with_other_counts(
 def _first_other(
     lengths: np.ndarray, fetch: Callable[[np.ndarray], Sequence[Any]], of: Callable[[Any], Any]
 ) -> int | None:
-    """Return the number of the first row of which something is not what it is of row 0."""
-    first: list[Any] = []
+    """Return the number of the first row for which a function returns another value than for row 0, or None."""
     with same_randomness(_STATE):
-        for number, row in _read(lengths, fetch):
-            found = of(row)
-            if found != (first := first or [found])[0]:
-                return number
-    return None
+        values = ((number, of(row)) for number, row in _read(lengths, fetch))
+        first = next(values, (0, None))[1]
+        return next((number for number, value in values if value != first), None)
 
 
 def _read(lengths: np.ndarray, fetch: Callable[[np.ndarray], Sequence[Any]]) -> Iterator[tuple[int, Any]]:
@@ -268,16 +252,10 @@ def _add(digest: Any, value: Any) -> None:
     elif isinstance(value, list | tuple):
         for item in value:
             _add(digest, item)
-    elif isinstance(value, np.ndarray) and value.dtype.hasobject:
+    elif isinstance(value, np.ndarray):  # of objects or text
         _add(digest, value.tolist())
     else:
         digest.update(described(value).encode())
-
-
-@functools.cache
-def _name_of(kind: np.dtype) -> str:
-    """Return the name of a kind of numbers; numpy takes longer to make it than to hash a short row."""
-    return str(kind)
 
 
 def _numbers(value: Any) -> np.ndarray | None:
@@ -288,105 +266,42 @@ def _numbers(value: Any) -> np.ndarray | None:
     return array if array.dtype.kind in "biuf" else None
 
 
-def described(value: Any, depth: int = 0) -> str:
+def described(value: Any) -> str:
     """Return a text that is equal for objects with equal settings.
 
-    Primitive values, containers, data classes and functions are described completely, to a depth of 4. Other objects
-    are described by their class and, to a depth of 2, by public attributes with primitive values. The order of sets and
-    memory addresses have no influence.
+    Plain values, arrays, containers, data classes and partial functions are described completely; functions by their
+    names; other objects by their class and public attributes with plain values. The order of sets has no influence.
 
-    >>> described({"b", "a"}), described(len)
-    ("{'a', 'b'}", 'builtins.len')
+    >>> described({"b", "a"}), described(functools.partial(len, key=1))
+    ("{'a', 'b'}", "partial(builtins.len, [], {'key': 1})")
     """
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
-        return repr(value)
     if isinstance(value, enum.Enum):
         return f"{type(value).__name__}.{value.name}"
-    if isinstance(value, torch.dtype | torch.device):
-        return str(value)
+    if _is_plain(value) or isinstance(value, complex | torch.device):
+        return repr(value)
     if isinstance(value, Tensor | np.ndarray):
         digest = hashlib.sha256()
         _add(digest, value)
         return f"{type(value).__name__} {digest.hexdigest()[:12]}"
-    if isinstance(value, type):
-        return f"{value.__module__}.{value.__qualname__}"
-    if depth > _DEEPEST:
-        return type(value).__qualname__
-    return _described_whole(value, depth)
-
-
-def _described_whole(value: Any, depth: int) -> str:
-    def inner(item: Any) -> str:
-        return described(item, depth + 1)
-
     if isinstance(value, Mapping):
-        return "{" + ", ".join(sorted(f"{inner(name)}: {inner(item)}" for name, item in value.items())) + "}"
+        return "{" + ", ".join(sorted(f"{described(key)}: {described(item)}" for key, item in value.items())) + "}"
     if isinstance(value, set | frozenset):
-        return "{" + ", ".join(sorted(map(inner, value))) + "}"
+        return "{" + ", ".join(sorted(map(described, value))) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(inner, value)) + "]"
+        return "[" + ", ".join(map(described, value)) + "]"
     if isinstance(value, functools.partial):
-        return f"partial({inner(value.func)}, {inner(value.args)}, {inner(value.keywords)})"
+        return f"partial({', '.join(map(described, (value.func, value.args, value.keywords)))})"
     if inspect.ismethod(value):
-        return f"{inner(value.__func__)} of {inner(value.__self__)}"
-    if inspect.isroutine(value):
-        return _described_function(value, inner)
-    name = f"{type(value).__module__}.{type(value).__qualname__}"
+        return f"{described(value.__func__)} of {described(value.__self__)}"
+    if isinstance(value, type) or inspect.isroutine(value):
+        return f"{value.__module__}.{value.__qualname__}"
     if dataclasses.is_dataclass(value):
         fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
     else:
-        attributes = getattr(value, "__dict__", {}) if depth < _DEEPEST_UNKNOWN else {}
-        fields = {key: item for key, item in attributes.items() if _is_setting(item) and not _OWN.search(key)}
-    return f"{name}({', '.join(f'{key}={inner(item)}' for key, item in sorted(fields.items()))})"
+        attributes = getattr(value, "__dict__", {})
+        fields = {name: item for name, item in attributes.items() if _is_plain(item) and not _OWN.search(name)}
+    return f"{described(type(value))}({', '.join(f'{name}={described(fields[name])}' for name in sorted(fields))})"
 
 
-def _is_setting(value: Any) -> bool:
-    """Return whether an attribute of an unknown object is a setting, rather than a cache or a handle."""
+def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str | bytes | enum.Enum | torch.dtype)
-
-
-def _described_function(function: Any, inner: Callable[[Any], str]) -> str:
-    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', repr(function))}"
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return name
-    cells = []
-    for cell in function.__closure__ or ():
-        try:
-            cells.append(inner(cell.cell_contents))
-        except ValueError:  # not filled yet
-            cells.append("empty")
-    constants = [item for item in code.co_consts if _is_setting(item)]
-    parts = [code.co_code.hex(), repr(constants), repr(code.co_names), inner(function.__defaults__), *cells]
-    return f"{name} {_hash(' '.join(parts))}"
-
-
-def _optimizer(optimizer: Any) -> dict[str, str]:
-    base = innermost(optimizer)
-    facts = {"the optimizer": f"{type(base).__module__}.{type(base).__qualname__}"}
-    groups = getattr(base, "param_groups", [])
-    for name in sorted({key for group in groups for key in group} - {"params"}):
-        facts[f"the optimizer's {name}"] = described([group.get(name) for group in groups])
-    return facts
-
-
-def _mixed_precision() -> str:
-    """Return accelerate's mixed precision, also on one process of several."""
-    from accelerate.state import AcceleratorState
-
-    return str(AcceleratorState._shared_state.get("_mixed_precision", "none"))
-
-
-def _float32_precision() -> str:
-    kinds: dict[str, Any] = {"cuda": torch.backends.cuda.matmul, "mkldnn": torch.backends.mkldnn}
-    return ", ".join(f"{name} {getattr(kind, 'fp32_precision', '?')}" for name, kind in kinds.items())
-
-
-def _device(parameter: Tensor) -> str:
-    if parameter.device.type != "cuda":
-        return parameter.device.type
-    return f"cuda ({torch.cuda.get_device_name(parameter.device)})"
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(_ADDRESS.sub("", text).encode()).hexdigest()[:12]

@@ -16,14 +16,12 @@ data is read from the device.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import inspect
 import random
 import secrets
 from collections.abc import Iterable
-from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -36,9 +34,8 @@ from dpllm.engines.processes import Processes
 _ENTROPY_BYTES = 32
 _MT_WORDS = 624  # of the state of a Mersenne Twister
 _MT_OFFSET = 24  # bytes before these words in the state of PyTorch's CPU generator, each word in 8 bytes
-_DEEPEST = 2  # depth to which attributes are searched for generators
-LIBRARIES = {"builtins", "numpy", "torch", "transformers", "datasets", "tokenizers", "peft", "dpllm"}
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_GLOBAL: Any = (torch.default_generator, np.random.mtrand._rand, random._inst)  # which `SecretStreams` seeds
 OWN_GENERATOR = (
     "{who} keeps its own random generator ({what}), whose numbers are not secret and shift when a row is removed. Draw "
     "from the global generators (torch.rand without generator), which are seeded from the operating system in every "
@@ -100,29 +97,27 @@ class SecretStreams:
 def refuse_own_generators(
     model: nn.Module, others: Iterable[tuple[str, Any]] = (), sources: Iterable[tuple[str, Any]] = ()
 ) -> None:
-    """Check that no module and no other object keeps its own random generator.
+    """Check that no module and no other object has its own random generator as an attribute.
 
     Such a generator is not seeded with the global ones: its seed is usually public, and the numbers of one row shift
-    when another row is removed.
+    when another row is removed. Generators in closures and global variables are not found.
 
     Args:
-        model: the model, searched with all its modules.
+        model: the model, with all its modules.
         others: names and objects, such as the collator.
-        sources: names and functions that read rows. A seed is allowed there, since a row may be changed by a seed and
-            its own number.
+        sources: names and objects that read rows, such as the data set. A seed is allowed there, since a row may be
+            changed by a seed and its own number.
 
     Raises:
         ConfigError: an object has a generator (the message gives its path), or a collator has a fixed seed.
     """
-    named = [(f"The module {path or type(module).__name__}", module) for path, module in model.named_modules()]
-    others = [(name, inside) for name, other in others for inside in _objects_of(other)]
-    read = [(name, inside) for name, source in sources for inside in _enclosed(source)]
-    enclosed = [(name, inside) for name, other in others for inside in _enclosed(other)]
-    for name, holder in [*named, *others, *read, *enclosed]:
-        if (found := _generator_in(holder)) is not None:
-            raise ConfigError(OWN_GENERATOR.format(who=name, what=found))
-    for name, holder in others:
-        seed = getattr(holder, "seed", None)
+    others = list(others)
+    modules = [(f"The module {path or type(module).__name__}", module) for path, module in model.named_modules()]
+    for name, holder in [*modules, *others, *sources]:
+        if (kind := own_generator(holder)) is not None:
+            raise ConfigError(OWN_GENERATOR.format(who=name, what=kind))
+    for name, part in ((name, part) for name, holder in others for part in _parts(holder)):
+        seed = getattr(part, "seed", None)
         if isinstance(seed, int) and not isinstance(seed, bool):
             raise ConfigError(
                 f"{name} has seed={seed}: its numbers for one row are public and shift when another row is removed. "
@@ -130,61 +125,33 @@ def refuse_own_generators(
             )
 
 
-def own_generator(function: Any) -> str | None:
-    """Return the kind of the random generator that a loss function keeps, in words; None: it keeps none."""
-    held = [*_enclosed(function), *_enclosed(inspect.unwrap(function))]
-    return next((found for one in held if (found := _generator_in(one)) is not None), None)
+def own_generator(holder: Any) -> str | None:
+    """Return the attribute and the kind of an object's own random generator; None if it has none.
 
-
-def _generator_in(holder: Any) -> str | None:
-    if isinstance(holder, GENERATORS):
-        return type(holder).__name__
-    values = list(getattr(holder, "__dict__", {}).items())
-    return next((f"{name}: {type(value).__name__}" for name, value in values if isinstance(value, GENERATORS)), None)
-
-
-def _enclosed(function: Any) -> list[Any]:
-    """Return a callable, the objects bound to it or held by its closures, and the generators that its code names.
-
-    For objects of user-defined classes, include the values of attributes, to a depth of 2, and the names in the code of
-    the class.
+    >>> own_generator(random.Random(0)), own_generator(functools.partial(max, key=random.Random(0)))
+    ('Random', 'key: Random')
     """
-    found = _objects_of(function)
-    for one in list(found):
-        for cell in getattr(one, "__closure__", None) or ():
-            with contextlib.suppress(ValueError):  # empty
-                found.append(cell.cell_contents)
-    inside = [one for one in found if _is_own(type(one))]
-    for _ in range(_DEEPEST):
-        held = [value for one in inside for value in list(getattr(one, "__dict__", {}).values())]
-        held += [item for value in held if isinstance(value, list | tuple) for item in value]
-        inside = [value for value in held if _is_own(type(value))]
-        found += inside
-    codes = [one for one in found if inspect.isfunction(one)]
-    kinds = [kind for one in found for kind in type(one).__mro__ if _is_own(kind)]
-    codes += [value for kind in kinds for value in vars(kind).values() if inspect.isfunction(value)]
-    named = [code.__globals__.get(name) for code in codes for name in names_in(code.__code__)]
-    return found + [value for value in named if isinstance(value, GENERATORS)]
+    for one in _parts(holder):
+        held = {"": one, **getattr(one, "__dict__", {})}
+        if isinstance(one, functools.partial):
+            held |= {**{f"argument {place}": value for place, value in enumerate(one.args)}, **one.keywords}
+        for name, value in held.items():
+            if isinstance(value, _GENERATORS) and all(value is not known for known in _GLOBAL):
+                return f"{name}: {type(value).__name__}".removeprefix(": ")
+    return None
 
 
-def names_in(code: CodeType) -> list[str]:
-    """Return the global names and attributes used in code, including its comprehensions and inner functions."""
-    inner = [one for one in code.co_consts if isinstance(one, CodeType)]
-    return [*code.co_names, *(name for one in inner for name in names_in(one))]
-
-
-def _is_own(kind: type) -> bool:
-    """Return whether a class is neither Python's nor of a library whose objects hide no generator."""
-    return kind.__module__.partition(".")[0] not in LIBRARIES
-
-
-def _objects_of(function: Any) -> list[Any]:
-    """Return a callable and the objects bound to it."""
-    found = [function]
-    while isinstance(found[-1], functools.partial) or hasattr(found[-1], "__self__"):
-        last = found[-1]
-        found.append(last.func if isinstance(last, functools.partial) else last.__self__)
-    return found
+def _parts(holder: Any) -> list[Any]:
+    """Return an object, the function within a partial or decorated one, and the object that a method is bound to."""
+    parts = [holder]
+    for one in parts:  # the list grows
+        if isinstance(one, functools.partial):
+            parts.append(one.func)
+        elif inspect.ismethod(one) or inspect.isbuiltin(one):
+            parts.append(one.__self__)
+        elif "__wrapped__" in getattr(one, "__dict__", {}):
+            parts.append(one.__wrapped__)
+    return parts
 
 
 def _stream(entropy: bytes, step: int) -> bytes:

@@ -1,5 +1,6 @@
 """Random numbers of a private step: secret, independent of other steps and processes, and never saved."""
 
+import dataclasses
 import functools
 import io
 import random
@@ -27,6 +28,7 @@ from dpllm.training.checks.randomness import SecretStreams, refuse_own_generator
 from dpllm.training.run import PrivateRun
 from tests.conftest import tiny_llama_config
 from tests.distributed import world
+from tests.mutations import kills
 from tests.training.test_run import ledger_of, loss_of, network, plan_of, rows_of
 from tests.training.test_trainer import arguments, privacy, trainer
 
@@ -281,8 +283,6 @@ class Masking:
 @pytest.mark.parametrize("collate", [Masking(), Masking().bound, functools.partial(Masking().bound, more=1)])
 def test_a_collator_with_a_fixed_seed_is_refused(collate, tmp_path):
     """Also where only its method is given."""
-    import dataclasses
-
     plan, model = plan_of(), network()
     rows = dataclasses.replace(rows_of(), collate=collate)
     run = PrivateRun(plan, rows, ledger_of(tmp_path, plan))
@@ -318,25 +318,56 @@ def test_a_state_of_another_layout_is_refused(monkeypatch):
         SecretStreams(Processes()).separate()
 
 
-class Inside:
-    """Calls transforms, of which it holds several."""
+class Drawing:
+    """A collator or a data set with a generator as an attribute."""
 
-    def __init__(self, *transforms):
-        self.transforms = list(transforms)
+    seed = None
 
-    def __call__(self, rows):
-        return rows
+    def __init__(self, rng):
+        self.rng = rng
+
+    def __call__(self, rows, rng=None):
+        return {"rows": torch.stack(rows)}
+
+    def fetch(self, numbers):
+        return [torch.zeros(1) for _ in numbers]
 
 
-@pytest.mark.parametrize("generator", [np.random.default_rng(0), random.Random(1), torch.Generator()])
-def test_a_generator_within_the_transforms_of_a_collator_is_refused(generator):
-    """Its numbers shift with the rows before; the same for a data set that calls them."""
-    collator = Inside(Noisy(None), Noisy(generator))
-    with pytest.raises(ConfigError, match="collator keeps"):
-        refuse_own_generators(nn.Linear(1, 1), [("The collator", collator)])
-    with pytest.raises(ConfigError, match="own random"):
-        refuse_own_generators(nn.Linear(1, 1), [], [("The data set", lambda numbers: collator(numbers))])
-    refuse_own_generators(nn.Linear(1, 1), [("The collator", Inside(Noisy(None)))])
+PARTS = {
+    "object": lambda rng: Drawing(rng),
+    "method": lambda rng: Drawing(rng).fetch,
+    "partial": lambda rng: functools.partial(Drawing(rng)),
+    "argument": lambda rng: functools.partial(Drawing(None), rng=rng),
+    "decorated": lambda rng: functools.lru_cache(Drawing(rng).fetch),
+}
+
+
+@kills(
+    "a collator may keep its own random generator",
+    "dpllm/training/checks/randomness.py",
+    "[*modules, *others, *sources]",
+    "[*modules, *sources]",
+)
+@pytest.mark.parametrize(
+    "rng", [np.random.default_rng(0), np.random.RandomState(0), random.Random(1), torch.Generator()]
+)
+@pytest.mark.parametrize("part", PARTS)
+def test_a_collator_or_a_data_set_with_a_generator_of_its_own_is_refused_by_name(part, rng, tmp_path):
+    """Its numbers shift with the rows before."""
+    holder, model = PARTS[part](rng), network()
+    with pytest.raises(ConfigError, match=rf"The data set keeps its own random generator \(rng: {type(rng).__name__}"):
+        refuse_own_generators(model, [], [("The data set", holder)])
+    plan = plan_of()
+    run = PrivateRun(plan, dataclasses.replace(rows_of(), collate=holder), ledger_of(tmp_path, plan))
+    with pytest.raises(ConfigError, match="The collator keeps"):
+        run.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("rng", [None, np.random.mtrand._rand, random.uniform.__self__, torch.default_generator])
+def test_the_global_generators_are_nobodys_own(rng):
+    """Every step seeds them from secrets; `sklearn.utils.check_random_state(None)` returns NumPy's."""
+    for part in PARTS.values():
+        refuse_own_generators(nn.Linear(1, 1), [("The collator", part(rng))], [("The data set", part(rng))])
 
 
 @pytest.mark.parametrize("place", ["by place", "by content"])

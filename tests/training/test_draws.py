@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dpllm.engines.processes import DisagreementError
-from dpllm.training.checks.turns import Turns
+from dpllm.training.draws import Turns
 from tests.mutations import kills
 
 
@@ -38,7 +38,7 @@ UNITS = np.arange(5)
 
 @kills(
     "the processes' places in the run are not compared",
-    "dpllm/training/checks/turns.py",
+    "dpllm/training/draws.py",
     "        if any(one[:2] != everywhere[0][:2] for one in everywhere):\n",
     "        if False:\n",
 )
@@ -59,7 +59,7 @@ def test_a_process_that_stops_by_itself_stops_all(call, changes, says):
 
 @kills(
     "the processes' units are not compared",
-    "dpllm/training/checks/turns.py",
+    "dpllm/training/draws.py",
     "            if any(one[part] != everywhere[0][part] for one in everywhere):\n",
     "            if False:\n",
 )

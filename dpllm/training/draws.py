@@ -1,0 +1,302 @@
+"""The draws of a run: charged when they are made, used by one step, and the same on every process.
+
+Place in the flow: between the sampler and `dpllm.training.step`. ε holds for units drawn by the plan's sampler. Steps
+over other units (a shuffled epoch, a unit twice, a chosen batch) have another ε. So have steps over draws that somebody
+inspected and then kept or dropped. A draw is therefore charged when it is made, and a step takes the last unused draw,
+completely and unchanged.
+
+A process that is one call ahead of the others, or takes a step over other units, would add sums of different draws. A
+unit could then be in two shares of one step. Each call therefore begins with one small collective of the same shape.
+Processes that are out of step find each other there and stop, before any charge.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from dpllm.engines.processes import DisagreementError, Processes, told_by_rank
+from dpllm.mechanism.events import Event
+from dpllm.mechanism.order import UnitsApart
+from dpllm.privacy.plan import PrivacyPlan
+
+LEFT_OUT = (
+    "Units were left out of draws by hand (present_N). The guarantee covers that only where it does not depend on the "
+    "records, their losses or anything else that was computed from them: confirm it."
+)
+"""The open point of a run with draws from which units were left out."""
+_DRAW, _STEP, _SAVE, _END = 1.0, 2.0, 3.0, 4.0
+_NAMES = {
+    _DRAW: "draws the units of step {}",
+    _STEP: "takes step {}",
+    _SAVE: "checks the weights before a save or the end, where step {} is next",
+    _END: "ends the run, where step {} is next",
+}
+
+
+class DrawError(ValueError):
+    """A step was requested over other units than those of the outstanding draw."""
+
+
+class Charges(Protocol):
+    """The ledger that steps are charged to: `Ledger`, or `SharedLedger` for several processes."""
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps charged so far."""
+        ...
+
+    @property
+    def steps_planned(self) -> int | None:
+        """Number of steps of all starts: the plan's, or the number that a resume allows. None: the plan's."""
+        ...
+
+    def append_step(self, step_number: int, step: Event) -> None:
+        """Charge a step durably."""
+        ...
+
+
+@dataclass
+class Charged:
+    """The charge of one draw, in the form that `private_step` needs: already on the disk, and valid for one step."""
+
+    num_steps: int
+    """Number of the step, equal to the number of steps charged before it."""
+    step: Event
+    """The step that was charged."""
+    used: bool = False
+    steps_planned: int | None = None
+
+    def append_step(self, step_number: int, step: Event) -> None:
+        """Confirm that the step is the one that was charged when its units were drawn.
+
+        Raises:
+            DrawError: the step was taken before, or is another step.
+        """
+        if step != self.step:
+            raise DrawError(
+                f"The draw was charged with {self.step}, but the step to take is {step}: the plan was changed after "
+                "the run began. Make a new run with the other plan"
+            )
+        if self.used or step_number != self.num_steps:
+            raise DrawError(f"Step {step_number} was not charged with this draw, or was taken before. Draw its units")
+        self.used = True
+
+
+class Outstanding:
+    """The outstanding draw: each draw is charged when it is made, and used by one step.
+
+    Args:
+        plan: the plan whose steps are charged.
+        ledger: the ledger to charge.
+    """
+
+    def __init__(self, plan: PrivacyPlan, ledger: Charges) -> None:
+        """Begin without a draw."""
+        self._plan, self._ledger = plan, ledger
+        self._draw: tuple[NDArray[np.int64], Charged] | None = None
+
+    def require_steps(self) -> None:
+        """Check that the plan has a step left; raise a ValueError if all steps are charged."""
+        planned = self._ledger.steps_planned or self._plan.num_steps
+        if self._ledger.num_steps >= planned:
+            raise ValueError(
+                f"All {planned} steps of the plan are taken and charged; another step would exceed its "
+                "epsilon. Make a plan with more steps."
+            )
+
+    def made(self, unit_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Charge a draw and store it; an unused draw before it is lost and stays charged.
+
+        Args:
+            unit_ids: (U,) the units, no two equal.
+
+        Returns:
+            A copy; `take` compares it with the charged draw.
+
+        Raises:
+            ValueError: the plan has no step left.
+            DrawError: a unit is there twice; nothing is charged.
+            LedgerError: it cannot be charged.
+        """
+        self.require_steps()
+        if len(np.unique(unit_ids)) != len(unit_ids):
+            raise DrawError("A draw holds a unit twice: it would be clipped twice and exceed the clip norm")
+        self._draw, number, event = None, self._ledger.num_steps, self._plan.event
+        self._ledger.append_step(number, event)
+        charged = Charged(number, event, steps_planned=self._ledger.steps_planned)
+        self._draw = np.array(unit_ids, dtype=np.int64), charged
+        return self._draw[0].copy()
+
+    def take(self, unit_ids: ArrayLike) -> tuple[NDArray[np.int64], Charged]:
+        """Return the outstanding draw and its charge, and leave none.
+
+        Args:
+            unit_ids: (U,) the units for which the caller requests a step.
+
+        Raises:
+            DrawError: there is no outstanding draw, or these are other units; the draw is then not used up.
+        """
+        if self._draw is None:
+            raise DrawError(
+                "There is no draw to step over: each draw of `draws` is for one step, and this one was used, or none "
+                "was made. Take each step's units from `for unit_ids in run.draws(num_steps)`, one step per draw"
+            )
+        draw, given = self._draw, np.asarray(unit_ids)
+        if not np.array_equal(given, draw[0]):
+            raise DrawError(
+                f"These {given.size} units are not the outstanding draw: ε holds for the units that the plan's sampler "
+                "drew, and for no others (no shuffled epochs, no unit twice, no chosen batch). Pass the last draw of "
+                "`draws`, unchanged"
+            )
+        self._draw = None
+        return draw
+
+
+class Turns:
+    """The order of draws, steps, saves and the end, the same on every process. Rank 0 draws for all.
+
+    All processes call each method together. It raises a DisagreementError on every process if they are at different
+    points of the run.
+    """
+
+    def __init__(self, processes: Processes) -> None:
+        """Store the processes of the run."""
+        self._processes = processes
+
+    def draw(self, draw_on_main: Callable[[], NDArray[np.int64]], step: int) -> NDArray[np.int64]:
+        """Return the units that `draw_on_main` draws on rank 0, sent to the others, after so many charged steps."""
+        drawn = draw_on_main() if self._processes.is_main else np.empty(0, dtype=np.int64)
+        everywhere = self._meet(_DRAW, step, [float(len(drawn))])
+        return self._processes.int64s_from_main(drawn, int(everywhere[0][2]))
+
+    def step(self, unit_ids: NDArray[np.int64], step: int, mode: str, error: Exception | None = None) -> None:
+        """Check that all processes take one step, over the same units and in one mode, before it is computed.
+
+        Args:
+            unit_ids: (U,) the units of the step.
+            step: the number of steps before this one.
+            mode: settings that determine the computation and may change from step to step.
+            error: the reason why this process cannot take the step.
+
+        Raises:
+            DisagreementError: they differ; on every process.
+            Exception: the error of the first process that has one; on every process.
+        """
+        if self._processes.size == 1:
+            self._processes.raise_found(error, [float(error is not None)])
+            return
+        units, settings = np.ascontiguousarray(unit_ids, dtype=np.int64).tobytes(), mode.encode()
+        mine = [float(len(unit_ids)), *_words(units), *_words(settings), float(error is not None)]
+        everywhere = self._meet(_STEP, step, mine)
+        self._processes.raise_found(error, [one[7] for one in everywhere])
+        for what, part in (("the units of this step", slice(2, 5)), ("autocast or training mode", slice(5, 7))):
+            if any(one[part] != everywhere[0][part] for one in everywhere):
+                hashes = [f"{int(one[3]):012x}" for one in everywhere]
+                shown = told_by_rank(hashes if part.start == 2 else self._processes.gather(mode))
+                raise DisagreementError(
+                    f"The processes differ in {what} ({shown}), so their sums would not belong to one draw. No "
+                    "further step is charged. Pass every draw of PrivateRun.draws to PrivateRun.step unchanged, in "
+                    "the same order and with the same settings on every process"
+                )
+
+    def save(self, step: int) -> None:
+        """Check that all processes compare their weights next, before a save or the end, after so many steps."""
+        self._meet(_SAVE, step, [])
+
+    def end(self, step: int) -> None:
+        """Check that all processes end the run, after so many steps."""
+        self._meet(_END, step, [])
+
+    def _meet(self, kind: float, step: int, rest: list[float]) -> list[list[float]]:
+        """Return the numbers of all processes, after checking that all are at the same point."""
+        try:
+            everywhere = self._processes.gather_numbers([kind, float(step), *(rest + [0.0] * 6)[:6]])
+        except RuntimeError as error:  # of the connection: a process ended, and the system closed its end
+            words = " ".join(str(error.__cause__ or error).split())[:200]
+            raise DisagreementError(
+                f"This process {_NAMES[kind].format(step + 1)}, and another one has ended or cannot be reached "
+                f"({words}). No further step is charged. Call next() on "
+                "PrivateRun.draws, PrivateRun.step and PrivateRun.finish on every process, not only on the main one"
+            ) from error
+        if any(one[:2] != everywhere[0][:2] for one in everywhere):
+            names = [_NAMES.get(one[0], "makes another call") for one in everywhere]
+            shown = told_by_rank([name.format(int(one[1]) + 1) for name, one in zip(names, everywhere, strict=True)])
+            raise DisagreementError(
+                f"The processes are at different points of the run ({shown}): one of them took an extra draw, left a "
+                "step out, or stopped by itself. No further step is charged. Call next() on PrivateRun.draws, "
+                "PrivateRun.step and PrivateRun.finish equally often, and in the same order, on every process; decide "
+                "on a stop on one process and send the decision to the others"
+            )
+        return everywhere
+
+
+class Draws:
+    """The draws of a run, the same on every process: rank 0 makes them, and each is charged when it is made.
+
+    Attributes:
+        turns: the order of calls, for those that neither draw nor step.
+
+    Args:
+        plan: plan of the run.
+        ledger: the ledger to charge.
+        processes: all processes of the run; they call each method together.
+        drawn: the sampler's draws; rank 0's are used.
+    """
+
+    def __init__(
+        self, plan: PrivacyPlan, ledger: Charges, processes: Processes, drawn: Iterator[NDArray[np.int64]]
+    ) -> None:
+        """Begin without a draw."""
+        self._ledger, self._drawn = ledger, drawn
+        self._uncharged: NDArray[np.int64] | None = None  # made on rank 0, and seen by nobody
+        self._outstanding, self.turns = Outstanding(plan, ledger), Turns(processes)
+        self._apart = UnitsApart(plan.mechanism.noise.separation(plan.mechanism.draw))
+
+    def next(self, present_N: np.ndarray | None = None) -> NDArray[np.int64]:
+        """Draw and charge the units of the next step; errors as for `dpllm.training.run.PrivateRun.draws`.
+
+        Args:
+            present_N: (N,) bool, the units present. None: all.
+        """
+        self._outstanding.require_steps()
+        drawn = self.turns.draw(self._draw, self._ledger.num_steps)
+        self._apart.check(drawn)  # all processes have the same units, so it raises on all of them
+        made = self._outstanding.made(drawn if present_N is None else drawn[present_N[drawn]])
+        self._uncharged = None
+        self._apart.take(drawn)
+        return made
+
+    def _draw(self) -> NDArray[np.int64]:
+        """Make a draw, or return the one that could not be charged: a sampler counts its draws as steps."""
+        if self._uncharged is None:
+            self._uncharged = next(self._drawn)
+        return self._uncharged
+
+    def chosen(self, unit_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Charge these units as a draw; for runs that are not private."""
+        return self._outstanding.made(self.turns.draw(lambda: unit_ids, self._ledger.num_steps))
+
+    def take(self, unit_ids: ArrayLike, mode: str, error: Exception | None) -> tuple[NDArray[np.int64], Charged]:
+        """Return the outstanding draw and its charge, for one step; see `Turns.step` and `Outstanding.take`."""
+        self.turns.step(np.asarray(unit_ids), self._ledger.num_steps - 1, mode, error)
+        return self._outstanding.take(unit_ids)
+
+
+def mode_now(training: bool) -> str:
+    """Return the settings that influence a forward pass and that a context manager may change."""
+    kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    cast = [f"{kind} autocast {torch.get_autocast_dtype(kind)}" for kind in kinds if torch.is_autocast_enabled(kind)]
+    return ", ".join([*cast, "training" if training else "evaluation mode"])
+
+
+def _words(data: bytes) -> list[float]:
+    """Return 96 bits of a hash as two numbers that float64 represents exactly."""
+    digest = hashlib.sha256(data).digest()
+    return [float(int.from_bytes(digest[at : at + 6], "little")) for at in (0, 6)]
