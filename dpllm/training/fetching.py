@@ -22,8 +22,9 @@ from transformers import (
 )
 
 from dpllm.config import ConfigError
-from dpllm.data.rows import CLASS_AS_TEXT, DataError
+from dpllm.data.rows import CLASS_AS_TEXT, DataError, column_of
 from dpllm.data.transfer import own_copy
+from dpllm.data.units import UnitIndex
 
 _COLLATED = ("label", "label_ids", "labels", "special_tokens_mask", "offset_mapping")  # by transformers' collators
 
@@ -53,8 +54,54 @@ def _rows_of(columns: Any) -> list[dict[str, Any]]:
     return [dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def reader(dataset: Any, model: Any, collate: Any, args: Any) -> Callable[[np.ndarray], list[dict[str, Any]]]:
-    """Return `fetch_rows` of a data set, with the columns that the collator needs.
+def fetch_in_units(dataset: Any, units: UnitIndex, numbers: np.ndarray) -> list[dict[str, Any]]:
+    """Read rows by number as `fetch_rows` does, and compare the unit of each with the index.
+
+    The rows of a `datasets.Dataset` cannot be moved in place. It is compared only if a transform makes its rows and
+    they have the column of the ids.
+
+    Raises:
+        ConfigError: a row is of a different unit, or its unit cannot be read any more.
+    """
+    rows = fetch_rows(dataset, numbers)
+    table = isinstance(dataset, datasets.Dataset)
+    column = None if units.ids is None else units.ids.column
+    if column is None or (table and (dataset.format["type"] != "custom" or any(column not in row for row in rows))):
+        return rows
+    for number, row in zip(numbers, rows, strict=True):
+        if column not in row:
+            raise ConfigError(
+                f"Row {number} of train_dataset has no column '{column}' any more, so its unit cannot be compared with "
+                "the units that ε is computed for. Keep the column in every row; the default collator ignores it"
+            )
+    units.refuse_moved(numbers, [row[column] for row in rows])
+    return rows
+
+
+def refuse_moved(dataset: Any, num_rows: int, units: UnitIndex) -> None:
+    """Check that a data set still has as many rows as before, each of the same unit.
+
+    Args:
+        dataset: data set of the run; a list may have been shuffled, sorted, filtered or extended in place.
+        num_rows: its number of rows when the units were made.
+        units: made of it.
+
+    Raises:
+        ConfigError: it has more or fewer rows, or a row is of a different unit.
+    """
+    if len(dataset) != num_rows:
+        raise ConfigError(
+            f"train_dataset has {len(dataset)} rows, and had {num_rows} when the DPTrainer was made: the rows were "
+            "filtered or extended since, so the plan's units are not theirs. Make a new DPTrainer after the last change"
+        )
+    if units.ids is not None and units.ids.column is not None:
+        units.refuse_moved(np.arange(num_rows), column_of(dataset, units.ids.column))
+
+
+def reader(
+    dataset: Any, model: Any, collate: Any, args: Any, units: UnitIndex
+) -> Callable[[np.ndarray], list[dict[str, Any]]]:
+    """Return `fetch_in_units` of a data set, with the columns that the collator needs.
 
     A collator of transformers makes a tensor of every column and fails on text, such as the user's id. As in its
     ``Trainer``, it receives the columns that the model takes, unless ``remove_unused_columns`` is false. Any other
@@ -65,6 +112,7 @@ def reader(dataset: Any, model: Any, collate: Any, args: Any) -> Callable[[np.nd
         model: the model to train.
         collate: the collator of the rows.
         args: arguments of the training.
+        units: the units of its rows.
 
     Raises:
         DataError: such a collator would be given a class as text.
@@ -75,9 +123,9 @@ def reader(dataset: Any, model: Any, collate: Any, args: Any) -> Callable[[np.nd
     if maker == "transformers":
         _refuse_text_labels(dataset)
     if not args.remove_unused_columns or maker != "transformers" or "input_ids" not in taken:
-        return lambda numbers: fetch_rows(dataset, numbers)
+        return lambda numbers: fetch_in_units(dataset, units, numbers)
     return lambda numbers: [
-        {name: value for name, value in row.items() if name in taken} for row in fetch_rows(dataset, numbers)
+        {name: value for name, value in row.items() if name in taken} for row in fetch_in_units(dataset, units, numbers)
     ]
 
 

@@ -37,7 +37,14 @@ from dpllm.training.averaging import Averaging, refuse_other_average
 from dpllm.training.checks import agreement
 from dpllm.training.choose_clipper import clipper_for
 from dpllm.training.corrected_adamw import refuse_other_second_moment, require_asked, words_for
-from dpllm.training.fetching import reader, refuse_replaced, refuse_tables, refuse_unreadable, shares_nothing
+from dpllm.training.fetching import (
+    reader,
+    refuse_moved,
+    refuse_replaced,
+    refuse_tables,
+    refuse_unreadable,
+    shares_nothing,
+)
 from dpllm.training.noted import note_data, note_units
 from dpllm.training.preflight import require_positions
 from dpllm.training.rows import LossOf, TrainingRows
@@ -168,7 +175,7 @@ class Prepared:
         rows = TrainingRows(
             units=drawn,
             lengths=lengths,
-            fetch=reader(dataset, model, collate, args),
+            fetch=reader(dataset, model, collate, args, units),
             collate=PackedCollator() if pack_rows else collate,
             max_rows=args.per_device_train_batch_size if max_tokens is None else None,
             max_tokens=max_tokens,
@@ -190,12 +197,13 @@ class Prepared:
         )
 
     def refuse_replaced(self, dataset: Any) -> None:
-        """Check that the Trainer still has the data set with which the plan was made.
+        """Check that the Trainer still has the rows with which the plan was made. Called by all processes together.
 
         Raises:
-            ConfigError: ``train_dataset`` was set to another object.
+            ConfigError: ``train_dataset`` was set to another object, or its rows were moved, left out or extended.
         """
         refuse_replaced(dataset, self.dataset)
+        self.processes.together(lambda: refuse_moved(dataset, len(self.rows.lengths), self.units))
 
     def refuse_unclippable(self, model: nn.Module) -> None:
         """Check that every trainable parameter can be clipped, before anything is charged or written.
