@@ -209,7 +209,7 @@ def _tables_of_objects(objects: Iterable[tuple[int, Any]], file: Path, noun: str
                 f"{file}: {noun} {number} holds {_kind(value)}, but a record is an object such as "
                 '{"text": "..."}: write one object per record'
             )
-        for name, kind in _kinds(value):
+        for name, kind in nested_kinds(value):
             if kind != "nothing" and kinds.setdefault(name, kind) != kind:
                 raise DataError(
                     f"{file}: column '{name}' holds {kinds[name]}, and in {noun} {number} {kind}: write all its values "
@@ -249,18 +249,24 @@ def _object_table(objects: list[dict[str, Any]], file: Path, where: str) -> pa.T
     return pa.table(columns)
 
 
-def _kinds(cells: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the name and the kind of each value, and of those in objects and lists: Arrow stores true as 1.0 by 0.5."""
+def nested_kinds(cells: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the name and the kind of each JSON value, and of those in objects and lists.
+
+    Arrow refuses most columns of two kinds, but stores true as 1.0 in a column with 0.5.
+
+    >>> list(nested_kinds({"text": "x", "vitals": {"pulse": 60, "fever": True}}))[1:]
+    [('vitals', 'an object'), ('vitals.pulse', 'a number'), ('vitals.fever', 'true or false')]
+    """
     for name, cell in cells.items():
         place = f"{inside}{name}"
         yield place, _kind(cell)
         if isinstance(cell, dict):
-            yield from _kinds(cell, f"{place}.")
+            yield from nested_kinds(cell, f"{place}.")
         elif isinstance(cell, list):
             plain = {type(one): one for one in cell}  # one of each type, for long lists of numbers
             nested = dict in plain or list in plain
             for one in cell if nested else plain.values():
-                yield from _kinds({"[]": one}, place)
+                yield from nested_kinds({"[]": one}, place)
 
 
 def _kind(value: Any) -> str:

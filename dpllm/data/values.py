@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dpllm.data.readers import DataError
+from dpllm.data.readers import DataError, nested_kinds
 
 _WHOLE, _FRACTION = "a whole number", "a fraction"
 
@@ -76,19 +76,20 @@ class ColumnKinds:
 
 
 def _kinds(value: Any) -> Iterator[tuple[str, str]]:
-    """Yield the kind of a value; and that of the numbers in it, if it is a list or an array."""
+    """Yield the kind of a value; and those of the values in it, if it is a list, an array or an object."""
     dtype = getattr(value, "dtype", None)
     single = dtype is None or getattr(value, "ndim", 0) == 0
     if value is None:
         return
-    if single and not isinstance(value, list | tuple):
-        yield "", _kind(value) if dtype is None else _kind_of_numbers(str(dtype))
-        return
-    yield "", "a list"
+    listed = not single or isinstance(value, list | tuple)
+    yield "", "a list" if listed else _kind(value) if dtype is None else _kind_of_numbers(str(dtype))
     if dtype is not None:
-        yield " in a list", _kind_of_numbers(str(dtype))
-    elif (kinds := set(map(type, value))) and kinds <= {int, float}:
+        yield from [(" in a list", _kind_of_numbers(str(dtype)))] if listed else []
+    elif listed and (kinds := set(map(type, value))) and kinds <= {int, float}:
         yield " in a list", _FRACTION if float in kinds else _WHOLE
+    elif listed or isinstance(value, dict):
+        found = nested_kinds({"": list(value) if listed else value})
+        yield from ((f" at {place}", kind) for place, kind in found if place and kind != "nothing")
 
 
 def _kind(value: Any) -> str:

@@ -265,7 +265,10 @@ MISTAKES = {
         {"train_dataset": [{"text": "a dog"}, {"note": "b"}]},
         "row 1 has no column 'text'; it has note",
     ),
-    "kinds differ": ({"train_dataset": [{"text": "a dog"}, {"text": 7}]}, r"'text' cannot be stored .*kinds: int, str"),
+    "kinds differ": (
+        {"train_dataset": [{"text": "a dog"}, {"text": 7}]},
+        "'text' .* holds text in row 0 and a whole number in",
+    ),
     "pairs": (
         {"train_dataset": [{"prompt": "a", "chosen": "dog", "rejected": "man"}]},
         "train_dataset has two answers for each prompt: use dpllm.DPDPOTrainer",
