@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from dpllm.config import ConfigError
 from dpllm.data.labels import IGNORE
 from dpllm.data.records import DataError, check_chat
+from dpllm.data.values import own_value
 
 # Errors that a template, which is a program, can raise: its own refusals, and mistakes in it such as an endless loop.
 _REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -97,24 +98,6 @@ def _clean(chat: Sequence[Mapping[str, Any]], number: int) -> list[dict[str, Any
     """Return the messages as no other chat has changed them."""
     check_chat(chat, number)
     return [own_value(message) for message in chat]
-
-
-def own_value(value: Any) -> Any:
-    """Return a value of a table in a form that no other row of the table decides.
-
-    A table has one type for all rows: an object gets the keys of every row, filled with null and in the order of the
-    first, and whole numbers beside fractions become fractions. Here keys without a value are left out, keys are sorted,
-    and fractions that are whole numbers are whole numbers. A template that writes the arguments of a tool would
-    otherwise write those of other records, too.
-
-    >>> own_value({"day": "Monday", "city": None, "count": 2.0})
-    {'count': 2, 'day': 'Monday'}
-    """
-    if isinstance(value, Mapping):
-        return {key: own_value(value[key]) for key in sorted(value) if value[key] is not None}
-    if isinstance(value, list):
-        return [own_value(one) for one in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _encode_marked(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:

@@ -20,9 +20,10 @@ from jinja2.exceptions import TemplateError
 
 from dpllm.config import ConfigError
 from dpllm.config.extras import require
-from dpllm.data.chat import own_value, refuse_random, with_fixed_date
+from dpllm.data.chat import refuse_random, with_fixed_date
 from dpllm.data.records import DataError, check_column
 from dpllm.data.scratch import store
+from dpllm.data.values import own_value
 
 _AT_A_TIME = 256  # rows of a table that is written
 REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -96,7 +97,7 @@ class Tokens:
 def read_examples(dataset: Any, words: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the number and the columns of each example, with the keys "role" and "content" in its conversations.
 
-    Objects in a column are as no other example has changed them (`dpllm.data.chat.own_value`).
+    Objects in a column are as no other example has changed them (`dpllm.data.values.own_value`).
 
     Args:
         dataset: a `datasets.Dataset`.

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 from dpllm.config.tasks import labels_of
 from dpllm.data.labels import END, IGNORE, START
 from dpllm.data.records import DataError
+from dpllm.data.values import ColumnKinds
 
 _POSITIONS = re.compile(r"^(?!.*rel).*(?:wpe|pos)", re.IGNORECASE)  # names of tables of absolute positions
 _ROWS = 4096  # number of rows read together
@@ -101,7 +102,7 @@ def row_lengths(dataset: Any, task: str | None, limits: Limits | None = None) ->
 
     Raises:
         DataError: a row has no input, labels that do not fit its input, or no target, or exceeds the limits of the
-            model; the message gives the first such row.
+            model; or a column of rows that are no table has values of two kinds. The message gives the first such row.
 
     >>> row_lengths([{"input_ids": [5, 6]}, {"input_ids": [7], "labels": [7]}], None).tolist()
     [2, 1]
@@ -112,6 +113,7 @@ def row_lengths(dataset: Any, task: str | None, limits: Limits | None = None) ->
     if columns is None:
         optional = {"labels"} if task in ("causal_lm", None) else set()  # each row may have them, or be its own target
         names: list[str] = sorted(set(dataset[0]) - optional) if len(dataset) else []
+        kinds = ColumnKinds("the data set")
         for number in range(len(dataset)):
             row = dataset[number]
             # Collators read the columns of a batch's first row, so one row would change the others.
@@ -120,6 +122,7 @@ def row_lengths(dataset: Any, task: str | None, limits: Limits | None = None) ->
                     f"row {number} has the columns {', '.join(sorted(row))}, and row 0 has {', '.join(names)}: give "
                     "every row the same columns"
                 )
+            kinds.add(number, row)
             ids = row.get(limits.source)
             if limits.source not in row:
                 raise DataError(

@@ -7,7 +7,6 @@ read from the names of the columns, which are public, or given with the same key
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +20,7 @@ from dpllm.config.tasks import labels_of
 from dpllm.data.lengths import TOKENS
 from dpllm.data.records import DataError, check_column, check_records, required_columns, with_class_numbers
 from dpllm.data.tokenization import tokenize_records
+from dpllm.data.values import ColumnKinds
 
 KEYS = (*(item.name for item in dataclasses.fields(RecordFormat)), "max_length", "long_records", "class_names")
 """Keys of a recipe's section ``data`` that say how a record becomes rows, and not where it is."""
@@ -224,6 +224,7 @@ def _table(dataset: Any, columns: Sequence[str], words: str) -> datasets.Dataset
         present = [name for name in columns if name in dataset.column_names]
         return dataset.with_format(None).select_columns(present or dataset.column_names)  # none would have no rows
     found: dict[str, list[Any]] = {name: [] for name in columns}
+    kinds = ColumnKinds(words)
     for number in range(len(dataset)):
         row = dataset[number]
         for name in columns:
@@ -233,13 +234,13 @@ def _table(dataset: Any, columns: Sequence[str], words: str) -> datasets.Dataset
                     "columns"
                 )
             found[name].append(row[name])
+        kinds.add(number, {name: row[name] for name in columns})
     for name, values in found.items():
         try:
             pa.array(values)
         except (pa.ArrowException, OverflowError) as error:
-            kinds = sorted({type(value).__name__ for value in itertools.islice(values, 1000)})
             raise DataError(
-                f"{words}: the values of the column '{name}' cannot be stored together (kinds: {', '.join(kinds)}): "
-                "give all of them one kind, such as text"
+                f"{words}: the values of the column '{name}' cannot be stored together: give all of them one kind, "
+                "such as text, with the same kind under each key and in each list"
             ) from error
     return datasets.Dataset.from_dict(found)

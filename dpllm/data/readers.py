@@ -12,7 +12,7 @@ import codecs
 import csv
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -209,8 +209,7 @@ def _tables_of_objects(objects: Iterable[tuple[int, Any]], file: Path, noun: str
                 f"{file}: {noun} {number} holds {_kind(value)}, but a record is an object such as "
                 '{"text": "..."}: write one object per record'
             )
-        for name, cell in value.items():
-            kind = _kind(cell)
+        for name, kind in nested_kinds(value):
             if kind != "nothing" and kinds.setdefault(name, kind) != kind:
                 raise DataError(
                     f"{file}: column '{name}' holds {kinds[name]}, and in {noun} {number} {kind}: write all its values "
@@ -248,6 +247,26 @@ def _object_table(objects: list[dict[str, Any]], file: Path, where: str) -> pa.T
                 "all its values in one form"
             ) from error
     return pa.table(columns)
+
+
+def nested_kinds(cells: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the name and the kind of each JSON value, and of those in objects and lists.
+
+    Arrow refuses most columns of two kinds, but stores true as 1.0 in a column with 0.5.
+
+    >>> list(nested_kinds({"text": "x", "vitals": {"pulse": 60, "fever": True}}))[1:]
+    [('vitals', 'an object'), ('vitals.pulse', 'a number'), ('vitals.fever', 'true or false')]
+    """
+    for name, cell in cells.items():
+        place = f"{inside}{name}"
+        yield place, _kind(cell)
+        if isinstance(cell, dict):
+            yield from nested_kinds(cell, f"{place}.")
+        elif isinstance(cell, list):
+            plain = {type(one): one for one in cell}  # one of each type, for long lists of numbers
+            nested = dict in plain or list in plain
+            for one in cell if nested else plain.values():
+                yield from nested_kinds({"[]": one}, place)
 
 
 def _kind(value: Any) -> str:
@@ -314,12 +333,12 @@ def _is_known(kind: pa.DataType) -> bool:
     return True
 
 
-def refuse_mixed_kinds(name: str, kinds: dict[str, Path], file: Path, kind: pa.DataType) -> None:
-    """Raise when a column is text in one file and numbers in another.
+def refuse_mixed_kinds(name: str, kinds: dict[str, tuple[str, Path]], file: Path, kind: pa.DataType) -> None:
+    """Raise when a column, or a place in its objects and lists, is text in one file and numbers in another.
 
     Args:
         name: name of the column.
-        kinds: the kinds seen so far in this column, with the file of each; the new one is added.
+        kinds: name -> the kind seen first and its file; the new ones are added.
         file: the file in which `kind` was seen.
         kind: kind of the column in that file.
 
@@ -329,13 +348,16 @@ def refuse_mixed_kinds(name: str, kinds: dict[str, Path], file: Path, kind: pa.D
     if pa.types.is_null(kind):
         return
     word = _word(kind)
-    for other, where in kinds.items():
-        if other != word:
-            raise DataError(
-                f"column '{name}' holds {other} in {where} and {word} in {file}: write it in one form in all files; "
-                "converting one of them could give one person two ids, or two people one id"
-            )
-    kinds.setdefault(word, file)
+    other, where = kinds.setdefault(name, (word, file))
+    if other != word:
+        raise DataError(
+            f"column '{name}' holds {other} in {where} and {word} in {file}: write it in one form in all files; "
+            "converting one of them could give one person two ids, or two people one id"
+        )
+    if word == "lists":
+        refuse_mixed_kinds(f"{name}[]", kinds, file, kind.value_type)
+    for inner in kind if word == "objects" else ():
+        refuse_mixed_kinds(f"{name}.{inner.name}", kinds, file, inner.type)
 
 
 def _word(kind: pa.DataType) -> str:

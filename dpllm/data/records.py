@@ -543,14 +543,14 @@ def refuse_overlap(split: str, sizes: Mapping[str, int]) -> None:
 
 def _tables(files: list[Path], encoding: str, counts: dict[str, int]) -> Iterator[pa.Table]:
     """Yield the tables of all files, and count the records of each under its path within their common folder."""
-    kinds: dict[str, dict[str, Path]] = {}
+    kinds: dict[str, tuple[str, Path]] = {}
     common = os.path.commonpath([file.parent for file in files])
     for file in files:
         name = os.path.relpath(file, common)
         counts[name] = 0
         for table in read_tables(file, encoding):
             for field in table.schema:
-                refuse_mixed_kinds(field.name, kinds.setdefault(field.name, {}), file, field.type)
+                refuse_mixed_kinds(field.name, kinds, file, field.type)
             counts[name] += table.num_rows
             yield table
 

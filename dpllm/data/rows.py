@@ -71,11 +71,11 @@ def unit_index_of(dataset: Any, privacy: PrivacyUnit, rng: np.random.Generator |
         column = str(privacy.unit_column)  # PrivacyUnit requires it for users
         check_column(present, column, "privacy.unit_column")
         draw = rng if privacy.rows_kept == "random" else None
-        ids = _column(dataset, column)
+        ids = column_of(dataset, column)
         return UnitIndex.from_ids(ids, privacy.max_rows_per_unit, draw, privacy.normalize_ids, column)
     _refuse_pieces(dataset, present)
     if "input_ids" in present and RECORD in present:  # in raw records a column of that name is the user's own
-        units = UnitIndex.from_ids(_column(dataset, RECORD), column=RECORD)
+        units = UnitIndex.from_ids(column_of(dataset, RECORD), column=RECORD)
     else:
         units = UnitIndex.one_row_per_unit(len(dataset))
     return replace(units, many_copies=True) if has_many_copies(dataset) else units
@@ -228,7 +228,7 @@ class PackedCollator:
         }
 
 
-def _column(dataset: Any, name: str) -> Sequence[Any]:
+def column_of(dataset: Any, name: str) -> Sequence[Any]:
     """Return a column; one of whole numbers without missing values is returned without a Python object per row."""
     if not isinstance(dataset, datasets.Dataset):
         values = [dataset[number].get(name) for number in range(len(dataset))]

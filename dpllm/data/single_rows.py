@@ -21,6 +21,7 @@ from torch import Tensor
 from dpllm.config import ConfigError
 from dpllm.data.labels import BOUNDARIES, IGNORE, KEY_BOUNDARIES
 from dpllm.data.transfer import like, own_copy
+from dpllm.data.units import UnitIndex
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
 _LONGEST = ("max_length_q", "max_length_k")
@@ -47,9 +48,13 @@ def fetch_rows(dataset: Any, numbers: np.ndarray) -> list[dict[str, Any]]:
     """
     if not hasattr(dataset, "column_names"):
         return [own_copy(dataset[int(number)]) for number in numbers]  # one buffer may be filled for each row
-    if (getattr(dataset, "format", None) or {}).get("type") == "custom":
+    if _is_transformed(dataset):
         return [row for number in numbers for row in _rows_of(dataset[[int(number)]])]
     return _rows_of(dataset[numbers.tolist()])
+
+
+def _is_transformed(dataset: Any) -> bool:
+    return (getattr(dataset, "format", None) or {}).get("type") == "custom"
 
 
 def _rows_of(columns: Any) -> list[dict[str, Any]]:
@@ -76,23 +81,47 @@ class StoredRows:
 class RowReader:
     """Reads rows by calling a function with one number at a time.
 
-    Guarantee: what the function returns for a row does not depend on the numbers of other rows.
+    Guarantee: what the function returns for a row does not depend on the numbers of other rows, and a row that still
+    has the column of the units' ids belongs to the unit that the index says.
 
     Attributes:
         fetch: row numbers to rows; `StoredRows` gets all numbers at once.
+        units: made of these rows. None: their units are not compared.
     """
 
     fetch: Callable[[np.ndarray], Sequence[Any]]
+    units: UnitIndex | None = None
 
     def __call__(self, numbers: np.ndarray) -> list[Any]:
         """Return the rows of these numbers (R,), in their order.
 
         Raises:
-            ConfigError: the function does not return a list of one row.
+            ConfigError: the function does not return a list of one row; a row is of a different unit, or its unit
+                cannot be read any more.
         """
-        if isinstance(self.fetch, StoredRows):
-            return self.fetch(numbers)
-        return [self._row(number) for number in numbers]
+        together = isinstance(self.fetch, StoredRows)
+        rows = list(self.fetch(numbers)) if together else [self._row(number) for number in numbers]
+        self._compare_units(numbers, rows)
+        return rows
+
+    def _compare_units(self, numbers: np.ndarray, rows: Sequence[Any]) -> None:
+        """Compare the units of rows with the index, except of a table, whose rows cannot be moved in place."""
+        ids = None if self.units is None else self.units.ids
+        if self.units is None or ids is None or ids.column is None:
+            return
+        stored = self.fetch.dataset if isinstance(self.fetch, StoredRows) else None
+        is_table = hasattr(stored, "column_names")
+        if is_table and not _is_transformed(stored):
+            return
+        known = [isinstance(row, Mapping) and ids.column in row for row in rows]
+        if stored is not None and not is_table and not all(known):
+            raise ConfigError(
+                f"Row {numbers[known.index(False)]} of train_dataset has no column '{ids.column}' any more, so its "
+                "unit cannot be compared with the units that ε is computed for. Keep the column in every row; the "
+                "default collator ignores it"
+            )
+        found = [(n, row[ids.column]) for n, row, has in zip(numbers, rows, known, strict=True) if has]
+        self.units.refuse_moved([n for n, _ in found], [one for _, one in found])
 
     def _row(self, number: Any) -> Any:
         found = self.fetch(np.array([number]))

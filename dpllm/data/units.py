@@ -15,14 +15,17 @@ from __future__ import annotations
 
 import numbers
 import re
+import secrets
 import unicodedata
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from decimal import Context, Decimal
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from dpllm.config import ConfigError
 
 Int64Array = NDArray[np.int64]
 ONE_ROW = "one row as given"
@@ -31,6 +34,27 @@ _INVISIBLE = ("Cf", "Cc")  # Unicode's categories of format and control characte
 _EXACT = 2**53  # up to here a float holds every whole number
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?")
 _BLOCK = 1 << 20  # entries read together, where reading all at once would double the memory
+_KEY = secrets.randbits(64)  # of the hashes of ids, which never leave the process
+
+
+@dataclass(frozen=True, eq=False)
+class RowIds:
+    """The unit id of each row as a keyed 64-bit hash, to find rows that moved after the index was made.
+
+    Attributes:
+        hashes: (number of rows of the data set,) uint64; rows that no unit keeps count.
+        normalize: whether text ids are equal if `normalized_id` makes them equal.
+        column: name of the column of the ids. None: unknown.
+    """
+
+    hashes: NDArray[np.uint64] = field(repr=False)
+    normalize: bool = False
+    column: str | None = None
+
+    @classmethod
+    def of(cls, ids: Sequence[Any], normalize: bool, column: str | None) -> RowIds:
+        """Return the hashes of the ids of all rows, in their order."""
+        return cls(_hashes(ids, normalize), normalize, column)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +81,12 @@ class UnitIndex:
     """How the units were made, in words for the report: `ONE_ROW`, or `SAME_ID` with its column. None: from arrays."""
     many_copies: bool = False
     """Whether many records, each a unit, are exact copies of others (`dpllm.data.records.has_many_copies`)."""
+    ids: RowIds | None = field(default=None, repr=False)
+    """The ids that the units were made of, as hashes. None: they were made without ids."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields for a copy or a pickle, without the hashes, which are of this process."""
+        return {**self.__dict__, "ids": None}
 
     def __post_init__(self) -> None:
         """Check the arrays and make them read-only."""
@@ -100,7 +130,7 @@ class UnitIndex:
                 None: no bound.
             rng: generator that draws the rows to keep, uniformly among the unit's rows. None: keep the first ones.
             normalize: treat text ids as equal when `normalized_id` makes them equal.
-            column: name of the column of the ids, for the report.
+            column: name of the column of the ids, for the report and for `refuse_moved`.
 
         Raises:
             ValueError: an id is missing or is neither text nor whole number; texts and numbers are mixed; or two text
@@ -114,22 +144,50 @@ class UnitIndex:
         if max_rows_per_unit is not None and max_rows_per_unit < 1:
             raise ValueError(f"max_rows_per_unit must be at least 1, got {max_rows_per_unit}")
         ids, differ_in_case = _checked_texts(ids, normalize)
-        made_of = f"{SAME_ID} in column '{column}'" if column is not None else SAME_ID
         units = _unit_of_each_row(ids)
+        facts: dict[str, Any] = {
+            "differ_in_case": differ_in_case,
+            "made_of": f"{SAME_ID} in column '{column}'" if column is not None else SAME_ID,
+            "ids": replace(RowIds.of(ids, False, column), normalize=normalize),  # normalized already
+        }
         counts = np.bincount(units) if len(units) else np.zeros(0, dtype=np.int64)
         if len(counts) == len(units):  # each unit has one row, and units are in the order of their rows
-            return cls(range(len(units) + 1), range(len(units)), differ_in_case=differ_in_case, made_of=made_of)
+            return cls(range(len(units) + 1), range(len(units)), **facts)
         if max_rows_per_unit is None:
             together = bool(np.all(units[:-1] <= units[1:]))
             rows = range(len(units)) if together else np.argsort(units, kind="stable")
-            return cls(offsets=_offsets(counts), rows=rows, differ_in_case=differ_in_case, made_of=made_of)
+            return cls(_offsets(counts), rows, **facts)
         # Sorting by (unit, random key) puts each unit's own rows in uniformly random order.
         by_unit = np.argsort(units, kind="stable") if rng is None else np.lexsort((rng.random(len(units)), units))
         rank_in_unit = np.arange(len(units)) - np.repeat(_offsets(counts)[:-1], counts)
         kept = by_unit[rank_in_unit < max_rows_per_unit]
         kept = kept[np.lexsort((kept, units[kept]))]
         offsets = _offsets(np.minimum(counts, max_rows_per_unit))
-        return cls(offsets, kept, rows_dropped=len(units) - len(kept), differ_in_case=differ_in_case, made_of=made_of)
+        return cls(offsets, kept, rows_dropped=len(units) - len(kept), **facts)
+
+    def refuse_moved(self, rows: Sequence[int] | Int64Array | range, ids: Sequence[Any]) -> None:
+        """Check that rows still belong to the units of this index; an index made without ids accepts any.
+
+        Args:
+            rows: (R,) row numbers.
+            ids: (R,) the id that each of these rows has now, as for `from_ids`.
+
+        Raises:
+            ConfigError: a row has a different id; the message gives its number and never an id.
+
+        >>> index = UnitIndex.from_ids(["ann", "bob", "ann"], column="author")
+        >>> index.refuse_moved([2, 0], ["ann", "ann"])
+        """
+        if self.ids is None or not len(rows):
+            return
+        moved = np.flatnonzero(self.ids.hashes[np.asarray(rows)] != _hashes(ids, self.ids.normalize))
+        if len(moved):
+            column = "" if self.ids.column is None else f" in the column '{self.ids.column}'"
+            raise ConfigError(
+                f"Row {rows[int(moved[0])]} has a different id{column} than when the units were made: the rows were "
+                "shuffled, sorted, filtered or changed since. A unit would be a mixture of several people's rows, and "
+                "ε would hold for none of them. Make a new DPTrainer, or a new UnitIndex, after the last change"
+            )
 
     def doubts(self, column: str | None) -> list[str]:
         """Return the reasons to doubt that a unit is all that one person gave, as open points of a report.
@@ -169,9 +227,7 @@ class UnitIndex:
         2
         """
         rows = self.rows if isinstance(self.rows, range) else np.sort(self.rows)
-        return UnitIndex(
-            range(self.num_rows + 1), rows, self.rows_dropped, self.max_rows, self.differ_in_case, self.made_of
-        )
+        return replace(self, offsets=range(self.num_rows + 1), rows=rows, rows_per_owner=self.max_rows)
 
     @property
     def num_units(self) -> int:
@@ -284,7 +340,7 @@ def _checked_texts(ids: Sequence[Any], normalize: bool) -> tuple[Sequence[Any], 
     if not any(isinstance(value, str) for value in ids[:1]):
         return ids, False
     if normalize:
-        return [normalized_id(value) if isinstance(value, str) and value.strip() else value for value in ids], False
+        return _normalized(ids), False
     first_row: dict[str, int] = {}
     for row, value in enumerate(ids):
         if isinstance(value, str) and value not in first_row:
@@ -303,6 +359,32 @@ def _checked_texts(ids: Sequence[Any], normalize: bool) -> tuple[Sequence[Any], 
             )
         folded.add(plain.casefold())
     return ids, len(folded) < len(spelled)
+
+
+def _normalized(ids: Sequence[Any]) -> list[Any]:
+    return [normalized_id(value) if isinstance(value, str) and value.strip() else value for value in ids]
+
+
+def _hashes(ids: Sequence[Any], normalize: bool) -> NDArray[np.uint64]:
+    """Return one keyed hash for each id: SipHash of a text (Python's own), SplitMix64 of a whole number."""
+    if isinstance(ids, np.ndarray) and np.issubdtype(ids.dtype, np.integer):
+        x = ids.astype(np.uint64)
+    else:
+        own = _normalized(ids) if normalize else ids
+        x = np.fromiter(map(_word, own), dtype=np.uint64, count=len(own))
+    x += np.uint64(_KEY)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x ^= x >> np.uint64(shift)
+        x *= np.uint64(factor)
+    x ^= x >> np.uint64(31)
+    return x
+
+
+def _word(value: Any) -> int:
+    """Return 64 bits for an id: the number itself; 0 for an id that `from_ids` refuses."""
+    value = value.item() if getattr(value, "ndim", None) == 0 else value
+    kind = _kind(value)
+    return 0 if kind is None else (hash(value) if kind is str else int(value)) & (1 << 64) - 1
 
 
 def _unit_of_each_row(ids: Sequence[Any]) -> Int64Array:

@@ -22,8 +22,9 @@ from transformers import (
 )
 
 from dpllm.config import ConfigError
-from dpllm.data.rows import CLASS_AS_TEXT, DataError
+from dpllm.data.rows import CLASS_AS_TEXT, DataError, column_of
 from dpllm.data.single_rows import fetch_rows
+from dpllm.data.units import UnitIndex
 
 _COLLATED = ("label", "label_ids", "labels", "special_tokens_mask", "offset_mapping")  # by transformers' collators
 
@@ -170,6 +171,26 @@ def refuse_ignored(trainer: Trainer) -> None:
             "steps need one loss per row: the override would be ignored. Pass compute_loss_func=(outputs, labels) -> "
             "(B,), each row's loss from that row only"
         )
+
+
+def refuse_moved(dataset: Any, num_rows: int, units: UnitIndex) -> None:
+    """Check that a data set still has as many rows as before, each of the same unit.
+
+    Args:
+        dataset: data set of the run; a list may have been shuffled, sorted, filtered or extended in place.
+        num_rows: its number of rows when the units were made.
+        units: made of it.
+
+    Raises:
+        ConfigError: it has more or fewer rows, or a row is of a different unit.
+    """
+    if len(dataset) != num_rows:
+        raise ConfigError(
+            f"train_dataset has {len(dataset)} rows, and had {num_rows} when the DPTrainer was made: the rows were "
+            "filtered or extended since, so the plan's units are not theirs. Make a new DPTrainer after the last change"
+        )
+    if units.ids is not None and units.ids.column is not None:
+        units.refuse_moved(np.arange(num_rows), column_of(dataset, units.ids.column))
 
 
 def refuse_replaced(now: Any, given: Any) -> None:

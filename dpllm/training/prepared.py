@@ -40,6 +40,7 @@ from dpllm.training.choose_clipper import clipper_for
 from dpllm.training.corrected_adamw import refuse_other_second_moment, require_asked, words_for
 from dpllm.training.fetching import (
     columns_for,
+    refuse_moved,
     refuse_replaced,
     refuse_tables,
     refuse_unreadable,
@@ -198,12 +199,13 @@ class Prepared:
         )
 
     def refuse_replaced(self, dataset: Any) -> None:
-        """Check that the Trainer still has the data set with which the plan was made.
+        """Check that the Trainer still has the rows with which the plan was made. Called by all processes together.
 
         Raises:
-            ConfigError: ``train_dataset`` was set to another object.
+            ConfigError: ``train_dataset`` was set to another object, or its rows were moved, left out or extended.
         """
         refuse_replaced(dataset, self.dataset)
+        self.processes.together(lambda: refuse_moved(dataset, len(self.rows.lengths), self.units))
 
     def refuse_unclippable(self, model: nn.Module) -> None:
         """Check that every trainable parameter can be clipped, before anything is charged or written.

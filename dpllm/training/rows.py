@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dpllm.config import ConfigError
 from dpllm.data.records import DataError
-from dpllm.data.single_rows import FETCH, RowByRow, reader_of
+from dpllm.data.single_rows import FETCH, RowByRow, RowReader, reader_of
 from dpllm.data.units import UnitIndex
 from dpllm.engines import model_inside
 from dpllm.models.inputs import model_pad_id
@@ -90,7 +90,7 @@ class TrainingRows:
         for name, value in (("fetch", self.fetch), ("collate", self.collate)):
             if not callable(value):
                 raise ConfigError(f"{name} is of the type {type(value).__name__}; give a function")
-        object.__setattr__(self, "fetch", reader_of(self.fetch))
+        object.__setattr__(self, "fetch", RowReader(reader_of(self.fetch).fetch, self.units))
         if not isinstance(self.collate, RowByRow):
             made = RowByRow(self.collate, self.pad_token_id, self.padding_side, packed=self.packed)
             object.__setattr__(self, "collate", made)

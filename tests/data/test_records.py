@@ -352,6 +352,20 @@ class TestText:
         with pytest.raises(DataError, match=message):
             load_records(config(path=str(path), **options))
 
+    @pytest.mark.parametrize("first", [0, 1])
+    @pytest.mark.parametrize("cells", [({"fever": True}, {"fever": 0.5}), ([True], [0.5]), ([{"a": 1}], [{"a": "x"}])])
+    def test_a_value_within_an_object_or_a_list_has_one_kind(self, tmp_path, cells, first):
+        """Arrow makes 1.0 of true where another record has a fraction; in one file, in its pieces, and across files."""
+        records = [{"text": "x", "more": cells[first]}, {"text": "y", "more": cells[1 - first]}]
+        together = tmp_path / "data.jsonl"
+        together.write_text("".join(json.dumps(record) + "\n" for record in records))
+        with pytest.raises(DataError, match=r"column 'more.+' holds .*, and in line 2 "):
+            load_records(config(path=str(together)))
+        for number, record in enumerate(records):
+            (tmp_path / f"{number}.json").write_text(json.dumps([record]))
+        with pytest.raises(DataError, match=r"column 'more.+' holds .* in .*0\.json and .* in .*1\.json"):
+            load_records(config(path=str(tmp_path / "*.json")))
+
     def test_fields_that_only_some_records_have_are_null_in_the_others(self, tmp_path, monkeypatch):
         """Pieces of a file that differ in their fields are one data set."""
         monkeypatch.setattr("dpllm.data.readers.CHUNK_BYTES", 1)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import tracemalloc
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dpllm.config import ConfigError
 from dpllm.data.units import UnitIndex
+from tests.mutations import kills
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=40), st.integers(1, 5), st.booleans())
@@ -220,3 +225,59 @@ def test_a_number_that_a_float_cannot_hold_is_no_id() -> None:
     assert UnitIndex.from_ids([1.0, 2, np.int64(1)]).num_units == UnitIndex.from_ids([1.0, 2.0]).num_units == 2
     with pytest.raises(ValueError, match="usable"):
         UnitIndex.from_ids([1.0, 2.0**53 + 2])
+
+
+@kills(
+    "a row may change its unit",
+    "dpllm/data/units.py",
+    "        if len(moved):\n",
+    "        if len(moved) > len(rows):\n",
+)
+@given(st.lists(st.integers(-3, 6), min_size=1, max_size=20), st.data())
+def test_a_row_with_the_id_of_another_is_found_in_every_form_of_an_index(ids: list[int], data: st.DataObject) -> None:
+    """Rows in their places are accepted, also those that no unit keeps; of moved rows the first is named."""
+    text = data.draw(st.booleans())
+    of_row = [f"u{number}" for number in ids] if text else ids
+    later = data.draw(st.permutations(of_row))
+    moved = [row for row, (one, other) in enumerate(zip(of_row, later, strict=True)) if one != other]
+    bound = data.draw(st.sampled_from([None, 1, 2]))
+    index = UnitIndex.from_ids(data.draw(st.sampled_from([list, np.array]))(of_row), bound, column="author")
+    rows = np.arange(len(ids))
+    for form in (index, index.each_row(), replace(index, many_copies=True)):
+        form.refuse_moved(rows, of_row)
+        form.refuse_moved(rows[::-1], [np.array(one) for one in of_row[::-1]])
+        form.refuse_moved([], [])
+        for again in (later, np.array(later), [np.array(one) for one in later]):
+            if moved:
+                with pytest.raises(ConfigError, match=rf"Row {moved[0]} has a different id in the column 'author'"):
+                    form.refuse_moved(rows, again)
+            else:
+                form.refuse_moved(rows, again)
+
+
+@pytest.mark.parametrize("later", [None, "", "17", 18, 1.5, 17 + 2**64 + 1])
+def test_an_id_of_another_kind_or_without_a_value_is_a_moved_row(later: Any) -> None:
+    """Whole fractions are the same id, as they are when the index is made; the message shows none."""
+    index = UnitIndex.from_ids([4, 17])
+    index.refuse_moved([1], [17.0])
+    with pytest.raises(ConfigError, match="Row 1 has a different id than") as caught:
+        index.refuse_moved([1], [later])
+    assert "17" not in str(caught.value)
+
+
+def test_normalized_ids_are_compared_as_one() -> None:
+    """Another spelling of a person is no moved row if such ids are one unit."""
+    UnitIndex.from_ids(["00017", "ann"], normalize=True).refuse_moved([0, 1], ["17", " Ann"])
+    with pytest.raises(ConfigError, match="Row 1"):
+        UnitIndex.from_ids(["00017", "ann"]).refuse_moved([0, 1], ["00017", "Ann"])
+
+
+def test_hashes_of_ids_take_eight_bytes_and_leave_the_process_in_no_form() -> None:
+    """An index without ids has none; a copy for another process accepts any id, since its key is unknown there."""
+    assert UnitIndex.one_row_per_unit(3).ids is None
+    UnitIndex.one_row_per_unit(3).refuse_moved([0], ["anything"])
+    index = UnitIndex.from_ids(np.arange(1000) // 2)
+    assert index.ids is not None and index.ids.hashes.nbytes == 8000 and len(set(index.ids.hashes.tolist())) == 500
+    assert "hashes" not in repr(index) and "ids" not in repr(index).replace("same id", "")
+    for made in (pickle.loads(pickle.dumps(index)), copy.deepcopy(index)):
+        assert made.ids is None and made.num_units == 500

@@ -1,6 +1,7 @@
 """Each row is read separately, and parts of a Trainer that private steps would ignore are refused."""
 
 import random
+from operator import itemgetter
 
 import pytest
 import torch
@@ -12,12 +13,15 @@ from transformers import (
     DataCollatorWithPadding,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    TrainerCallback,
 )
 
 from dpllm import DPTrainer
 from dpllm.config import ConfigError
+from dpllm.data.lengths import row_lengths
 from dpllm.data.rows import DataError, RowCollator
 from tests.conftest import tiny_llama_config
+from tests.mutations import kills
 from tests.training.test_trainer import arguments, privacy, rows, trainer
 
 pytestmark = pytest.mark.usefixtures("rows_not_compared")
@@ -210,3 +214,125 @@ def test_classes_as_text_are_refused_unless_a_collator_of_ones_own_numbers_them(
     with pytest.raises(DataError, match="loss needs"):
         RowCollator(pad_token_id=0, task="sequence_classification")(dataset.to_list())
     assert not list(tmp_path.iterdir())
+
+
+BY_AUTHOR = privacy(unit="user", unit_column="author", max_rows_per_unit=4, expected_batch_size=8)
+LEVELS = {"users": ("author", BY_AUTHOR), "records": ("record", privacy(expected_batch_size=8)), "rows": (None, None)}
+MOVES = {
+    "shuffled": random.Random(1).shuffle,
+    "sorted": lambda own: own.sort(key=itemgetter("input_ids")),
+    "filtered": lambda own: own.pop(9),
+    "extended": lambda own: own.append(own[0]),
+}
+
+
+def owned(column=None):
+    """Return rows as a list, four of each unit."""
+    names = [f"u{number // 4}" if column == "author" else number // 4 for number in range(64)]
+    return rows(**({} if column is None else {column: names})).to_list()
+
+
+class Lazy(torch.utils.data.Dataset):
+    """Reads its rows when they are asked for."""
+
+    def __init__(self, own):
+        self.own, self.hidden = own, ()
+
+    def __len__(self):
+        return len(self.own)
+
+    def __getitem__(self, number):
+        return {name: value for name, value in self.own[number].items() if name not in self.hidden}
+
+
+@kills(
+    "rows may move between the plan and the training",
+    "dpllm/training/prepared.py",
+    "        self.processes.together(lambda: refuse_moved(dataset, len(self.rows.lengths), self.units))\n",
+    "",
+)
+@pytest.mark.parametrize("made", [list, Lazy])
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_rows_that_moved_before_the_training_are_refused(level, move, made, tmp_path):
+    """Units would be mixtures of people, or N another number; nothing is written. Rows that are units may be moved."""
+    column, config = LEVELS[level]
+    own = owned(column)
+    run = trainer(tmp_path, dataset=own if made is list else Lazy(own), config=config)
+    MOVES[move](own)
+    if level == "rows" and move in ("shuffled", "sorted"):
+        run._prepared.refuse_replaced(run.train_dataset)
+        return
+    says = rf"has a different id in the column '{column}'" if move in ("shuffled", "sorted") else "rows, and had 64"
+    with pytest.raises(ConfigError, match=says) as error:
+        run.train()
+    assert "\n" not in str(error.value) and "u1" not in str(error.value)
+    assert run.ledger is None and not list(tmp_path.iterdir())
+
+
+@kills(
+    "rows may move during the training",
+    "dpllm/data/single_rows.py",
+    "        self._compare_units(numbers, rows)\n",
+    "",
+)
+def test_rows_that_move_during_the_training_end_it(tmp_path):
+    """A callback that shuffles a list at each epoch, as loops without a sampler do."""
+    own = owned("author")
+
+    class Shuffle(TrainerCallback):
+        def on_step_end(self, *args, **more):
+            random.Random(1).shuffle(own)
+
+    run = trainer(tmp_path, dataset=own, config=BY_AUTHOR, callbacks=[Shuffle()])
+    with pytest.raises(ConfigError, match="has a different id in the column 'author'"):
+        run.train()
+    assert run.ledger.num_steps <= 2
+
+
+def test_rows_must_show_their_unit_unless_a_table_has_it(tmp_path):
+    """A transform may leave the column out, as those for images do: the table below it cannot be moved in place."""
+    lazy = Lazy(owned("author"))
+    run = trainer(tmp_path / "lazy", dataset=lazy, config=BY_AUTHOR)
+    fetch = run._prepared.rows.fetch
+    assert len(fetch(torch.arange(3).numpy())) == 3
+    lazy.hidden = ("author",)
+    with pytest.raises(ConfigError, match="Row 2 of train_dataset has no column 'author' any more"):
+        fetch(torch.tensor([2, 0]).numpy())
+    table = rows(author=[f"u{number // 4}" for number in range(64)])
+    run = trainer(tmp_path / "table", dataset=table, config=BY_AUTHOR, args=arguments(tmp_path / "table", max_steps=1))
+    table.set_transform(lambda batch: {"input_ids": batch["input_ids"], "labels": batch["labels"]})
+    run.train()
+    assert run.ledger.num_steps == 1
+
+
+def test_a_transform_that_gives_rows_to_other_people_is_refused(tmp_path):
+    """Set after the trainer was made; found before anything is charged."""
+    table = rows(author=[f"u{number // 4}" for number in range(64)])
+    run = trainer(tmp_path, dataset=table, config=BY_AUTHOR)
+    table.set_transform(lambda batch: {**batch, "author": ["u7"] * len(batch["author"])})
+    with pytest.raises(ConfigError, match="has a different id in the column 'author'"):
+        run.train()
+    assert run.ledger is None and not (tmp_path / "privacy_ledger.jsonl").exists()
+
+
+@pytest.mark.parametrize("form", ["torch", "numpy", None])
+def test_a_table_in_any_format_is_read(form, tmp_path):
+    """Ids come out as tensors, or not at all."""
+    table = rows(author=[number // 4 for number in range(64)])
+    run = trainer(tmp_path, dataset=table, config=BY_AUTHOR, args=arguments(tmp_path, max_steps=1))
+    table.set_format(form, columns=["input_ids", "labels"] if form == "torch" else None)
+    run.train()
+    assert run.ledger.num_steps == 1
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [(30, 37.5), (1, True), ("30", 30), ([1, 2], [1, 2.5]), ({"a": True}, {"a": 0.5})]
+)
+def test_rows_of_a_list_have_one_kind_of_value_in_a_column(one, other, tmp_path):
+    """In a batch, one row's fraction would make fractions of the others' whole numbers; nothing has no kind."""
+    own = [{"input_ids": [5, 6, 7], "age": value} for value in (one, None, one)]
+    assert len(row_lengths(own, None)) == 3
+    for dataset in ([*own, {"input_ids": [5, 6, 7], "age": other}], [{"input_ids": [5, 6], "age": other}, *own]):
+        with pytest.raises(DataError, match=r"The column 'age' .* holds .* in row 0 and .* in row [13]\."):
+            trainer(tmp_path, dataset=dataset, config=privacy(expected_batch_size=2))

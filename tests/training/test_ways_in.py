@@ -20,6 +20,7 @@ from transformers import (
 
 from dpllm import DPTrainer, PrivacyConfig
 from dpllm.config import ConfigError, DataConfig
+from dpllm.data.raw_rows import RowMaker
 from dpllm.data.records import DataError
 from dpllm.data.rows import tokenize_records
 from dpllm.privacy.ledger import read_ledger
@@ -265,7 +266,10 @@ MISTAKES = {
         {"train_dataset": [{"text": "a dog"}, {"note": "b"}]},
         "row 1 has no column 'text'; it has note",
     ),
-    "kinds differ": ({"train_dataset": [{"text": "a dog"}, {"text": 7}]}, r"'text' cannot be stored .*kinds: int, str"),
+    "kinds differ": (
+        {"train_dataset": [{"text": "a dog"}, {"text": 7}]},
+        "'text' .* holds text in row 0 and a whole number in",
+    ),
     "pairs": (
         {"train_dataset": [{"prompt": "a", "chosen": "dog", "rejected": "man"}]},
         "train_dataset has two answers for each prompt: use dpllm.DPDPOTrainer",
@@ -486,3 +490,13 @@ def test_evaluation_streams_and_other_rows_pass_unchanged(tmp_path, folder):
     stream = made(tmp_path, folder, texts()).train_dataset.to_iterable_dataset()
     run = made(tmp_path, folder, texts(), eval_dataset=stream)
     assert run.eval_dataset is stream and np.isfinite(run.evaluate()["eval_loss"])
+
+
+def test_a_list_of_labels_that_are_whole_numbers_here_and_fractions_there_is_refused(folder):
+    """A table would write 1 as 1.0; in a file of JSON, each record's value is read by itself."""
+    own = [{"text": "a dog", "label": 1}, {"text": "a man", "label": 0.5}]
+    maker = RowMaker(AutoTokenizer.from_pretrained(folder), "regression", num_labels=1)
+    with pytest.raises(DataError, match="'label' of train_dataset holds a whole number in row 0 and a fraction in row"):
+        maker.rows(own, "train_dataset")
+    own[0]["label"] = 1.0
+    assert maker.rows(own, "train_dataset")["labels"][:] == [[1.0], [0.5]]

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dpllm.config import ConfigError, ModelConfig
 from dpllm.config.query_recipe import QueryRecipe
-from dpllm.data.records import load_records, required_columns
+from dpllm.data.records import DataError, load_records, required_columns
 from dpllm.data.rows import unit_index_of
 from dpllm.data.units import Int64Array, UnitIndex
 from dpllm.mechanism.sampling import secret_rng
@@ -51,12 +51,20 @@ def read_records(recipe: QueryRecipe) -> PrivateRecords:
 
     Raises:
         ConfigError: the template names a column that they lack.
-        DataError: they cannot be read.
+        DataError: they cannot be read; or they are CSV or JSON files of the Hub, and a column of the template holds no
+            text: `datasets` guesses its type from all records, so one record could change the contexts of the others.
     """
     name = f"{recipe.method}.context"
     context = recipe.options.context or _usual_context(recipe, name)
     records = load_records(recipe.data)
     template = Template(context, records.column_names, name)
+    for column in template.columns if records.info.builder_name in ("csv", "json") else ():
+        if getattr(records.features[column], "dtype", None) not in ("string", "large_string"):
+            raise DataError(
+                f"{name} names the column '{column}' of {recipe.data.path}, whose type was guessed from all records, "
+                "so one record could change the contexts of the others. Download its files, give their folder as "
+                "data.path, and each record's value is read by itself"
+            )
     return PrivateRecords(records, unit_index_of(records, recipe.privacy, secret_rng()), template)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from dpllm.config import ConfigError, nearest
+from dpllm.data.values import own_value
 
 _FIELD = re.compile(r"\{(\w+)\}")
 
@@ -49,8 +50,13 @@ class Template:
             )
 
     def of(self, record: Mapping[str, Any]) -> str:
-        """Return the text for a record; a missing value becomes an empty text."""
-        return _FIELD.sub(lambda found: "" if record[found[1]] is None else str(record[found[1]]), self.text)
+        """Return the text for a record; a missing value becomes an empty text.
+
+        Guarantee: other records change nothing in it. A number that is whole has no fraction (30 for 30.0), and keys
+        without a value are left out of an object (`dpllm.data.values.own_value`).
+        """
+        values = {name: own_value(record[name]) for name in self.columns}
+        return _FIELD.sub(lambda found: "" if values[found[1]] is None else str(values[found[1]]), self.text)
 
 
 class PromptEncoder:

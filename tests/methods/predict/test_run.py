@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 
+import datasets
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 from dpllm.cli.program import app
 from dpllm.config import ConfigError
 from dpllm.config.query_recipe import load_query_recipe
+from dpllm.data.records import DataError
 from dpllm.methods.attacks.answers import run_trials
 from dpllm.methods.predict import run as module
 from dpllm.methods.predict import sampler
@@ -221,3 +223,59 @@ def test_the_audit_reads_its_numbers_from_the_plan(recipe, kind, unit):
     plan = plan_prediction(recipe(f"predict.kind={kind}", *unit), 20 if unit else 40)
     charge = plan.charge(CHARGE)
     assert run_trials(plan, token_probe(plan), 10).history == [(charge.event, charge.count)]
+
+
+BASE = [{"person": f"p{n}", "text": f"note {n}", "age": 30 + n, "vitals": {"pulse": 60, "last": [1]}} for n in range(6)]
+CHANGES = {
+    "a fraction": {"age": 37.5},
+    "no number": {"age": None},
+    "another key": {"vitals": {"pulse": 67, "hiv_load": 3, "last": [1]}},
+    "a nested fraction": {"vitals": {"pulse": 60.5, "last": [0.5]}},
+    "no object": {"vitals": None},
+}
+
+
+def written(path, records):
+    """Write records as files are written: a table's types are those of all records."""
+    if path.suffix == ".parquet":
+        datasets.Dataset.from_list(records).to_parquet(path)
+    elif path.suffix == ".csv":
+        datasets.Dataset.from_list([{**one, "vitals": json.dumps(one["vitals"])} for one in records]).to_csv(path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(records))
+    else:
+        path.write_text("".join(json.dumps(one) + "\n" for one in records))
+    return path
+
+
+@kills(
+    "a template writes other people's numbers and keys",
+    "dpllm/methods/predict/prompts.py",
+    "own_value(record[name])",
+    "record[name]",
+)
+@pytest.mark.parametrize("ending", [".jsonl", ".json", ".parquet"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_no_record_changes_the_context_of_another(recipe, tmp_path, monkeypatch, change, ending):
+    """A table has one type for all rows: 30 would become 30.0 for everybody, and every object get another's keys."""
+    monkeypatch.setattr("dpllm.data.readers.CHUNK_BYTES", 300)  # several pieces
+    found = []
+    for number, records in enumerate((BASE, [*BASE[:-1], {**BASE[-1], **CHANGES[change]}])):
+        path = written(tmp_path / f"{number}{ending}", records)
+        read = recipe(f"data.path={path}", 'predict.context="{age}: {vitals} {text}"')
+        private = read_records(read)
+        found.append([private.template.of(record) for record in private.records])
+    assert found[0][:-1] == found[1][:-1] and found[0][-1] != found[1][-1]
+    assert found[0][0].startswith("30: {'last': [1], 'pulse': 60} note 0")
+
+
+@pytest.mark.parametrize(("ending", "column"), [(".csv", "age"), (".json", "vitals")])
+def test_types_that_the_hub_guesses_write_no_context(recipe, tmp_path, monkeypatch, ending, column):
+    """`datasets` guesses the types of such files from all records. A local file is read record by record."""
+    path = written(tmp_path / f"records{ending}", BASE)
+    guessed = datasets.load_dataset(ending[1:], data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: guessed)
+    with pytest.raises(DataError, match=f"predict.context names the column '{column}' of own/data, whose type was gue"):
+        read_records(recipe("data.path=own/data", f"predict.context='{{{column}}}'"))
+    assert read_records(recipe("data.path=own/data", "predict.context='{text}'")).num_units == 6
+    read_records(recipe(f"data.path={path}", f"predict.context='{{{column}}}'"))

@@ -441,8 +441,8 @@ def steps(folder, model, rows, loss_of=lm_loss, count=4, clip_norm=0.5, after=la
 @kills(
     "several rows are fetched at once by a function of the user's",
     "dpllm/data/single_rows.py",
-    "        return [self._row(number) for number in numbers]\n",
-    "        return list(self.fetch(numbers))\n",
+    "if together else [self._row(number) for number in numbers]",
+    "if True else []",
 )
 def test_rows_that_would_be_changed_by_those_fetched_with_them_are_fetched_alone(tmp_path):
     """A fetch that lays the first token of the last row before all of them."""
