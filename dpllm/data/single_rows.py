@@ -10,6 +10,7 @@ Shape suffixes: B rows, T tokens.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -25,6 +26,8 @@ from dpllm.data.units import UnitIndex
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
 _LONGEST = ("max_length_q", "max_length_k")
+_TARGETS = re.compile(r"(^|_)(labels|label_ids|targets?|tags)(_|$)")
+_ZEROS = re.compile(r"mask|type_ids|position_ids")
 
 
 FETCH = (
@@ -36,8 +39,9 @@ FETCH = (
 def fetch_rows(dataset: Any, numbers: np.ndarray) -> list[dict[str, Any]]:
     """Read rows by number.
 
-    Guarantee: a row is computed from its own record. ``set_transform`` and ``with_transform`` of a `datasets.Dataset`
-    call their function with all rows that are read together; here the function is called with one row at a time.
+    Guarantee: a row is computed from its own record. The formats of a `datasets.Dataset` make rows together: a
+    transform is called with all rows that are read, and one missing number makes floats of the others. Rows of any
+    format are therefore read one at a time.
 
     Args:
         dataset: a `datasets.Dataset`, or anything with ``__getitem__``.
@@ -48,7 +52,7 @@ def fetch_rows(dataset: Any, numbers: np.ndarray) -> list[dict[str, Any]]:
     """
     if not hasattr(dataset, "column_names"):
         return [own_copy(dataset[int(number)]) for number in numbers]  # one buffer may be filled for each row
-    if _is_transformed(dataset):
+    if (getattr(dataset, "format", None) or {}).get("type") is not None:  # NumPy's and PyTorch's make one array of all
         return [row for number in numbers for row in _rows_of(dataset[[int(number)]])]
     return _rows_of(dataset[numbers.tolist()])
 
@@ -143,14 +147,15 @@ class RowByRow:
     """A collator of several rows that calls another collator with one row at a time, and pads.
 
     Guarantee: the values of a row depend on no other row of the batch, apart from the padding that it gets. Padding is
-    ``pad_token_id`` in token ids, -100 in labels, and 0 in masks and in other columns with one value for each token.
-    Columns of equal shapes are put together as they are. Packed rows are concatenated without padding.
+    ``pad_token_id`` in token ids; -100 in labels, targets and tags that are whole numbers; 0 in masks and in other
+    columns with one value for each token. Columns of equal shapes are put together as they are. Packed rows are
+    concatenated without padding.
 
     Attributes:
         collate: makes the inputs of one row, by name. Each is a tensor whose first dimension is 1, a list with one
             entry, or a tuple or dictionary of such tensors.
         pad_token_id: token that fills short rows. None: that of the collator or its tokenizer; if it has none, 0.
-        padding_side: "right" or "left". None: that of the collator's tokenizer, or right.
+        padding_side: "right" or "left". None: that of the collator's tokenizer; if it has none, right.
         columns: columns of a row that the collator is given. None: all.
         predicts_next: whether a label is predicted at the position before it, as by a causal language model. The first
             label of a row is then no target, also where padding on the left comes before it.
@@ -226,12 +231,12 @@ class RowByRow:
             if isinstance(value, Tensor | np.ndarray) and (value.ndim == 0 or value.shape[0] != 1):
                 raise ConfigError(
                     f"The collator turned one row into '{name}' of shape {tuple(value.shape)}. The first dimension has "
-                    "to be 1, that row: a collator that packs, pairs, doubles or drops rows would mix the gradients of "
-                    "different units. Return one row per input row; dpllm packs with pack_rows=True, and trains on "
-                    "pairs with dpllm.DPDPOTrainer. Several images of a row are one entry, (1, images, ...)"
+                    "to be 1, that row: a collator that packs, pairs, doubles, squeezes or drops rows would mix the "
+                    "gradients of different units. Return one row per input row; dpllm packs with pack_rows=True, and "
+                    "trains on pairs with dpllm.DPDPOTrainer. Several images of a row are one entry, (1, images, ...)"
                 )
 
-    def _columns(self, rows: Sequence[Mapping[str, Any]], widths: Sequence[int]) -> dict[str, Any]:
+    def _columns(self, rows: Sequence[Mapping[str, Any]], widths: Sequence[Sequence[int]]) -> dict[str, Any]:
         names = dict.fromkeys(name for row in rows for name in row)
         for name in names:
             if not all(name in row for row in rows):
@@ -241,7 +246,7 @@ class RowByRow:
                 )
         return {name: self._column(str(name), [row[name] for row in rows], widths) for name in names}
 
-    def _column(self, name: str, values: list[Any], widths: Sequence[int]) -> Any:
+    def _column(self, name: str, values: list[Any], widths: Sequence[Sequence[int]]) -> Any:
         first = values[0]
         if any(type(one) is not type(first) for one in values):
             kinds = sorted({type(one).__name__ for one in values})
@@ -266,7 +271,7 @@ class RowByRow:
             "no place for rows. Return a tensor whose first dimension is 1, or a list with one entry"
         )
 
-    def _tensor(self, name: str, values: list[Tensor], widths: Sequence[int]) -> Tensor:
+    def _tensor(self, name: str, values: list[Tensor], widths: Sequence[Sequence[int]]) -> Tensor:
         if len({one.dtype for one in values}) > 1:
             kinds = sorted(str(one.dtype) for one in {one.dtype: one for one in values}.values())
             raise ConfigError(f"The collator returned '{name}' as {' and as '.join(kinds)}: give all rows one dtype")
@@ -285,14 +290,14 @@ class RowByRow:
                 padded[place, start] = IGNORE
         return padded
 
-    def _fill(self, name: str, values: Sequence[Tensor], widths: Sequence[int]) -> int:
+    def _fill(self, name: str, values: Sequence[Tensor], widths: Sequence[Sequence[int]]) -> int:
         """Return what fills a column with one value for each token, of the input or of a decoder."""
-        of_tokens = [one.shape[1] for one in values] == list(widths)
-        if name.endswith("labels") and (of_tokens or not values[0].is_floating_point()):
+        of_tokens = [one.shape[1] for one in values] in widths
+        if _TARGETS.search(name) and not values[0].is_floating_point():
             return IGNORE
-        if name.endswith("input_ids"):
+        if "input_ids" in name:
             return self.pad_token_id or 0
-        if of_tokens or (name.endswith(("mask", "_type_ids", "position_ids")) and values[0].ndim == 2):
+        if of_tokens or (_ZEROS.search(name) and values[0].ndim == 2):
             return 0
         _refuse_shapes(name, values)
 
@@ -307,13 +312,10 @@ def _refuse_shapes(name: str, values: Sequence[Tensor]) -> NoReturn:
     )
 
 
-def _widths(rows: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return the tokens of each row; nothing where it is unknown."""
-    for name in ("input_ids", "chosen_input_ids"):
-        ids = [row.get(name) for row in rows]
-        if all(getattr(one, "ndim", 0) > 1 for one in ids):
-            return [one.shape[1] for one in ids]  # type: ignore[union-attr]
-    return []
+def _widths(rows: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """Return the tokens of each row, for each column of token ids."""
+    columns = [[row.get(name) for row in rows] for name in rows[0] if "input_ids" in str(name)]
+    return [[one.shape[1] for one in ids] for ids in columns if all(getattr(one, "ndim", 0) > 1 for one in ids)]  # type: ignore[union-attr]
 
 
 def _check_boundaries(inputs: Mapping[str, Any], boundaries: Tensor) -> None:

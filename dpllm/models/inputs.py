@@ -35,21 +35,17 @@ def default_collator(tokenizer: Any, model: Any, task: str | None) -> RowCollato
 
 
 def row_by_row(collate: Any, tokenizer: Any, model: Any, columns: frozenset[str] | None = None) -> RowByRow:
-    """Return a collator that makes rows one at a time, and pads as the tokenizer says.
+    """Return a collator that makes rows one at a time, and pads with its own token, the tokenizer's or the model's.
 
     Args:
-        collate: of several rows. That of `default_collator` pads on the right, which every model reads alike.
+        collate: of several rows; its own tokenizer decides the side.
         tokenizer: or None.
         model: a transformers model, PEFT-wrapped or not, or any module.
         columns: as for `RowByRow`.
     """
-    side = None if isinstance(collate, RowCollator) else getattr(tokenizer, "padding_side", None)
-    own = RowByRow(collate, None, side, columns, predicts_next=task_of(model) == "causal_lm")
-    return (
-        own
-        if own.pad_token_id is not None
-        else replace(own, pad_token_id=default_collator(tokenizer, model, None).pad_token_id)
-    )
+    own = RowByRow(collate, columns=columns, predicts_next=task_of(model) == "causal_lm")
+    known = default_collator(tokenizer, model, None).pad_token_id
+    return replace(own, pad_token_id=known) if own.pad_token_id is None else own
 
 
 def model_pad_id(model: Any) -> int | None:

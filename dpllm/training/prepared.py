@@ -93,7 +93,7 @@ class Prepared:
         units: the rows of each unit, also if rows are drawn separately.
         plan: the constants.
         rows: the rows as a run reads them.
-        collate: rows to inputs, one row at a time, with padding; the collator of ``rows`` packs if rows are packed.
+        collate: rows to inputs, as given, for evaluation; ``rows`` calls it with one row at a time, or packs.
         norm_method: as for `PrivateRun.attach`.
         start_is_independent: as for `PrivateRun.attach`.
         noise_memory: as for `PrivateRun`.
@@ -191,7 +191,7 @@ class Prepared:
             units=units,
             plan=plan,
             rows=rows,
-            collate=single,
+            collate=collate,
             norm_method=norm_method,
             start_is_independent=start_is_independent,
             noise_memory=noise_memory,
@@ -257,9 +257,7 @@ class Prepared:
 
     def run(self, ledger: SharedLedger) -> PrivateRun:
         """Make the run that charges this ledger. Called by all processes together."""
-        ahead = shares_nothing(
-            self.dataset, self.collate.collate
-        )  # a transform may have been set since the rows were made
+        ahead = shares_nothing(self.dataset, self.collate)
         rows = replace(self.rows, fetch_ahead=ahead)
         return PrivateRun(self.plan, rows, ledger, self.privacy.seed, self.noise_memory)
 

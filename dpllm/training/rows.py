@@ -27,6 +27,7 @@ from dpllm.training.microbatch_size import AUTO
 from dpllm.training.microbatches import Microbatch, RowsTaken
 from dpllm.training.prefetch import FetchThread
 
+_TRIED = 32  # rows that are made before anything is charged
 LossOf = Callable[[Any, Mapping[str, Any]], Tensor]
 """Function from a module and a microbatch's inputs to one loss per row (B,), each computed only from its own row."""
 
@@ -98,10 +99,10 @@ class TrainingRows:
             raise ConfigError(f'max_tokens is {self.max_tokens!r}; give a whole number, "auto" or None')
 
     def try_reading(self) -> None:
-        """Make a batch of three rows as steps do, so that a mistake is found before anything is charged.
+        """Make a batch of some rows as steps do, so that a mistake is found before anything is charged.
 
-        These are the first row, a shortest and a longest one; each is made by itself, with ``fetch_ahead`` in a thread.
-        dpllm's own collator makes eight more.
+        These are the first row, a shortest, a longest, and up to 32 evenly spaced ones; each is made by itself, with
+        ``fetch_ahead`` in a thread.
 
         Raises:
             ConfigError: ``fetch`` fails, or does not return a sequence with the row; only the thread that opened the
@@ -111,7 +112,8 @@ class TrainingRows:
         self.refuse_own_generators()
         numbers = np.asarray(self.units.rows)
         lengths = self.lengths[numbers]
-        tried = list(dict.fromkeys([numbers[0], numbers[lengths.argmin()], numbers[lengths.argmax()]]))
+        spaced = numbers[np.unique(np.linspace(0, len(numbers) - 1, _TRIED, dtype=np.int64))]
+        tried = list(dict.fromkeys([numbers[0], numbers[lengths.argmin()], numbers[lengths.argmax()], *spaced]))
         try:
             self.fetch(np.asarray(tried[:1]))
         except (TypeError, IndexError, KeyError) as error:
@@ -139,8 +141,6 @@ class TrainingRows:
             ) from error
         finally:
             thread.close()
-        if type(self.collate.collate).__module__.partition(".")[0] == "dpllm":
-            agreement.collated(len(self.lengths), self.fetch, self.collate)
 
     def refuse_own_generators(self) -> None:
         """Check that neither the collator nor the data set has a random generator of its own, nor the first a seed.

@@ -36,7 +36,7 @@ from transformers import (
 from dpllm import DPTrainer, per_sequence_loss
 from dpllm.config import ConfigError
 from dpllm.data.rows import PackedCollator, RowCollator
-from dpllm.data.single_rows import RowByRow, same_values
+from dpllm.data.single_rows import RowByRow, fetch_rows, same_values
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from tests.conftest import tiny_llama_config
 from tests.training.test_trainer import arguments, privacy
@@ -370,6 +370,10 @@ def test_a_row_in_a_batch_is_that_row_and_padding(data):
             "attention_mask": torch.ones_like(of_tokens),
             "labels": torch.full((1, target), 5),
             "weights": of_tokens * 0.5,
+            "soft_labels": of_tokens * 0.5,
+            "chosen_labels": of_tokens,
+            "tags": of_tokens,
+            "input_ids_other": torch.full((1, target), 6),
             "spans": torch.stack([of_tokens, of_tokens], -1),
             "pixel_values": torch.full((1, 3, 2, 2), float(length)),
             "decoder_input_ids": torch.full((1, target), 6),
@@ -378,7 +382,8 @@ def test_a_row_in_a_batch_is_that_row_and_padding(data):
             "scale": 2.0,
         }
 
-    fills = {"input_ids": 9, "labels": -100, "decoder_input_ids": 9}
+    fills = {"input_ids": 9, "decoder_input_ids": 9, "input_ids_other": 9}
+    fills |= dict.fromkeys(("labels", "chosen_labels", "tags"), -100)
     batch = RowByRow(collate, pad_token_id=9, padding_side=side)(list(zip(lengths, targets, strict=True)))
     batch |= batch.pop("inside")
     assert batch.pop("text") == [str(length) for length in lengths] and batch.pop("scale") == 2.0
@@ -425,7 +430,17 @@ def test_the_losses_of_rows_that_are_padded_on_the_left_are_those_on_the_right(t
     rows, model = tokens().to_list(), run.model.eval()
     found = []
     for side in ("left", "right"):
-        batch = dict(replace(run.data_collator, padding_side=side)(rows[:5]))
+        batch = dict(replace(run._prepared.rows.collate, padding_side=side)(rows[:5]))
         labels = batch.pop("labels")
         found.append(per_sequence_loss(model(**batch).logits, labels))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", [None, "numpy", "torch"])
+def test_a_row_that_is_read_beside_another_is_what_it_is_alone(form):
+    """NumPy's and PyTorch's formats make one array of all rows that are read, and a missing number makes it floats."""
+    dataset = Dataset.from_dict({"input_ids": [[1, 2], [3, 4]], "age": [1700000001, None]}).with_format(form)
+    together, alone = fetch_rows(dataset, np.arange(2)), [fetch_rows(dataset, np.array([n]))[0] for n in (0, 1)]
+    for one, other in zip(together, alone, strict=True):
+        assert str(one["age"]) == str(other["age"]) and list(one["input_ids"]) == list(other["input_ids"])
+    assert int(together[0]["age"]) == 1700000001

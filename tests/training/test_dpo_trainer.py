@@ -60,7 +60,7 @@ def losses_of(run):
                 log_prob = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
                 own = log_prob.gather(1, ids[1:, None])[:, 0]
                 found.append(own[labels[1:] != -100].sum())
-            reference = torch.from_numpy(run.data_collator.collate.reference[row["pair"]])
+            reference = torch.from_numpy(run.data_collator.reference[row["pair"]])
             ratio = torch.stack(found) - reference
             return -torch.nn.functional.logsigmoid(0.1 * (ratio[0] - ratio[1]))
 
@@ -148,14 +148,14 @@ def test_the_reference_is_the_model_at_the_start_or_another_one_or_given(tmp_pat
     model, other = trl_data.model_and_reference()
     pairs = dpo(tmp_path / "pairs").train_dataset
     alone = [pair_log_probs(model, dpo(tmp_path / "a", model=model).data_collator([row])) for row in pairs]
-    start = dpo(tmp_path / "b", model=model).data_collator.collate.reference
+    start = dpo(tmp_path / "b", model=model).data_collator.reference
     assert np.array_equal(start, torch.cat(alone).double().detach().numpy())
     lora = dpo(tmp_path / "c", model=model, peft_config=LoraConfig(target_modules=["q_proj"]))
-    assert np.array_equal(lora.data_collator.collate.reference, start) and isinstance(lora.model, PeftModel)
-    assert not np.array_equal(dpo(tmp_path / "d", ref_model=other).data_collator.collate.reference, start)
+    assert np.array_equal(lora.data_collator.reference, start) and isinstance(lora.model, PeftModel)
+    assert not np.array_equal(dpo(tmp_path / "d", ref_model=other).data_collator.reference, start)
     given = SHAPES["prompt"].add_column("ref_chosen_logps", [-1.0] * 8).add_column("ref_rejected_logps", [-2.0] * 8)
     run = dpo(tmp_path / "e", given)
-    assert run.data_collator.collate.reference.tolist() == [[-1, -2]] * 8
+    assert run.data_collator.reference.tolist() == [[-1, -2]] * 8
     run.train()
     assert GIVEN_REFERENCE in run.privacy_report()["open_points"]
 

@@ -250,7 +250,8 @@ def _cause(other: Seen, carried: bool, held: str) -> tuple[str, str]:
     return (
         "Likely causes: the model reads padding: it pools at it (config.pad_token_id is another id), counts positions "
         "from it (a tokenizer with padding_side='left' under absolute positions), or the collator returns no "
-        "attention_mask; the loss divides by the batch's number of targets, counts equal rows or uses batch "
+        "attention_mask (dpllm pads: token ids with the padding token, labels, targets and tags with -100, masks and "
+        "other columns with 0); the loss divides by the batch's number of targets, counts equal rows or uses batch "
         "statistics; int8 or fp8 scales over all rows; random numbers from a seed that is set within the step",
         "Set config.pad_token_id, pad on the right, return an attention_mask, and compute each row's loss from its own "
         "row (dpllm.per_sequence_loss); a model that reads padding can be trained with one row per microbatch "

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 
+from dpllm.data.single_rows import same_values
 from dpllm.ghost import UnitClipper
 from dpllm.ghost.memory import is_shortage
 from dpllm.training.checks.differences import (
@@ -49,7 +50,7 @@ from dpllm.training.checks.float64 import float64_operations
 from dpllm.training.checks.passes import CHANCES, Found, IndependenceError, Passes, Setup
 from dpllm.training.checks.randomness import OWN_GENERATOR, own_generator
 from dpllm.training.checks.repeatable import generator_states, same_randomness, seed_between
-from dpllm.training.checks.row_sample import Company, Sample
+from dpllm.training.checks.row_sample import MADE_LATER, Company, Sample
 from dpllm.training.checks.sharing import Sharing
 from dpllm.training.out_of_memory import MicrobatchTooLargeError, free_memory
 
@@ -60,6 +61,8 @@ if TYPE_CHECKING:
 FIRST, LATER = (4, 1 / 16, 64), (2, 1 / 64, 16)
 """Number of rows run together in the first check of a process and in later ones: the fewest, the share of a step's
 rows, and the most. A run of 100 steps has eight checks (benchmarks/results.md has their cost)."""
+OTHERS = 4
+"""Rows that the first check makes before it runs the shortest row again, one after the other."""
 REFUSED = 8
 """Checks refuse in these first steps of a process. A later difference comes from something that changes during
 training, or from rounding in weights that have grown."""
@@ -290,14 +293,20 @@ class IndependenceCheck:
             early: result of the shortest row before all others.
         """
         short = passes.sample.together[0]
-        passes.make(short)
+        made = passes.make(short)
         seen = [one for company in passes.sample.companies(first) for one in passes.run(company)]
         by_chance = [passes.with_seed(seed) for seed in seeds]
-        # A step that fetches ahead makes another row before this one passes: a loss that reads what the collator has
-        # stored reads that row's.
-        passes.make(next((number for number in passes.sample.before if number != short), short))
-        again = passes.run(Company((short,), "alone, after all other rows"))
-        passes.is_carried = passes.differ([*early, seen[0]], again)
+        # A step makes other rows before this one passes: a loss that reads what the collator has stored reads theirs.
+        others = [number for number in passes.sample.inputs if number != short][
+            : OTHERS if first and not self._engine.lockstep else 1
+        ]
+        again: list[Seen] = []
+        for other in others or [short]:
+            passes.make(other)
+            again += passes.run(Company((short,), "alone, after all other rows"))
+        if not same_values(made, passes.make(short)):
+            raise IndependenceError(MADE_LATER)
+        passes.is_carried = any(passes.differ([*early, seen[0]], [one]) for one in again)
         return [[*early, *seen, *again], *by_chance]
 
     def _differing(self, passes: Passes, results: Results) -> tuple[Seen, Seen] | None:

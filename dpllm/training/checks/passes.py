@@ -124,14 +124,17 @@ class Passes:
         self.not_held = ""  # random numbers that differ between passes and change the result
         self.is_carried = False  # whether the first row had another result after all others
         self._has_probed = False
+        self._fetched: dict[int, Any] = {}
         if (message := carried_by(setup.rows, sample)) is not None:
             raise IndependenceError(message)
         found.points += doubts(setup.rows, sample)
 
-    def make(self, number: int) -> None:
-        """Have the collator make a row, as for a pass; the rows of all passes stay as they were made at first."""
+    def make(self, number: int) -> Any:
+        """Return a row as the collator makes it now; those of all passes stay as they were made at first."""
+        if number not in self._fetched:
+            self._fetched[number] = self._setup.rows.fetch(np.array([number]))[0]
         with same_randomness(self._setup.seed):
-            self._setup.rows.made(np.array([number]))
+            return self._setup.rows.collate.row(self._fetched[number])
 
     def early(self) -> list[Seen]:
         """Return the result of the shortest row before any other pass; nothing if it does not pass by itself.

@@ -136,7 +136,8 @@ def own_generator(holder: Any) -> str | None:
         if isinstance(one, functools.partial):
             held |= {**{f"argument {place}": value for place, value in enumerate(one.args)}, **one.keywords}
         for name, value in held.items():
-            if isinstance(value, _GENERATORS) and all(value is not known for known in _GLOBAL):
+            is_secret = isinstance(value, random.SystemRandom)
+            if isinstance(value, _GENERATORS) and not is_secret and all(value is not known for known in _GLOBAL):
                 return f"{name}: {type(value).__name__}".removeprefix(": ")
     return None
 

@@ -48,9 +48,17 @@ SEEDED = (
     "the operating system in every step"
 )
 UNSTEADY = (
-    "The collator gives a row other values each time, also from the same random state, so it draws from numbers of its "
-    "own, or takes values in turn (itertools.cycle, a generator). Confirm that it draws them afresh for each row, from "
-    "the operating system's randomness: which call a row gets depends on the units that are drawn"
+    "The collator gives a row other values each time, also from the same random state: it draws from a generator of "
+    "its own (np.random.default_rng(), random.SystemRandom), counts its calls, takes values in turn, or keeps tokens "
+    "or numbers of other rows. Which call a row gets depends on the units that are drawn, so a unit cannot be bounded, "
+    "and ε would not hold. Make each row from that row only, and draw from the global generators (np.random.rand, "
+    "random.random, torch.rand), which are seeded from the operating system in every step"
+)
+MADE_LATER = (
+    "The collator gives a row other values at the end of a check than at its beginning, from the same random state: it "
+    "counts its calls, or follows the rows that it has seen. Which call a row gets depends on the units that are "
+    "drawn, so a unit cannot be bounded, and ε would not hold. Make each row from that row only; a curriculum can "
+    "follow the number of the step, which a callback knows"
 )
 REREAD = (
     "The rows of the data set are made again at each reading, with random numbers. Confirm that a row is made from its "
@@ -247,15 +255,14 @@ def carried_by(rows: TrainingRows, sample: Sample) -> str | None:
             collate(sample.long(rows))
             after.append(generator_states())
     names = [name for name, state in after[0].items() if state == after[1][name]]
-    return SEEDED.format(names=f"{' and '.join(names)} global generator") if names else None
+    if names:
+        return SEEDED.format(names=f"{' and '.join(names)} global generator")
+    return None if _is_steady(collate, sample.long(rows)) else UNSTEADY
 
 
 def doubts(rows: TrainingRows, sample: Sample) -> list[str]:
-    """Return open points of the report: random numbers that hide what else a row depends on."""
-    read, collate = _makers(rows)
-    if _is_drawn(read, sample.long(rows)):
-        return [REREAD]
-    return [] if _is_steady(collate, sample.long(rows)) else [UNSTEADY]
+    """Return open points of the report: random numbers of a data set, which hide what else a row depends on."""
+    return [REREAD] if _is_drawn(_makers(rows)[0], sample.long(rows)) else []
 
 
 def _makers(rows: TrainingRows) -> tuple[Callable[[int], Any], Callable[[int], Any]]:
