@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,7 @@ class _Source:
     ledger: SharedLedger
     weights: RunWeights
     processes: Processes
+    restored: Callable[[], None]
 
 
 class Averaging:
@@ -146,6 +147,7 @@ class Averaging:
         ledger: SharedLedger,
         num_steps: int,
         processes: Processes,
+        restored: Callable[[], None] = lambda: None,
     ) -> None:
         """Follow an attached model. Called by all processes together, right after its watch was made.
 
@@ -158,6 +160,7 @@ class Averaging:
             ledger: of the run; an average that is loaded has to be of the same run.
             num_steps: T of the run's plan.
             processes: all processes.
+            restored: called when the weights are in the model again, after the average was.
 
         Raises:
             ConfigError: it holds weights of another run, or was made for another T; on every process.
@@ -166,7 +169,9 @@ class Averaging:
         processes.together(lambda: self._refuse_other_run(ledger, num_steps))
         self.detach()
         fragments = WeightFragments(parameters, module, deepspeed, processes)
-        self._source = _Source(fragments=fragments, ledger=ledger, weights=weights, processes=processes)
+        self._source = _Source(
+            fragments=fragments, ledger=ledger, weights=weights, processes=processes, restored=restored
+        )
         if deepspeed is None:
             self._handle = innermost(optimizer).register_step_post_hook(self._after_update)
 
@@ -260,6 +265,7 @@ class Averaging:
         shown, now = values([self._shown or Checksum([]), Checksum(source.fragments.present())])
         source.fragments.restore()
         self.is_shown = False
+        source.restored()
         if shown != now:
             with contextlib.suppress(LedgerError):  # the run has ended: its report names the files that were there
                 source.ledger.append_open_point(CHANGED)
