@@ -227,6 +227,7 @@ class Watch:
         if self._deferred is not None:
             raise self._deferred
         self._check_trainable_set()
+        self._check_places(_BETWEEN)
         self._compare(_BETWEEN)
         self._gradients = {}
 
@@ -237,7 +238,7 @@ class Watch:
             WatchError: forward or backward pass, loss or collator wrote to a watched tensor.
         """
         self._check_trainable_set()
-        self._check_places()
+        self._check_places(_DURING)
         self._compare(_DURING)
         self._settle()
         for fixed in self._fixed.values():
@@ -297,7 +298,7 @@ class Watch:
         if self._deferred is not None:
             raise self._deferred
         self._settle()
-        self._check_places()
+        self._check_places(_AT_SAVE)
         self._accept(list(self._fixed), _AT_SAVE)
         self._compare(_AT_SAVE)
         self._settle()
@@ -413,7 +414,7 @@ class Watch:
                 "Set requires_grad before training starts; to change it, end the run and start another one"
             )
 
-    def _check_places(self) -> None:
+    def _check_places(self, when: str) -> None:
         """Check that every parameter is where it was, and watch buffers that a forward pass has made.
 
         Raises:
@@ -439,7 +440,7 @@ class Watch:
         _sum_up(new)
         self._fixed.update({(fixed.name, fixed.kind): fixed for fixed in new})
         self._places = now
-        self._take_fixed(_DURING, [(fixed.name, fixed.kind) for fixed in new])
+        self._take_fixed(when, [(fixed.name, fixed.kind) for fixed in new])
 
     def _find_places(self) -> dict[str, int]:
         """Return the id of the parameter at each path, and 0 for each buffer; nothing where modules hold shards."""
