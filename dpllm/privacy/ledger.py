@@ -11,9 +11,10 @@ that depends on the private data was written out, and ε does not cover it), "di
 the report), "open point" (a reason not to release before people have settled it), "settled" (what people checked about
 such a reason, who, and when), "public start" (the files of the public training at the start of the run, by hash),
 "released" (the files of a saved model, by hash), "audit" (the verdict of an audit), "pages" (the files of the
-report and the model card, by hash), "rate" (the learning rates from the update after a step on), "adopted" (people declared this copy of the file to be the ledger), "recovered" (a
-crash left the line before incomplete), "end". The line of each start names the commit of dpllm that ran. A "step" line may
-carry the learning rates from the update after the step before on, so that they need no write of their own.
+report and the model card, by hash), "rate" (the learning rates from the update after a step on), "adopted" (people
+declared this copy of the file to be the ledger), "recovered" (a crash left the line before incomplete), "end". The line
+of each start names the commit of dpllm that ran. The line of a step also holds learning rates that changed before it,
+so that they need no write of their own.
 """
 
 from __future__ import annotations

@@ -313,18 +313,16 @@ def _attach_average(
     ledger: SharedLedger,
     processes: Processes,
 ) -> None:
-    by_deepspeed = isinstance(attached.engine, DeepSpeedZero)
     averaging.attach(
         attached.clipper.parameters,
         attached.model,
         attached.optimizer,
-        deepspeed=model if by_deepspeed else None,
+        deepspeed=model if isinstance(attached.engine, DeepSpeedZero) else None,
         weights=attached.weights,
         ledger=ledger,
         num_steps=plan.num_steps,
         processes=processes,
-        # ZeRO-3 raises the version of its shards when a whole parameter is put back.
-        restored=attached.watch.accept_restored if by_deepspeed else lambda: None,
+        accept_restored=attached.watch.accept_restored,
     )
 
 

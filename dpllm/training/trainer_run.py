@@ -94,9 +94,7 @@ class TrainerRun:
         if self._checkpoint:
             prepare_to_load(self._checkpoint, deepspeed_config, self._prepared.processes)
 
-    def attach(
-        self, model: Any, optimizer: Any, by_deepspeed: bool, loss_of: LossOf, lr_scheduler: Any = None
-    ) -> None:
+    def attach(self, model: Any, optimizer: Any, by_deepspeed: bool, loss_of: LossOf, lr_scheduler: Any = None) -> None:
         """Hook a model once; later calls do nothing.
 
         Args:

@@ -37,9 +37,10 @@ from dpllm.ghost.refusals import scales_of
 
 Stamp = tuple[tuple[int, int], ...]
 """Address and version of each piece of a tensor on this process."""
+_Views = dict[tuple[torch.device, torch.dtype], list[tuple[Any, Tensor]]]
 _SAMPLED = 64  # entries of a piece
 _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_BUFFER, _FROZEN, _SCALE = "buffer", "frozen parameter", "scale of a quantised weight"
+_FROZEN = "frozen parameter"
 _BETWEEN = "between two private steps, other than by optimizer.step()"
 _DURING = "during a private step, by the model's forward pass, the loss or the collator"
 _UNTIL_UPDATE = "between the private step and optimizer.step()"
@@ -77,10 +78,8 @@ class Snapshot:
         """Read the stamps, and queue copies of the samples."""
         with torch.no_grad():
             self.stamps = {key: stamp_of(tensor) for key, tensor in tensors.items()}
-            if before is not None and _addresses(before.stamps) == _addresses(self.stamps):
-                self._views = before._views
-            else:
-                self._views = _views_of(tensors)
+            stays = before is not None and _addresses(before.stamps) == _addresses(self.stamps)
+            self._views: _Views = before._views if before is not None and stays else _views_of(tensors)
             self._values = {kind: torch.cat([view for _, view in parts]) for kind, parts in self._views.items()}
 
     def moved(self, now: Snapshot) -> list[Any]:
@@ -114,9 +113,9 @@ def _addresses(stamps: Mapping[Any, Stamp]) -> list[tuple[Any, list[int]]]:
     return [(key, [address for address, _ in stamp]) for key, stamp in stamps.items()]
 
 
-def _views_of(tensors: Mapping[Any, Any]) -> dict[tuple[torch.device, torch.dtype], list[tuple[Any, Tensor]]]:
+def _views_of(tensors: Mapping[Any, Any]) -> _Views:
     """Return views of at most 64 entries of each piece, as integers, by device and width."""
-    views: dict[tuple[torch.device, torch.dtype], list[tuple[Any, Tensor]]] = {}
+    views: _Views = {}
     for key, tensor in tensors.items():
         for piece in pieces(tensor):
             if not piece.numel():
@@ -137,11 +136,9 @@ class _Fixed:
 
     Attributes:
         name: its path in the model.
-        kind: "buffer", "frozen parameter" and so on.
+        kind: "buffer", "frozen parameter" or "scale of a quantised weight".
         tensor: returns it; None: it is gone.
         saved: whether it is part of the saved state.
-        shape: its shape.
-        checksum: checksum of its values.
     """
 
     name: str
@@ -149,7 +146,7 @@ class _Fixed:
     tensor: Callable[[], Any]
     saved: bool
     shape: tuple[int, ...] = ()
-    checksum: int = 0
+    checksum: int | None = None
 
 
 class Watch:
@@ -204,9 +201,9 @@ class Watch:
     def rebase(self) -> None:
         """Store the present state for later comparisons, after a checkpoint was loaded."""
         self._fixed = {(fixed.name, fixed.kind): fixed for fixed in self._find_fixed()}
-        _sum_up(self._fixed.values())
         self._places = self._find_places()
-        self._fixed_state, self._weights = Snapshot(self._fixed_tensors()), Snapshot(self._trainable)
+        self._fixed_state, self._weights = Snapshot({}), Snapshot(self._trainable)
+        self._accept(self._fixed, _BETWEEN)
         self._pending: list[tuple[str, Snapshot, Snapshot, list[Tensor]]] = []
         self._gradients: dict[str, tuple[Tensor | None, Stamp]] = {}
 
@@ -241,12 +238,11 @@ class Watch:
         self._check_places(_DURING)
         self._compare(_DURING)
         self._settle()
-        for fixed in self._fixed.values():
-            tensor = fixed.tensor() if fixed.kind == _FROZEN else None
-            if tensor is not None and tensor.grad is not None:
+        for name, parameter in self._frozen():
+            if parameter.grad is not None:
                 raise WatchError(
-                    f"{fixed.name} is not trained and received a gradient {_DURING}: it is not clipped, and no noise "
-                    "covers it. Set requires_grad of all parameters before the run is attached"
+                    f"{name} is not trained and received a gradient {_DURING}: it is not clipped, and no noise covers "
+                    "it. Set requires_grad of all parameters before the run is attached"
                 )
 
     def explain(self) -> None:
@@ -261,7 +257,7 @@ class Watch:
     def note_gradients(self) -> None:
         """Store the gradients of the private step in ``.grad``; the optimizer must receive exactly these."""
         if self._hands_in is not None:
-            self._take_update()
+            self._weights = Snapshot(self._trainable, self._weights)
             return
         with torch.no_grad():
             grads = {name: parameter.grad for name, parameter in self._trainable.items()}
@@ -299,7 +295,7 @@ class Watch:
             raise self._deferred
         self._settle()
         self._check_places(_AT_SAVE)
-        self._accept(list(self._fixed), _AT_SAVE)
+        self._accept(self._fixed, _AT_SAVE)
         self._compare(_AT_SAVE)
         self._settle()
 
@@ -321,7 +317,7 @@ class Watch:
         """Compare the stamps of the tensors outside the model that are left, and return their samples."""
         self._outside = {number: one for number, one in self._outside.items() if one[0]() is not None}
         now = Snapshot({number: leaf() for number, (leaf, _) in self._outside.items()}, self._outside_state)
-        for number, (leaf, stamp) in self._outside.items():
+        for number, (_, stamp) in self._outside.items():
             if now.stamps[number] != stamp:
                 raise self._refusal(number, when)
         if now.stamps.keys() != self._outside_state.stamps.keys():
@@ -344,33 +340,23 @@ class Watch:
                     raise self._refusal(key, when)
 
     def _accept(self, keys: Iterable[tuple[str, str]], when: str) -> None:
-        """Accept tensors of equal values and caches that have grown; waits for the device.
+        """Accept new tensors, equal values and caches that have grown; waits for the device.
 
         Raises:
             WatchError: a tensor has other values.
         """
-        keys = list(keys)
-        with torch.no_grad():
-            fixed = [self._fixed[key] for key in keys]
-            for key, one, total in zip(keys, fixed, _checksums([one.tensor() for one in fixed]), strict=True):
-                if total != one.checksum and not _has_grown(one):
-                    raise self._refusal(key, when)
-                one.checksum, one.shape = total, tuple(getattr(one.tensor(), "shape", ()))
-        self._take_fixed(when, keys)
-
-    def _take_fixed(self, when: str, accepted: Iterable[tuple[str, str]]) -> None:
-        """Store the state of these fixed tensors, and compare the samples of the others, whose stamps stay."""
+        accepted = {key: self._fixed[key] for key in keys}
+        for (key, one), total in zip(accepted.items(), _checksums(accepted.values()), strict=True):
+            if one.checksum not in (None, total) and not _has_grown(one):
+                raise self._refusal(key, when)
+            one.checksum, one.shape = total, tuple(getattr(one.tensor(), "shape", ()))
         before, now = self._fixed_state, Snapshot(self._fixed_tensors(), self._fixed_state)
-        others = [key for key in before.stamps.keys() & now.stamps.keys() if key not in accepted]
+        others = before.stamps.keys() - accepted.keys()  # their stamps stay
         for key in before.changed(now):
             if key in others:
                 raise self._refusal(key, when)
         now.stamps |= {key: before.stamps[key] for key in others}
         self._fixed_state = now
-
-    def _take_update(self) -> None:
-        """Store the weights, right after an update."""
-        self._weights = Snapshot(self._trainable, self._weights)
 
     def _refusal(self, key: Any, when: str) -> WatchError:
         """Return the error about a tensor that changed."""
@@ -401,18 +387,17 @@ class Watch:
     # -------------------------------------------------------------- the model
 
     def _check_trainable_set(self) -> None:
-        frozen = [name for name, p in self._trainable.items() if not p.requires_grad]
-        unfrozen = [
-            fixed.name
-            for fixed in self._fixed.values()
-            if fixed.kind == _FROZEN and (tensor := fixed.tensor()) is not None and tensor.requires_grad
-        ]
-        if frozen or unfrozen:
-            what = f"{unfrozen[0]} was unfrozen" if unfrozen else f"{frozen[0]} was frozen"
+        what = [f"{name} was unfrozen" for name, parameter in self._frozen() if parameter.requires_grad]
+        what += [f"{name} was frozen" for name, parameter in self._trainable.items() if not parameter.requires_grad]
+        if what:
             raise WatchError(
-                f"{what} after the run was attached: the clip norm covers only parameters that were trainable then. "
+                f"{what[0]} after the run was attached: the clip norm covers only parameters that were trainable then. "
                 "Set requires_grad before training starts; to change it, end the run and start another one"
             )
+
+    def _frozen(self) -> Iterator[tuple[str, Any]]:
+        tensors = ((fixed.name, fixed.tensor()) for fixed in self._fixed.values() if fixed.kind == _FROZEN)
+        yield from ((name, tensor) for name, tensor in tensors if tensor is not None)
 
     def _check_places(self, when: str) -> None:
         """Check that every parameter is where it was, and watch buffers that a forward pass has made.
@@ -425,7 +410,7 @@ class Watch:
             return
         new = [fixed for fixed in self._find_fixed() if (fixed.name, fixed.kind) not in self._fixed]
         for fixed in new:
-            if fixed.kind == _BUFFER and (fixed.saved or fixed.tensor().requires_grad):
+            if fixed.kind == "buffer" and (fixed.saved or fixed.tensor().requires_grad):
                 raise WatchError(
                     f"The buffer {fixed.name} was added to the model after the run was attached, and it would be saved "
                     "or trained: no noise covers it. Register it before the run starts, or with persistent=False"
@@ -437,10 +422,9 @@ class Watch:
                     "replaced, added, removed or tied. No noise covers the new one. Change the model before the run "
                     "is attached, or after it has ended, in a copy that is saved elsewhere"
                 )
-        _sum_up(new)
-        self._fixed.update({(fixed.name, fixed.kind): fixed for fixed in new})
-        self._places = now
-        self._take_fixed(when, [(fixed.name, fixed.kind) for fixed in new])
+        self._places, added = now, {(fixed.name, fixed.kind): fixed for fixed in new}
+        self._fixed |= added
+        self._accept(added, when)
 
     def _find_places(self) -> dict[str, int]:
         """Return the id of the parameter at each path, and 0 for each buffer; nothing where modules hold shards."""
@@ -455,7 +439,7 @@ class Watch:
         seen = set(self._known)
         for path, module in self._model.named_modules():
             start = f"{path}." if path else ""
-            for kind, members in ((_FROZEN, module._parameters), (_BUFFER, module._buffers)):
+            for kind, members in ((_FROZEN, module._parameters), ("buffer", module._buffers)):
                 for attribute, tensor in members.items():
                     if tensor is None or id(tensor) in seen:
                         continue
@@ -467,7 +451,8 @@ class Watch:
                         held = functools.partial(_itself, tensor)
                     yield _Fixed(start + attribute, kind, held, saved)
             for attribute, tensor in scales_of(module).items():
-                yield _Fixed(start + attribute, _SCALE, functools.partial(_itself, tensor), saved=True)
+                held = functools.partial(_itself, tensor)
+                yield _Fixed(start + attribute, "scale of a quantised weight", held, saved=True)
 
     def _fixed_tensors(self) -> dict[tuple[str, str], Any]:
         return {key: fixed.tensor() for key, fixed in self._fixed.items()}
@@ -534,7 +519,7 @@ class Watch:
 
     def _after_update(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         del optimizer, args, kwargs
-        self._take_update()
+        self._weights = Snapshot(self._trainable, self._weights)
         # Only the stamps: the memory of the gradients is needed.
         self._gradients = {name: (None, stamp) for name, (_, stamp) in self._gradients.items()}
 
@@ -556,13 +541,6 @@ def _parameters_of(optimizer: Optimizer) -> Iterator[tuple[int, nn.Parameter]]:
     yield from enumerate(parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _sum_up(all_fixed: Iterable[_Fixed]) -> None:
-    with torch.no_grad():
-        fixed = list(all_fixed)
-        for one, total in zip(fixed, _checksums([one.tensor() for one in fixed]), strict=True):
-            one.checksum, one.shape = total, tuple(one.tensor().shape)
-
-
 def _has_grown(fixed: _Fixed) -> bool:
     """Return whether a cache that is not saved grew along one dimension and still begins with the old values."""
     tensor = fixed.tensor()
@@ -571,9 +549,11 @@ def _has_grown(fixed: _Fixed) -> bool:
     longer = [dim for dim, (new, old) in enumerate(zip(tensor.shape, fixed.shape, strict=True)) if new != old]
     if len(longer) != 1 or tensor.shape[longer[0]] < fixed.shape[longer[0]]:
         return False
-    return _checksums([tensor.narrow(longer[0], 0, fixed.shape[longer[0]])]) == [fixed.checksum]
+    with torch.no_grad():
+        return Checksum([tensor.narrow(longer[0], 0, fixed.shape[longer[0]])]).value() == fixed.checksum
 
 
-def _checksums(tensors: Iterable[Any]) -> list[int]:
+def _checksums(all_fixed: Iterable[_Fixed]) -> list[int]:
     """Return the checksum of each tensor, with one read per device."""
-    return values([Checksum([tensor]) for tensor in tensors])
+    with torch.no_grad():
+        return values([Checksum([fixed.tensor()]) for fixed in all_fixed])

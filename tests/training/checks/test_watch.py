@@ -167,8 +167,8 @@ class Tokens(nn.Module):
 @kills(
     "buffers and frozen weights may change within a step",
     "dpllm/training/checks/watch.py",
-    "        self._compare(_DURING)\n        self._settle()\n        for fixed in",
-    "        for fixed in",
+    "        self._compare(_DURING)\n        self._settle()\n        for name, parameter",
+    "        for name, parameter",
 )
 def test_a_frozen_embedding_with_max_norm_is_refused(tmp_path):
     """Exactly the tokens of the private text would change."""
@@ -590,7 +590,9 @@ class Bug:
     caught: str
     match: str
     error: type = WatchError
-    model: Callable = lambda: nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh(), nn.Linear(FEATURES, FEATURES), SUM)
+    model: Callable = lambda: nn.Sequential(
+        nn.Linear(FEATURES, FEATURES), nn.Tanh(), nn.Linear(FEATURES, FEATURES), SUM
+    )
     gradients: str = "ghost"
 
 
@@ -659,8 +661,12 @@ PLANTED = {
     "an average copied back": Bug("update", each_weight(lambda p: p.data.copy_(0.9 * p.data)), "step 4", "was written"),
     "an average put in its place": Bug("update", each_weight(swap_storage), "step 4", "was written between"),
     "weight decay by a callback": Bug("update", each_weight(lambda p: p.data.mul_(0.99)), "step 4", "was written"),
-    "weight decay before the update": Bug("gradient", each_weight(lambda p: p.data.mul_(0.99)), "step 4", "was written"),
-    "weight decay after the last step": Bug("end", each_weight(lambda p: p.data.mul_(0.99)), "end", "was written after"),
+    "weight decay before the update": Bug(
+        "gradient", each_weight(lambda p: p.data.mul_(0.99)), "step 4", "was written"
+    ),
+    "weight decay after the last step": Bug(
+        "end", each_weight(lambda p: p.data.mul_(0.99)), "end", "was written after"
+    ),
     "a running statistic": Bug("", None, "step 1", r"before\.mean changed", model=lambda: Around(RunningMean())),
     "spectral norm": Bug("", None, "step 1", r"parametrizations\.weight", GhostError, spectral),
     "spectral norm, unit by unit": Bug(
