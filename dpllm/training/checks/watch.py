@@ -224,8 +224,8 @@ class Watch:
         if self._deferred is not None:
             raise self._deferred
         self._check_trainable_set()
-        self._check_places(_BETWEEN)
         self._compare(_BETWEEN)
+        self._check_places(_BETWEEN)
         self._gradients = {}
 
     def complete(self) -> None:
@@ -235,8 +235,8 @@ class Watch:
             WatchError: forward or backward pass, loss or collator wrote to a watched tensor.
         """
         self._check_trainable_set()
-        self._check_places(_DURING)
         self._compare(_DURING)
+        self._check_places(_DURING)
         self._settle()
         for name, parameter in self._frozen():
             if parameter.grad is not None:
@@ -294,9 +294,9 @@ class Watch:
         if self._deferred is not None:
             raise self._deferred
         self._settle()
-        self._check_places(_AT_SAVE)
         self._accept(self._fixed, _AT_SAVE)
         self._compare(_AT_SAVE)
+        self._check_places(_AT_SAVE)
         self._settle()
 
     # ------------------------------------------------------------ comparisons
@@ -337,7 +337,9 @@ class Watch:
         if any(any(torch.stack(each).tolist()) for each in flags.values()):
             for when, before, now, _ in pending:
                 for key in before.changed(now):
-                    raise self._refusal(key, when)
+                    error = self._refusal(key, when)
+                    self._deferred = error if when == _UNTIL_UPDATE else None  # that update cannot be taken back
+                    raise error
 
     def _accept(self, keys: Iterable[tuple[str, str]], when: str) -> None:
         """Accept new tensors, equal values and caches that have grown; waits for the device.

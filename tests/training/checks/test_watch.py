@@ -167,8 +167,8 @@ class Tokens(nn.Module):
 @kills(
     "buffers and frozen weights may change within a step",
     "dpllm/training/checks/watch.py",
-    "        self._compare(_DURING)\n        self._settle()\n        for name, parameter",
-    "        for name, parameter",
+    "        self._compare(_DURING)\n        self._check_places(_DURING)\n        self._settle()\n",
+    "        self._check_places(_DURING)\n",
 )
 def test_a_frozen_embedding_with_max_norm_is_refused(tmp_path):
     """Exactly the tokens of the private text would change."""
