@@ -518,8 +518,8 @@ def test_an_optimizer_that_lacks_parameters_is_refused_when_it_is_attached(tmp_p
 @kills(
     "a gradient after a step that failed reaches the weights",
     "dpllm/training/checks/watch.py",
-    "if grad is not None and not self._gradients:",
-    "if False:",
+    "            self._check_gradients()\n",
+    "            if self._gradients:\n                self._check_gradients()\n",
 )
 @pytest.mark.parametrize("cause", ["the step failed", "a checkpoint was loaded"])
 def test_a_gradient_of_ones_own_where_no_private_step_left_one_is_refused(cause, tmp_path):
