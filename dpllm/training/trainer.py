@@ -557,7 +557,9 @@ class DPTrainer(RowsTrainer):
     def attach(self) -> None:
         """Hook the model after the Trainer has distributed it, and before the first draw is charged."""
         loss_of = self._losses.after(self._prepare_inputs)
-        self._run_of_now().attach(self.model_wrapped, self.optimizer, self.is_deepspeed_enabled, loss_of)
+        self._run_of_now().attach(
+            self.model_wrapped, self.optimizer, self.is_deepspeed_enabled, loss_of, self.lr_scheduler
+        )
 
     @property
     def _steps_began(self) -> float | None:

@@ -94,7 +94,7 @@ class TrainerRun:
         if self._checkpoint:
             prepare_to_load(self._checkpoint, deepspeed_config, self._prepared.processes)
 
-    def attach(self, model: Any, optimizer: Any, by_deepspeed: bool, loss_of: LossOf) -> None:
+    def attach(self, model: Any, optimizer: Any, by_deepspeed: bool, loss_of: LossOf, lr_scheduler: Any = None) -> None:
         """Hook a model once; later calls do nothing.
 
         Args:
@@ -102,6 +102,7 @@ class TrainerRun:
             optimizer: its optimizer.
             by_deepspeed: whether DeepSpeed has loaded the checkpoint.
             loss_of: as for `PrivateRun.step`.
+            lr_scheduler: its scheduler, with the state of the checkpoint.
         """
         if self.is_attached:
             return
@@ -110,7 +111,7 @@ class TrainerRun:
             complete_load(model, self._checkpoint, self._prepared.processes)
         if self.averaging is not None and by_deepspeed:
             require_whole_saves(model)
-        self._prepared.attach(self.private, model, optimizer, self.averaging, loss_of)
+        self._prepared.attach(self.private, model, optimizer, self.averaging, loss_of, lr_scheduler)
         if self.averaging is not None and self._checkpoint:
             self.averaging.load(self._checkpoint)
         self.is_attached = True

@@ -14,8 +14,7 @@ from dpllm.ghost import GhostError
 from dpllm.ghost.refusals import is_packed, scales_of
 from dpllm.models.load import load_model, load_tokenizer
 from dpllm.models.quantization import calibration_points, make_ready, refuse_sharding, stored_as
-from dpllm.training.checks.fixed import FixedTensors
-from dpllm.training.checks.watch import WatchError
+from dpllm.training.checks.watch import Watch, WatchError
 from tests.ghost.loop import flat, row_gradients
 from tests.models.quantized import KINDS, adapted, batch, losses, save_model
 from tests.mutations import kills
@@ -33,6 +32,11 @@ ROUNDING = 2e-5
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("llama"))
+
+
+def watch_of(model):
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return Watch(model, torch.optim.SGD(trained.values(), lr=0.1), trained)
 
 
 def norms_of(model, inputs):
@@ -80,16 +84,14 @@ def test_outlier_columns_of_8_bits_are_refused_and_the_remedy_holds(folder):
 def test_an_evaluation_leaves_the_stored_weights_and_their_backward_pass(folder, kind):
     """On some processors bitsandbytes would rewrite 4-bit weights at the first call without gradients."""
     model = adapted(folder, kind)
-    fixed = FixedTensors(model, [id(p) for p in model.parameters() if p.requires_grad])
+    watch = watch_of(model)
     model.eval()
     with torch.no_grad():
         losses(model, batch())
     model.train()
     losses(model, batch()).sum().backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
-    fixed.check("in a test", everything=True)
-    fixed.check_places()
-    fixed.take_in_new()
+    watch.check_everything()
 
 
 def test_a_bias_is_converted_before_the_run(tmp_path):
@@ -98,9 +100,9 @@ def test_a_bias_is_converted_before_the_run(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(save_model(tmp_path, "gpt2"), quantization_config=config)
     model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear")).train()
     make_ready(model)
-    fixed = FixedTensors(model, [id(p) for p in model.parameters() if p.requires_grad])
+    watch = watch_of(model)
     losses(model, batch()).sum().backward()
-    fixed.check("in a test", everything=True)
+    watch.check_everything()
     assert {p.dtype for name, p in model.named_parameters() if name.endswith("c_attn.base_layer.bias")} == {
         torch.bfloat16
     }
@@ -108,7 +110,7 @@ def test_a_bias_is_converted_before_the_run(tmp_path):
 
 @kills(
     "scales of quantised weights are not watched",
-    "dpllm/training/checks/fixed.py",
+    "dpllm/training/checks/watch.py",
     "for attribute, tensor in scales_of(module).items():",
     "for attribute, tensor in ():",
 )
@@ -121,11 +123,11 @@ def test_scales_of_quantised_weights_are_watched_like_the_weights(folder, kind):
     double = ["weight.nested_absmax", "weight.nested_code", "weight.offset"]
     of_4_bits = ["weight.absmax", "weight.code", *(double if kind == "nf4" or kind == "fp4" else [])]
     assert sorted(scales) == (["SCB"] if kind == "int8" else sorted(of_4_bits))
-    fixed = FixedTensors(model, [id(p) for p in model.parameters() if p.requires_grad])
-    fixed.check("in a test", everything=True)
+    watch = watch_of(model)
+    watch.check_everything()
     next(iter(scales.values())).add_(1)
     with pytest.raises(WatchError, match=r"q_proj\.base_layer"):
-        fixed.check("in a test", everything=True)
+        watch.check_everything()
 
 
 def test_weights_in_a_layout_without_a_backward_pass_are_refused(folder):

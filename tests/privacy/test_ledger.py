@@ -326,6 +326,46 @@ def test_facts_and_open_points_are_noted_once(path: Path) -> None:
     assert path.read_text().count('"kind": "fact"') == 3 and path.read_text().count('"kind": "open point"') == 2
 
 
+@kills(
+    "the last learning rate is lost",
+    "dpllm/privacy/ledger.py",
+    """        self.write_rate()
+        self._append({"kind": "end",""",
+    """        self._append({"kind": "end",""",
+)
+def test_each_change_of_the_learning_rates_is_written_with_the_next_line(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the line of the next step, which needs no write of its own; a constant rate has one entry, over a resume too.
+
+    The lines are chained like all others, also where the clipping adapts.
+    """
+    real, syncs = os.fsync, []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: syncs.append(real(descriptor)))
+    with Ledger.create(path, PLAN) as ledger:
+        before = len(syncs)
+        for number, rate in enumerate(["0.1, 0.2", "0.1, 0.2", "0.05, 0.1"]):
+            ledger.append_step(number, PLAN.event, threshold=0.5 + number)
+            ledger.note_rate(rate)
+        assert len(syncs) == before + 3
+        ledger.write_rate()  # before a save
+        ledger.write_rate()
+        assert len(syncs) == before + 4
+        ledger.append_end("stopped early")
+    with Ledger.open(path, PLAN) as ledger:
+        ledger.append_step(3, PLAN.event)
+        ledger.note_rate("0.05, 0.1")
+        ledger.append_step(4, PLAN.event)
+        ledger.note_rate("1e-05, 0.1")
+        ledger.append_end("completed")
+    contents = read_ledger(path)
+    assert contents.notes.rates == [(1, "0.1, 0.2"), (3, "0.05, 0.1"), (5, "1e-05, 0.1")]
+    assert contents.notes.thresholds == [0.5, 1.5, 2.5] and contents.num_steps == 5
+    path.write_text(path.read_text().replace("0.05, 0.1", "0.07, 0.1"))
+    with pytest.raises(LedgerError, match="line 5"):
+        read_ledger(path)
+
+
 def test_a_statement_that_settles_a_point_has_a_line_with_its_date(path: Path) -> None:
     """Each is kept, in order; an empty one is refused before a line is written."""
     with Ledger.create(path, PLAN) as ledger:

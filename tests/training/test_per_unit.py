@@ -12,7 +12,7 @@ from dpllm import GhostError, PrivateRun
 from dpllm.engines.errors import EngineError
 from dpllm.ghost import NoRuleError
 from dpllm.training.checks.independence import IndependenceError
-from dpllm.training.checks.stamps import WatchError
+from dpllm.training.checks.watch import WatchError
 from tests.mutations import kills
 from tests.training.test_run import FEATURES, ledger_of, loss_of, network, plan_of, rows_of
 

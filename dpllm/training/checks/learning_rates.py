@@ -1,23 +1,27 @@
-"""The learning rates of a run, for the ledger, and what a report asks about a loop of one's own.
+"""The learning rates of a run: recorded for each update, and compared with the schedule at the start.
 
-Place in the flow: on the optimizer, from `dpllm.training.run.PrivateRun.attach` to its end. A step tells its loop the
-exact mean loss of private rows (`dpllm.training.step.StepDiagnostics`). A learning rate that follows it, or an
-evaluation on private rows, carries these figures into the weights, and ε does not cover that. The numbers do not show
-whether a rate followed anything, so people have to say it: a custom loop has one open point, or a declaration. The
-Trainer refuses schedules that follow evaluations (`dpllm.models.starting_point.refuse_steering`), and each callback is
-an open point there.
+A step tells its loop the exact mean loss of private rows (`dpllm.training.step.StepDiagnostics`). A learning rate that
+follows it, or an evaluation on private rows, carries these figures into the weights, and ε does not cover that. So the
+rates of all updates are computed from the scheduler before the first step, and an update with a different rate is
+refused. A loop that names no scheduler has an open point, or a declaration. Schedulers whose ``step`` takes metrics
+are refused by type (`dpllm.models.starting_point.refuse_steering`).
 """
 
 from __future__ import annotations
 
+import copy
+import math
+import warnings
 from typing import Any, Protocol
 
-from torch import Tensor
+import torch
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState
+from torch import Tensor, nn
 
 from dpllm.engines.optimizers import innermost
+from dpllm.training.checks.watch import WatchError
 
-LEARNING_RATES = "learning rates of the updates"
-"""Name of the fact in ledger and report."""
 DECLARED = "learning rates and other decisions of the loop"
 """Name of the fact about a loop whose author has declared them independent of the private rows."""
 INDEPENDENT = "declared independent of the private rows"
@@ -28,6 +32,12 @@ OWN_LOOP = (
     "PrivateRun.attach(schedule_is_independent=True) declares it."
 )
 """The open point of a run whose loop has not declared it."""
+UNKNOWN = (
+    "The learning rates of {kind} could not be computed before the training ({error}), so the ledger records them and "
+    "nothing compared them. Confirm that they follow no loss, evaluation or other figure of private rows."
+)
+"""The open point of a run with a scheduler that cannot be copied."""
+_TOLERANCE = 1e-9  # relative
 
 
 class Ledger(Protocol):
@@ -38,55 +48,108 @@ class Ledger(Protocol):
         """Number of steps charged so far."""
         ...
 
-    def append_fact(self, name: str, value: str | int | float) -> None:
-        """Record a fact."""
+    def note_rate(self, rate: str) -> None:
+        """Record the learning rates of the last step's update."""
+        ...
+
+    def append_open_point(self, text: str) -> None:
+        """Note a reason not to release."""
         ...
 
 
 class LearningRates:
-    """The rates with which an optimizer makes its updates, as facts of the ledger.
+    """The rates with which an optimizer makes its updates.
 
-    Recorded are the rates in the updates 1, 2, 4, 8, … of a process, and at its end the last, the least and the
-    largest of all. A rate that is a tensor is read where it is recorded, which waits for its device.
+    A rate that is a tensor on another device than the CPU is read in the updates 1, 2, 4, 8, … only: reading it waits
+    for the device.
 
     Args:
-        optimizer: as prepared; wrappers are looked through.
+        optimizer: as prepared; wrappers are removed.
         ledger: of the run.
-        by_engine: whether the engine updates within the private step (DeepSpeed), which calls `note`.
     """
 
-    def __init__(self, optimizer: Any, ledger: Ledger, by_engine: bool) -> None:
-        """Hook the optimizer."""
+    def __init__(self, optimizer: Any, ledger: Ledger) -> None:
+        """Begin without a schedule."""
         self._optimizer, self._ledger = innermost(optimizer), ledger
-        self._last: list[Any] = []
-        self._range: tuple[float, float] | None = None
+        self._expected: list[list[float | None]] = []
         self._updates = 0
-        self._handle = None if by_engine else self._optimizer.register_step_pre_hook(lambda *_: self.note())
+
+    def expect(self, scheduler: Any, num_updates: int) -> None:
+        """Compute the rates of all updates to come; an open point says so if that is impossible.
+
+        Args:
+            scheduler: of the optimizer, in the state before the next update; one step follows each update.
+            num_updates: number of updates to come.
+        """
+        try:
+            self._expected = scheduled_rates(scheduler, self._optimizer, num_updates)
+        except Exception as error:
+            words = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            self._ledger.append_open_point(UNKNOWN.format(kind=type(scheduler).__name__, error=words))
 
     def note(self) -> None:
-        """Take the rates of the update that comes next."""
-        self._updates += 1
-        self._last = [group["lr"] for group in self._optimizer.param_groups if "lr" in group]
-        is_due = self._updates & (self._updates - 1) == 0
-        known = [float(rate) for rate in self._last if is_due or not isinstance(rate, Tensor)]
-        if known:
-            least, most = self._range or (known[0], known[0])
-            self._range = min(least, *known), max(most, *known)
-        if is_due and self._last:
-            self._ledger.append_fact(LEARNING_RATES, f"step {self._ledger.num_steps}: {self._words()}")
+        """Record the rates of the next update, after comparing them with the schedule.
 
-    def end(self) -> None:
-        """Record the last, the least and the largest rates, while the ledger is open."""
-        if self._last and self._range is not None:
-            least, most = self._range
-            text = f"step {self._ledger.num_steps}, the last: {self._words()}; least {least:.6g}, largest {most:.6g}"
-            self._ledger.append_fact(LEARNING_RATES, text)
+        Raises:
+            WatchError: a rate differs from the schedule.
+        """
+        number, self._updates = self._updates, self._updates + 1
+        reads = self._updates & number == 0
+        rates = _rates_of(self._optimizer, reads)
+        expected = self._expected[number] if number < len(self._expected) else [None] * len(rates)
+        for rate, planned in zip(rates, expected, strict=False):
+            if rate is None or planned is None or math.isclose(rate, planned, rel_tol=_TOLERANCE):
+                continue
+            raise WatchError(
+                f"The learning rate of step {self._ledger.num_steps} is {rate:.10g}, and the schedule at the start of "
+                f"the training has {planned:.10g}: a callback, or the loop, has set it, perhaps by figures of private "
+                "rows that ε does not cover. Leave that code out, and give the schedule to the trainer: "
+                "optimizers=(optimizer, scheduler)"
+            )
+        if words := ", ".join(dict.fromkeys(f"{rate:.10g}" for rate in rates if rate is not None)):
+            self._ledger.note_rate(words)
 
-    def remove(self) -> None:
-        """Take the hook off."""
-        if self._handle is not None:
-            self._handle.remove()
-        self._handle = None
 
-    def _words(self) -> str:
-        return ", ".join(dict.fromkeys(f"{float(rate):.6g}" for rate in self._last))
+def scheduled_rates(scheduler: Any, optimizer: Any, num_updates: int) -> list[list[float | None]]:
+    """Return the learning rates of each group in all updates to come, from a copy of the scheduler.
+
+    Args:
+        scheduler: of the optimizer; accelerate's wrapper, which steps once for each process, is allowed.
+        optimizer: inside all wrappers.
+        num_updates: number of updates.
+
+    Raises:
+        Exception: of the scheduler, which cannot be copied or needs its own optimizer.
+
+    >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
+    >>> scheduled_rates(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), optimizer, 3)
+    [[0.5], [0.25], [0.125]]
+    """
+    times = 1
+    if isinstance(scheduler, AcceleratedScheduler):
+        if scheduler.step_with_optimizer and not scheduler.split_batches:
+            times = AcceleratorState().num_processes
+        scheduler = scheduler.scheduler
+    stub = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))]} for _ in optimizer.param_groups], lr=0.0)
+    for group, own in zip(stub.param_groups, optimizer.param_groups, strict=True):
+        group |= {name: copy.deepcopy(value) for name, value in own.items() if name != "params"}
+    optimizers = (optimizer, getattr(scheduler, "optimizer", None))
+    rates = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of steps before the first update
+        copied = copy.deepcopy(scheduler, {id(one): stub for one in optimizers if one is not None})
+        for group, rate in zip(stub.param_groups, copied.get_last_lr(), strict=True):
+            group["lr"] = rate
+        for _ in range(num_updates):
+            rates.append(_rates_of(stub, reads=True))
+            for _ in range(times):
+                if getattr(copied, "_step_count", 0) <= getattr(copied, "total_steps", math.inf):
+                    copied.step()
+    return rates
+
+
+def _rates_of(optimizer: Any, reads: bool) -> list[float | None]:
+    """Return the rate of each group; None: it has none, or it would have to be read from a device."""
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    unread = [rate is None or (isinstance(rate, Tensor) and rate.device.type != "cpu" and not reads) for rate in rates]
+    return [None if skipped else float(rate) for rate, skipped in zip(rates, unread, strict=True)]

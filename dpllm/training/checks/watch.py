@@ -1,212 +1,152 @@
-"""The watch over all changes of weights and saved state, in every step of a run.
+"""The watch over weights, buffers and gradients: only the engine's noisy gradient may change what a run releases.
 
-Place in the flow: around each private step, and on the optimizer. The guarantee covers the noisy sum that a private
-step leaves for the optimizer. Private data could reach the weights in other ways: a running statistic in a buffer, a
-frozen embedding that is renormalised in its forward pass, a parameter that is unfrozen during the run, a loss with its
-own parameter, a second optimizer. The watch refuses each of them when it happens:
+The guarantee covers the noisy sum that a private step leaves for the optimizer. Private data could reach the weights in
+other ways: a running statistic in a buffer, a parameter unfrozen during the run, a loss with its own parameter, a
+second optimizer, an average that is copied back. Each is refused before the next update or save:
 
-* Buffers and frozen parameters do not change. Every step compares their version counters, which PyTorch raises at each
-  write. A write through ``.data`` does not raise them, so a checksum of all of them is compared in the steps 1, 2, 4,
-  8, … and before each save. A write that leaves the same values is allowed, and so is a cache that grows.
-* Trained parameters change only within the optimizer's own ``step``, and not by its closure: every step compares their
-  version counters, and every save a checksum with that of the last update. Other values may replace them temporarily,
-  as averages do for an evaluation.
-* The optimizer receives exactly the gradients of the private step, and none of another parameter.
-* Trainable tensors outside the model, such as a head within the loss, do not change while losses depend on them: the
-  graph of the independence check's losses is searched for them, in the steps 1, 2, 4, 8, ….
-* The set of trainable parameters stays as it was when the run was attached, and no parameter or buffer is replaced by
-  another: this is checked in the steps 1, 2, 4, 8, … and before each save.
+* Buffers, frozen parameters and scales of quantised weights stay as they were at `PrivateRun.attach`. Equal values may
+  be written, and a cache that is not saved may grow.
+* Trained parameters change only within the optimizer's ``step``, without a closure.
+* The optimizer receives exactly the gradients of the private step, and none of any other parameter.
+* Trainable tensors outside the model, such as a head within the loss, stay as they are while losses depend on them.
+* No parameter is unfrozen, frozen, replaced, added, removed or tied to another one.
 
-Version counters are numbers on the host: the watch reads the device only when a checksum is due.
+One mechanism watches all tensors. A *stamp*, the address and version counter of each local piece, is compared on the
+host several times in each step. A write through ``.data`` raises no counter, so at most 64 entries of each piece, a
+*sample*, are compared as well; the device is read once, when the private gradient is complete. No step reads whole
+weights: checksums of the frozen tensors are computed when a model is attached, and compared at each save and the end.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dpllm.engines.checksums import Checksum, values
+from dpllm.engines.checksums import Checksum, pieces, values
 from dpllm.engines.optimizers import innermost
 from dpllm.ghost.graph import leaves_of
-from dpllm.training.checks.fixed import FixedTensors
-from dpllm.training.checks.stamps import Stamp, WatchError, stamp_of
+from dpllm.ghost.refusals import scales_of
+
+Stamp = tuple[tuple[int, int], ...]
+"""Address and version of each piece of a tensor on this process."""
+_Views = dict[tuple[torch.device, torch.dtype], list[tuple[Any, Tensor]]]
+_SAMPLED = 64  # entries of a piece
+_AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_FROZEN = "frozen parameter"
+_BETWEEN = "between two private steps, other than by optimizer.step()"
+_DURING = "during a private step, by the model's forward pass, the loss or the collator"
+_UNTIL_UPDATE = "between the private step and optimizer.step()"
+_AT_SAVE = "after optimizer.step(), before weights were saved"
 
 
-class TrainedWeights:
-    """The trained weights of a run, from one update to the next; they change only within the optimizer's ``step``.
+class WatchError(ValueError):
+    """Private data reached, or may have reached, weights or saved state outside of the mechanism."""
 
-    A checksum is queued right after an update, without a wait; it is read before a save, and where a version counter
-    has moved: weights that were written and put back are the same.
+
+def stamp_of(tensor: Any) -> Stamp:
+    """Return the stamp of a tensor; PyTorch raises the version at each write, except through ``.data``."""
+    return tuple((piece.data_ptr(), 0 if piece.is_inference() else piece._version) for piece in pieces(tensor))
+
+
+class Snapshot:
+    """Stamps and samples of tensors at one moment.
 
     Args:
-        trainable: the clipped parameters, by name.
-    """
-
-    def __init__(self, trainable: Mapping[str, nn.Parameter]) -> None:
-        """Store the present weights."""
-        self._trainable = trainable
-        self.take()
-
-    def take(self) -> None:
-        """Store the present weights, right after an update."""
-        self._stamps = self._stamps_of_now()
-        self._sum = self._sum_of_now()
-
-    def is_written(self) -> bool:
-        """Return whether a weight is not as the last update left it, to the bit; waits for the device."""
-        before, now = values([self._sum, self._sum_of_now()])
-        return before != now
-
-    def check(self, when: str) -> None:
-        """Compare the version counters; weights that were written and put back are accepted.
-
-        Args:
-            when: the moment of the write, for the message.
-
-        Raises:
-            WatchError: a weight was written.
-        """
-        stamps = self._stamps_of_now()
-        if self._stamps != stamps and not self.is_written():  # written, and put back
-            self._stamps = stamps
-        for name, before, now in zip(self._trainable, self._stamps, stamps, strict=False):
-            if before != now:
-                raise WatchError(
-                    f"{name} was written {when}. The guarantee covers only weights that change by the noisy gradient. "
-                    "Remove the code that writes to it (a callback, a second optimizer, max_norm of an embedding). "
-                    "Load a checkpoint before attach(), or register the run with "
-                    "accelerator.register_for_checkpointing(run)"
-                )
-
-    def check_values(self) -> None:
-        """Compare the values with those that the last update left; waits for the device.
-
-        Raises:
-            WatchError: a weight has another value.
-        """
-        if self.is_written():
-            raise WatchError(
-                "A trained parameter is not as the last update left it, and no version counter of PyTorch shows when "
-                "it was written (through .data, or another view of its memory). The guarantee covers only weights that "
-                "change by the noisy gradient. Remove the code that writes to it; do not release any output of this "
-                "run"
-            )
-
-    def _sum_of_now(self) -> Checksum:
-        with torch.no_grad():
-            return Checksum(self._trainable.values())
-
-    def _stamps_of_now(self) -> list[Stamp]:
-        with torch.no_grad():
-            return [stamp_of(parameter) for parameter in self._trainable.values()]
-
-
-class PrivateGradients:
-    """The gradients that a private step left in ``.grad``; the optimizer receives exactly these.
+        tensors: the tensors by key; sharded, quantised or None are allowed.
+        before: an earlier snapshot, whose views of the memory are used again if no tensor has moved.
 
     Attributes:
-        are_left: whether a step has left gradients.
+        stamps: the stamp of each tensor.
 
-    Args:
-        trainable: the clipped parameters, by name.
+    >>> weights = {"weight": torch.zeros(9)}
+    >>> before = Snapshot(weights)
+    >>> weights["weight"].data += 1
+    >>> now = Snapshot(weights, before)
+    >>> before.moved(now), before.changed(now)
+    ([], ['weight'])
     """
 
-    def __init__(self, trainable: Mapping[str, nn.Parameter]) -> None:
-        """Begin without gradients."""
-        self._trainable = trainable
-        self._left: dict[int, tuple[Tensor | None, Stamp]] = {}
-
-    @property
-    def are_left(self) -> bool:
-        """Whether a step has left gradients."""
-        return bool(self._left)
-
-    def forget(self) -> None:
-        """Forget the gradients, before the next step."""
-        self._left = {}
-
-    def take(self) -> None:
-        """Store the gradients of the private step."""
+    def __init__(self, tensors: Mapping[Any, Any], before: Snapshot | None = None) -> None:
+        """Read the stamps, and queue copies of the samples."""
         with torch.no_grad():
-            self._left = {id(p): (p.grad, stamp_of(p.grad)) for p in self._trainable.values() if p.grad is not None}
+            self.stamps = {key: stamp_of(tensor) for key, tensor in tensors.items()}
+            stays = before is not None and _addresses(before.stamps) == _addresses(self.stamps)
+            self._views: _Views = before._views if before is not None and stays else _views_of(tensors)
+            self._values = {kind: torch.cat([view for _, view in parts]) for kind, parts in self._views.items()}
 
-    def check(self) -> None:
-        """Compare the gradients before an update.
+    def moved(self, now: Snapshot) -> list[Any]:
+        """Return the keys of the tensors that were written or replaced since, by their stamps; reads no device."""
+        return [key for key, stamp in now.stamps.items() if stamp != self.stamps.get(key)]
 
-        Raises:
-            WatchError: one was written, replaced or taken away.
-        """
-        with torch.no_grad():
-            for name, parameter in self._trainable.items():
-                grad = parameter.grad
-                left, stamp = self._left.get(id(parameter), (None, ()))
-                if grad is None and left is None:
-                    continue
-                if grad is None:
-                    raise WatchError(
-                        f"The gradient of {name} was taken away between the private step and optimizer.step(): a "
-                        "choice that follows private rows would reach the weights. Run nothing in between that "
-                        "touches .grad, and zero_grad() after optimizer.step()"
-                    )
-                if stamp != stamp_of(grad) or (left is not None and left is not grad):
-                    raise WatchError(
-                        f"The gradient of {name} is not the one that the private step left: something wrote to it or "
-                        "replaced it (a second backward pass, gradient clipping, a callback). Run nothing between the "
-                        "private step and optimizer.step() that touches .grad"
-                    )
+    def flags(self, now: Snapshot) -> Iterator[Tensor]:
+        """Yield a bool () for each device and dtype, whether samples differ; does not wait for the device."""
+        for kind in self._values.keys() | now._values.keys():
+            first, second = self._values.get(kind), now._values.get(kind)
+            if first is None or second is None or first.shape != second.shape:
+                yield torch.tensor(True)
+            else:
+                yield (first != second).any()
 
-    def drop(self) -> None:
-        """Keep only the stamps after an update: the memory of the gradients is needed."""
-        with torch.no_grad():
-            self._left = {key: (None, stamp_of(grad)) for key, (grad, _) in self._left.items() if grad is not None}
+    def changed(self, now: Snapshot) -> list[Any]:
+        """Return the keys of this snapshot whose samples differ; waits for the devices."""
+        first, second = self._read(), now._read()
+        return [key for key in self.stamps if first.get(key) != second.get(key)]
+
+    def _read(self) -> dict[Hashable, list[list[int]]]:
+        read: dict[Hashable, list[list[int]]] = {}
+        for kind, parts in self._views.items():
+            entries = iter(self._values[kind].split([len(view) for _, view in parts]))
+            for key, _ in parts:
+                read.setdefault(key, []).append(next(entries).tolist())
+        return read
 
 
-class OutsideTensors:
-    """The trainable tensors outside the model, such as a head within the loss, that losses were seen to depend on.
+def _addresses(stamps: Mapping[Any, Stamp]) -> list[tuple[Any, list[int]]]:
+    return [(key, [address for address, _ in stamp]) for key, stamp in stamps.items()]
 
-    Their gradients are neither clipped nor given noise, so they do not change while losses depend on them.
 
-    Args:
-        trained: the ids of the clipped parameters.
+def _views_of(tensors: Mapping[Any, Any]) -> _Views:
+    """Return views of at most 64 entries of each piece, as integers, by device and width."""
+    views: _Views = {}
+    for key, tensor in tensors.items():
+        for piece in pieces(tensor):
+            if not piece.numel():
+                continue
+            part = piece.detach().as_subclass(Tensor)
+            part = torch.view_as_real(part) if part.is_complex() else part
+            part = part.view(-1) if part.is_contiguous() else part
+            while part.dim() > 1:  # transposed, for instance: one row
+                part = part[len(part) // 2]
+            part = part[:: -(-len(part) // _SAMPLED)].view(_AS_INTEGER[part.element_size()])
+            views.setdefault((part.device, part.dtype), []).append((key, part))
+    return views
+
+
+@dataclass
+class _Fixed:
+    """A tensor that must not change.
+
+    Attributes:
+        name: its path in the model.
+        kind: "buffer", "frozen parameter" or "scale of a quantised weight".
+        tensor: returns it; None: it is gone.
+        saved: whether it is part of the saved state.
     """
 
-    def __init__(self, trained: Collection[int]) -> None:
-        """Begin without tensors."""
-        self._trained = frozenset(trained)
-        self._seen: dict[int, tuple[weakref.ref[Tensor], Stamp]] = {}
-
-    def look(self, loss_B: Tensor) -> Tensor:
-        """Return the losses, and watch the trainable tensors outside the model that they depend on."""
-        self._seen = {key: one for key, one in self._seen.items() if one[0]() is not None}
-        for leaf in leaves_of(loss_B) if isinstance(loss_B, Tensor) else ():
-            if id(leaf) not in self._trained:
-                self._seen.setdefault(id(leaf), (weakref.ref(leaf), stamp_of(leaf)))
-        return loss_B
-
-    def check(self) -> None:
-        """Check that none was written.
-
-        Raises:
-            WatchError: one was, between two private steps.
-        """
-        for reference, stamp in self._seen.values():
-            leaf = reference()
-            if leaf is not None and stamp_of(leaf) != stamp:
-                raise WatchError(
-                    f"A trainable tensor of shape {tuple(leaf.shape)}, which the losses depend on and the model does "
-                    "not hold, was written between two private steps (perhaps by its own optimizer). Its gradients are "
-                    "not clipped and get no noise, so private rows would reach all later losses through it. Make it a "
-                    "part of the model, train it on public data only, or, if it follows the private weights, remove it "
-                    "from the graph (requires_grad_(False))"
-                )
-
-
-_DURING = "during a private step, by the model's forward pass, the loss or the collator"
+    name: str
+    kind: str
+    tensor: Callable[[], Any]
+    saved: bool
+    shape: tuple[int, ...] = ()
+    checksum: int | None = None
 
 
 class Watch:
@@ -222,6 +162,7 @@ class Watch:
         several: whether there are other processes, which wait for this one in the next collective: a changed gradient
             is dropped, this process takes no update, and the error is raised in the next step or save, which all
             processes enter together. False: the error is raised at once.
+        before_update: called before each update by the optimizer; its `WatchError` is treated like the watch's own.
 
     Raises:
         WatchError: the optimizer holds a trainable parameter that is not clipped.
@@ -234,10 +175,13 @@ class Watch:
         trainable: Mapping[str, nn.Parameter],
         hands_in: Callable[[], bool] | None = None,
         several: bool = False,
+        before_update: Callable[[], None] = lambda: None,
     ) -> None:
         """Store the state of all watched tensors, and hook the optimizer."""
-        self._trainable, self._hands_in, self._several = dict(trainable), hands_in, several
+        self._model, self._trainable, self._hands_in = model, dict(trainable), hands_in
+        self._several, self._before = several, before_update
         self._known = {id(parameter): name for name, parameter in self._trainable.items()}
+        self._sharded = any(isinstance(p, DTensor) for p in model.parameters())
         self._deferred: WatchError | None = None
         self._handles: list[Any] = []
         if hands_in is None:
@@ -250,16 +194,18 @@ class Watch:
             ]
         else:
             self._handles += [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._trainable.values()]
-        self._steps = 0
-        self._fixed = FixedTensors(model, self._known)
-        self._weights = TrainedWeights(self._trainable)
-        self._gradients, self._outside = PrivateGradients(self._trainable), OutsideTensors(self._known)
+        self._outside: dict[int, tuple[weakref.ref[Tensor], Stamp]] = {}  # by number, in the order of appearance
+        self._num_outside, self._outside_state = 0, Snapshot({})
+        self.rebase()
 
     def rebase(self) -> None:
         """Store the present state for later comparisons, after a checkpoint was loaded."""
-        self._fixed.rebase()
-        self._weights.take()
-        self._gradients.forget()
+        self._fixed = {(fixed.name, fixed.kind): fixed for fixed in self._find_fixed()}
+        self._places = self._find_places()
+        self._fixed_state, self._weights = Snapshot({}), Snapshot(self._trainable)
+        self._accept(self._fixed, _BETWEEN)
+        self._pending: list[tuple[str, Snapshot, Snapshot, list[Tensor]]] = []
+        self._gradients: dict[str, tuple[Tensor | None, Stamp]] = {}
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -270,86 +216,248 @@ class Watch:
     # ------------------------------------------------------------------ steps
 
     def before_step(self) -> None:
-        """Compare with the state after the step before.
+        """Compare with the state after the step before; reads no device.
 
         Raises:
             WatchError: a tensor was written, unfrozen or frozen in between.
         """
-        self._raise_deferred()
+        if self._deferred is not None:
+            raise self._deferred
         self._check_trainable_set()
-        self._fixed.check("between two private steps")
-        self._weights.check("between two private steps, other than by optimizer.step()")
-        self._outside.check()
-        self._gradients.forget()
+        self._compare(_BETWEEN)
+        self._check_places(_BETWEEN)
+        self._gradients = {}
 
     def complete(self) -> None:
-        """Compare when the private gradient is formed, before any update.
+        """Compare when the private gradient is formed, before any update; reads each device once.
 
         Raises:
             WatchError: forward or backward pass, loss or collator wrote to a watched tensor.
         """
-        self._steps += 1
-        due = self._is_due(self._steps)
         self._check_trainable_set()
-        if due:
-            self._fixed.take_in_new()
-            self._fixed.check_places()
-        self._fixed.check(_DURING, everything=due)
-        self._weights.check(_DURING)
-        self._fixed.refuse_gradients(_DURING)
+        self._compare(_DURING)
+        self._check_places(_DURING)
+        self._settle()
+        for name, parameter in self._frozen():
+            if parameter.grad is not None:
+                raise WatchError(
+                    f"{name} is not trained and received a gradient {_DURING}: it is not clipped, and no noise covers "
+                    "it. Set requires_grad of all parameters before the run is attached"
+                )
 
     def explain(self) -> None:
         """Name a written tensor when the passes of a step have failed, since it is the likeliest cause.
 
         Raises:
-            WatchError: a buffer or a frozen parameter changed.
+            WatchError: a watched tensor changed.
         """
-        self._fixed.check(_DURING, everything=True)
+        self._compare(_DURING)
+        self._settle()
 
     def note_gradients(self) -> None:
         """Store the gradients of the private step in ``.grad``; the optimizer must receive exactly these."""
-        if self._hands_in is None:
-            self._gradients.take()
-        else:
-            self._weights.take()
+        if self._hands_in is not None:
+            self._weights = Snapshot(self._trainable, self._weights)
+            return
+        with torch.no_grad():
+            grads = {name: parameter.grad for name, parameter in self._trainable.items()}
+            self._gradients = {name: (grad, stamp_of(grad)) for name, grad in grads.items() if grad is not None}
 
     def look(self, loss_B: Tensor) -> Tensor:
         """Return the losses, and watch the trainable tensors outside the model that they depend on."""
-        return self._outside.look(loss_B)
+        seen = {id(leaf()) for leaf, _ in self._outside.values()} | self._known.keys()
+        for leaf in leaves_of(loss_B) if isinstance(loss_B, Tensor) else ():
+            if id(leaf) not in seen:
+                self._num_outside += 1
+                self._outside[self._num_outside] = weakref.ref(leaf), stamp_of(leaf)
+                seen.add(id(leaf))
+        return loss_B
 
     def is_written(self) -> bool:
-        """Return whether a trained parameter is not as the last update left it, to the bit; waits for the device."""
-        return self._weights.is_written()
+        """Return whether a trained parameter differs from the last update, by stamps and samples; waits for devices."""
+        now = Snapshot(self._trainable, self._weights)
+        return bool(self._weights.moved(now) or self._weights.changed(now))
+
+    def accept_restored(self) -> None:
+        """Accept the stamps of weights that the run's own average has replaced and put back, if no sample differs."""
+        now = Snapshot(self._trainable, self._weights)
+        if not self._weights.changed(now):
+            self._weights = now
 
     def check_everything(self) -> None:
-        """Compare all buffers and frozen parameters by their values; before each save, and at the end.
+        """Compare all tensors, those that are not trained by whole checksums; before each save, and at the end.
 
         Raises:
             WatchError: one changed since the run was attached, or something other than the optimizer wrote to a trained
                 parameter.
         """
-        self._raise_deferred()
-        self._fixed.check("after a private step, before weights were saved", everything=True)
-        self._weights.check("after optimizer.step(), before weights were saved")
-        self._fixed.check_places()
-        self._weights.check_values()
+        if self._deferred is not None:
+            raise self._deferred
+        self._settle()
+        self._accept(self._fixed, _AT_SAVE)
+        self._compare(_AT_SAVE)
+        self._check_places(_AT_SAVE)
+        self._settle()
 
-    # ----------------------------------------------------------------- checks
+    # ------------------------------------------------------------ comparisons
 
-    @staticmethod
-    def _is_due(step: int) -> bool:
-        """Return whether a step is 1, 2, 4, 8 and so on."""
-        return step & (step - 1) == 0
+    def _compare(self, when: str) -> None:
+        """Compare the stamps, and queue the comparison of the samples."""
+        fixed, weights = Snapshot(self._fixed_tensors(), self._fixed_state), Snapshot(self._trainable, self._weights)
+        for name in self._weights.moved(weights):
+            raise self._refusal(name, when)
+        if moved := self._fixed_state.moved(fixed):
+            self._accept(moved, when)
+            fixed = self._fixed_state
+        outside = self._outside_now(when)
+        for before, now in ((self._fixed_state, fixed), (self._weights, weights), (self._outside_state, outside)):
+            self._pending.append((when, before, now, list(before.flags(now))))
+
+    def _outside_now(self, when: str) -> Snapshot:
+        """Compare the stamps of the tensors outside the model that are left, and return their samples."""
+        self._outside = {number: one for number, one in self._outside.items() if one[0]() is not None}
+        now = Snapshot({number: leaf() for number, (leaf, _) in self._outside.items()}, self._outside_state)
+        for number, (_, stamp) in self._outside.items():
+            if now.stamps[number] != stamp:
+                raise self._refusal(number, when)
+        if now.stamps.keys() != self._outside_state.stamps.keys():
+            self._outside_state = now
+        return now
+
+    def _settle(self) -> None:
+        """Read the queued comparisons, with one wait for each device.
+
+        Raises:
+            WatchError: samples differ.
+        """
+        pending, self._pending = self._pending, []
+        flags: dict[torch.device, list[Tensor]] = {}
+        for flag in (flag for *_, each in pending for flag in each):
+            flags.setdefault(flag.device, []).append(flag)
+        if any(any(torch.stack(each).tolist()) for each in flags.values()):
+            for when, before, now, _ in pending:
+                for key in before.changed(now):
+                    error = self._refusal(key, when)
+                    self._deferred = error if when == _UNTIL_UPDATE else None  # that update cannot be taken back
+                    raise error
+
+    def _accept(self, keys: Iterable[tuple[str, str]], when: str) -> None:
+        """Accept new tensors, equal values and caches that have grown; waits for the device.
+
+        Raises:
+            WatchError: a tensor has other values.
+        """
+        accepted = {key: self._fixed[key] for key in keys}
+        for (key, one), total in zip(accepted.items(), _checksums(accepted.values()), strict=True):
+            if one.checksum not in (None, total) and not _has_grown(one):
+                raise self._refusal(key, when)
+            one.checksum, one.shape = total, tuple(getattr(one.tensor(), "shape", ()))
+        before, now = self._fixed_state, Snapshot(self._fixed_tensors(), self._fixed_state)
+        others = before.stamps.keys() - accepted.keys()  # their stamps stay
+        for key in before.changed(now):
+            if key in others:
+                raise self._refusal(key, when)
+        now.stamps |= {key: before.stamps[key] for key in others}
+        self._fixed_state = now
+
+    def _refusal(self, key: Any, when: str) -> WatchError:
+        """Return the error about a tensor that changed."""
+        if key in self._trainable:
+            return WatchError(
+                f"{key} was written {when}, so it is not as the last update left it, and only weights that change by "
+                "the noisy gradient are covered. Remove the code that writes to it (a callback, a second optimizer, "
+                'max_norm of an embedding); for an average of the weights, use average="ema" of DPTrainer or averaging '
+                "of PrivateRun.attach, and evaluate other weights in copy.deepcopy(model). Load checkpoints before "
+                "attach(), or register the run: accelerator.register_for_checkpointing(run)"
+            )
+        if isinstance(key, int):
+            leaf = self._outside[key][0]()
+            return WatchError(
+                f"A trainable tensor of shape {tuple(getattr(leaf, 'shape', ()))}, which the losses depend on and the "
+                f"model does not hold, was written {when}, perhaps by its own optimizer. Its gradients are not clipped "
+                "and get no noise, so private rows would reach all later losses through it. Make it a part of the "
+                "model, train it on public data only, or, if it follows the private weights, set requires_grad_(False)"
+            )
+        name, kind = key
+        return WatchError(
+            f"The {kind} {name} changed {when}. Values computed from private rows must reach the model only through "
+            "the noisy gradient, unlike running statistics, max_norm of an embedding, or weights written by a "
+            "callback. Freeze the statistic, leave max_norm out, or remove the callback; do not release any output of "
+            "this run"
+        )
+
+    # -------------------------------------------------------------- the model
 
     def _check_trainable_set(self) -> None:
-        frozen = [name for name, p in self._trainable.items() if not p.requires_grad]
-        unfrozen = self._fixed.unfrozen()
-        if frozen or unfrozen:
-            what = f"{unfrozen[0]} was unfrozen" if unfrozen else f"{frozen[0]} was frozen"
+        what = [f"{name} was unfrozen" for name, parameter in self._frozen() if parameter.requires_grad]
+        what += [f"{name} was frozen" for name, parameter in self._trainable.items() if not parameter.requires_grad]
+        if what:
             raise WatchError(
-                f"{what} after the run was attached: the clip norm covers only parameters that were trainable then. "
+                f"{what[0]} after the run was attached: the clip norm covers only parameters that were trainable then. "
                 "Set requires_grad before training starts; to change it, end the run and start another one"
             )
+
+    def _frozen(self) -> Iterator[tuple[str, Any]]:
+        tensors = ((fixed.name, fixed.tensor()) for fixed in self._fixed.values() if fixed.kind == _FROZEN)
+        yield from ((name, tensor) for name, tensor in tensors if tensor is not None)
+
+    def _check_places(self, when: str) -> None:
+        """Check that every parameter is where it was, and watch buffers that a forward pass has made.
+
+        Raises:
+            WatchError: a parameter was replaced, added or removed; or a new buffer is saved or trainable.
+        """
+        now = self._find_places()
+        if now == self._places:
+            return
+        new = [fixed for fixed in self._find_fixed() if (fixed.name, fixed.kind) not in self._fixed]
+        for fixed in new:
+            if fixed.kind == "buffer" and (fixed.saved or fixed.tensor().requires_grad):
+                raise WatchError(
+                    f"The buffer {fixed.name} was added to the model after the run was attached, and it would be saved "
+                    "or trained: no noise covers it. Register it before the run starts, or with persistent=False"
+                )
+        for name in sorted(self._places.keys() | now.keys()):
+            if self._places.get(name) != now.get(name) and 0 not in (self._places.get(name), now.get(name)):
+                raise WatchError(
+                    f"{name} is another parameter than when the run was attached: it, or a module that holds it, was "
+                    "replaced, added, removed or tied. No noise covers the new one. Change the model before the run "
+                    "is attached, or after it has ended, in a copy that is saved elsewhere"
+                )
+        self._places, added = now, {(fixed.name, fixed.kind): fixed for fixed in new}
+        self._fixed |= added
+        self._accept(added, when)
+
+    def _find_places(self) -> dict[str, int]:
+        """Return the id of the parameter at each path, and 0 for each buffer; nothing where modules hold shards."""
+        places: dict[str, int] = {}
+        for path, module in () if self._sharded else self._model.named_modules(remove_duplicate=False):
+            start = f"{path}." if path else ""
+            places |= {start + name: id(p) for name, p in module._parameters.items() if p is not None}
+            places |= {start + name: 0 for name, buffer in module._buffers.items() if buffer is not None}
+        return places
+
+    def _find_fixed(self) -> Iterator[_Fixed]:
+        seen = set(self._known)
+        for path, module in self._model.named_modules():
+            start = f"{path}." if path else ""
+            for kind, members in ((_FROZEN, module._parameters), ("buffer", module._buffers)):
+                for attribute, tensor in members.items():
+                    if tensor is None or id(tensor) in seen:
+                        continue
+                    seen.add(id(tensor))
+                    # The names of the saved buffers: a public list of them would gather the whole state.
+                    saved = attribute not in getattr(module, "_non_persistent_buffers_set", ())
+                    held = functools.partial(getattr, module, attribute, None)
+                    if isinstance(tensor, DTensor):  # FSDP2 replaces the attribute temporarily
+                        held = functools.partial(_itself, tensor)
+                    yield _Fixed(start + attribute, kind, held, saved)
+            for attribute, tensor in scales_of(module).items():
+                held = functools.partial(_itself, tensor)
+                yield _Fixed(start + attribute, "scale of a quantised weight", held, saved=True)
+
+    def _fixed_tensors(self) -> dict[tuple[str, str], Any]:
+        return {key: fixed.tensor() for key, fixed in self._fixed.items()}
 
     # -------------------------------------------------------------- optimizer
 
@@ -378,8 +486,16 @@ class Watch:
 
     def _before_update(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         try:
-            _refuse_closure(args, kwargs)
-            self._check_update(optimizer)
+            if any(callable(given) for given in (*args[1:], kwargs.get("closure"))):
+                raise WatchError(
+                    "optimizer.step() was called with a closure, which runs within the update and could write other "
+                    "gradients than the private one. Call optimizer.step() without arguments"
+                )
+            self._refuse_extra(optimizer)
+            self._compare(_UNTIL_UPDATE)
+            self._check_gradients()
+            if self._gradients:
+                self._before()
         except WatchError as error:
             if not self._several:
                 raise
@@ -387,28 +503,27 @@ class Watch:
             for _, parameter in _parameters_of(optimizer):
                 parameter.grad = None
 
-    def _raise_deferred(self) -> None:
-        if self._deferred is not None:
-            raise self._deferred
-
-    def _check_update(self, optimizer: Optimizer) -> None:
-        self._refuse_extra(optimizer)
-        if not self._gradients.are_left:
-            given = [name for name, parameter in self._trainable.items() if parameter.grad is not None]
-            if given:  # the guard says so before the first step
+    def _check_gradients(self) -> None:
+        for name, parameter in self._trainable.items():
+            grad, (own, stamp) = parameter.grad, self._gradients.get(name, (None, ()))
+            if grad is not None and not self._gradients:
                 raise WatchError(
-                    f"optimizer.step() was called, and {given[0]} has a gradient that no private step left: the last "
+                    f"optimizer.step() was called, and {name} has a gradient that no private step left: the last "
                     "step failed, or a checkpoint was loaded after it. It would reach the weights without clipping and "
                     "noise. Do not step the optimizer after a step that failed; resume from a checkpoint"
                 )
-            return
-        self._gradients.check()
-        self._weights.check("between the private step and optimizer.step()")
+            if (own is not None and own is not grad) or (grad is not None and stamp_of(grad) != stamp):
+                raise WatchError(
+                    f"The gradient of {name} is not the one that the private step left: something wrote to it, "
+                    "replaced it or took it away (a second backward pass, gradient clipping, a callback). Run nothing "
+                    "that touches .grad between the private step and optimizer.step(), and zero_grad() after it"
+                )
 
     def _after_update(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         del optimizer, args, kwargs
-        self._weights.take()
-        self._gradients.drop()
+        self._weights = Snapshot(self._trainable, self._weights)
+        # Only the stamps: the memory of the gradients is needed.
+        self._gradients = {name: (None, stamp) for name, (_, stamp) in self._gradients.items()}
 
     def _on_gradient(self, parameter: Tensor) -> None:
         if self._hands_in is not None and not self._hands_in():
@@ -420,14 +535,27 @@ class Watch:
             )
 
 
-def _refuse_closure(args: tuple, kwargs: dict) -> None:
-    """Raise `WatchError` for ``optimizer.step(closure)``: ``args`` begins with the optimizer itself."""
-    if any(callable(given) for given in (*args[1:], kwargs.get("closure"))):
-        raise WatchError(
-            "optimizer.step() was called with a closure, which runs within the update and could write other gradients "
-            "than the private one. Call optimizer.step() without arguments"
-        )
+def _itself(tensor: Any) -> Any:
+    return tensor
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[tuple[int, nn.Parameter]]:
     yield from enumerate(parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _has_grown(fixed: _Fixed) -> bool:
+    """Return whether a cache that is not saved grew along one dimension and still begins with the old values."""
+    tensor = fixed.tensor()
+    if fixed.saved or tensor is None or len(tensor.shape) != len(fixed.shape) or not fixed.shape:
+        return False
+    longer = [dim for dim, (new, old) in enumerate(zip(tensor.shape, fixed.shape, strict=True)) if new != old]
+    if len(longer) != 1 or tensor.shape[longer[0]] < fixed.shape[longer[0]]:
+        return False
+    with torch.no_grad():
+        return Checksum([tensor.narrow(longer[0], 0, fixed.shape[longer[0]])]).value() == fixed.checksum
+
+
+def _checksums(all_fixed: Iterable[_Fixed]) -> list[int]:
+    """Return the checksum of each tensor, with one read per device."""
+    with torch.no_grad():
+        return values([Checksum([fixed.tensor()]) for fixed in all_fixed])

@@ -1,4 +1,4 @@
-"""Learning rates are recorded, and a loop of one's own is asked what they follow."""
+"""Learning rates are recorded and compared with the schedule; a loop of one's own is asked what they follow."""
 
 import math
 
@@ -11,7 +11,10 @@ from torch.optim import lr_scheduler
 from dpllm import PrivateRun
 from dpllm.config import ConfigError
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
-from dpllm.training.checks.learning_rates import DECLARED, INDEPENDENT, LEARNING_RATES, OWN_LOOP
+from dpllm.report.definition import LEARNING_RATES
+from dpllm.training.checks.learning_rates import DECLARED, INDEPENDENT, OWN_LOOP, UNKNOWN, scheduled_rates
+from dpllm.training.checks.watch import WatchError
+from tests.mutations import kills
 from tests.training.test_run import loss_of, network, plan_of, rows_of
 from tests.training.test_trainer import trainer
 
@@ -71,7 +74,8 @@ def test_a_learning_rate_that_follows_the_loss_is_an_open_point_and_recorded(nam
     report = run_with(tmp_path, *FOLLOWING[name])
     assert asked(report) == [OWN_LOOP]
     assert read_ledger(tmp_path / LEDGER_FILE).num_steps == STEPS
-    assert recorded(report)[0] == "step 1: 0.1" and recorded(report)[-1].startswith("step 5, the last: 0.0")
+    (rates,) = recorded(report)
+    assert rates.startswith("first 0.1, last 0.0") and rates.endswith("largest 0.1")
 
 
 def test_a_declaration_is_a_fact_of_the_report(tmp_path):
@@ -79,12 +83,9 @@ def test_a_declaration_is_a_fact_of_the_report(tmp_path):
     report = run_with(tmp_path, lambda o: lr_scheduler.ExponentialLR(o, 0.5), schedule_is_independent=True)
     assert asked(report) == []
     assert {"name": DECLARED, "values": [INDEPENDENT]} in report["definition"]["facts"]
-    assert recorded(report) == [
-        "step 1: 0.1",
-        "step 2: 0.05",
-        "step 4: 0.0125",
-        "step 5, the last: 0.00625; least 0.00625, largest 0.1",
-    ]
+    assert recorded(report) == ["first 0.1, last 0.00625; least 0.00625, largest 0.1"]
+    rates = [(step, f"{0.1 * 0.5 ** (step - 1):.10g}") for step in range(1, STEPS + 1)]
+    assert read_ledger(tmp_path / LEDGER_FILE).notes.rates == rates
 
 
 def test_rates_of_several_groups_and_of_tensors_are_recorded(tmp_path):
@@ -98,7 +99,7 @@ def test_rates_of_several_groups_and_of_tensors_are_recorded(tmp_path):
         run.step(unit_ids, loss_of)
         optimizer.step()
     report = run.finish()
-    assert recorded(report) == ["step 1: 0.2, 0.1", "step 1, the last: 0.2, 0.1; least 0.1, largest 0.2"]
+    assert recorded(report) == ["0.2 and 0.1 in all updates"]
 
 
 class Halving(transformers.TrainerCallback):
@@ -106,14 +107,118 @@ class Halving(transformers.TrainerCallback):
         optimizer.param_groups[0]["lr"] *= 0.5
 
 
-def test_a_callback_of_a_trainer_that_changes_the_rate_is_an_open_point(tmp_path):
-    """By its name; the schedules of a Trainer are checked before the run."""
+@kills(
+    "a rate that nobody planned is used",
+    "dpllm/training/checks/learning_rates.py",
+    "rate is None or planned is None or math.isclose(rate, planned, rel_tol=_TOLERANCE)",
+    "True",
+)
+def test_a_callback_of_a_trainer_that_changes_the_rate_is_refused_before_the_update(tmp_path):
+    """Its own schedule is known when the run is attached."""
     run = trainer(tmp_path, callbacks=[Halving()])
-    run.train()
-    report = run.privacy_report()
-    assert OWN_LOOP not in report["open_points"]
-    assert any("The callback Halving" in point for point in report["open_points"])
-    assert recorded(report)[0].startswith("step 1: ")
+    with pytest.raises(WatchError, match=r"learning rate of step 2 is 0\.00375, .* has 0\.0075"):
+        run.train()
+    assert read_ledger(tmp_path / LEDGER_FILE).notes.rates == [(1, "0.01")]
+
+
+def test_a_rate_set_at_the_start_of_training_is_refused(tmp_path):
+    """It would be found from the private rows, before the model is attached."""
+
+    class Found(transformers.TrainerCallback):
+        def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
+            optimizer.param_groups[0]["lr"] = 0.5
+
+    with pytest.raises(WatchError, match=r"learning rate of step 1 is 0\.5, .* has 0\.01"):
+        trainer(tmp_path, callbacks=[Found()]).train()
+
+
+SCHEDULES = {
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, [lambda n: 0.9**n, lambda n: 1 / (1 + n)]),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=[1.0, 2.0], total_steps=STEPS),
+    "chained": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, factor=0.1, total_iters=2), lr_scheduler.ExponentialLR(o, gamma=0.9)]
+    ),
+    "sequential": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=2), lr_scheduler.CosineAnnealingLR(o, T_max=3)], milestones=[2]
+    ),
+    "restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=2),
+    "warm-up": lambda o: transformers.get_scheduler("cosine", o, num_warmup_steps=2, num_training_steps=STEPS),
+    "accelerate": lambda o: Accelerator(cpu=True).prepare_scheduler(lr_scheduler.StepLR(o, step_size=2)),
+}
+
+
+@pytest.mark.parametrize("taken", [0, 2], ids=["at the start", "resumed"])
+@pytest.mark.parametrize("tensor", [False, True], ids=["float", "tensor"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_rates_of_all_updates_are_computed_before_the_first(name, tensor, taken):
+    """From a copy: the scheduler, the optimizer and its weights stay as they are."""
+    rates = [torch.tensor(rate) if tensor else rate for rate in (0.3, 0.7)]
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(2))], "lr": rate} for rate in rates]
+    optimizer = torch.optim.SGD(groups, momentum=0.5)
+    scheduler = SCHEDULES[name](optimizer)
+    for _ in range(taken):
+        optimizer.step()
+        scheduler.step()
+    before = repr(optimizer.param_groups), repr(scheduler.state_dict())
+    planned = scheduled_rates(scheduler, optimizer, STEPS - taken)
+    assert (repr(optimizer.param_groups), repr(scheduler.state_dict())) == before
+    used = []
+    for step in range(STEPS - taken):
+        used.append([float(group["lr"]) for group in optimizer.param_groups])
+        optimizer.step()
+        if step < STEPS - taken - 1:
+            scheduler.step()
+    assert planned == used
+
+
+def test_a_loop_that_names_its_scheduler_has_its_rates_compared(tmp_path):
+    """The open point about other decisions stays."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
+    run = PrivateRun.start(tmp_path, plan_of(num_steps=STEPS), rows_of())
+    run.attach(model, optimizer, lr_scheduler=scheduler)
+    for step, unit_ids in enumerate(run.draws(2)):
+        run.step(unit_ids, loss_of)
+        if step == 1:
+            before = [p.clone() for p in model.parameters()]
+            optimizer.param_groups[0]["lr"] = 0.06
+            with pytest.raises(WatchError, match=r"step 2 is 0\.06, .* has 0\.05"):
+                optimizer.step()
+            assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+    assert OWN_LOOP in read_ledger(tmp_path / LEDGER_FILE).notes.open_points
+    run.detach()
+
+
+def test_a_scheduler_that_takes_metrics_is_refused_when_it_is_attached(tmp_path):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = PrivateRun.start(tmp_path, plan_of(num_steps=STEPS), rows_of())
+    with pytest.raises(ConfigError, match="ReduceLROnPlateau"):
+        run.attach(model, optimizer, lr_scheduler=lr_scheduler.ReduceLROnPlateau(optimizer))
+
+
+class Uncopied(lr_scheduler.LambdaLR):
+    def __deepcopy__(self, memo):
+        raise TypeError("no copy")
+
+
+def test_a_schedule_that_cannot_be_computed_is_an_open_point(tmp_path):
+    """The run goes on, and its rates are recorded."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = PrivateRun.start(tmp_path, plan_of(num_steps=1), rows_of())
+    run.attach(model, optimizer, schedule_is_independent=True, lr_scheduler=Uncopied(optimizer, lambda n: 1.0))
+    for unit_ids in run.draws(1):
+        run.step(unit_ids, loss_of)
+        optimizer.step()
+    report = run.finish()
+    assert asked(report) == [UNKNOWN.format(kind="Uncopied", error="TypeError: no copy")]
+    assert recorded(report) == ["0.1 in all updates"]
 
 
 def test_a_scheduler_of_a_trainer_that_follows_evaluations_is_refused_below_accelerates_wrapper(tmp_path):
