@@ -51,11 +51,6 @@ class RowIds:
     normalize: bool = False
     column: str | None = None
 
-    @classmethod
-    def of(cls, ids: Sequence[Any], normalize: bool, column: str | None) -> RowIds:
-        """Return the hashes of the ids of all rows, in their order."""
-        return cls(_hashes(ids, normalize), normalize, column)
-
 
 @dataclass(frozen=True, eq=False)
 class UnitIndex:
@@ -148,7 +143,7 @@ class UnitIndex:
         facts: dict[str, Any] = {
             "differ_in_case": differ_in_case,
             "made_of": f"{SAME_ID} in column '{column}'" if column is not None else SAME_ID,
-            "ids": replace(RowIds.of(ids, False, column), normalize=normalize),  # normalized already
+            "ids": RowIds(_hashes(ids, normalize=False), normalize, column),  # normalized already
         }
         counts = np.bincount(units) if len(units) else np.zeros(0, dtype=np.int64)
         if len(counts) == len(units):  # each unit has one row, and units are in the order of their rows
@@ -372,11 +367,13 @@ def _hashes(ids: Sequence[Any], normalize: bool) -> NDArray[np.uint64]:
     else:
         own = _normalized(ids) if normalize else ids
         x = np.fromiter(map(_word, own), dtype=np.uint64, count=len(own))
-    x += np.uint64(_KEY)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x ^= x >> np.uint64(shift)
-        x *= np.uint64(factor)
-    x ^= x >> np.uint64(31)
+    for at in range(0, len(x), _BLOCK):
+        block = x[at : at + _BLOCK]
+        block += np.uint64(_KEY)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            block ^= block >> np.uint64(shift)
+            block *= np.uint64(factor)
+        block ^= block >> np.uint64(31)
     return x
 
 
