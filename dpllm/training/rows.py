@@ -27,7 +27,7 @@ from dpllm.training.microbatch_size import AUTO
 from dpllm.training.microbatches import Microbatch, RowsTaken
 from dpllm.training.prefetch import FetchThread
 
-_TRIED = 32  # rows that are made before anything is charged
+_TRIED = 16  # rows that are made before anything is charged
 LossOf = Callable[[Any, Mapping[str, Any]], Tensor]
 """Function from a module and a microbatch's inputs to one loss per row (B,), each computed only from its own row."""
 
@@ -101,7 +101,7 @@ class TrainingRows:
     def try_reading(self) -> None:
         """Make a batch of some rows as steps do, so that a mistake is found before anything is charged.
 
-        These are the first row, a shortest, a longest, and up to 32 evenly spaced ones; each is made by itself, with
+        These are the first row, a shortest, a longest, and up to 16 evenly spaced ones; each is made by itself, with
         ``fetch_ahead`` in a thread.
 
         Raises:

@@ -30,6 +30,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 from torch import Tensor, nn
 
 from dpllm.data.single_rows import same_values
@@ -115,6 +116,8 @@ class IndependenceCheck:
         self._clipper, self._model, self._rows, self._engine = clipper, model, rows, engine
         units = rows.units
         self._per_step = expected_batch_size * units.num_rows / max(1, units.num_units) / engine.processes.size
+        numbers = np.asarray(units.rows)
+        self._longest = numbers[[rows.lengths[numbers].argmax()]]
         self._steps, self._has_failed = 0, False
         self._must_pass = True  # the last check of the first `REFUSED` steps has not passed
         self._places: set[str] = set()  # in the code, and generators, from which numbers were drawn
@@ -231,12 +234,18 @@ class IndependenceCheck:
         crowd = min(FIRST[2], math.ceil(self._per_step)) if first else 0
         while True:
             with same_randomness(setup.seed):  # collators and fetches may draw random numbers
+                row = self._rows.fetch(self._longest)[0]
                 before = generator_states()
+                made = self._rows.collate.row(row)
                 sample = Sample.draw(self._rows, setup.max_tokens, wanted, first, crowd)
                 self.found.is_drawn |= generator_states() != before
                 passes = Passes(setup, self.found, sample)
             try:
-                return passes, self._worst(passes, first)
+                worst = self._worst(passes, first)
+                with same_randomness(setup.seed):  # after some dozens of its calls
+                    if not same_values(made, self._rows.collate.row(row)):
+                        raise IndependenceError(MADE_LATER)
+                return passes, worst
             except RuntimeError as error:
                 if not is_shortage(error):
                     raise
@@ -293,7 +302,7 @@ class IndependenceCheck:
             early: result of the shortest row before all others.
         """
         short = passes.sample.together[0]
-        made = passes.make(short)
+        passes.make(short)
         seen = [one for company in passes.sample.companies(first) for one in passes.run(company)]
         by_chance = [passes.with_seed(seed) for seed in seeds]
         # A step makes other rows before this one passes: a loss that reads what the collator has stored reads theirs.
@@ -304,8 +313,6 @@ class IndependenceCheck:
         for other in others or [short]:
             passes.make(other)
             again += passes.run(Company((short,), "alone, after all other rows"))
-        if not same_values(made, passes.make(short)):
-            raise IndependenceError(MADE_LATER)
         passes.is_carried = any(passes.differ([*early, seen[0]], [one]) for one in again)
         return [[*early, *seen, *again], *by_chance]
 

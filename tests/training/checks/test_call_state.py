@@ -214,7 +214,7 @@ class Growing:
 
     def __call__(self, rows):
         self.calls += 1
-        return COLLATE([{"input_ids": row["input_ids"][: 2 + self.calls // 60]} for row in rows])
+        return COLLATE([{"input_ids": row["input_ids"][: 2 + self.calls // 20]} for row in rows])
 
 
 def in_turn(rows, tokens=itertools.cycle([1, 2])):  # noqa: B008 - the default is the state
@@ -236,8 +236,8 @@ def secretly(rows, secret=random.SystemRandom()):  # noqa: B008
 @kills(
     "a collator may follow its own calls slowly",
     "dpllm/training/checks/independence.py",
-    "        if not same_values(made, passes.make(short)):\n",
-    "        if False:\n",
+    "if not same_values(made, self._rows.collate.row(row)):\n",
+    "if False:\n",
 )
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("collate", [in_turn, Queue(), Growing(), secretly], ids=["turn", "queue", "slowly", "own"])
@@ -464,4 +464,4 @@ def test_the_start_of_a_run_in_one_process_makes_a_few_rows_one_at_a_time(tmp_pa
     run = PrivateRun.start(tmp_path, plan, rows_of(unequal(plan.population).to_list(), collate))
     run.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
     run.detach()
-    assert set(calls) == {1} and len(calls) <= 35
+    assert set(calls) == {1} and len(calls) <= 19
