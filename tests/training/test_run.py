@@ -659,7 +659,7 @@ FAILS = 2  # the third step has no check of the rows before it
     ("within", "error"),
     [
         ("loss_of", KeyboardInterrupt()),
-        ("run", KeyboardInterrupt()),
+        ("attempt", KeyboardInterrupt()),
         ("collect", KeyboardInterrupt()),
         ("collect", torch.OutOfMemoryError("none left")),
         ("_add_noise_", RuntimeError("a fault")),  # it was said to come from another process
