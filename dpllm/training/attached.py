@@ -189,9 +189,14 @@ class Attached:
         """Return checksums of the trained weights for a checkpoint; weights that an engine shards have none."""
         return {} if isinstance(self.engine, DeepSpeedZero) else sums_of_trained(self.model)
 
-    def take_restored(self) -> None:
-        """Use the weights that a checkpoint has just restored for later comparisons."""
+    def take_restored(self, num_updates: int) -> None:
+        """Use the weights and the scheduler that a checkpoint has just restored for later comparisons.
+
+        Args:
+            num_updates: number of updates to come.
+        """
         self.watch.rebase()
+        self.rates.expect_again(num_updates)
 
     def remove(self) -> None:
         """Remove the hooks and restore the model."""

@@ -630,5 +630,5 @@ class PrivateRun:
         model = None if self._attached is None else self._attached.model
         refuse_other_weights(model, state.get("weights", {}), self.processes)
         if self._attached is not None:  # accelerate writes to the weights before it calls this method
-            self._attached.take_restored()
+            self._attached.take_restored(self.steps_planned - self.ledger.num_steps)
         self.ledger.require_prefix(LedgerHead.of(state["ledger"]), "The checkpoint")

@@ -18,6 +18,7 @@ import torch
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from dpllm.engines.optimizers import innermost
 from dpllm.training.checks.watch import WatchError
@@ -71,6 +72,7 @@ class LearningRates:
     def __init__(self, optimizer: Any, ledger: Ledger) -> None:
         """Begin without a schedule."""
         self._optimizer, self._ledger = innermost(optimizer), ledger
+        self._scheduler: Any = None
         self._expected: list[list[float | None]] = []
         self._updates = 0
 
@@ -81,11 +83,35 @@ class LearningRates:
             scheduler: of the optimizer, in the state before the next update; one step follows each update.
             num_updates: number of updates to come.
         """
+        self._scheduler, self._updates, self._expected = scheduler, 0, []
+        self._refuse_other_base(scheduler)
         try:
             self._expected = scheduled_rates(scheduler, self._optimizer, num_updates)
         except Exception as error:
             words = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             self._ledger.append_open_point(UNKNOWN.format(kind=type(scheduler).__name__, error=words))
+
+    def expect_again(self, num_updates: int) -> None:
+        """Compute the rates of the updates to come again, after a checkpoint was loaded into the scheduler."""
+        if self._scheduler is not None:
+            self.expect(self._scheduler, num_updates)
+
+    def _refuse_other_base(self, scheduler: Any) -> None:
+        """Check that the rates from which a schedule begins are those that its optimizer was made with.
+
+        Raises:
+            WatchError: something has set others, such as a search for a learning rate at the start of the training.
+        """
+        inside = getattr(scheduler, "scheduler", scheduler)
+        given = [group.get("initial_lr") for group in self._optimizer.param_groups]
+        base_lrs = inside.base_lrs if isinstance(inside, LambdaLR) else []  # all of transformers' schedules
+        for base, initial in zip(base_lrs, given, strict=False):
+            if initial is not None and not math.isclose(float(base), float(initial), rel_tol=_TOLERANCE):
+                raise WatchError(
+                    f"The scheduler begins from the learning rate {float(base):.10g}, and its optimizer was made with "
+                    f"{float(initial):.10g}: a callback, or the loop, has set it, perhaps by figures of private rows "
+                    "that ε does not cover. Give the rate to the optimizer (learning_rate)"
+                )
 
     def note(self) -> None:
         """Record the rates of the next update, after comparing them with the schedule.
@@ -103,8 +129,8 @@ class LearningRates:
             raise WatchError(
                 f"The learning rate of step {self._ledger.num_steps} is {rate:.10g}, and the schedule at the start of "
                 f"the training has {planned:.10g}: a callback, or the loop, has set it, perhaps by figures of private "
-                "rows that ε does not cover. Leave that code out, and give the schedule to the trainer: "
-                "optimizers=(optimizer, scheduler)"
+                "rows that ε does not cover; or the scheduler does not step once after each update. Leave that code "
+                "out, and give the schedule to the trainer: optimizers=(optimizer, scheduler)"
             )
         if words := ", ".join(dict.fromkeys(f"{rate:.10g}" for rate in rates if rate is not None)):
             self._ledger.note_rate(words)
@@ -119,12 +145,15 @@ def scheduled_rates(scheduler: Any, optimizer: Any, num_updates: int) -> list[li
         num_updates: number of updates.
 
     Raises:
+        ValueError: the optimizer has relative steps, whose rates are in its state.
         Exception: of the scheduler, which cannot be copied or needs its own optimizer.
 
     >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
     >>> scheduled_rates(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), optimizer, 3)
     [[0.5], [0.25], [0.125]]
     """
+    if any(group.get("relative_step") for group in optimizer.param_groups):
+        raise ValueError("the optimizer sets its rates by its own state")  # Adafactor, AdafactorSchedule
     times = 1
     if isinstance(scheduler, AcceleratedScheduler):
         if scheduler.step_with_optimizer and not scheduler.split_batches:

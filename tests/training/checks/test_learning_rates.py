@@ -16,7 +16,7 @@ from dpllm.training.checks.learning_rates import DECLARED, INDEPENDENT, OWN_LOOP
 from dpllm.training.checks.watch import WatchError
 from tests.mutations import kills
 from tests.training.test_run import loss_of, network, plan_of, rows_of
-from tests.training.test_trainer import trainer
+from tests.training.test_trainer import arguments, trainer
 
 pytestmark = pytest.mark.usefixtures("rows_not_compared")
 
@@ -226,3 +226,71 @@ def test_a_scheduler_of_a_trainer_that_follows_evaluations_is_refused_below_acce
     scheduler = Accelerator(cpu=True).prepare_scheduler(lr_scheduler.ReduceLROnPlateau(optimizer))
     with pytest.raises(ConfigError, match="ReduceLROnPlateau"):
         trainer(tmp_path, optimizers=(optimizer, scheduler))
+
+
+def test_a_base_rate_that_is_found_at_the_start_of_training_is_refused(tmp_path):
+    """By a search on the private rows; with a warm-up the first rate is 0 in either schedule."""
+
+    class Finder(transformers.TrainerCallback):
+        def on_train_begin(self, args, state, control, lr_scheduler=None, **kwargs):
+            lr_scheduler.base_lrs = [0.777 for _ in lr_scheduler.base_lrs]
+
+    run = trainer(tmp_path, callbacks=[Finder()], args=arguments(tmp_path, learning_rate=0.01, warmup_steps=2))
+    with pytest.raises(WatchError, match="begins from the learning rate"):
+        run.train()
+    assert read_ledger(tmp_path / LEDGER_FILE).num_steps == 0
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_a_schedule_that_accelerate_loads_is_the_one_that_is_compared(resumes, tmp_path):
+    """The rates of the updates to come are computed again: the loop goes on at the step of the checkpoint."""
+
+    def begin(run):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        accelerator = Accelerator(cpu=True)
+        scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+        run.attach(model, optimizer, lr_scheduler=scheduler)
+        accelerator.register_for_checkpointing(run)
+        return accelerator, optimizer, scheduler
+
+    def take(run, optimizer, scheduler, steps):
+        for unit_ids in run.draws(steps):
+            run.step(unit_ids, loss_of)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+    plan = plan_of(num_steps=STEPS)
+    run = PrivateRun.start(tmp_path / "run", plan, rows_of())
+    accelerator, *parts = begin(run)
+    take(run, *parts, 2)
+    accelerator.save_state(tmp_path / "state")
+    if resumes:
+        run.detach()
+        run.ledger.close()
+        run = PrivateRun.resume(tmp_path / "run", plan, rows_of())
+        accelerator, *parts = begin(run)
+    else:
+        take(run, *parts, 1)
+    accelerator.load_state(tmp_path / "state")
+    take(run, *parts, 2)
+    run.finish()
+
+
+def test_rates_that_the_optimizer_sets_by_itself_are_an_open_point(tmp_path):
+    """Adafactor's relative steps, with the scheduler that transformers documents for them."""
+    from transformers.optimization import Adafactor, AdafactorSchedule
+
+    model = network()
+    optimizer = Adafactor(model.parameters(), scale_parameter=True, relative_step=True, warmup_init=True, lr=None)
+    run = PrivateRun.start(tmp_path, plan_of(num_steps=STEPS), rows_of())
+    scheduler = AdafactorSchedule(optimizer)
+    run.attach(model, optimizer, lr_scheduler=scheduler, schedule_is_independent=True)
+    for unit_ids in run.draws(STEPS):
+        run.step(unit_ids, loss_of)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    assert any("could not be computed before the training" in point for point in asked(run.finish()))
