@@ -155,15 +155,23 @@ class CountingCollator:
 
     def __init__(self, collate: Callable[[list[Any]], Mapping[str, Any]]) -> None:
         """Wrap a collator."""
-        self._collate = collate
+        self._collate, self._counts_calls = collate, True
         self.batches: list[tuple[int, int, int]] = []
 
     def __call__(self, rows: list[Any]) -> Mapping[str, Any]:
         """Collate and count."""
         inputs = self._collate(rows)
-        mask_BT = inputs["attention_mask"]
-        self.batches.append((int(mask_BT.sum()), mask_BT.numel(), len(rows)))
+        if self._counts_calls:
+            self._count(inputs["attention_mask"])
         return inputs
+
+    def count_passes(self, model: torch.nn.Module) -> None:
+        """Count what passes through a model instead: dpllm collates rows one at a time, and pads them itself."""
+        self._counts_calls = False
+        model.register_forward_pre_hook(lambda _, args, inputs: self._count(inputs["attention_mask"]), with_kwargs=True)
+
+    def _count(self, mask_BT: torch.Tensor) -> None:
+        self.batches.append((int(mask_BT.sum()), mask_BT.numel(), len(mask_BT)))
 
     def keep_last(self, start: int, rows: int) -> None:
         """Of the batches since ``start``, forget all but the last ones that have this many rows, or one."""
@@ -303,6 +311,7 @@ def make_trainer(
     if private:
         privacy = privacy or PrivacyConfig(noise_multiplier=1.0, clip_norm=1.0, expected_batch_size=settings.batch)
         trainer: Trainer = CountedTrainer(**common, privacy=privacy, max_tokens_per_microbatch=material.budget)
+        collator.count_passes(common["model"])
     else:
         trainer = Trainer(**common)
     trainer.remove_callback(PrinterCallback)

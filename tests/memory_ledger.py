@@ -16,3 +16,9 @@ class MemoryLedger:
 
     def append_fact(self, name: str, value: str) -> None:
         pass
+
+    def note_rate(self, rate: str) -> None:
+        pass
+
+    def write_rate(self) -> None:
+        pass

@@ -143,7 +143,7 @@ BUGS = [
         "epochs",
         (
             (
-                "dpllm/training/run.py",
+                "dpllm/training/draws.py",
                 "        self._ledger, self._drawn = ledger, drawn\n",
                 "        order = np.random.default_rng(0).permutation(plan.num_units)\n"
                 "        epoch = np.array_split(order, plan.num_units // plan.expected_batch_size)\n"
@@ -215,8 +215,8 @@ BUGS = [
         "many_others",
         (
             (
-                "dpllm/training/run.py",
-                "        drawn = self._turns.draw(self._draw, self._ledger.num_steps)\n",
+                "dpllm/training/draws.py",
+                "        drawn = self.turns.draw(self._draw, self._ledger.num_steps)\n",
                 "        drawn = np.sort(np.flatnonzero(present_N)[::-1][self._ledger.num_steps % 2 :: 2])\n",
             ),
         ),

@@ -54,9 +54,9 @@ def everything(root: Path) -> dict[str, Any]:
         "hybrid": lambda folder: drift(folder, edit_shard, wrap=hybrid),
         "hybrid alike": lambda folder: drift(folder, lambda run, model, optimizer: None, wrap=hybrid),
         "last update": last_update,
-        "last update of the trainer": lambda folder: trainer(folder, callbacks=[OtherRateAtTheEnd()]),
+        "last update of the trainer": lambda folder: trainer(folder, callbacks=[OtherDecayAtTheEnd()]),
         "last update before a checkpoint": lambda folder: trainer(
-            folder, callbacks=[OtherRateAtTheEnd()], save_strategy="steps", save_steps=2
+            folder, callbacks=[OtherDecayAtTheEnd()], save_strategy="steps", save_steps=2
         ),
         "extra draw": extra_draw,
         "other units": other_units,
@@ -166,13 +166,13 @@ def last_update(folder: Path) -> dict[str, Any]:
     return {"error": error, "ended": read_ledger(folder / LEDGER_FILE).end, "reported": (folder / JSON_FILE).exists()}
 
 
-class OtherRateAtTheEnd(TrainerCallback):
-    """The last update of one process has another learning rate."""
+class OtherDecayAtTheEnd(TrainerCallback):
+    """The last update of one process has another weight decay."""
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 1 and Processes().rank == 1:
             for group in kwargs["optimizer"].param_groups:
-                group["lr"] *= 2
+                group["weight_decay"] = 0.5
 
 
 def extra_draw(folder: Path) -> dict[str, Any]:

@@ -333,12 +333,11 @@ def test_only_a_new_adapter_begins_at_nothing(config, part):
 def test_a_callback_of_ones_own_is_an_open_point(tmp_path):
     """It reads exact losses, and may let the training follow them; those of transformers are known."""
 
-    class Halving(TrainerCallback):
-        def on_log(self, args, state, control, logs=None, optimizer=None, **kwargs):
-            for group in optimizer.param_groups:
-                group["lr"] *= 0.5 if logs.get("loss", 0) > 1 else 1
+    class Reading(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            self.is_large = logs.get("loss", 0) > 1
 
-    run = trainer(tmp_path, callbacks=[Halving()])
+    run = trainer(tmp_path, callbacks=[Reading()])
     run.train()
     points = [point for point in run.privacy_report()["open_points"] if "callback" in point]
-    assert len(points) == 1 and "Halving runs within training" in points[0]
+    assert len(points) == 1 and "Reading runs within training" in points[0]

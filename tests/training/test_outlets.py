@@ -74,7 +74,7 @@ def test_methods_of_ones_own_that_run_within_training_are_an_open_point(tmp_path
 
         def training_step(self, *args):
             loss = super().training_step(*args)
-            self.optimizer.param_groups[0]["lr"] *= float(loss < 4)
+            self.is_small = float(loss) < 4
             return loss
 
     model, config = LlamaForCausalLM(tiny_llama_config(num_hidden_layers=1)), privacy()
