@@ -15,6 +15,7 @@ One mechanism watches all tensors. A *stamp*, the address and version counter of
 host several times in each step. A write through ``.data`` raises no counter, so at most 64 entries of each piece, a
 *sample*, are compared as well; the device is read once, when the private gradient is complete. No step reads whole
 weights: checksums of the frozen tensors are computed when a model is attached, and compared at each save and the end.
+A save also takes one of the trained weights: until the next update, whoever writes the same weights is accepted.
 """
 
 from __future__ import annotations
@@ -203,6 +204,7 @@ class Watch:
         self._fixed = {(fixed.name, fixed.kind): fixed for fixed in self._find_fixed()}
         self._places = self._find_places()
         self._fixed_state, self._weights = Snapshot({}), Snapshot(self._trainable)
+        self._at_save: Checksum | None = None  # of the weights, since the last update
         self._accept(self._fixed, _BETWEEN)
         self._pending: list[tuple[str, Snapshot, Snapshot, list[Tensor]]] = []
         self._gradients: dict[str, tuple[Tensor | None, Stamp]] = {}
@@ -257,7 +259,7 @@ class Watch:
     def note_gradients(self) -> None:
         """Store the gradients of the private step in ``.grad``; the optimizer must receive exactly these."""
         if self._hands_in is not None:
-            self._weights = Snapshot(self._trainable, self._weights)
+            self._weights, self._at_save = Snapshot(self._trainable, self._weights), None
             return
         with torch.no_grad():
             grads = {name: parameter.grad for name, parameter in self._trainable.items()}
@@ -298,6 +300,7 @@ class Watch:
         self._compare(_AT_SAVE)
         self._check_places(_AT_SAVE)
         self._settle()
+        self._at_save = self._sum_of_weights()
 
     # ------------------------------------------------------------ comparisons
 
@@ -305,13 +308,20 @@ class Watch:
         """Compare the stamps, and queue the comparison of the samples."""
         fixed, weights = Snapshot(self._fixed_tensors(), self._fixed_state), Snapshot(self._trainable, self._weights)
         for name in self._weights.moved(weights):
-            raise self._refusal(name, when)
+            if self._at_save is None or values([self._at_save]) != values([self._sum_of_weights()]):
+                raise self._refusal(name, when)
+            self._weights = weights  # DeepSpeed writes the same weights when it saves them
+            break
         if moved := self._fixed_state.moved(fixed):
             self._accept(moved, when)
             fixed = self._fixed_state
         outside = self._outside_now(when)
         for before, now in ((self._fixed_state, fixed), (self._weights, weights), (self._outside_state, outside)):
             self._pending.append((when, before, now, list(before.flags(now))))
+
+    def _sum_of_weights(self) -> Checksum:
+        with torch.no_grad():
+            return Checksum(self._trainable.values())
 
     def _outside_now(self, when: str) -> Snapshot:
         """Compare the stamps of the tensors outside the model that are left, and return their samples."""
@@ -521,7 +531,7 @@ class Watch:
 
     def _after_update(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         del optimizer, args, kwargs
-        self._weights = Snapshot(self._trainable, self._weights)
+        self._weights, self._at_save = Snapshot(self._trainable, self._weights), None
         # Only the stamps: the memory of the gradients is needed.
         self._gradients = {name: (None, stamp) for name, (_, stamp) in self._gradients.items()}
 
