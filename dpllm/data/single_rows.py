@@ -314,8 +314,8 @@ def _refuse_shapes(name: str, values: Sequence[Tensor]) -> NoReturn:
 
 def _widths(rows: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     """Return the tokens of each row, for each column of token ids."""
-    columns = [[row.get(name) for row in rows] for name in rows[0] if "input_ids" in str(name)]
-    return [[one.shape[1] for one in ids] for ids in columns if all(getattr(one, "ndim", 0) > 1 for one in ids)]  # type: ignore[union-attr]
+    columns: list[list[Any]] = [[row.get(name) for row in rows] for name in rows[0] if "input_ids" in str(name)]
+    return [[one.shape[1] for one in ids] for ids in columns if all(getattr(one, "ndim", 0) > 1 for one in ids)]
 
 
 def _check_boundaries(inputs: Mapping[str, Any], boundaries: Tensor) -> None:
