@@ -103,7 +103,7 @@ class Attached:
                 is_last=ledger.num_steps >= steps_planned,
                 source=loss_of,
             )
-            for point in self.independence.found.points:
+            for point in self.independence.points:
                 ledger.append_open_point(point)
         except IndependenceError:
             self.watch.explain()

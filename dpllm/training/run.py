@@ -449,7 +449,7 @@ class PrivateRun:
                 before_update,
                 self._entropy.first,
                 progress,
-                ahead=self.rows.fetch_ahead and not attached.independence.found.is_drawn,
+                ahead=self.rows.fetch_ahead and not attached.independence.is_drawn,
             )
         except BaseException:
             # Without the check. A state saved from now on must not reveal how many random numbers the rows took.

@@ -4,16 +4,17 @@ Place in the flow: before a private step, on the same engine; `dpllm.training.ru
 process and at the last of the plan.
 Clipping bounds a unit's contribution; this bounds the change of the sum only if no row changes the contributions of
 others. A gradient shows some couplings (`dpllm.ghost.checks`), a comparison of values shows the rest: padding that the
-model reads, losses divided by counts of the batch, detached statistics, collators that mix or reorder rows, scales
-chosen over all rows, and state that is carried from one microbatch to the next. Couplings that occur at random, in some
-microbatches only, are searched with several random states. State that a loss or a model carries from call to call shows
-when the first row is run again after all others.
+model reads, losses divided by counts of the batch, detached statistics, scales chosen over all rows, and state that is
+carried from one microbatch to the next. Where numbers are drawn, couplings that occur at random, in some microbatches
+only, are searched with several random states. State that a loss or a model carries from call to call shows when the
+shortest row is run again after all others.
 Random numbers that rows share leave every row's own distribution unchanged: `dpllm.training.checks.sharing`.
 
-A microbatch of very unequal lengths is made for it. The shortest row is run alone, then beside other rows, then
-beside replaced, longer rows in another order, once beside its equal; each row is a separate unit, and dropout is off
-(`dpllm.training.checks.repeatable.Repeatable`). The passes are not part of the mechanism: nothing of them is kept. They
-call the user's loss, collator and data set as a training calls them, and write into none of their objects.
+A microbatch of very unequal lengths is made for it (`dpllm.training.checks.row_sample`). The shortest row is run alone,
+then beside other rows, then beside replaced, longer rows in another order, once beside its equal; each row is a
+separate unit, and dropout is off (`dpllm.training.checks.repeatable.Repeatable`). The passes are not part of the
+mechanism: nothing of them is kept. They call the user's loss, collator and data set as a training calls them, and write
+into none of their objects.
 
 A difference in steps 1 to 8 of a process is an error, and nothing of the step is computed. A later one is an open point
 of the report, because the steps of a long run are paid for: the run goes on, and `push` refuses until people have
@@ -25,25 +26,28 @@ Shape suffixes: B rows.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dpllm.data.single_rows import same_values
-from dpllm.ghost import UnitClipper
+from dpllm.data.labels import IGNORE
+from dpllm.data.transfer import own_copy, send
+from dpllm.ghost import GhostError, UnitClipper
 from dpllm.ghost.memory import is_shortage
 from dpllm.training.checks.differences import (
     NEAR,
     SAME,
+    Bound,
     Differences,
+    Precision,
     Seen,
     agree,
     compare,
@@ -51,12 +55,30 @@ from dpllm.training.checks.differences import (
     finding_of,
     in_words,
 )
-from dpllm.training.checks.passes import CHANCES, Found, IndependenceError, Passes, Setup
 from dpllm.training.checks.randomness import OWN_GENERATOR, own_generator
-from dpllm.training.checks.repeatable import generator_states, same_randomness, seed_between
-from dpllm.training.checks.row_sample import MADE_LATER, Company, Sample
-from dpllm.training.checks.sharing import Sharing
-from dpllm.training.out_of_memory import MicrobatchTooLargeError, free_memory
+from dpllm.training.checks.repeatable import (
+    DROPOUT,
+    NUMPY,
+    PYTHON,
+    Numbers,
+    Repeatable,
+    generator_states,
+    not_held,
+    randomness,
+    seed_between,
+)
+from dpllm.training.checks.row_sample import (
+    CARRIED,
+    REREAD,
+    Company,
+    IndependenceError,
+    RowMaker,
+    Sample,
+    carries,
+    is_drawn,
+)
+from dpllm.training.checks.sharing import COPIES, Pass, Sharing
+from dpllm.training.out_of_memory import MicrobatchTooLargeError, device_of, free_memory
 
 if TYPE_CHECKING:
     from dpllm.engines.base import Engine
@@ -139,14 +161,14 @@ def _is_narrow(one: Tensor) -> bool:
 FIRST, LATER = (4, 1 / 16, 64), (2, 1 / 64, 16)
 """Number of rows run together in the first check of a process and in later ones: the fewest, the share of a step's
 rows, and the most. A run of 100 steps has eight checks (benchmarks/results.md has their cost)."""
-OTHERS = 4
-"""Rows that the first check makes before it runs the shortest row again, one after the other."""
+CHANCES = 8
+"""Random states of the first check: a coupling in at least one of eight microbatches is found with certainty."""
 REFUSED = 8
 """Checks refuse in these first steps of a process. A later difference comes from something that changes during
 training, or from rounding in weights that have grown."""
 _Result = TypeVar("_Result")
 Results = list[list[Seen]]
-"""Results of the passes of a check: of those with its own seed, and of those with each other seed."""
+"""Results of passes: only those within a list are compared with each other."""
 logger = logging.getLogger(__name__)
 
 CHOSEN = (
@@ -183,7 +205,8 @@ class IndependenceCheck:
 
     Attributes:
         last: result of the last check; None before the first.
-        found: results of the checks, beside their verdicts.
+        points: facts for the open points of the report; the same on every process after a check.
+        is_drawn: whether rows are made with random numbers.
     """
 
     def __init__(
@@ -193,14 +216,14 @@ class IndependenceCheck:
         self._clipper, self._model, self._rows, self._engine = clipper, model, rows, engine
         units = rows.units
         self._per_step = expected_batch_size * units.num_rows / max(1, units.num_units) / engine.processes.size
-        numbers = np.asarray(units.rows)
-        self._longest = numbers[[rows.lengths[numbers].argmax()]]
         self._steps, self._has_failed = 0, False
         self._must_pass = True  # the last check of the first `REFUSED` steps has not passed
+        self._begun: tuple[RowMaker, int] | None = None  # a row as the collator made it in the first check
         self._places: set[str] = set()  # in the code, and generators, from which numbers were drawn
         self._late: set[str] = set()  # findings of late checks that have an open point
         self.last: Differences | None = None
-        self.found = Found()
+        self.points: list[str] = []
+        self.is_drawn = False
 
     def before_step(
         self,
@@ -230,19 +253,17 @@ class IndependenceCheck:
             return
         first, self._has_failed = self._steps == 1 or self._has_failed, True
         self._must_pass |= self._steps <= REFUSED
-        seed = seed_between(0, 1)  # different from the seed of the last check
-        setup = Setup(self._clipper, self._model, self._rows, self._engine, loss_of, max_tokens, seed)
         before = {name: parameter.grad for name, parameter in self._clipper.parameters.items()}
         try:
             try:
-                self._check(setup, first, loss_of if source is None else source)
+                self._check(loss_of, max_tokens, first, loss_of if source is None else source)
             except IndependenceError as error:
                 if self._must_pass:
                     raise
                 self._note_late(error.finding)
             self._has_failed = self._must_pass = False
-            told = [point for points in self._engine.processes.gather(self.found.points) for point in points]
-            self.found.points = list(dict.fromkeys(told))
+            told = [point for points in self._engine.processes.gather(self.points) for point in points]
+            self.points = list(dict.fromkeys(told))
         finally:
             for name, parameter in self._clipper.parameters.items():
                 if before[name] is None:
@@ -254,38 +275,45 @@ class IndependenceCheck:
             return
         self._late.add(finding)
         point = LATE.format(step=self._steps, finding=finding)
-        self.found.points.append(point)
+        self.points.append(point)
         if self._engine.processes.is_main:
             logger.warning("%s. PrivateRun.row_differences has the figures of the last check, which are private", point)
 
-    def _check(self, setup: Setup, first: bool, source: Any) -> None:
+    def _check(self, loss_of: Callable, max_tokens: int | None, first: bool, source: Any) -> None:
+        """Compare rows, and the model's configuration, before and after it."""
         config = _config_of(self._model)
-        self._compare(setup, first, source)
+        kind = own_generator(source)
+        self._refuse(None if kind is None else OWN_GENERATOR.format(who="The loss", what=kind))
+        self._compare(loss_of, max_tokens, first)
         now = _config_of(self._model)
         names = sorted(name for name in now.keys() | config.keys() if now.get(name) != config.get(name))
         self._refuse(CHOSEN.format(names=", ".join(names)) if names else None, "the model's configuration changed")
 
-    def _compare(self, setup: Setup, first: bool, source: Any) -> None:
-        kind = own_generator(source)
-        self._refuse(None if kind is None else OWN_GENERATOR.format(who="The loss", what=kind))
-        (passes, worst), everywhere = self._agreed(
-            lambda: self._measured(setup, first), lambda measured: measured[1] is not None
+    def _compare(self, loss_of: Callable, max_tokens: int | None, first: bool) -> None:
+        """Run the passes. Which ones follow is decided for all processes together."""
+        gather, self.last = self._engine.processes.gather, None
+        (passes, worst), differ = self._agreed(
+            lambda: self._measured(loss_of, max_tokens, first), lambda measured: measured[1] is not None
         )
-        # From here on all processes run the same passes, even if only one of them found a difference.
-        is_random = any(everywhere) and any(self._agreed(passes.is_random, bool)[1])
-        if is_random or not any(everywhere):
-            self._refuse_shared(passes, first or is_random)
+        new = passes.places - self._places
+        self._places |= new
+        draws, is_random = any(gather(bool(passes.places))), False
+        if draws and first and not any(differ) and any(gather(passes.varies)):
+            seeds = [seed_between(part / CHANCES, (part + 1) / CHANCES) for part in range(CHANCES)]
+            worst, differ = self._agreed(lambda: self._judged(passes, lambda: passes.by_chance(seeds)), bool)
+        if draws and any(differ):
+            is_random = any(self._agreed(passes.is_random, bool)[1])
+        if draws and (is_random or (not any(differ) and any(gather(first or bool(new))))):
+            self._refuse_shared(passes)
         if is_random:
             with _evaluating(self._model):  # randomness that could not be switched off: fused attention, custom kernels
-                worst, everywhere = self._agreed(lambda: self._worst(passes, first=False), bool)
-        if not any(everywhere):
-            return
-        if worst is None:  # on another process
-            self._refuse(None)
-            return
-        tolerance, held = passes.tolerance(), passes.not_held if is_random else ""
-        words = in_words(worst, tolerance, passes.is_carried, held)
-        self._refuse(words, finding_of(worst, tolerance))
+                worst, differ = self._agreed(lambda: self._judged(passes, lambda: passes.compared(first=False)), bool)
+        if any(differ):
+            held = passes.not_held if is_random else ""
+            self._refuse(*self._words(worst, passes.bound().relative, held) if worst else (None,))
+
+    def _words(self, worst: tuple[Seen, Seen], tolerance: float, not_held: str) -> tuple[str, str]:
+        return in_words(worst, tolerance, not_held), finding_of(worst, tolerance)
 
     def _refuse(self, message: str | None, *finding: str) -> None:
         """Raise the first message of all processes on each of them, with its finding for the report."""
@@ -293,36 +321,32 @@ class IndependenceCheck:
             if found is not None:
                 raise IndependenceError(*found)
 
-    def _refuse_shared(self, passes: Passes, first: bool) -> None:
-        """Check that rows share no random numbers; in later checks, if numbers are drawn in new places."""
-        new = passes.places - self._places
-        self._places |= new
-        if self._rows.max_rows == 1 or not any(self._engine.processes.gather(first or bool(new))):
+    def _refuse_shared(self, passes: Passes) -> None:
+        """Check that rows share no random numbers."""
+        if self._rows.max_rows == 1:
             return
-        sharing = Sharing(passes.copies, passes.room_for_copies(), passes.tolerance, self._engine.lockstep)
+        tolerance, in_lockstep = passes.bound().relative, self._engine.lockstep
+        sharing = Sharing(passes.copies, passes.room_for_copies(), tolerance, in_lockstep)
         self._agreed(sharing.look, bool)
         if any(self._engine.processes.gather(bool(sharing.shared or sharing.generators))):
             self._agreed(sharing.force, bool)
         self._refuse(sharing.message)
 
-    def _measured(self, setup: Setup, first: bool) -> tuple[Passes, tuple[Seen, Seen] | None]:
-        """Return the passes over rows drawn for them (fewer rows if memory runs out), and `_worst` of them."""
+    def _measured(
+        self, loss_of: Callable, max_tokens: int | None, first: bool
+    ) -> tuple[Passes, tuple[Seen, Seen] | None]:
+        """Return the passes over rows drawn for them (fewer rows if memory runs out), and what differs most."""
         wanted = _rows_wanted(self._per_step, first)
         crowd = min(FIRST[2], math.ceil(self._per_step)) if first else 0
         while True:
-            with same_randomness(setup.seed):  # collators and fetches may draw random numbers
-                row = self._rows.fetch(self._longest)[0]
-                before = generator_states()
-                made = self._rows.collate.row(row)
-                sample = Sample.draw(self._rows, setup.max_tokens, wanted, first, crowd)
-                self.found.is_drawn |= generator_states() != before
-                passes = Passes(setup, self.found, sample)
+            maker = RowMaker(self._rows, seed_between(0, 1))  # of different numbers than the last check
             try:
-                worst = self._worst(passes, first)
-                with same_randomness(setup.seed):  # after some dozens of its calls
-                    if not same_values(made, self._rows.collate.row(row)):
-                        raise IndependenceError(MADE_LATER)
-                return passes, worst
+                sample = Sample.draw(self._rows, maker, max_tokens, wanted, first, crowd)
+                self._check_making(maker, sample, first)
+                passes = Passes(
+                    self._clipper, self._model, self._rows, loss_of, maker, sample, max_tokens, self._engine.lockstep
+                )
+                return passes, self._judged(passes, functools.partial(passes.compared, first))
             except RuntimeError as error:
                 if not is_shortage(error):
                     raise
@@ -340,64 +364,48 @@ class IndependenceCheck:
             else:
                 wanted //= 2
 
-    def _worst(self, passes: Passes, first: bool) -> tuple[Seen, Seen] | None:
+    def _check_making(self, maker: RowMaker, sample: Sample, first: bool) -> None:
+        """Check that rows are made of their own records only.
+
+        Raises:
+            IndependenceError: the data set or the collator carries something from one row to the next, or the collator
+                sets a seed.
+        """
+        others = [number for number in (sample.longest, *sample.between) if number != sample.short]
+        if others and carries(maker.read, sample.short, (others[0], ([*others[1:], sample.short])[0])):
+            raise IndependenceError(CARRIED)
+        if first and is_drawn(maker.read, sample.longest):
+            self.points.append(REREAD)
+        maker.refuse_seeds(sample.longest)
+        self._begun = self._begun or (maker, sample.longest)
+        self._begun[0].make_again(self._begun[1])
+        self.is_drawn |= maker.is_drawn
+
+    def _judged(self, passes: Passes, run: Callable[[], Results]) -> tuple[Seen, Seen] | None:
         """Return the two results of one row that differ most, None if none differ by more than rounding.
 
         Where rounding may be larger than the bound, as in an ill-conditioned model, a difference is rounding if it
         vanishes in float64 and comes back without it; it is then an open point of the report. The second half finds
         code that treats rows differently once, or for a while. Passes that communicate with other processes are not
         repeated: there, every difference counts.
-        """
-        early = passes.early() if first and not self._engine.lockstep else []
-        if first and len(passes.sample.probed) > 1:
-            passes.probe()
-        chances = CHANCES if first and len(passes.sample.together) > 1 else 0
-        seeds = [seed_between(part / CHANCES, (part + 1) / CHANCES) for part in range(chances)]
-        results = self._results(passes, first, seeds, early)
-        self.last = compare(results[0], counting_norm(self._clipper), passes.bound())[0]
-        worst = self._differing(passes, results)
-        if worst is None or self._engine.lockstep:
-            return worst
-        is_carried = passes.is_carried
-        with contextlib.suppress(Exception):  # such as a lack of memory: then the difference counts
-            with float64_operations():
-                exact = self._results(passes, first, seeds, passes.early() if early else [])
-            vanishes = self._differing(passes, exact) is None and agree(results, exact, NEAR)
-            if vanishes and agree(results, self._results(passes, first, seeds, early), SAME):
-                self.found.points.append(ROUNDED)
-                return None
-        passes.is_carried = is_carried
-        return worst
-
-    def _results(self, passes: Passes, first: bool, seeds: Sequence[int], early: Sequence[Seen]) -> Results:
-        """Run the passes of a check; return the results that are compared with each other, one list for each seed.
 
         Args:
             passes: of the check.
-            first: whether the check is as complete as the first one of a process.
-            seeds: of random numbers, for passes of two rows each.
-            early: result of the shortest row before all others.
+            run: makes the passes that are compared, the same ones each time.
         """
-        short = passes.sample.together[0]
-        passes.make(short)
-        seen = [one for company in passes.sample.companies(first) for one in passes.run(company)]
-        by_chance = [passes.with_seed(seed) for seed in seeds]
-        # A step makes other rows before this one passes: a loss that reads what the collator has stored reads theirs.
-        others = [number for number in passes.sample.inputs if number != short][
-            : OTHERS if first and not self._engine.lockstep else 1
-        ]
-        again: list[Seen] = []
-        for other in others or [short]:
-            passes.make(other)
-            again += passes.run(Company((short,), "alone, after all other rows"))
-        passes.is_carried = any(passes.differ([*early, seen[0]], [one]) for one in again)
-        return [[*early, *seen, *again], *by_chance]
-
-    def _differing(self, passes: Passes, results: Results) -> tuple[Seen, Seen] | None:
-        """Return the pair that differs most, of the first results with a difference beyond rounding."""
-        counting, bound = counting_norm(self._clipper), passes.bound()
-        pairs = (compare(seen, counting, bound)[1] for seen in results)
-        return next((pair for pair in pairs if pair is not None), None)
+        results = run()
+        worst = passes.differing(results)
+        self.last = self.last or compare(results[0], counting_norm(self._clipper), passes.bound())[0]
+        if worst is None or self._engine.lockstep:
+            return worst
+        with contextlib.suppress(Exception):  # such as a lack of memory: then the difference counts
+            with float64_operations():
+                exact = run()
+            vanishes = passes.differing(exact) is None and agree(results, exact, NEAR)
+            if vanishes and agree(results, run(), SAME):
+                self.points.append(ROUNDED)
+                return None
+        return worst
 
     def _agreed(
         self, function: Callable[[], _Result], is_true: Callable[[_Result], bool]
@@ -409,6 +417,195 @@ class IndependenceCheck:
         """
         result = self._engine.processes.together(function)
         return result, self._engine.processes.gather(is_true(result))
+
+
+class Passes:
+    """The passes of one check, through model, loss and clipper.
+
+    Each row is made once, and dpllm puts rows together, so passes differ in nothing but company.
+
+    Args:
+        clipper: attached to the model; it may not hold rows of a unit.
+        model: the module that computes the losses.
+        rows: rows of the run.
+        loss_of: a microbatch's inputs to one loss per row (B,).
+        maker: made the rows of the sample; passes use its random state.
+        sample: rows of the check.
+        max_tokens: the most tokens of a microbatch, padding included. None: as many as ``rows.max_rows`` have.
+        in_lockstep: whether other processes run the same passes.
+
+    Attributes:
+        places: places in the code, and generators, from which any pass drew numbers.
+        varies: whether a pass drew other numbers than those of dropout, which is off.
+        not_held: random numbers that differ between passes and change the result, in words.
+    """
+
+    def __init__(
+        self,
+        clipper: UnitClipper,
+        model: nn.Module,
+        rows: TrainingRows,
+        loss_of: Callable[[Mapping], Tensor],
+        maker: RowMaker,
+        sample: Sample,
+        max_tokens: int | None,
+        in_lockstep: bool,
+    ) -> None:
+        """Run no pass yet."""
+        self._clipper, self._model, self._rows, self._loss_of = clipper, model, rows, loss_of
+        self._maker, self._sample, self._max_tokens, self._in_lockstep = maker, sample, max_tokens, in_lockstep
+        trained = [parameter.dtype for parameter in clipper.parameters.values()]
+        self._precision = Precision(weights=min(trained, key=lambda dtype: torch.finfo(dtype).eps))
+        self._has_probed = False
+        self.places: set[str] = set()
+        self.varies, self.not_held = False, ""
+
+    def compared(self, first: bool) -> Results:
+        """Run the companies of the sample, and the shortest row once more after each of some other rows.
+
+        Args:
+            first: whether the check is as complete as the first one of a process.
+
+        Raises:
+            IndependenceError: the collator makes a row differently when it is called again.
+        """
+        sample, seen = self._sample, []
+        self._maker.make_again(sample.short)  # a loss may read what the collator has stored
+        if first and not self._in_lockstep:  # a loss that treats a row by those before does so from the first pass on
+            with contextlib.suppress(Exception):  # the passes that follow say why
+                seen += self.run(sample.alone).seen
+        together = next((one for one in sample.companies if len(one.numbers) > 1), None)
+        if first and together is not None and not self._has_probed:
+            self._probe(together)
+        for company in sample.companies[1 if seen else 0 :]:
+            seen += self.run(company).seen
+        for other in sample.between[: 1 if self._in_lockstep else None]:
+            self._maker.make_again(other)  # as a step makes other rows before this one passes
+            seen += self.run(Company((sample.short,), "alone, after all other rows")).seen
+        for _ in range(2):  # what changes with every second call
+            self._maker.make_again(sample.short)
+        return [seen]
+
+    def by_chance(self, seeds: Sequence[int]) -> Results:
+        """Run the shortest row alone and with another one, with the random numbers of each seed."""
+        companies = [one for one in (self._sample.alone, self._sample.pair) if one is not None]
+        return [[one for company in companies for one in self.run(company, seed).seen] for seed in seeds]
+
+    def _probe(self, company: Company) -> None:
+        """Measure that losses have no gradient in other rows; see `dpllm.ghost.UnitClipper.check_rows`."""
+        inputs, index = self._batch(company), torch.arange(len(company.numbers))
+        with self._repeatable(self._maker.seed):
+            self._clipper.check_rows(lambda: self._losses(inputs), index)
+        self._has_probed = True
+
+    def is_random(self) -> bool:
+        """Return whether the result of the shortest row alone changes with other random numbers."""
+        start, one, other = self._maker.seed, seed_between(0.0, 0.5), seed_between(0.5, 1.0)
+        passes = [self.run(self._sample.alone, seed, start) for seed in (one, other, one)]
+        first, second, again = (done.seen for done in passes)
+        # If the same numbers give another result, that is state.
+        is_random = self.differing([first + second]) is not None and self.differing([first + again]) is None
+        self.not_held = ", ".join(not_held(passes[-1].draws, passes[-1].moved)) or "from PyTorch's global generator"
+        return is_random
+
+    def room_for_copies(self) -> int:
+        """Return how many copies of the shortest row are compared."""
+        short = max(1, int(self._rows.lengths[self._sample.short]))
+        most = COPIES if self._max_tokens is None else self._max_tokens // short
+        return max(1, min(COPIES, self._rows.max_rows or COPIES, most))
+
+    def copies(self, count: int, numbers: Numbers) -> Pass:
+        """Return one pass over copies of the shortest row, for `Sharing`."""
+        return self.run(Company((self._sample.short,) * count, "beside its copies"), numbers=numbers)
+
+    def run(
+        self, company: Company, seed: int | None = None, start: int | None = None, numbers: Numbers | None = None
+    ) -> Pass:
+        """Run one pass.
+
+        Args:
+            company: the rows.
+            seed: seed of the global generators. None: that of the rows.
+            start: seed of the numbers given by `Repeatable`. None: ``seed``.
+            numbers: other numbers.
+        """
+        seed = self._maker.seed if seed is None else seed
+        inputs, index = self._batch(company), torch.arange(len(company.numbers))
+        before: dict[str, Any] = {}
+        with self._repeatable(seed, start, numbers) as mode:
+            try:
+                before = generator_states()
+                loss_B = self._losses(inputs)
+                after = generator_states()
+            except Exception as error:
+                if isinstance(error, GhostError) or is_shortage(error):
+                    raise
+                if self._has_probed and len(company.numbers) == 1:
+                    raise IndependenceError(self._too_short(company.numbers[0], error)) from error
+                raise
+            norm_B = self._clipper.row_norms(loss_B, index)
+            self._precision.on_gpu |= loss_B.device.type != "cpu"
+            values = torch.stack([loss_B.detach().double(), norm_B.double()], 1).tolist()
+        moved = {name: state for name, state in after.items() if state != before[name]}
+        drawn = {one.name for one in mode.draws}
+        self.varies |= bool(drawn - {DROPOUT} or moved.keys() & {NUMPY, PYTHON} or (moved and not drawn))
+        self.places |= {*moved, *(f"{one.name} {one.where}" for one in mode.draws)}
+        rows = zip(company.numbers, values, _targets(inputs, len(values)), strict=True)
+        seen = [
+            Seen(row, place, loss, norm, company, targets) for place, (row, (loss, norm), targets) in enumerate(rows)
+        ]
+        return Pass(seen, mode.draws, moved)
+
+    def differing(self, results: Results) -> tuple[Seen, Seen] | None:
+        """Return the pair of results of a row that differs most, of the first list with one beyond rounding."""
+        counting, bound = counting_norm(self._clipper), self.bound()
+        pairs = (compare(seen, counting, bound)[1] for seen in results)
+        return next((pair for pair in pairs if pair is not None), None)
+
+    def bound(self) -> Bound:
+        """Return the largest differences that rounding explains in the passes so far."""
+        return self._precision.bound()
+
+    def _too_short(self, row: int, error: Exception) -> str:
+        """Return the message for a row that the model accepts beside longer rows, but not alone."""
+        return (
+            f"A row of {int(self._rows.lengths[row])} tokens passes through the model beside longer rows but "
+            f"not alone ({type(error).__name__}: {error}), so its result depends on its padding, or on random numbers "
+            "for which the loss fails. A unit then cannot be bounded, and ε would not hold. Leave out rows this short, "
+            "pad all rows to one length in the collator, or correct the branch of the loss"
+        )
+
+    def _losses(self, inputs: Mapping[str, Any]) -> Tensor:
+        # Own memory: the model or the loss may write into its inputs, and a row passes several times.
+        return self._loss_of(send(own_copy(inputs), device_of(self._clipper)))
+
+    def _batch(self, company: Company) -> Mapping[str, Any]:
+        return self._rows.collate.batch([self._maker.inputs[number] for number in company.numbers])
+
+    @contextlib.contextmanager
+    def _repeatable(self, seed: int, start: int | None = None, numbers: Numbers | None = None) -> Iterator[Repeatable]:
+        start = seed if start is None else start
+        as_written = _as_written(self._model)  # a compiled graph hides its random numbers
+        with as_written, randomness(seed, numbers or Numbers()), Repeatable(self._rows.packed, start, numbers) as mode:
+            try:
+                yield mode
+            finally:
+                self._clipper.forget()  # also an aborted pass
+        self._precision.dtype = max(self._precision.dtype, mode.coarsest, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _targets(inputs: Mapping[str, Any], count: int) -> list[int]:
+    """Return the number of targets of each row, 0 where labels (B, T) do not show it."""
+    labels = inputs.get("labels")
+    if not isinstance(labels, Tensor) or labels.ndim != 2 or len(labels) != count or labels.is_floating_point():
+        return [0] * count
+    return (labels != IGNORE).sum(1).tolist()
+
+
+def _as_written(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which compiled parts of a model run without their compiled graphs."""
+    compiled = any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) for m in model.modules())
+    return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 
 
 def _rows_wanted(per_step: float, first: bool) -> int:

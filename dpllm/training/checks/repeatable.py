@@ -1,4 +1,4 @@
-"""Comparable passes: the same rows give the same numbers, independent of the other rows of the microbatch.
+"""Comparable passes: a row gets the same random numbers alone and among other rows.
 
 Dropout and other random numbers are drawn for a whole microbatch, so a row's numbers depend on its position and on the
 shape of the other rows. Within `Repeatable` nothing is dropped, and every other random number depends only on its
@@ -10,101 +10,47 @@ Place in the flow: below `dpllm.training.checks.independence`, which compares ro
 from __future__ import annotations
 
 import contextlib
-import inspect
+import functools
 import math
 import random
 import secrets
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-_DROPPING: tuple[Any, ...] = (
-    F.dropout,
-    F.dropout1d,
-    F.dropout2d,
-    F.dropout3d,
-    F.alpha_dropout,
-    F.feature_alpha_dropout,
-    F.rrelu,
-    F.multi_head_attention_forward,
-)
-"""Python functions with an argument ``training``."""
-_DROPPING_BUILT_IN: dict[Any, tuple[str, int]] = {
-    torch.dropout: ("train", 2),
-    torch.dropout_: ("train", 2),
-    torch.alpha_dropout: ("train", 2),
-    torch.alpha_dropout_: ("train", 2),
-    torch.feature_dropout: ("train", 2),
-    torch.feature_dropout_: ("train", 2),
-    torch.feature_alpha_dropout: ("train", 2),
-    torch.native_dropout: ("train", 2),
-    torch.rrelu: ("training", 3),
-    torch.rrelu_: ("training", 3),
-    F.scaled_dot_product_attention: ("dropout_p", 4),
-}
-"""Built-in functions: name and position of the argument that causes dropout when it is not 0."""
-_OF_CHANNELS: tuple[Any, ...] = (
-    F.dropout1d,
-    F.dropout2d,
-    F.dropout3d,
-    F.feature_alpha_dropout,
-    torch.feature_dropout,
-    torch.feature_dropout_,
-    torch.feature_alpha_dropout,
-)
-"""Functions that draw one number for each channel: for the first two dimensions, or the first of a single example."""
-_OF_ONE_EXAMPLE = {F.dropout1d: 2, F.dropout3d: 4}
-"""Functions of channels, and the number of dimensions that a single example has."""
-_BACKWARD: tuple[Any, ...] = (torch.autograd.backward, torch.autograd.grad, Tensor.backward)
-_IRRATIONAL = [math.sqrt(p) % 1 for p in (2, 3, 5, 7, 11, 13, 17)]
-_REPEATED = (
-    torch.randint_like,
-    torch.randperm,
-    torch.multinomial,
-    torch.normal,
-    torch.poisson,
-    torch.binomial,
-    torch._standard_gamma,
-    torch._sample_dirichlet,
-    Tensor.random_,
-    Tensor.geometric_,
-    Tensor.log_normal_,
-    Tensor.cauchy_,
-    Tensor.multinomial,
-)
-"""Functions that draw from the global generator and are not replaced."""
 TORCH, NUMPY, PYTHON = "PyTorch's", "NumPy's", "Python's"
 """Names of the global generators."""
+DROPOUT = "dropout"
+"""Name of the draws of dropout, which is off."""
+_IRRATIONAL = [math.sqrt(p) % 1 for p in (2, 3, 5, 7, 11, 13, 17)]
 _NEAR = 0.015  # of a first number from the one that is wanted
 _PACKAGES = {"torch", "dpllm"}
-_COARSE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_COARSE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_DROPOUT = {"dropout_p", "dropout"}  # arguments of fused attention and recurrent layers, forward and backward
 
 
 @dataclass(frozen=True)
 class Draw:
-    """A call that draws random numbers.
+    """An operation that draws random numbers.
 
     Attributes:
-        name: of the function.
-        shape: of the numbers; of a dropout, the shape of the tensor from which numbers are dropped, or its channels.
+        name: of the operation, or `DROPOUT`.
+        shape: of the numbers.
         where: file and line of the caller.
-        is_dropout: whether the numbers drop others.
+        is_held: whether the numbers were replaced by those that a row always gets.
     """
 
     name: str
     shape: tuple[int, ...]
     where: str
-    is_dropout: bool = False
+    is_held: bool = True
 
     @property
     def count(self) -> int:
@@ -127,25 +73,29 @@ class Numbers:
     to: float = 0.0
 
 
-class Repeatable(TorchFunctionMode):
+class Repeatable(TorchDispatchMode):
     """Mode that disables dropout, and makes random numbers depend only on the position within a row.
 
-    A random tensor (B, ...) is filled with a fixed irregular sequence over its dimensions after the first (for packed
-    rows after the first two, since the second counts the tokens of all rows). Its numbers have the right distribution
-    over these dimensions, and all rows get the same numbers. So noise whose *scale* depends on other rows is still
-    found. Numbers from a generator that was seeded within the pass are not changed.
+    It acts on PyTorch's operations, so it covers every function that draws, and activation checkpointing, which repeats
+    layers in a backward pass. Dropout that is made of other operations keeps all numbers, and scales them as usual.
+
+    Any other random tensor (B, ...) is filled with a fixed irregular sequence over its dimensions after the first (for
+    packed rows after the first two, since the second counts the tokens of all rows). Its numbers have the right
+    distribution over these dimensions, and all rows get the same numbers. So noise whose *scale* depends on other rows
+    is still found. Numbers from a generator that was seeded within the pass are not changed.
 
     `dpllm.training.checks.sharing` needs passes with other numbers (`Numbers`): some draws differ from those of the
     pass before and all others do not.
 
     Attributes:
-        draws: the calls that drew random numbers, or would have without this mode, in their order.
-        dtype: the coarsest floating dtype that a function returned, down to 16 bits; its rounding limits how closely
-            two passes can agree.
+        draws: the operations that drew random numbers, or would have without this mode, in their order.
+        dtypes: of the results of all operations.
     """
 
+    supports_higher_order_operators = True  # they run as they are
+
     def __init__(self, packed: bool, seed: int = 0, numbers: Numbers | None = None) -> None:
-        """Start without a recorded dtype.
+        """Start without a draw.
 
         Args:
             packed: whether rows are concatenated.
@@ -154,103 +104,114 @@ class Repeatable(TorchFunctionMode):
         """
         super().__init__()
         self._packed, self._start, self._numbers = packed, _first(seed), numbers or Numbers()
-        self._name = ""
+        self._seeded_with = torch.initial_seed()
         self.draws: list[Draw] = []
-        self._drawn_from = torch.initial_seed()
-        self.dtype = torch.float64
+        self.dtypes: set[torch.dtype] = set()
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let attention compile itself within the mode (flex attention does)."""
+        return True
+
+    @property
+    def coarsest(self) -> torch.dtype:
+        """The coarsest floating dtype of a result, down to 16 bits: its rounding limits how closely passes agree."""
+        return max(self.dtypes.intersection(_COARSE), key=_COARSE.index, default=torch.float64)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Run an operation, without dropout, and with a row's own numbers in place of random ones."""
         kwargs = kwargs or {}
-        if func in _BACKWARD:  # PyTorch disables a mode while the mode handles a function
-            with self._in_modules():
-                return func(*args, **kwargs)
-        if (func in _DROPPING or func in _DROPPING_BUILT_IN or func in _DRAWS) and (
-            torch.initial_seed() != self._drawn_from
-        ):  # seeded within the pass: such numbers are public, and a dependence on a row's position must be found
+        # Seeded within the pass: such numbers are public, and a dependence on a row's position must be found.
+        if _is_plain(func) or torch.initial_seed() != self._seeded_with:
             result = func(*args, **kwargs)
-        elif func in _DROPPING:
-            bound = inspect.signature(func).bind(*args, **kwargs)
-            bound.apply_defaults()
-            self._note_dropout(func, bound.arguments)
-            result = func(**{**bound.arguments, "training": False})
-        elif func in _DROPPING_BUILT_IN:
-            self._note_dropout(func, _named(args, kwargs, *_DROPPING_BUILT_IN[func]))
-            result = func(*_without(args, kwargs, *_DROPPING_BUILT_IN[func]), **kwargs)
-        elif func in _REPEATED:
-            result = self._repeated(func, args, kwargs)
         else:
-            draw, self._name = _DRAWS.get(func), getattr(func, "__name__", "")
-            result = func(*args, **kwargs) if draw is None else draw(self, func, args, kwargs)
-        if isinstance(result, Tensor) and result.dtype in _COARSE:
-            self.dtype = min(self.dtype, result.dtype, key=lambda dtype: -torch.finfo(dtype).eps)
+            result = self._held(func, args, kwargs)
+        if isinstance(result, Tensor):
+            self.dtypes.add(result.dtype)
         return result
 
-    @contextlib.contextmanager
-    def _in_modules(self) -> Iterator[None]:
-        """Enable the mode again in calls of modules: activation checkpointing repeats them in a backward pass."""
-        here = threading.local()  # a GPU's backward pass runs in its own thread
-
-        def begin(module: Any, args: Any) -> None:
-            here.depth = getattr(here, "depth", 0) + 1
-            if here.depth == 1:
-                self.__enter__()
-
-        def end(module: Any, args: Any, output: Any) -> None:
-            here.depth -= 1
-            if here.depth == 0:
-                self.__exit__(None, None, None)
-
-        handles = [
-            register_module_forward_pre_hook(begin),
-            register_module_forward_hook(end, always_call=True),
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _note_dropout(self, func: Any, arguments: dict[str, Any]) -> None:
-        """Record a call that would drop numbers; ``arguments`` by name, the tensor first."""
-        rate = arguments.get("p", arguments.get("dropout_p", 1.0))
-        if rate and arguments.get("training", True):
-            tensor = next(value for value in arguments.values() if isinstance(value, Tensor))
-            shape = tuple(tensor.shape)
-            if func in _OF_CHANNELS:
-                shape = shape[: 1 if tensor.ndim == _OF_ONE_EXAMPLE.get(func) else 2]
-            self.draws.append(Draw(func.__name__, shape, _caller(), is_dropout=True))
-
-    def _repeated(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Return the result of a function that draws, from another random state if this draw is to be changed."""
-        result = func(*args, **kwargs)
-        if kwargs.get("generator") is None and isinstance(result, Tensor):
-            self.draws.append(Draw(func.__name__, tuple(result.shape), _caller()))
-            if self.draws[-1] in self._numbers.changed:
-                with same_randomness(int(self._numbers.to * 2**32)):  # later draws keep their numbers
-                    result = func(*args, **kwargs)
+    def _held(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Return the result of an operation that may draw."""
+        given = _by_name(func, args, kwargs)
+        if _DROPOUT & given.keys():
+            return func(**{name: 0.0 if name in _DROPOUT else value for name, value in given.items()})
+        result, name = func(*args, **kwargs), func.overloadpacket.__name__
+        if given.get("generator") is not None or not (isinstance(result, Tensor) or name == "native_dropout"):
+            return result
+        if name == "native_dropout":
+            output, mask = result
+            kept = 1 - (given["p"] if given["train"] is not False else 0)
+            mask.copy_(self._mask(mask, kept, drops=True))
+            output.copy_(given["input"] * mask / (kept or 1))
+        elif name in ("bernoulli", "bernoulli_"):
+            chance = given.get("p", given["self"])
+            result.copy_(self._mask(result, chance, isinstance(chance, float) and chance >= 0.5 and result.ndim > 1))
+        elif name in _VALUES:
+            result.copy_(_VALUES[name](self._uniform(result, name), given))
+        elif self._noted(name, result, is_held=False):
+            with same_randomness(int(self._numbers.to * 2**32)):  # later draws keep their numbers
+                result = func(*args, **kwargs)
         return result
 
-    def uniform(self, like: Tensor) -> Tensor:
-        """Return numbers in (0, 1) of this shape, device and dtype; equal in all rows."""
-        self.draws.append(Draw(self._name, tuple(like.shape), _caller()))
+    def _noted(self, name: str, like: Tensor, is_held: bool = True) -> bool:
+        """Record a draw, and return whether it gets other numbers than usual."""
+        self.draws.append(Draw(name, tuple(like.shape), _caller(), is_held))
+        return self.draws[-1] in self._numbers.changed
+
+    def _mask(self, like: Tensor, chance: Any, drops: bool) -> Tensor:
+        """Return which numbers are kept; ``drops``: all, as dropout is off, unless this draw gets other numbers."""
+        uniform = self._uniform(like, DROPOUT if drops else "bernoulli")
+        is_off = drops and self.draws[-1] not in self._numbers.changed
+        return torch.ones_like(uniform, dtype=torch.bool) if is_off else uniform < chance
+
+    def _uniform(self, like: Tensor, name: str) -> Tensor:
+        """Return numbers in (0, 1) of this shape and device, equal in all rows, for a draw of this name."""
+        start = self._numbers.to if self._noted(name, like) else self._start
         rows = min(like.ndim, 2 if self._packed else 1)
-        start = self._numbers.to if self.draws[-1] in self._numbers.changed else self._start
         total = torch.full((), start, dtype=torch.float64, device=like.device)
         for dimension in range(rows, like.ndim):
             steps = torch.arange(like.shape[dimension], dtype=torch.float64, device=like.device)
             steps = steps * _IRRATIONAL[(dimension - rows) % len(_IRRATIONAL)]
             total = total + steps.view(-1, *[1] * (like.ndim - dimension - 1))
-        wide = (total % 1).clamp(1e-6, 1 - 1e-6).expand(like.shape)
-        return wide.to(like.dtype if like.is_floating_point() else torch.float64)
+        return (total % 1).clamp(1e-6, 1 - 1e-6).expand(like.shape)
 
 
-def _named(args: tuple, kwargs: dict, name: str, place: int) -> dict[str, Any]:
-    """Return the tensor, the rate and whether to drop, from the arguments of a built-in function."""
-    found = {"input": args[0] if args else next(iter(kwargs.values()))}
-    value = kwargs.get(name, args[place] if len(args) > place else 0.0)
-    if name == "dropout_p":
-        return {**found, "p": value}
-    return {**found, "p": kwargs.get("p", args[1] if len(args) > 1 else 1.0), "training": value}
+def _normal(uniform: Tensor) -> Tensor:
+    return math.sqrt(2) * torch.erfinv(2 * uniform - 1)
+
+
+def _whole(uniform: Tensor, given: Mapping[str, Any]) -> Tensor:
+    low, high = given.get("low", given.get("from", 0)), given.get("high", given.get("to"))
+    high = 2**24 if high is None else high  # random_() without bounds
+    return torch.floor(low + (high - low) * uniform).clamp(low, high - 1)
+
+
+_VALUES: dict[str, Callable[[Tensor, Mapping[str, Any]], Tensor]] = {
+    **dict.fromkeys(("rand", "rand_like"), lambda uniform, given: uniform),
+    "uniform_": lambda uniform, given: given["from"] + (given["to"] - given["from"]) * uniform,
+    **dict.fromkeys(("randn", "randn_like"), lambda uniform, given: _normal(uniform)),
+    **dict.fromkeys(("normal", "normal_"), lambda uniform, given: given["mean"] + given["std"] * _normal(uniform)),
+    "exponential_": lambda uniform, given: -torch.log(uniform) / given["lambd"],
+    **dict.fromkeys(("randint", "randint_like", "random_"), _whole),
+}
+"""The values of an operation's draw, from uniform numbers and its arguments by name."""
+
+
+@functools.cache
+def _is_plain(func: Any) -> bool:
+    """Return whether an operation neither draws nor has dropout."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or func.overloadpacket.__name__ == "_fused_sdp_choice":  # a kernel's choice stays as it is
+        return True
+    drops = any(one.name in _DROPOUT and str(one.type) == "float" for one in schema.arguments)
+    return not drops and torch.Tag.nondeterministic_seeded not in func.tags
+
+
+def _by_name(func: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """Return all arguments of an operation by name."""
+    schema = func._schema.arguments
+    given = {one.name: one.default_value for one in schema if one.has_default_value()}
+    return {**given, **{one.name: value for one, value in zip(schema, args, strict=False)}, **kwargs}
 
 
 def _caller() -> str:
@@ -261,95 +222,14 @@ def _caller() -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
-def _without(args: tuple, kwargs: dict, name: str, place: int) -> tuple:
-    """Return the arguments with one of them set to zero; a keyword is changed in place."""
-    off: Any = 0.0 if name == "dropout_p" else False
-    if name in kwargs or len(args) <= place:
-        if name in kwargs:
-            kwargs[name] = off
-        return args
-    return (*args[:place], off, *args[place + 1 :])
+def not_held(draws: Sequence[Draw], moved: Iterable[str]) -> list[str]:
+    """Return words for the random numbers of a pass that `Repeatable` leaves as they are.
 
-
-_Draw = Callable[[Repeatable, Any, tuple, dict], Any]
-
-
-def _like(shape_from: Callable[[Repeatable, Tensor], Tensor]) -> _Draw:
-    """Return a function that makes a new tensor with the shape, dtype and device of an ordinary call."""
-
-    def draw(mode: Repeatable, func: Any, args: tuple, kwargs: dict) -> Any:
-        result = func(*args, **kwargs)
-        return result if kwargs.get("generator") is not None else result.copy_(shape_from(mode, result.detach()))
-
-    return draw
-
-
-def _normal(mode: Repeatable, like: Tensor) -> Tensor:
-    return math.sqrt(2) * torch.erfinv(2 * mode.uniform(like) - 1)
-
-
-def _uniform_(mode: Repeatable, func: Any, args: tuple, kwargs: dict) -> Any:
-    low, high = _pair(args, kwargs, ("from", 0.0), ("to", 1.0))
-    return args[0].copy_(low + (high - low) * mode.uniform(args[0]))
-
-
-def _normal_(mode: Repeatable, func: Any, args: tuple, kwargs: dict) -> Any:
-    mean, std = _pair(args, kwargs, ("mean", 0.0), ("std", 1.0))
-    return args[0].copy_(mean + std * _normal(mode, args[0]))
-
-
-def _exponential_(mode: Repeatable, func: Any, args: tuple, kwargs: dict) -> Any:
-    (rate,) = _pair(args, kwargs, ("lambd", 1.0))
-    return args[0].copy_(-torch.log(mode.uniform(args[0])) / rate)
-
-
-def _bernoulli_(mode: Repeatable, func: Any, args: tuple, kwargs: dict) -> Any:
-    (rate,) = _pair(args, kwargs, ("p", 0.5))
-    return args[0].copy_(mode.uniform(args[0]) < rate)
-
-
-def _bernoulli(mode: Repeatable, func: Any, args: tuple, kwargs: dict) -> Any:
-    own: Tensor = args[0] if args else kwargs["input"]
-    (rate,) = _pair((own, *args[1:]), kwargs, ("p", None))
-    return (mode.uniform(own) < (own if rate is None else rate)).to(own.dtype)
-
-
-def _randint(mode: Repeatable, func: Any, args: tuple, kwargs: dict) -> Any:
-    """Return whole numbers; ``torch.randint(high, size)`` and ``torch.randint(low, high, size)``."""
-    result = func(*args, **kwargs)
-    if kwargs.get("generator") is not None:
-        return result
-    bounds = [one for one in args[:2] if isinstance(one, int)]
-    low = kwargs.get("low", bounds[0] if len(bounds) == 2 else 0)
-    high = kwargs.get("high", bounds[-1] if bounds else 1)
-    uniform = mode.uniform(torch.empty(result.shape, dtype=torch.float64, device=result.device))
-    return result.copy_(torch.floor(low + (high - low) * uniform).clamp(low, high - 1))
-
-
-def _pair(args: tuple, kwargs: dict, *wanted: tuple[str, Any]) -> list[Any]:
-    """Return the arguments after the tensor, by position or by name."""
-    return [args[n] if len(args) > n else kwargs.get(name, default) for n, (name, default) in enumerate(wanted, 1)]
-
-
-_DRAWS: dict[Any, _Draw] = {
-    torch.rand: _like(Repeatable.uniform),
-    torch.rand_like: _like(Repeatable.uniform),
-    torch.randn: _like(_normal),
-    torch.randn_like: _like(_normal),
-    torch.randint: _randint,
-    torch.bernoulli: _bernoulli,
-    Tensor.bernoulli: _bernoulli,
-    Tensor.bernoulli_: _bernoulli_,
-    Tensor.uniform_: _uniform_,
-    Tensor.normal_: _normal_,
-    Tensor.exponential_: _exponential_,
-}
-
-
-def not_replaced(draws: Sequence[Draw], moved: Iterable[str]) -> list[str]:
-    """Return words for the random numbers of a pass that `Repeatable` leaves as they are."""
-    names = {f"torch.{func.__name__}" for func in _REPEATED}
-    called = {f"torch.{one.name} at {one.where}" for one in draws if f"torch.{one.name}" in names}
+    Args:
+        draws: of the pass.
+        moved: names of the global generators that drew in it.
+    """
+    called = {f"torch.{one.name} at {one.where}" for one in draws if not one.is_held}
     return sorted(called | {f"{name} global generator" for name in moved if name != TORCH})
 
 

@@ -19,53 +19,40 @@ Shape suffixes: B copies.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dpllm.ghost.memory import is_shortage
+from dpllm.training.checks.differences import Seen, difference
 from dpllm.training.checks.repeatable import NUMPY, PYTHON, Draw, Numbers
 from dpllm.training.out_of_memory import free_memory
 
 COPIES = 4
 """Copies of a row in a comparison."""
-_FORCED = (1e-6, 0.25, 0.5, 0.75, 1 - 1e-6)  # uniform numbers, also those of coins that are rarely one
-_UNBOUNDED = (
-    "Which rows share them depends on the units that are drawn, so a unit cannot be bounded, and ε would not hold. "
-)
-_REMEDY = (
-    "Draw separate numbers for each row: torch.rand(B) for B rows, not one torch.rand(()) or random.random() for the "
-    "batch; set rates that act on all rows at once to 0 (layerdrop, LoHa's and LoKr's rank_dropout and module_dropout, "
-    "dropout of weights); or train with one row per microbatch (per_device_train_batch_size: 1)"
-)
-DROPPED = (
-    "The model or the loss draws random numbers that all rows of a microbatch share: {name} at {where} drops numbers "
-    "of a tensor of shape {shape}, which has no place for rows. " + _UNBOUNDED + "Set this dropout to 0 (dropout of "
-    "relative positions as in DeBERTa: p of that module, or hidden_dropout_prob), or apply it to a tensor of shape "
-    "(B, ...)"
-)
-FORCED = (
-    "The model or the loss draws random numbers that all rows of a microbatch share: {what}, and {effect}. "
-    + _UNBOUNDED
-    + _REMEDY
+_TRIED = (1e-6, 0.25, 0.5, 0.75, 1 - 1e-6)  # uniform numbers, also those of coins that are rarely one
+SHARED = (
+    "The model or the loss draws random numbers that all rows of a microbatch share: {what}, and {effect}. Which rows "
+    "share them depends on the units that are drawn, so a unit cannot be bounded, and ε would not hold. Draw separate "
+    "numbers for each row: torch.rand(B) for B rows, not one torch.rand(()) or random.random() for the batch; set "
+    "rates that act on all rows at once to 0 (layerdrop, LoHa's and LoKr's rank_dropout and module_dropout, dropout of "
+    "weights or of relative positions as in DeBERTa); or train with one row per microbatch "
+    "(per_device_train_batch_size: 1)"
 )
 
 
 @dataclass(frozen=True)
 class Pass:
-    """The result of one pass over copies of a row.
+    """One pass of rows.
 
     Attributes:
-        losses: (B,) loss of each copy.
-        norms: (B,) norm of its gradient.
+        seen: results of the rows, in their order.
         draws: the calls that drew numbers, in order.
         moved: the states of those global generators that changed within the model and the loss, after it.
     """
 
-    losses: Sequence[float]
-    norms: Sequence[float]
+    seen: list[Seen]
     draws: Sequence[Draw]
     moved: Mapping[str, Any]
 
@@ -85,9 +72,7 @@ class Sharing:
         generators: names of generators whose numbers do not.
     """
 
-    def __init__(
-        self, run: Callable[[int, Numbers], Pass], copies: int, tolerance: Callable[[], float], in_lockstep: bool
-    ) -> None:
+    def __init__(self, run: Callable[[int, Numbers], Pass], copies: int, tolerance: float, in_lockstep: bool) -> None:
         """Start without a result."""
         self._run, self._copies, self._tolerance, self._in_lockstep = run, copies, tolerance, in_lockstep
         self.message: str | None = None
@@ -97,12 +82,8 @@ class Sharing:
     def look(self) -> None:
         """Compare the draws of one row with those of copies; two passes."""
         alone, self._usual = self._run(1, Numbers()), self._fitting()
-        self._copies = len(self._usual.losses)
-        found = shared_draws(alone.draws, self._usual.draws, self._copies)
-        dropped = next((one for one in found if one.is_dropout), None)
-        if dropped is not None:
-            self.message = DROPPED.format(name=dropped.name, where=dropped.where, shape=dropped.shape)
-        self.shared = frozenset(one for one in found if not one.is_dropout)
+        self._copies = len(self._usual.seen)
+        self.shared = frozenset(shared_draws(alone.draws, self._usual.draws, self._copies))
         self.generators = shared_generators(alone.moved, self._usual.moved) if self._copies > 1 else frozenset()
 
     def _fitting(self) -> Pass:
@@ -118,25 +99,25 @@ class Sharing:
 
     def force(self) -> None:
         """Compare the losses of copies while only numbers that are shared change; five passes."""
-        usual, tolerance = self._usual, self._tolerance()
-        for to in _FORCED:
+        usual = self._usual.seen
+        room = self._tolerance * max(1.0, 1 / max(1e-30, abs(usual[0].loss)))  # of a norm near a loss of 0
+        for to in _TRIED:
             try:
-                forced = self._run(self._copies, Numbers(self.shared, self.generators, to))
+                forced = self._run(self._copies, Numbers(self.shared, self.generators, to)).seen
             except Exception as error:
                 if is_shortage(error):
                     raise
                 self._tell(f"the loss fails for some of them ({type(error).__name__}: {error})")
                 continue
-            for figure, one, other in (("loss", usual.losses, forced.losses), ("norm", usual.norms, forced.norms)):
-                room = tolerance * (1.0 if figure == "loss" else max(1.0, 1 / max(1e-30, abs(usual.losses[0]))))
-                least = 1.0 if figure == "loss" else 1e-30
-                if any(_differ(*two, room, least) for two in zip(one, other, strict=True)):
-                    figure = "gradient norm" if figure == "norm" else figure
-                    self._tell(f"the {figure} of a row follows them (from {one[0]:.6g} to {other[0]:.6g})")
+            for one, other in zip(usual, forced, strict=True):
+                if difference(one.loss, other.loss, 1.0) > self._tolerance:
+                    self._tell(f"the loss of a row follows them (from {one.loss:.6g} to {other.loss:.6g})")
+                if difference(one.norm, other.norm, 1e-30) > room:
+                    self._tell(f"the gradient norm of a row follows them (from {one.norm:.6g} to {other.norm:.6g})")
 
     def _tell(self, effect: str) -> None:
         words = _words(self.shared, self.generators, self._copies)
-        self.message = self.message or FORCED.format(effect=effect, what=words)
+        self.message = self.message or SHARED.format(effect=effect, what=words)
 
 
 def shared_draws(alone: Sequence[Draw], copies: Sequence[Draw], count: int) -> list[Draw]:
@@ -177,9 +158,3 @@ def _words(shared: Iterable[Draw], generators: Iterable[str], copies: int) -> st
         return f"{' and '.join(sorted(generators))} global generator gives as many numbers for one row as for {copies}"
     more = f" (or another of {len(draws)} draws)" if len(draws) > 1 else ""
     return f"{draws[0].name} at {draws[0].where} draws numbers of shape {draws[0].shape} for {copies} rows{more}"
-
-
-def _differ(one: float, other: float, room: float, least: float) -> bool:
-    if not (math.isfinite(one) and math.isfinite(other)):
-        return math.isfinite(one) != math.isfinite(other)
-    return abs(one - other) > room * max(abs(one), abs(other), least)

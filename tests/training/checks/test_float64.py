@@ -76,13 +76,13 @@ def test_rounding_of_an_ill_conditioned_model_is_an_open_point(tmp_path):
 @kills(
     "a difference between rows that remains in float64 counts as rounding",
     "dpllm/training/checks/independence.py",
-    "vanishes = self._differing(passes, exact) is None and agree",
+    "vanishes = passes.differing(exact) is None and agree",
     "vanishes = agree",
 )
 @kills(
     "a difference that went while rows were compared counts as rounding",
     "dpllm/training/checks/independence.py",
-    " and agree(results, self._results(passes, first, seeds, early), SAME)",
+    " and agree(results, run(), SAME)",
     "",
 )
 @pytest.mark.parametrize("most", [12, 1e9])

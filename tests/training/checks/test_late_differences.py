@@ -47,7 +47,7 @@ def run_of(folder, steps, begins):
 @kills(
     "rows that differ late raise no question",
     "dpllm/training/checks/independence.py",
-    "        self.found.points.append(point)\n",
+    "        self.points.append(point)\n",
     "",
 )
 def test_a_run_whose_rows_differ_first_after_step_8_ends_with_one_open_point(tmp_path, caplog):
