@@ -494,7 +494,7 @@ class Passes:
     def _probe(self, company: Company) -> None:
         """Measure that losses have no gradient in other rows; see `dpllm.ghost.UnitClipper.check_rows`."""
         inputs, index = self._batch(company), torch.arange(len(company.numbers))
-        with self._repeatable(self._maker.seed):
+        with self._repeatable(self._maker.seed) as mode, mode:
             self._clipper.check_rows(lambda: self._losses(inputs), index)
         self._has_probed = True
 
@@ -531,22 +531,22 @@ class Passes:
         """
         seed = self._maker.seed if seed is None else seed
         inputs, index = self._batch(company), torch.arange(len(company.numbers))
-        before: dict[str, Any] = {}
         with self._repeatable(seed, start, numbers) as mode:
+            before = generator_states()
             try:
-                before = generator_states()
-                loss_B = self._losses(inputs)
-                after = generator_states()
+                with mode:
+                    loss_B = self._losses(inputs)
             except Exception as error:
                 if isinstance(error, GhostError) or is_shortage(error):
                     raise
                 if self._has_probed and len(company.numbers) == 1:
                     raise IndependenceError(self._too_short(company.numbers[0], error)) from error
                 raise
-            norm_B = self._clipper.row_norms(loss_B, index)
+            moved = {name: state for name, state in generator_states().items() if state != before[name]}
+            with mode if mode.acts else contextlib.nullcontext():  # a mode costs time in each operation
+                norm_B = self._clipper.row_norms(loss_B, index)
             self._precision.on_gpu |= loss_B.device.type != "cpu"
             values = torch.stack([loss_B.detach().double(), norm_B.double()], 1).tolist()
-        moved = {name: state for name, state in after.items() if state != before[name]}
         drawn = {one.name for one in mode.draws}
         self.varies |= bool(drawn - {DROPOUT} or moved.keys() & {NUMPY, PYTHON} or (moved and not drawn))
         self.places |= {*moved, *(f"{one.name} {one.where}" for one in mode.draws)}
@@ -584,9 +584,10 @@ class Passes:
 
     @contextlib.contextmanager
     def _repeatable(self, seed: int, start: int | None = None, numbers: Numbers | None = None) -> Iterator[Repeatable]:
-        start = seed if start is None else start
+        """Enter a random state in which a mode holds the numbers of a pass, and return the mode."""
         as_written = _as_written(self._model)  # a compiled graph hides its random numbers
-        with as_written, randomness(seed, numbers or Numbers()), Repeatable(self._rows.packed, start, numbers) as mode:
+        with as_written, randomness(seed, numbers or Numbers()):
+            mode = Repeatable(self._rows.packed, seed if start is None else start, numbers)
             try:
                 yield mode
             finally:

@@ -89,6 +89,7 @@ class Repeatable(TorchDispatchMode):
 
     Attributes:
         draws: the operations that drew random numbers, or would have without this mode, in their order.
+        acts: whether an operation had random numbers or dropout; otherwise its backward pass needs no mode.
         dtypes: of the results of all operations.
     """
 
@@ -106,6 +107,7 @@ class Repeatable(TorchDispatchMode):
         self._packed, self._start, self._numbers = packed, _first(seed), numbers or Numbers()
         self._seeded_with = torch.initial_seed()
         self.draws: list[Draw] = []
+        self.acts = False
         self.dtypes: set[torch.dtype] = set()
 
     @classmethod
@@ -133,8 +135,9 @@ class Repeatable(TorchDispatchMode):
     def _held(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Return the result of an operation that may draw."""
         given = _by_name(func, args, kwargs)
-        if _DROPOUT & given.keys():
-            return func(**{name: 0.0 if name in _DROPOUT else value for name, value in given.items()})
+        if dropout := _DROPOUT & given.keys():
+            self.acts |= any(given[name] for name in dropout)
+            return func(**{**given, **dict.fromkeys(dropout, 0.0)})
         result, name = func(*args, **kwargs), func.overloadpacket.__name__
         if given.get("generator") is not None or not (isinstance(result, Tensor) or name == "native_dropout"):
             return result
@@ -156,6 +159,7 @@ class Repeatable(TorchDispatchMode):
     def _noted(self, name: str, like: Tensor, is_held: bool = True) -> bool:
         """Record a draw, and return whether it gets other numbers than usual."""
         self.draws.append(Draw(name, tuple(like.shape), _caller(), is_held))
+        self.acts = True
         return self.draws[-1] in self._numbers.changed
 
     def _mask(self, like: Tensor, chance: Any, drops: bool) -> Tensor:
