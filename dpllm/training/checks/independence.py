@@ -218,7 +218,7 @@ class IndependenceCheck:
         self._per_step = expected_batch_size * units.num_rows / max(1, units.num_units) / engine.processes.size
         self._steps, self._has_failed = 0, False
         self._must_pass = True  # the last check of the first `REFUSED` steps has not passed
-        self._begun: tuple[RowMaker, int] | None = None  # a row as the collator made it in the first check
+        self._reference: tuple[RowMaker, int] | None = None  # a row as the collator made it in the first check
         self._places: set[str] = set()  # in the code, and generators, from which numbers were drawn
         self._late: set[str] = set()  # findings of late checks that have an open point
         self.last: Differences | None = None
@@ -291,29 +291,44 @@ class IndependenceCheck:
 
     def _compare(self, loss_of: Callable, max_tokens: int | None, first: bool) -> None:
         """Run the passes. Which ones follow is decided for all processes together."""
-        gather, self.last = self._engine.processes.gather, None
+        self.last = None
         (passes, worst), differ = self._agreed(
             lambda: self._measured(loss_of, max_tokens, first), lambda measured: measured[1] is not None
         )
-        new = passes.places - self._places
+        if any(self._engine.processes.gather(bool(passes.places))):
+            worst, differ = self._compare_numbers(passes, worst, differ, first)
+        if any(differ):
+            tolerance = passes.bound().relative
+            words = (
+                (None,)
+                if worst is None
+                else (in_words(worst, tolerance, passes.not_held), finding_of(worst, tolerance))
+            )
+            self._refuse(*words)  # None: the message of another process
+
+    def _compare_numbers(
+        self, passes: Passes, worst: tuple[Seen, Seen] | None, differ: list[bool], first: bool
+    ) -> tuple[tuple[Seen, Seen] | None, list[bool]]:
+        """Judge random numbers of the model or the loss; return what differs for another reason than these.
+
+        Args:
+            passes: of the check.
+            worst: what differs most on this process.
+            differ: whether something does, on each process.
+            first: whether the check is as complete as the first one of a process.
+        """
+        gather, new = self._engine.processes.gather, passes.places - self._places
         self._places |= new
-        draws, is_random = any(gather(bool(passes.places))), False
-        if draws and first and not any(differ) and any(gather(passes.varies)):
+        if first and not any(differ) and any(gather(passes.varies)):
             seeds = [seed_between(part / CHANCES, (part + 1) / CHANCES) for part in range(CHANCES)]
             worst, differ = self._agreed(lambda: self._judged(passes, lambda: passes.by_chance(seeds)), bool)
-        if draws and any(differ):
-            is_random = any(self._agreed(passes.is_random, bool)[1])
-        if draws and (is_random or (not any(differ) and any(gather(first or bool(new))))):
+        is_random = any(differ) and any(self._agreed(passes.is_random, bool)[1])
+        if is_random or (not any(differ) and any(gather(first or bool(new)))):
             self._refuse_shared(passes)
         if is_random:
             with _evaluating(self._model):  # randomness that could not be switched off: fused attention, custom kernels
-                worst, differ = self._agreed(lambda: self._judged(passes, lambda: passes.compared(first=False)), bool)
-        if any(differ):
-            held = passes.not_held if is_random else ""
-            self._refuse(*self._words(worst, passes.bound().relative, held) if worst else (None,))
-
-    def _words(self, worst: tuple[Seen, Seen], tolerance: float, not_held: str) -> tuple[str, str]:
-        return in_words(worst, tolerance, not_held), finding_of(worst, tolerance)
+                return self._agreed(lambda: self._judged(passes, lambda: passes.compared(first=False)), bool)
+        return worst, differ
 
     def _refuse(self, message: str | None, *finding: str) -> None:
         """Raise the first message of all processes on each of them, with its finding for the report."""
@@ -377,8 +392,8 @@ class IndependenceCheck:
         if first and is_drawn(maker.read, sample.longest):
             self.points.append(REREAD)
         maker.refuse_seeds(sample.longest)
-        self._begun = self._begun or (maker, sample.longest)
-        self._begun[0].make_again(self._begun[1])
+        self._reference = self._reference or (maker, sample.longest)
+        self._reference[0].make_again(self._reference[1])
         self.is_drawn |= maker.is_drawn
 
     def _judged(self, passes: Passes, run: Callable[[], Results]) -> tuple[Seen, Seen] | None:
@@ -505,7 +520,8 @@ class Passes:
         first, second, again = (done.seen for done in passes)
         # If the same numbers give another result, that is state.
         is_random = self.differing([first + second]) is not None and self.differing([first + again]) is None
-        self.not_held = ", ".join(not_held(passes[-1].draws, passes[-1].moved)) or "from PyTorch's global generator"
+        names = not_held(passes[-1].draws, passes[-1].moved) or ["from PyTorch's global generator"]
+        self.not_held = ", ".join(names) if is_random else ""
         return is_random
 
     def room_for_copies(self) -> int:
