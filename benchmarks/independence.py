@@ -23,7 +23,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from dpllm.data.units import UnitIndex
 from dpllm.ghost import GhostError
 from dpllm.models.losses import classification_loss, seq2seq_loss
 from dpllm.training.checks.independence import IndependenceError
+from tests.memory_ledger import MemoryLedger
 
 VOCABULARY, LARGEST = 96, 3_000_000
 TINY = {
@@ -73,29 +74,6 @@ TASKS = {
 }
 COUPLED_FAMILIES = ("xlnet", "fnet", "funnel", "yoso", "canine", "convbert", "nystromformer")
 """Classifiers that read padding: refused rightly."""
-
-
-class Charged:
-    """Counts steps in memory."""
-
-    num_steps = 0
-    steps_planned = None
-
-    def append_step(self, *_: Any) -> None:
-        """Charge."""
-        self.num_steps += 1
-
-    def append_disclosure(self, *_: Any) -> None:
-        """Not kept."""
-
-    def append_diagnostic(self, *_: Any) -> None:
-        """Not kept."""
-
-    def append_fact(self, *_: Any) -> None:
-        """Not kept."""
-
-    def append_open_point(self, *_: Any) -> None:
-        """Not kept."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +142,7 @@ def measure(
     except Exception as error:  # the code of each family, of which some cannot be called so, or at this size
         return Measured(name, task, outcome=f"did not run: {type(error).__name__}: {error}"[:160])
     model.zero_grad()
-    run = PrivateRun(plan_of(used.units.num_units, 8), used, Charged())
+    run = PrivateRun(plan_of(used.units.num_units, 8), used, MemoryLedger())
     try:
         run.attach(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0))
     except ValueError as error:
@@ -382,17 +360,6 @@ class Cost:
     step: float
 
 
-def added() -> Generator[np.ndarray, np.ndarray, None]:
-    """Add up the rows and tokens sent to it.
-
-    The sum is a local variable of a generator, which the check does not reach: a loss that is seen to count its calls
-    gets further passes, which show whether the count acts on its values.
-    """
-    sum_2 = np.zeros(2)
-    while True:
-        sum_2 = sum_2 + (yield sum_2)
-
-
 def cost(name: str) -> Cost:
     """Measure the checks and the steps of a run."""
     setting = SETTINGS[name]
@@ -400,24 +367,23 @@ def cost(name: str) -> Cost:
     model = setting.model().train()
     shortest, longest = setting.lengths
     rows = rows_of("causal_lm", 8 * setting.batch, longest=longest, max_rows=setting.rows, shortest=shortest)
-    run = PrivateRun(plan_of(8 * setting.batch, setting.batch), rows, Charged())
+    run = PrivateRun(plan_of(8 * setting.batch, setting.batch), rows, MemoryLedger())
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     run.attach(model, optimizer)
-    loss, passed = loss_of("causal_lm"), added()
-    next(passed)
+    loss, passed = loss_of("causal_lm"), np.zeros(2)  # rows and tokens
 
     def counted(net: Any, inputs: Any) -> Tensor:
-        passed.send(np.array([inputs["input_ids"].shape[0], inputs["input_ids"].numel()]))
+        passed[:] += inputs["input_ids"].shape[0], inputs["input_ids"].numel()
         return loss(net, inputs)
 
     def measured(act: Callable[[], Any], already: int) -> np.ndarray:
         """Return the cost of the check after this many steps."""
         assert run._attached.independence is not None
         run._attached.independence._steps = already
-        before, start = passed.send(np.zeros(2)), time.process_time()
+        before, start = passed.copy(), time.process_time()
         act()
         seconds = time.process_time() - start
-        return np.array([*(passed.send(np.zeros(2)) - before), seconds])
+        return np.array([*(passed - before), seconds])
 
     def step() -> None:
         run.step(next(run.draws(1)), counted)

@@ -14,6 +14,12 @@ class MemoryLedger:
     def append_open_point(self, text: str) -> None:
         pass
 
+    def append_disclosure(self, what: str, count: int = 1) -> None:
+        pass
+
+    def append_diagnostic(self, what: str, count: int = 1) -> None:
+        pass
+
     def append_fact(self, name: str, value: str) -> None:
         pass
 

@@ -26,6 +26,7 @@ from dpllm import GhostClipper, PerUnitClipper, PrivateRun
 from dpllm.ghost import GhostError
 from dpllm.training.checks.independence import IndependenceError
 from tests.benchmarks.material import program
+from tests.memory_ledger import MemoryLedger
 from tests.small_model import rows_by_number
 
 from .tasks import TASKS, Batch, collate, losses, rows_of
@@ -296,7 +297,7 @@ def refusal_by_run(model: nn.Module, task: str, rows: list[Batch], pad: int) -> 
     model.zero_grad()
     lengths = [len(example["input_ids"]) for example in examples]
     given = rows_by_number(rows, lambda taken: collate(taken, pad), lengths, max_rows=len(rows))
-    run = PrivateRun(independence.plan_of(len(rows), len(rows)), given, independence.Charged())
+    run = PrivateRun(independence.plan_of(len(rows), len(rows)), given, MemoryLedger())
     run.attach(model, torch.optim.SGD(trainable(model).values(), lr=0.0))
     try:
         run._attached.check_rows(lambda net, batch: losses(net, task, batch), None, run.ledger, run.plan.num_steps)
