@@ -154,7 +154,6 @@ class Watch:
         """
         if self._deferred is not None:
             raise self._deferred
-        self._check_parameters()
         self._compare(_BETWEEN)
         self._gradients = {}
 
@@ -164,7 +163,6 @@ class Watch:
         Raises:
             WatchError: forward or backward pass, loss or collator wrote to a watched tensor.
         """
-        self._check_parameters()
         self._compare(_DURING)
         self._compare_samples(_SINCE_UPDATE)
 
@@ -179,11 +177,10 @@ class Watch:
     def look(self, loss_B: Tensor) -> Tensor:
         """Return the losses, and watch the trainable tensors outside the model that they depend on."""
         for leaf in leaves_of(loss_B) if isinstance(loss_B, Tensor) else ():
-            fixed = _Fixed(str(id(leaf)), _OUTSIDE, weakref.ref(leaf), saved=True, shape=tuple(leaf.shape))
+            fixed = _Fixed(str(id(leaf)), _OUTSIDE, weakref.ref(leaf), saved=True)
             watched = self._fixed.get(fixed.key)
             if id(leaf) not in self._known and (watched is None or watched.tensor() is not leaf):
-                self._fixed[fixed.key] = fixed
-                (fixed.checksum,) = _checksums([fixed])
+                self._watch(fixed)
         return loss_B
 
     def is_written(self) -> bool:
@@ -205,7 +202,6 @@ class Watch:
         """
         if self._deferred is not None:
             raise self._deferred
-        self._check_parameters()
         self._compare(_AT_SAVE, by_checksums=True)
         self._compare_samples(_AT_SAVE)
         self._at_save = Checksum(self._trainable.values())
@@ -213,16 +209,21 @@ class Watch:
     # ------------------------------------------------------------ comparisons
 
     def _compare(self, when: str, by_checksums: bool = False) -> None:
-        """Compare the stamps, and accept new tensors, equal values and caches that have grown.
+        """Check the set of parameters, compare the stamps, and accept new tensors, equal values and grown caches.
 
         Args:
             when: the moment, for the error.
             by_checksums: compare all tensors that are not trained by their checksums.
 
         Raises:
-            WatchError: a tensor has other values.
+            WatchError: a tensor has other values, or the model has other parameters or trains others.
         """
+        self._check_parameters()
         self._compare_weights(when)
+        self._compare_fixed(when, by_checksums)
+        self._check_places()
+
+    def _compare_fixed(self, when: str, by_checksums: bool) -> None:
         self._fixed = {key: one for key, one in self._fixed.items() if one.kind != _OUTSIDE or one.tensor() is not None}
         tensors = {key: fixed.tensor() for key, fixed in self._fixed.items()}
         written = list(tensors) if by_checksums else self._fixed_state.written(tensors)
@@ -290,28 +291,6 @@ class Watch:
 
     # -------------------------------------------------------------- the model
 
-    def _check_parameters(self) -> None:
-        """Check that the same parameters are trained as at the start, and that no other one has a gradient.
-
-        Raises:
-            WatchError: one was unfrozen or frozen, or a frozen one received a gradient.
-        """
-        self._check_places()
-        fixed = ((one.name, one.tensor()) for one in self._fixed.values() if one.kind == _FROZEN)
-        frozen = {name: parameter for name, parameter in fixed if parameter is not None}
-        what = [f"{name} was unfrozen" for name, parameter in frozen.items() if parameter.requires_grad]
-        what += [f"{name} was frozen" for name, parameter in self._trainable.items() if not parameter.requires_grad]
-        if what:
-            raise WatchError(
-                f"{what[0]} after the run was attached: the clip norm covers only parameters that were trainable then. "
-                "Set requires_grad before training starts; to change it, end the run and start another one"
-            )
-        if received := [name for name, parameter in frozen.items() if parameter.grad is not None]:
-            raise WatchError(
-                f"{received[0]} is not trained and has a gradient: it is not clipped, and no noise covers it. Set "
-                "requires_grad of all parameters, and .grad of frozen ones to None, before the run is attached"
-            )
-
     def _check_places(self) -> None:
         """Check that every parameter is where it was, and watch buffers that a forward pass has made.
 
@@ -334,8 +313,34 @@ class Watch:
                     f"The buffer {fixed.name} was added to the model after the run was attached, and it would be saved "
                     "or trained: no noise covers it. Register it before the run starts, or with persistent=False"
                 )
-            self._fixed.setdefault(fixed.key, fixed)
+            if fixed.key not in self._fixed:
+                self._watch(fixed)
         self._note_places()
+
+    def _watch(self, fixed: _Fixed) -> None:
+        """Watch a tensor from now on; the next comparison takes its sample."""
+        (fixed.checksum,), fixed.shape = _checksums([fixed]), tuple(fixed.tensor().shape)
+        self._fixed[fixed.key] = fixed
+
+    def _check_parameters(self) -> None:
+        """Check that the same parameters are trained as at the start, and that no other one has a gradient.
+
+        Raises:
+            WatchError: one was unfrozen or frozen, or a frozen one received a gradient.
+        """
+        frozen = {one.name: one.tensor() for one in self._fixed.values() if one.kind == _FROZEN}
+        what = [f"{name} was unfrozen" for name, tensor in frozen.items() if getattr(tensor, "requires_grad", 0)]
+        what += [f"{name} was frozen" for name, parameter in self._trainable.items() if not parameter.requires_grad]
+        if what:
+            raise WatchError(
+                f"{what[0]} after the run was attached: the clip norm covers only parameters that were trainable then. "
+                "Set requires_grad before training starts; to change it, end the run and start another one"
+            )
+        if received := [name for name, tensor in frozen.items() if getattr(tensor, "grad", None) is not None]:
+            raise WatchError(
+                f"{received[0]} is not trained and has a gradient: it is not clipped, and no noise covers it. Set "
+                "requires_grad of all parameters, and .grad of frozen ones to None, before the run is attached"
+            )
 
     def _note_places(self) -> None:
         """Store the places of parameters and buffers; references keep the ids of `_layout` from being used again."""
@@ -352,20 +357,18 @@ class Watch:
     def _find_fixed(self) -> Iterator[_Fixed]:
         seen = set(self._known)
         for path, module in self._model.named_modules():
-            start = f"{path}." if path else ""
-            for kind, members in ((_FROZEN, module._parameters), (_BUFFER, module._buffers)):
+            of_kind = {_FROZEN: module._parameters, _BUFFER: module._buffers, _SCALE: scales_of(module)}
+            for kind, members in of_kind.items():
                 for attribute, tensor in members.items():
                     if tensor is None or id(tensor) in seen:
                         continue
                     seen.add(id(tensor))
                     # The names of the saved buffers: a public list of them would gather the whole state.
-                    saved = attribute not in getattr(module, "_non_persistent_buffers_set", ())
+                    saved = attribute not in module._non_persistent_buffers_set
                     held: Callable[[], Any] = functools.partial(members.get, attribute)
                     if isinstance(tensor, DTensor):  # FSDP2 replaces the attribute temporarily
-                        held = functools.partial(_itself, tensor)
-                    yield _Fixed(start + attribute, kind, held, saved)
-            for attribute, tensor in scales_of(module).items():
-                yield _Fixed(start + attribute, _SCALE, functools.partial(_itself, tensor), saved=True)
+                        held = weakref.ref(tensor)
+                    yield _Fixed(f"{path}.{attribute}".removeprefix("."), kind, held, saved)
 
     # -------------------------------------------------------------- optimizer
 
@@ -444,10 +447,6 @@ class Watch:
             )
 
 
-def _itself(tensor: Any) -> Any:
-    return tensor
-
-
 def _parameters_of(optimizer: Optimizer) -> Iterator[tuple[int, nn.Parameter]]:
     yield from enumerate(parameter for group in optimizer.param_groups for parameter in group["params"])
 
@@ -455,12 +454,12 @@ def _parameters_of(optimizer: Optimizer) -> Iterator[tuple[int, nn.Parameter]]:
 def _has_grown(fixed: _Fixed) -> bool:
     """Return whether a cache that is not saved grew along one dimension and still begins with the old values."""
     tensor = fixed.tensor()
-    if fixed.saved or tensor is None or len(tensor.shape) != len(fixed.shape) or not fixed.shape:
+    if fixed.saved or tensor is None or len(tensor.shape) != len(fixed.shape):
         return False
-    longer = [dim for dim, (new, old) in enumerate(zip(tensor.shape, fixed.shape, strict=True)) if new != old]
-    if len(longer) != 1 or tensor.shape[longer[0]] < fixed.shape[longer[0]]:
+    if sum(new != old for new, old in zip(tensor.shape, fixed.shape, strict=True)) != 1:
         return False
-    return Checksum([tensor.narrow(longer[0], 0, fixed.shape[longer[0]])]).value() == fixed.checksum
+    start = tensor[tuple(map(slice, fixed.shape))]
+    return start.shape == fixed.shape and Checksum([start]).value() == fixed.checksum
 
 
 def _checksums(all_fixed: list[_Fixed]) -> list[int]:
