@@ -207,26 +207,26 @@ def described(value: Any) -> str:
     names; other objects by their class and public attributes with plain values. The order of sets has no influence.
 
     >>> described({"b", "a"}), described(functools.partial(len, key=1))
-    ("builtins.set('a', 'b')", "functools.partial(builtins.len, builtins.tuple(), builtins.dict('key': 1))")
+    ("{'a', 'b'}", "functools.partial(builtins.len, [], {'key': 1})")
     """
     if isinstance(value, _PLAIN):
         return repr(value)
+    if isinstance(value, type) or (inspect.isroutine(value) and not inspect.ismethod(value)):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(sorted(f'{described(key)}: {described(item)}' for key, item in value.items()))}}}"
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(described, value)))}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(described, value))}]"
     if isinstance(value, Tensor | np.ndarray):
         digest = hashlib.sha256()
         _add(digest, value)
         parts = [digest.hexdigest()[:12]]
-    elif isinstance(value, Mapping):
-        parts = sorted(f"{described(key)}: {described(item)}" for key, item in value.items())
-    elif isinstance(value, set | frozenset):
-        parts = sorted(map(described, value))
-    elif isinstance(value, list | tuple):
-        parts = list(map(described, value))
     elif isinstance(value, functools.partial):
         parts = list(map(described, (value.func, value.args, value.keywords)))
     elif inspect.ismethod(value):
         parts = list(map(described, (value.__func__, value.__self__)))
-    elif isinstance(value, type) or inspect.isroutine(value):
-        return f"{value.__module__}.{value.__qualname__}"
     elif dataclasses.is_dataclass(value):
         fields = sorted(field.name for field in dataclasses.fields(value))
         parts = [f"{name}={described(getattr(value, name, None))}" for name in fields]

@@ -44,8 +44,7 @@ def fetch(numbers):
     ("one", "same", "other"),
     [
         ({"b", "a"}, {"a", "b"}, {"a"}),
-        ({1: [2.5, None]}, {1: [2.5, None]}, {1: [2.5, 0]}),
-        (UserDict({1: (2.5,)}), UserDict({1: (2.5,)}), UserDict({1: (2,)})),
+        ({1: [2.5, None]}, UserDict({1: (2.5, None)}), {1: [2.5, 0]}),
         (np.int64(1), np.int64(1), np.int64(2)),
         (np.arange(3), np.arange(3), np.arange(1, 4)),
         (torch.tensor(0.1), torch.tensor(0.1), torch.tensor(0.2)),
