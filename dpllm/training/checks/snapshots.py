@@ -19,6 +19,7 @@ Stamp = tuple[tuple[int, int], ...]
 """Address and version of each piece of a tensor on this process."""
 Samples = dict[tuple[torch.device, torch.dtype], Tensor]
 """Samples of many tensors, as integers, by device and width."""
+_Views = dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]]
 _SAMPLED = 64  # entries of a piece
 _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -33,6 +34,7 @@ class Snapshot:
 
     Args:
         tensors: the tensors by key; sharded, quantised or None are allowed.
+        before: an earlier snapshot, whose views of the memory are used again if no tensor has moved.
 
     Attributes:
         stamps: the stamp of each tensor.
@@ -46,10 +48,11 @@ class Snapshot:
     """
 
     @torch.no_grad()
-    def __init__(self, tensors: Mapping[str, Any]) -> None:
+    def __init__(self, tensors: Mapping[str, Any], before: Snapshot | None = None) -> None:
         """Read the stamps, and queue copies of the samples."""
         self.stamps = {key: stamp_of(tensor) for key, tensor in tensors.items()}
-        self._views = _views_of(tensors)
+        stays = before is not None and _addresses(before.stamps) == _addresses(self.stamps)
+        self._views: _Views = before._views if before is not None and stays else _views_of(tensors)
         self.samples = self.read()
 
     @torch.no_grad()
@@ -71,9 +74,13 @@ class Snapshot:
         return list(keys)
 
 
-def _views_of(tensors: Mapping[str, Any]) -> dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]]:
+def _addresses(stamps: Mapping[str, Stamp]) -> list[tuple[str, list[int]]]:
+    return [(key, [address for address, _ in stamp]) for key, stamp in stamps.items()]
+
+
+def _views_of(tensors: Mapping[str, Any]) -> _Views:
     """Return views of at most 64 entries of each piece, as integers, by device and width."""
-    views = defaultdict(list)
+    views: _Views = defaultdict(list)
     for key, tensor in tensors.items():
         for piece in pieces(tensor):
             if not piece.numel():

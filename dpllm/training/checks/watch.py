@@ -122,7 +122,7 @@ class Watch:
             ]
         else:
             self._handles += [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._trainable.values()]
-        self._weights: Snapshot  # as the last update left them
+        self._weights = Snapshot({})  # as the last update left them
         self._at_save: Checksum | None  # of the weights, if a save has compared them since the last update
         self._fixed: dict[str, _Fixed] = {}
         self.rebase()
@@ -177,9 +177,11 @@ class Watch:
     def look(self, loss_B: Tensor) -> Tensor:
         """Return the losses, and watch the trainable tensors outside the model that they depend on."""
         for leaf in leaves_of(loss_B) if isinstance(loss_B, Tensor) else ():
+            if id(leaf) in self._known:
+                continue
             fixed = _Fixed(str(id(leaf)), _OUTSIDE, weakref.ref(leaf), saved=True)
             watched = self._fixed.get(fixed.key)
-            if id(leaf) not in self._known and (watched is None or watched.tensor() is not leaf):
+            if watched is None or watched.tensor() is not leaf:
                 self._watch(fixed)
         return loss_B
 
@@ -247,7 +249,7 @@ class Watch:
         self._weights = Snapshot(self._trainable)  # DeepSpeed writes the same weights when it saves them
 
     def _accept_weights(self) -> None:
-        self._weights, self._at_save = Snapshot(self._trainable), None
+        self._weights, self._at_save = Snapshot(self._trainable, self._weights), None
 
     def _compare_samples(self, when: str) -> None:
         """Compare the samples, with one wait for each device; the stamps have just been compared.
