@@ -106,7 +106,7 @@ class Attached:
             for point in self.independence.points:
                 ledger.append_open_point(point)
         except IndependenceError:
-            self.watch.explain()
+            self.watch.complete()  # a tensor that was written is the likeliest cause
             ledger.append_disclosure("losses of single rows, in an error message", 1)
             raise
 

@@ -17,10 +17,11 @@ from torch import Tensor
 from dpllm.config import ConfigError
 from dpllm.data.records import DataError
 from dpllm.data.single_rows import FETCH, RowByRow, RowReader, reader_of
-from dpllm.data.units import UnitIndex
+from dpllm.data.units import ONE_ROW, UnitIndex
 from dpllm.engines import model_inside
 from dpllm.models.inputs import model_pad_id
 from dpllm.models.tasks import task_of
+from dpllm.privacy.plan import PrivacyPlan
 from dpllm.training.checks import agreement
 from dpllm.training.checks.randomness import refuse_own_generators
 from dpllm.training.microbatch_size import AUTO
@@ -142,6 +143,36 @@ class TrainingRows:
         finally:
             thread.close()
 
+    def check_plan(self, plan: PrivacyPlan) -> None:
+        """Check that a plan was made for these rows.
+
+        Raises:
+            ConfigError: the plan's event would not describe the run.
+        """
+        units, bound = self.units, plan.max_rows_per_unit
+        if units.num_units != plan.population:
+            what = "rows to draw" if plan.sampling == "example" else "units"
+            raise ConfigError(
+                f"The plan is for {plan.population} {what}, but the data have {units.num_units}, so q would be "
+                "different. Make the plan with make_plan from these data"
+            )
+        if plan.unit == "user" and units.made_of == ONE_ROW:
+            raise ConfigError(
+                f"The plan protects users (column {plan.unit_column!r}), but the index makes each row a unit "
+                "(UnitIndex.one_row_per_unit): ε would hold only for a single row. Make the index with "
+                "UnitIndex.from_ids(ids, max_rows_per_unit, column=...) from the users' ids"
+            )
+        if units.rows_per_owner > plan.event.moves:
+            raise ConfigError(
+                f"Up to {units.rows_per_owner} rows of one user are drawn separately, but the plan accounts for "
+                f"{plan.event.moves}. Make both from the same max_rows_per_unit and sampling"
+            )
+        if plan.sampling == "unit" and bound is not None and units.max_rows > bound:
+            raise ConfigError(
+                f"A user has {units.max_rows} rows, but the plan allows at most {bound}. Make the index with "
+                "UnitIndex.from_ids(ids, max_rows_per_unit)"
+            )
+
     def refuse_own_generators(self) -> None:
         """Check that neither the collator nor the data set has a random generator of its own, nor the first a seed.
 
@@ -183,19 +214,30 @@ class TrainingRows:
         Rows of a data set in a table (`datasets.Dataset`) always do; of larger data, evenly spaced rows are read, as
         for `contents`.
         """
-        return agreement.first_with_other_columns(self.lengths, self.fetch)
+
+        def columns(row: Any) -> frozenset[Any] | None:
+            return frozenset(row) if isinstance(row, Mapping) else None
+
+        return agreement.first_other(self.lengths, self.fetch, columns)
 
     def first_with_other_counts(self, tokens: Sequence[int]) -> int | None:
         """Return the number of the first row that has more or fewer of these tokens than row 0; None: there is none."""
-        return agreement.first_with_other_counts(self.lengths, self.fetch, tokens)
+
+        def count(row: Any) -> int:
+            return int(np.isin(row.get("input_ids", ()), tokens).sum()) if isinstance(row, Mapping) else 0
+
+        return agreement.first_other(self.lengths, self.fetch, count)
 
     def facts(self) -> dict[str, Any]:
         """Return facts that must be identical on every process; otherwise processes would split different draws."""
-        return agreement.rows(
-            self.units,
-            self.lengths,
-            self.fetch,
-            self.collate,
-            {"max_rows": self.max_rows, "max_tokens": self.max_tokens, "packed": self.packed},
-            self.contents,
-        )
+        return {
+            "the number of units": self.units.num_units,
+            "the number of rows": len(self.lengths),
+            "the rows' lengths and units": agreement.order(self.units, self.lengths),
+            "the bound max_rows of a microbatch": self.max_rows,
+            "the bound max_tokens of a microbatch": self.max_tokens,
+            "the bound packed of a microbatch": self.packed,
+            "the collator": agreement.described(self.collate),
+            "the rows' contents or their order": self.contents[:12],
+            "the rows as the collator leaves them": agreement.collated(len(self.lengths), self.fetch, self.collate),
+        }

@@ -155,7 +155,7 @@ class PrivateRun:
         self.processes = Processes()
         if self.processes.size > 1:  # one process has nobody to agree with
             self.processes.agree({"the plan": plan.hash[:12], **agreement.software(), **rows.facts()})
-        agreement.check_rows(plan, rows.units)  # now, so that an error is raised by all processes
+        rows.check_plan(plan)  # now, so that an error is raised by all processes
         self._plan, self.rows, self.ledger = plan, rows, ledger
         # Only the run's steps move it; the stand-in of an audit, whose clipping does not adapt, has none.
         self._threshold = None if plan.mechanism.first_threshold is None else ledger.hand_over_threshold()
@@ -196,7 +196,7 @@ class PrivateRun:
         """
         path = Path(folder) / LEDGER_FILE
         require_shared_folder(folder, Processes())
-        agreement.check_rows(plan, rows.units)  # before anything is charged
+        rows.check_plan(plan)  # before anything is charged
         Processes().together(rows.try_reading)
         ledger = SharedLedger.create(path, plan, Processes(), public=public, budget_file=budget_file)
         with ledger.ended_on_failure():

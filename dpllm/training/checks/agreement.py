@@ -16,6 +16,7 @@ import platform
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,9 @@ import torch
 from torch import Tensor, nn
 
 import dpllm
-from dpllm.config import ConfigError
 from dpllm.config.versions import installed_version
-from dpllm.data.units import ONE_ROW, UnitIndex
+from dpllm.data.units import UnitIndex
 from dpllm.engines.optimizers import innermost
-from dpllm.privacy.plan import PrivacyPlan
 from dpllm.training.checks.repeatable import same_randomness
 
 _PACKAGES = ("numpy", "torch", "transformers", "peft", "accelerate", "deepspeed", "bitsandbytes")
@@ -37,6 +36,7 @@ _COLLATED = 8  # rows compared after collation, which finds another tokenizer or
 _TOKENS = 1 << 25  # most tokens compared, which takes seconds; of larger data, evenly spaced rows are compared
 _FETCHED = 1024  # rows fetched together
 _STATE = 0  # seed of the random generators while rows are read, for transforms and collators that draw numbers
+_PLAIN = (NoneType, bool, int, float, complex, str, bytes, enum.Enum, np.generic, torch.dtype, torch.device)
 _OWN = re.compile("^_|rank|process|pid|path|time")  # attributes that may differ between processes
 _name_of = functools.cache(str)  # NumPy takes longer to name a dtype than to hash a short row
 # Training arguments that name places or set how a process reports, and do not influence the computation.
@@ -104,67 +104,14 @@ def _device(parameter: Tensor) -> str:
     return f"cuda ({torch.cuda.get_device_name(parameter.device)})"
 
 
-def rows(
-    units: UnitIndex,
-    lengths: np.ndarray,
-    fetch: Callable[[np.ndarray], Sequence[Any]],
-    collate: Callable[[list[Any]], Mapping[str, Any]],
-    limits: Mapping[str, Any],
-    hash_of_contents: str,
-) -> dict[str, Any]:
-    """Return facts of a run's rows, their units and their microbatches, and of eight rows after collation.
-
-    The arguments are those of `dpllm.training.rows.TrainingRows`, the bounds of a microbatch by name, and `contents`.
-    """
-    order = hashlib.sha256()
+def order(units: UnitIndex, lengths: np.ndarray) -> str:
+    """Return a hash of the rows' units and lengths, which decide how draws are split into microbatches."""
+    digest = hashlib.sha256()
     for block in units.blocks():
-        order.update(np.ascontiguousarray(block).data)
+        digest.update(np.ascontiguousarray(block).data)
     for at in range(0, len(lengths), _BLOCK):
-        order.update(np.ascontiguousarray(lengths[at : at + _BLOCK], dtype=np.int64).data)
-    return {
-        "the number of units": units.num_units,
-        "the number of rows": len(lengths),
-        "the rows' lengths and units": order.hexdigest()[:12],
-        **{f"the bound {name} of a microbatch": value for name, value in limits.items()},
-        "the collator": described(collate),
-        "the rows' contents or their order": hash_of_contents[:12],
-        "the rows as the collator leaves them": collated(len(lengths), fetch, collate),
-    }
-
-
-def check_rows(plan: PrivacyPlan, units: UnitIndex) -> None:
-    """Check that a plan was made for these rows.
-
-    Args:
-        plan: plan of the run.
-        units: units of the rows.
-
-    Raises:
-        ConfigError: the plan's event would not describe the run.
-    """
-    bound = plan.max_rows_per_unit
-    if units.num_units != plan.population:
-        what = "rows to draw" if plan.sampling == "example" else "units"
-        raise ConfigError(
-            f"The plan is for {plan.population} {what}, but the data have {units.num_units}, so q would be different. "
-            "Make the plan with make_plan from these data"
-        )
-    if plan.unit == "user" and units.made_of == ONE_ROW:
-        raise ConfigError(
-            f"The plan protects users (column {plan.unit_column!r}), but the index makes each row a unit "
-            "(UnitIndex.one_row_per_unit): ε would hold only for a single row. Make the index with "
-            "UnitIndex.from_ids(ids, max_rows_per_unit, column=...) from the users' ids"
-        )
-    if units.rows_per_owner > plan.event.moves:
-        raise ConfigError(
-            f"Up to {units.rows_per_owner} rows of one user are drawn separately, but the plan accounts for "
-            f"{plan.event.moves}. Make both from the same max_rows_per_unit and sampling"
-        )
-    if plan.sampling == "unit" and bound is not None and units.max_rows > bound:
-        raise ConfigError(
-            f"A user has {units.max_rows} rows, but the plan allows at most {bound}. Make the index with "
-            "UnitIndex.from_ids(ids, max_rows_per_unit)"
-        )
+        digest.update(np.ascontiguousarray(lengths[at : at + _BLOCK], dtype=np.int64).data)
+    return digest.hexdigest()[:12]
 
 
 def contents(lengths: np.ndarray, fetch: Callable[[np.ndarray], Sequence[Any]]) -> str:
@@ -180,26 +127,13 @@ def contents(lengths: np.ndarray, fetch: Callable[[np.ndarray], Sequence[Any]]) 
     return digest.hexdigest()
 
 
-def first_with_other_columns(lengths: np.ndarray, fetch: Callable[[np.ndarray], Sequence[Any]]) -> int | None:
-    """Return the number of the first row whose columns differ from row 0's, of the rows that `contents` reads."""
-    return _first_other(lengths, fetch, lambda row: frozenset(row) if isinstance(row, Mapping) else None)
-
-
-def first_with_other_counts(
-    lengths: np.ndarray, fetch: Callable[[np.ndarray], Sequence[Any]], tokens: Sequence[int]
-) -> int | None:
-    """Return the number of the first row with more or fewer of these ``input_ids`` than row 0; None: there is none."""
-
-    def count(row: Any) -> int:
-        return int(np.isin(row.get("input_ids", ()), tokens).sum()) if isinstance(row, Mapping) else 0
-
-    return _first_other(lengths, fetch, count)
-
-
-def _first_other(
+def first_other(
     lengths: np.ndarray, fetch: Callable[[np.ndarray], Sequence[Any]], of: Callable[[Any], Any]
 ) -> int | None:
-    """Return the number of the first row for which a function returns another value than for row 0, or None."""
+    """Return the number of the first row for which `of` returns another value than for row 0; None: there is none.
+
+    The arguments are those of `contents`, which reads the same rows, and a function of a row.
+    """
     with same_randomness(_STATE):
         values = ((number, of(row)) for number, row in _read(lengths, fetch))
         first = next(values, (0, None))[1]
@@ -240,8 +174,8 @@ def _add(digest: Any, value: Any) -> None:
             _add(digest, value[name])
     elif isinstance(value, Tensor):
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        value = value.to_dense() if value.layout != torch.strided else value
-        own = value.detach().cpu().clone(memory_format=torch.contiguous_format)  # one repeated number has stride 0
+        own = value.detach().to_dense().cpu()
+        own = own.clone(memory_format=torch.contiguous_format)  # one repeated number has stride 0
         digest.update(own.flatten().view(torch.uint8).numpy().data)
     elif (
         isinstance(value, list | tuple | np.ndarray | np.generic | int | float)
@@ -273,35 +207,30 @@ def described(value: Any) -> str:
     names; other objects by their class and public attributes with plain values. The order of sets has no influence.
 
     >>> described({"b", "a"}), described(functools.partial(len, key=1))
-    ("{'a', 'b'}", "partial(builtins.len, [], {'key': 1})")
+    ("{'a', 'b'}", "functools.partial(builtins.len, [], {'key': 1})")
     """
-    if isinstance(value, enum.Enum):
-        return f"{type(value).__name__}.{value.name}"
-    if _is_plain(value) or isinstance(value, complex | torch.device):
+    if isinstance(value, _PLAIN):
         return repr(value)
+    if isinstance(value, type) or (inspect.isroutine(value) and not inspect.ismethod(value)):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(sorted(f'{described(key)}: {described(item)}' for key, item in value.items()))}}}"
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(described, value)))}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(described, value))}]"
     if isinstance(value, Tensor | np.ndarray):
         digest = hashlib.sha256()
         _add(digest, value)
-        return f"{type(value).__name__} {digest.hexdigest()[:12]}"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(sorted(f"{described(key)}: {described(item)}" for key, item in value.items())) + "}"
-    if isinstance(value, set | frozenset):
-        return "{" + ", ".join(sorted(map(described, value))) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(described, value)) + "]"
-    if isinstance(value, functools.partial):
-        return f"partial({', '.join(map(described, (value.func, value.args, value.keywords)))})"
-    if inspect.ismethod(value):
-        return f"{described(value.__func__)} of {described(value.__self__)}"
-    if isinstance(value, type) or inspect.isroutine(value):
-        return f"{value.__module__}.{value.__qualname__}"
-    if dataclasses.is_dataclass(value):
-        fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+        parts = [digest.hexdigest()[:12]]
+    elif isinstance(value, functools.partial):
+        parts = list(map(described, (value.func, value.args, value.keywords)))
+    elif inspect.ismethod(value):
+        parts = list(map(described, (value.__func__, value.__self__)))
+    elif dataclasses.is_dataclass(value):
+        fields = sorted(field.name for field in dataclasses.fields(value))
+        parts = [f"{name}={described(getattr(value, name, None))}" for name in fields]
     else:
-        attributes = getattr(value, "__dict__", {})
-        fields = {name: item for name, item in attributes.items() if _is_plain(item) and not _OWN.search(name)}
-    return f"{described(type(value))}({', '.join(f'{name}={described(fields[name])}' for name in sorted(fields))})"
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | str | bytes | enum.Enum | torch.dtype)
+        held = sorted(getattr(value, "__dict__", {}).items())
+        parts = [f"{name}={item!r}" for name, item in held if isinstance(item, _PLAIN) and not _OWN.search(name)]
+    return f"{described(type(value))}({', '.join(parts)})"

@@ -11,18 +11,20 @@ second optimizer, an average that is copied back. Each is refused before the nex
 * Trainable tensors outside the model, such as a head within the loss, stay as they are while losses depend on them.
 * No parameter is unfrozen, frozen, replaced, added, removed or tied to another one.
 
-One mechanism watches all tensors. A *stamp*, the address and version counter of each local piece, is compared on the
-host several times in each step. A write through ``.data`` raises no counter, so at most 64 entries of each piece, a
-*sample*, are compared as well; the device is read once, when the private gradient is complete. No step reads whole
-weights: checksums of the frozen tensors are computed when a model is attached, and compared at each save and the end.
-A save also takes one of the trained weights: until the next update, whoever writes the same weights is accepted.
+Stamps (`dpllm.training.checks.snapshots`) are compared before a step, when the private gradient is complete, and before
+the update; samples when the gradient is complete, so that each device is read once. The weights' samples from just
+before the update are part of the comparison in the next step, since the update itself accepts new weights. No step
+reads whole weights: checksums of the frozen tensors are computed when a model is attached, and compared at each save
+and the end. A save also takes one of the trained weights: until the next update, whoever writes the same weights is
+accepted.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,19 +33,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dpllm.engines.checksums import Checksum, pieces, values
+from dpllm.engines.checksums import Checksum, values
 from dpllm.engines.optimizers import innermost
 from dpllm.ghost.graph import leaves_of
 from dpllm.ghost.refusals import scales_of
+from dpllm.training.checks.snapshots import Samples, Snapshot, Stamp, stamp_of
 
-Stamp = tuple[tuple[int, int], ...]
-"""Address and version of each piece of a tensor on this process."""
-_Views = dict[tuple[torch.device, torch.dtype], list[tuple[Any, Tensor]]]
-_SAMPLED = 64  # entries of a piece
-_AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_FROZEN = "frozen parameter"
+_FROZEN, _BUFFER, _SCALE, _OUTSIDE = "frozen parameter", "buffer", "scale of a quantised weight", "outside tensor"
 _BETWEEN = "between two private steps, other than by optimizer.step()"
 _DURING = "during a private step, by the model's forward pass, the loss or the collator"
+_SINCE_UPDATE = "between two updates, other than by optimizer.step()"
 _UNTIL_UPDATE = "between the private step and optimizer.step()"
 _AT_SAVE = "after optimizer.step(), before weights were saved"
 
@@ -52,94 +51,17 @@ class WatchError(ValueError):
     """Private data reached, or may have reached, weights or saved state outside of the mechanism."""
 
 
-def stamp_of(tensor: Any) -> Stamp:
-    """Return the stamp of a tensor; PyTorch raises the version at each write, except through ``.data``."""
-    return tuple((piece.data_ptr(), 0 if piece.is_inference() else piece._version) for piece in pieces(tensor))
-
-
-class Snapshot:
-    """Stamps and samples of tensors at one moment.
-
-    Args:
-        tensors: the tensors by key; sharded, quantised or None are allowed.
-        before: an earlier snapshot, whose views of the memory are used again if no tensor has moved.
-
-    Attributes:
-        stamps: the stamp of each tensor.
-
-    >>> weights = {"weight": torch.zeros(9)}
-    >>> before = Snapshot(weights)
-    >>> weights["weight"].data += 1
-    >>> now = Snapshot(weights, before)
-    >>> before.moved(now), before.changed(now)
-    ([], ['weight'])
-    """
-
-    def __init__(self, tensors: Mapping[Any, Any], before: Snapshot | None = None) -> None:
-        """Read the stamps, and queue copies of the samples."""
-        with torch.no_grad():
-            self.stamps = {key: stamp_of(tensor) for key, tensor in tensors.items()}
-            stays = before is not None and _addresses(before.stamps) == _addresses(self.stamps)
-            self._views: _Views = before._views if before is not None and stays else _views_of(tensors)
-            self._values = {kind: torch.cat([view for _, view in parts]) for kind, parts in self._views.items()}
-
-    def moved(self, now: Snapshot) -> list[Any]:
-        """Return the keys of the tensors that were written or replaced since, by their stamps; reads no device."""
-        return [key for key, stamp in now.stamps.items() if stamp != self.stamps.get(key)]
-
-    def flags(self, now: Snapshot) -> Iterator[Tensor]:
-        """Yield a bool () for each device and dtype, whether samples differ; does not wait for the device."""
-        for kind in self._values.keys() | now._values.keys():
-            first, second = self._values.get(kind), now._values.get(kind)
-            if first is None or second is None or first.shape != second.shape:
-                yield torch.tensor(True)
-            else:
-                yield (first != second).any()
-
-    def changed(self, now: Snapshot) -> list[Any]:
-        """Return the keys of this snapshot whose samples differ; waits for the devices."""
-        first, second = self._read(), now._read()
-        return [key for key in self.stamps if first.get(key) != second.get(key)]
-
-    def _read(self) -> dict[Hashable, list[list[int]]]:
-        read: dict[Hashable, list[list[int]]] = {}
-        for kind, parts in self._views.items():
-            entries = iter(self._values[kind].split([len(view) for _, view in parts]))
-            for key, _ in parts:
-                read.setdefault(key, []).append(next(entries).tolist())
-        return read
-
-
-def _addresses(stamps: Mapping[Any, Stamp]) -> list[tuple[Any, list[int]]]:
-    return [(key, [address for address, _ in stamp]) for key, stamp in stamps.items()]
-
-
-def _views_of(tensors: Mapping[Any, Any]) -> _Views:
-    """Return views of at most 64 entries of each piece, as integers, by device and width."""
-    views: _Views = {}
-    for key, tensor in tensors.items():
-        for piece in pieces(tensor):
-            if not piece.numel():
-                continue
-            part = piece.detach().as_subclass(Tensor)
-            part = torch.view_as_real(part) if part.is_complex() else part
-            part = part.view(-1) if part.is_contiguous() else part
-            while part.dim() > 1:  # transposed, for instance: one row
-                part = part[len(part) // 2]
-            part = part[:: -(-len(part) // _SAMPLED)].view(_AS_INTEGER[part.element_size()])
-            views.setdefault((part.device, part.dtype), []).append((key, part))
-    return views
-
-
 @dataclass
 class _Fixed:
     """A tensor that must not change.
 
     Attributes:
         name: its path in the model.
-        kind: "buffer", "frozen parameter" or "scale of a quantised weight".
+        kind: frozen parameter, buffer, scale of a quantised weight, or outside tensor.
         tensor: returns it; None: it is gone.
         saved: whether it is part of the saved state.
+        shape: when it was accepted.
+        checksum: when it was accepted; None: it is new.
     """
 
     name: str
@@ -148,6 +70,11 @@ class _Fixed:
     saved: bool
     shape: tuple[int, ...] = ()
     checksum: int | None = None
+
+    @property
+    def key(self) -> str:
+        """Kind and name: a module may hold a tensor of two kinds under one name, such as a weight and its scale."""
+        return f"{self.kind} {self.name}"
 
 
 class Watch:
@@ -195,19 +122,21 @@ class Watch:
             ]
         else:
             self._handles += [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._trainable.values()]
-        self._outside: dict[int, tuple[weakref.ref[Tensor], Stamp]] = {}  # by number, in the order of appearance
-        self._num_outside, self._outside_state = 0, Snapshot({})
+        self._weights = Snapshot({})  # as the last update left them
+        self._at_save: Checksum | None  # of the weights, if a save has compared them since the last update
+        self._fixed: dict[str, _Fixed] = {}
         self.rebase()
 
     def rebase(self) -> None:
         """Store the present state for later comparisons, after a checkpoint was loaded."""
-        self._fixed = {(fixed.name, fixed.kind): fixed for fixed in self._find_fixed()}
-        self._places = self._find_places()
-        self._fixed_state, self._weights = Snapshot({}), Snapshot(self._trainable)
-        self._at_save: Checksum | None = None  # of the weights, since the last update
-        self._accept(self._fixed, _BETWEEN)
-        self._pending: list[tuple[str, Snapshot, Snapshot, list[Tensor]]] = []
+        outside = {key: fixed for key, fixed in self._fixed.items() if fixed.kind == _OUTSIDE}
+        self._fixed = outside | {fixed.key: fixed for fixed in self._find_fixed()}
+        self._note_places()
+        self._accept_weights()
+        self._fixed_state = Snapshot({})
+        self._at_updates: list[tuple[Snapshot, Samples]] = []  # weights just before updates, to be compared
         self._gradients: dict[str, tuple[Tensor | None, Stamp]] = {}
+        self._compare(_BETWEEN)
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -225,9 +154,7 @@ class Watch:
         """
         if self._deferred is not None:
             raise self._deferred
-        self._check_trainable_set()
         self._compare(_BETWEEN)
-        self._check_places(_BETWEEN)
         self._gradients = {}
 
     def complete(self) -> None:
@@ -236,54 +163,36 @@ class Watch:
         Raises:
             WatchError: forward or backward pass, loss or collator wrote to a watched tensor.
         """
-        self._check_trainable_set()
         self._compare(_DURING)
-        self._check_places(_DURING)
-        self._settle()
-        for name, parameter in self._frozen():
-            if parameter.grad is not None:
-                raise WatchError(
-                    f"{name} is not trained and received a gradient {_DURING}: it is not clipped, and no noise covers "
-                    "it. Set requires_grad of all parameters before the run is attached"
-                )
-
-    def explain(self) -> None:
-        """Name a written tensor when the passes of a step have failed, since it is the likeliest cause.
-
-        Raises:
-            WatchError: a watched tensor changed.
-        """
-        self._compare(_DURING)
-        self._settle()
+        self._compare_samples(_SINCE_UPDATE)
 
     def note_gradients(self) -> None:
         """Store the gradients of the private step in ``.grad``; the optimizer must receive exactly these."""
         if self._hands_in is not None:
-            self._weights, self._at_save = Snapshot(self._trainable, self._weights), None
+            self._accept_weights()
             return
-        with torch.no_grad():
-            grads = {name: parameter.grad for name, parameter in self._trainable.items()}
-            self._gradients = {name: (grad, stamp_of(grad)) for name, grad in grads.items() if grad is not None}
+        grads = {name: parameter.grad for name, parameter in self._trainable.items()}
+        self._gradients = {name: (grad, stamp_of(grad)) for name, grad in grads.items() if grad is not None}
 
     def look(self, loss_B: Tensor) -> Tensor:
         """Return the losses, and watch the trainable tensors outside the model that they depend on."""
-        seen = {id(leaf()) for leaf, _ in self._outside.values()} | self._known.keys()
         for leaf in leaves_of(loss_B) if isinstance(loss_B, Tensor) else ():
-            if id(leaf) not in seen:
-                self._num_outside += 1
-                self._outside[self._num_outside] = weakref.ref(leaf), stamp_of(leaf)
-                seen.add(id(leaf))
+            if id(leaf) in self._known:
+                continue
+            fixed = _Fixed(str(id(leaf)), _OUTSIDE, weakref.ref(leaf), saved=True)
+            watched = self._fixed.get(fixed.key)
+            if watched is None or watched.tensor() is not leaf:
+                self._watch(fixed)
         return loss_B
 
     def is_written(self) -> bool:
         """Return whether a trained parameter differs from the last update, by stamps and samples; waits for devices."""
-        now = Snapshot(self._trainable, self._weights)
-        return bool(self._weights.moved(now) or self._weights.changed(now))
+        return bool(self._weights.written(self._trainable) or self._weights.changed(self._weights.read()))
 
     def accept_restored(self) -> None:
         """Accept the stamps of weights that the run's own average has replaced and put back, if no sample differs."""
-        now = Snapshot(self._trainable, self._weights)
-        if not self._weights.changed(now):
+        now = Snapshot(self._trainable)
+        if not self._weights.changed(now.samples):
             self._weights = now
 
     def check_everything(self) -> None:
@@ -295,82 +204,70 @@ class Watch:
         """
         if self._deferred is not None:
             raise self._deferred
-        self._settle()
-        self._accept(self._fixed, _AT_SAVE)
-        self._compare(_AT_SAVE)
-        self._check_places(_AT_SAVE)
-        self._settle()
-        self._at_save = self._sum_of_weights()
+        self._compare(_AT_SAVE, by_checksums=True)
+        self._compare_samples(_AT_SAVE)
+        self._at_save = Checksum(self._trainable.values())
 
     # ------------------------------------------------------------ comparisons
 
-    def _compare(self, when: str) -> None:
-        """Compare the stamps, and queue the comparison of the samples."""
-        fixed, weights = Snapshot(self._fixed_tensors(), self._fixed_state), Snapshot(self._trainable, self._weights)
-        for name in self._weights.moved(weights):
-            if self._at_save is None or values([self._at_save]) != values([self._sum_of_weights()]):
-                raise self._refusal(name, when)
-            self._weights = weights  # DeepSpeed writes the same weights when it saves them
-            break
-        if moved := self._fixed_state.moved(fixed):
-            self._accept(moved, when)
-            fixed = self._fixed_state
-        outside = self._outside_now(when)
-        for before, now in ((self._fixed_state, fixed), (self._weights, weights), (self._outside_state, outside)):
-            self._pending.append((when, before, now, list(before.flags(now))))
+    def _compare(self, when: str, by_checksums: bool = False) -> None:
+        """Check the set of parameters, compare the stamps, and accept new tensors, equal values and grown caches.
 
-    def _sum_of_weights(self) -> Checksum:
-        with torch.no_grad():
-            return Checksum(self._trainable.values())
+        Args:
+            when: the moment, for the error.
+            by_checksums: compare all tensors that are not trained by their checksums.
 
-    def _outside_now(self, when: str) -> Snapshot:
-        """Compare the stamps of the tensors outside the model that are left, and return their samples."""
-        self._outside = {number: one for number, one in self._outside.items() if one[0]() is not None}
-        now = Snapshot({number: leaf() for number, (leaf, _) in self._outside.items()}, self._outside_state)
-        for number, (_, stamp) in self._outside.items():
-            if now.stamps[number] != stamp:
-                raise self._refusal(number, when)
-        if now.stamps.keys() != self._outside_state.stamps.keys():
-            self._outside_state = now
-        return now
+        Raises:
+            WatchError: a tensor has other values, or the model has other parameters or trains others.
+        """
+        self._check_parameters()
+        self._compare_weights(when)
+        self._compare_fixed(when, by_checksums)
+        self._check_places()
 
-    def _settle(self) -> None:
-        """Read the queued comparisons, with one wait for each device.
+    def _compare_fixed(self, when: str, by_checksums: bool) -> None:
+        self._fixed = {key: one for key, one in self._fixed.items() if one.kind != _OUTSIDE or one.tensor() is not None}
+        tensors = {key: fixed.tensor() for key, fixed in self._fixed.items()}
+        written = list(tensors) if by_checksums else self._fixed_state.written(tensors)
+        if not written and tensors.keys() == self._fixed_state.stamps.keys():
+            return
+        accepted = [self._fixed[key] for key in written]
+        for fixed, total in zip(accepted, _checksums(accepted), strict=True):
+            if fixed.checksum not in (None, total) and not _has_grown(fixed):
+                raise self._refusal(fixed.key, when)
+            fixed.checksum, fixed.shape = total, tuple(getattr(fixed.tensor(), "shape", ()))
+        for key in self._fixed_state.changed(self._fixed_state.read()):
+            if key in tensors and key not in written:
+                raise self._refusal(key, when)
+        self._fixed_state = Snapshot(tensors)
+
+    def _compare_weights(self, when: str) -> None:
+        if not (written := self._weights.written(self._trainable)):
+            return
+        if self._at_save is None or values([self._at_save]) != values([Checksum(self._trainable.values())]):
+            raise self._refusal(written[0], when)
+        self._weights = Snapshot(self._trainable)  # DeepSpeed writes the same weights when it saves them
+
+    def _accept_weights(self) -> None:
+        self._weights, self._at_save = Snapshot(self._trainable, self._weights), None
+
+    def _compare_samples(self, when: str) -> None:
+        """Compare the samples, with one wait for each device; the stamps have just been compared.
 
         Raises:
             WatchError: samples differ.
         """
-        pending, self._pending = self._pending, []
-        flags: dict[torch.device, list[Tensor]] = {}
-        for flag in (flag for *_, each in pending for flag in each):
-            flags.setdefault(flag.device, []).append(flag)
+        compared = [(state, samples, _UNTIL_UPDATE) for state, samples in self._at_updates]
+        compared += [(state, state.read(), when) for state in (self._weights, self._fixed_state)]
+        flags = defaultdict(list)
+        for state, samples, _ in compared:
+            for kind, first in state.samples.items():
+                flags[first.device].append((first != samples[kind]).any())
         if any(any(torch.stack(each).tolist()) for each in flags.values()):
-            for when, before, now, _ in pending:
-                for key in before.changed(now):
-                    error = self._refusal(key, when)
-                    self._deferred = error if when == _UNTIL_UPDATE else None  # that update cannot be taken back
-                    raise error
+            raise next(self._refusal(key, at) for state, samples, at in compared for key in state.changed(samples))
+        self._at_updates.clear()
 
-    def _accept(self, keys: Iterable[tuple[str, str]], when: str) -> None:
-        """Accept new tensors, equal values and caches that have grown; waits for the device.
-
-        Raises:
-            WatchError: a tensor has other values.
-        """
-        accepted = {key: self._fixed[key] for key in keys}
-        for (key, one), total in zip(accepted.items(), _checksums(accepted.values()), strict=True):
-            if one.checksum not in (None, total) and not _has_grown(one):
-                raise self._refusal(key, when)
-            one.checksum, one.shape = total, tuple(getattr(one.tensor(), "shape", ()))
-        before, now = self._fixed_state, Snapshot(self._fixed_tensors(), self._fixed_state)
-        others = before.stamps.keys() - accepted.keys()  # their stamps stay
-        for key in before.changed(now):
-            if key in others:
-                raise self._refusal(key, when)
-        now.stamps |= {key: before.stamps[key] for key in others}
-        self._fixed_state = now
-
-    def _refusal(self, key: Any, when: str) -> WatchError:
+    def _refusal(self, key: str, when: str) -> WatchError:
         """Return the error about a tensor that changed."""
         if key in self._trainable:
             return WatchError(
@@ -380,17 +277,15 @@ class Watch:
                 "of PrivateRun.attach, and evaluate other weights in copy.deepcopy(model). Load checkpoints before "
                 "attach(), or register the run: accelerator.register_for_checkpointing(run)"
             )
-        if isinstance(key, int):
-            leaf = self._outside[key][0]()
+        if (fixed := self._fixed[key]).kind == _OUTSIDE:
             return WatchError(
-                f"A trainable tensor of shape {tuple(getattr(leaf, 'shape', ()))}, which the losses depend on and the "
-                f"model does not hold, was written {when}, perhaps by its own optimizer. Its gradients are not clipped "
-                "and get no noise, so private rows would reach all later losses through it. Make it a part of the "
-                "model, train it on public data only, or, if it follows the private weights, set requires_grad_(False)"
+                f"A trainable tensor of shape {fixed.shape}, which the losses depend on and the model does not hold, "
+                f"was written {when}, perhaps by its own optimizer. Its gradients are not clipped and get no noise, so "
+                "private rows would reach all later losses through it. Make it a part of the model, train it on public "
+                "data only, or, if it follows the private weights, set requires_grad_(False)"
             )
-        name, kind = key
         return WatchError(
-            f"The {kind} {name} changed {when}. Values computed from private rows must reach the model only through "
+            f"The {key} changed {when}. Values computed from private rows must reach the model only through "
             "the noisy gradient, unlike running statistics, max_norm of an embedding, or weights written by a "
             "callback. Freeze the statistic, leave max_norm out, or remove the callback; do not release any output of "
             "this run"
@@ -398,76 +293,84 @@ class Watch:
 
     # -------------------------------------------------------------- the model
 
-    def _check_trainable_set(self) -> None:
-        what = [f"{name} was unfrozen" for name, parameter in self._frozen() if parameter.requires_grad]
+    def _check_places(self) -> None:
+        """Check that every parameter is where it was, and watch buffers that a forward pass has made.
+
+        Raises:
+            WatchError: a parameter was replaced, added or removed; or a new buffer is saved or trainable.
+        """
+        if self._sharded or self._layout() == self._noted_layout:
+            return
+        now = dict(self._model.named_parameters(remove_duplicate=False))
+        for name in sorted(self._places.keys() | now.keys()):
+            if self._places.get(name) is not now.get(name):
+                raise WatchError(
+                    f"{name} is another parameter than when the run was attached: it, or a module that holds it, was "
+                    "replaced, added, removed or tied. No noise covers the new one. Change the model before the run "
+                    "is attached, or after it has ended, in a copy that is saved elsewhere"
+                )
+        for fixed in self._find_fixed():
+            if fixed.kind == _BUFFER and fixed.key not in self._fixed and (fixed.saved or fixed.tensor().requires_grad):
+                raise WatchError(
+                    f"The buffer {fixed.name} was added to the model after the run was attached, and it would be saved "
+                    "or trained: no noise covers it. Register it before the run starts, or with persistent=False"
+                )
+            if fixed.key not in self._fixed:
+                self._watch(fixed)
+        self._note_places()
+
+    def _watch(self, fixed: _Fixed) -> None:
+        """Watch a tensor from now on; the next comparison takes its sample."""
+        (fixed.checksum,), fixed.shape = _checksums([fixed]), tuple(fixed.tensor().shape)
+        self._fixed[fixed.key] = fixed
+
+    def _check_parameters(self) -> None:
+        """Check that the same parameters are trained as at the start, and that no other one has a gradient.
+
+        Raises:
+            WatchError: one was unfrozen or frozen, or a frozen one received a gradient.
+        """
+        frozen = {one.name: one.tensor() for one in self._fixed.values() if one.kind == _FROZEN}
+        what = [f"{name} was unfrozen" for name, tensor in frozen.items() if getattr(tensor, "requires_grad", 0)]
         what += [f"{name} was frozen" for name, parameter in self._trainable.items() if not parameter.requires_grad]
         if what:
             raise WatchError(
                 f"{what[0]} after the run was attached: the clip norm covers only parameters that were trainable then. "
                 "Set requires_grad before training starts; to change it, end the run and start another one"
             )
+        if received := [name for name, tensor in frozen.items() if getattr(tensor, "grad", None) is not None]:
+            raise WatchError(
+                f"{received[0]} is not trained and has a gradient: it is not clipped, and no noise covers it. Set "
+                "requires_grad of all parameters, and .grad of frozen ones to None, before the run is attached"
+            )
 
-    def _frozen(self) -> Iterator[tuple[str, Any]]:
-        tensors = ((fixed.name, fixed.tensor()) for fixed in self._fixed.values() if fixed.kind == _FROZEN)
-        yield from ((name, tensor) for name, tensor in tensors if tensor is not None)
+    def _note_places(self) -> None:
+        """Store the places of parameters and buffers; references keep the ids of `_layout` from being used again."""
+        self._modules = list(self._model.modules())
+        self._places = {} if self._sharded else dict(self._model.named_parameters(remove_duplicate=False))
+        self._noted_layout = self._layout()
 
-    def _check_places(self, when: str) -> None:
-        """Check that every parameter is where it was, and watch buffers that a forward pass has made.
-
-        Raises:
-            WatchError: a parameter was replaced, added or removed; or a new buffer is saved or trainable.
-        """
-        now = self._find_places()
-        if now == self._places:
-            return
-        new = [fixed for fixed in self._find_fixed() if (fixed.name, fixed.kind) not in self._fixed]
-        for fixed in new:
-            if fixed.kind == "buffer" and (fixed.saved or fixed.tensor().requires_grad):
-                raise WatchError(
-                    f"The buffer {fixed.name} was added to the model after the run was attached, and it would be saved "
-                    "or trained: no noise covers it. Register it before the run starts, or with persistent=False"
-                )
-        for name in sorted(self._places.keys() | now.keys()):
-            if self._places.get(name) != now.get(name) and 0 not in (self._places.get(name), now.get(name)):
-                raise WatchError(
-                    f"{name} is another parameter than when the run was attached: it, or a module that holds it, was "
-                    "replaced, added, removed or tied. No noise covers the new one. Change the model before the run "
-                    "is attached, or after it has ended, in a copy that is saved elsewhere"
-                )
-        self._places, added = now, {(fixed.name, fixed.kind): fixed for fixed in new}
-        self._fixed |= added
-        self._accept(added, when)
-
-    def _find_places(self) -> dict[str, int]:
-        """Return the id of the parameter at each path, and 0 for each buffer; nothing where modules hold shards."""
-        places: dict[str, int] = {}
-        for path, module in () if self._sharded else self._model.named_modules(remove_duplicate=False):
-            start = f"{path}." if path else ""
-            places |= {start + name: id(p) for name, p in module._parameters.items() if p is not None}
-            places |= {start + name: 0 for name, buffer in module._buffers.items() if buffer is not None}
-        return places
+    def _layout(self) -> list[int | str]:
+        """Return the id of each module and parameter, and the names of buffers: faster to compare than paths."""
+        held = (parts for module in self._modules for parts in (module._modules, module._parameters))
+        layout: list[int | str] = [id(part) for parts in held for part in parts.values()]
+        return layout + [name for module in self._modules for name in module._buffers]
 
     def _find_fixed(self) -> Iterator[_Fixed]:
         seen = set(self._known)
         for path, module in self._model.named_modules():
-            start = f"{path}." if path else ""
-            for kind, members in ((_FROZEN, module._parameters), ("buffer", module._buffers)):
+            of_kind = {_FROZEN: module._parameters, _BUFFER: module._buffers, _SCALE: scales_of(module)}
+            for kind, members in of_kind.items():
                 for attribute, tensor in members.items():
                     if tensor is None or id(tensor) in seen:
                         continue
                     seen.add(id(tensor))
                     # The names of the saved buffers: a public list of them would gather the whole state.
-                    saved = attribute not in getattr(module, "_non_persistent_buffers_set", ())
-                    held = functools.partial(getattr, module, attribute, None)
+                    saved = attribute not in module._non_persistent_buffers_set
+                    held: Callable[[], Any] = functools.partial(members.get, attribute)
                     if isinstance(tensor, DTensor):  # FSDP2 replaces the attribute temporarily
-                        held = functools.partial(_itself, tensor)
-                    yield _Fixed(start + attribute, kind, held, saved)
-            for attribute, tensor in scales_of(module).items():
-                held = functools.partial(_itself, tensor)
-                yield _Fixed(start + attribute, "scale of a quantised weight", held, saved=True)
-
-    def _fixed_tensors(self) -> dict[tuple[str, str], Any]:
-        return {key: fixed.tensor() for key, fixed in self._fixed.items()}
+                        held = weakref.ref(tensor)
+                    yield _Fixed(f"{path}.{attribute}".removeprefix("."), kind, held, saved)
 
     # -------------------------------------------------------------- optimizer
 
@@ -502,7 +405,8 @@ class Watch:
                     "gradients than the private one. Call optimizer.step() without arguments"
                 )
             self._refuse_extra(optimizer)
-            self._compare(_UNTIL_UPDATE)
+            self._compare_weights(_UNTIL_UPDATE)
+            self._at_updates.append((self._weights, self._weights.read()))
             self._check_gradients()
             if self._gradients:
                 self._before()
@@ -531,7 +435,7 @@ class Watch:
 
     def _after_update(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         del optimizer, args, kwargs
-        self._weights, self._at_save = Snapshot(self._trainable, self._weights), None
+        self._accept_weights()
         # Only the stamps: the memory of the gradients is needed.
         self._gradients = {name: (None, stamp) for name, (_, stamp) in self._gradients.items()}
 
@@ -545,10 +449,6 @@ class Watch:
             )
 
 
-def _itself(tensor: Any) -> Any:
-    return tensor
-
-
 def _parameters_of(optimizer: Optimizer) -> Iterator[tuple[int, nn.Parameter]]:
     yield from enumerate(parameter for group in optimizer.param_groups for parameter in group["params"])
 
@@ -556,16 +456,14 @@ def _parameters_of(optimizer: Optimizer) -> Iterator[tuple[int, nn.Parameter]]:
 def _has_grown(fixed: _Fixed) -> bool:
     """Return whether a cache that is not saved grew along one dimension and still begins with the old values."""
     tensor = fixed.tensor()
-    if fixed.saved or tensor is None or len(tensor.shape) != len(fixed.shape) or not fixed.shape:
+    if fixed.saved or tensor is None or len(tensor.shape) != len(fixed.shape):
         return False
-    longer = [dim for dim, (new, old) in enumerate(zip(tensor.shape, fixed.shape, strict=True)) if new != old]
-    if len(longer) != 1 or tensor.shape[longer[0]] < fixed.shape[longer[0]]:
+    if sum(new != old for new, old in zip(tensor.shape, fixed.shape, strict=True)) != 1:
         return False
-    with torch.no_grad():
-        return Checksum([tensor.narrow(longer[0], 0, fixed.shape[longer[0]])]).value() == fixed.checksum
+    start = tensor[tuple(map(slice, fixed.shape))]
+    return start.shape == fixed.shape and Checksum([start]).value() == fixed.checksum
 
 
-def _checksums(all_fixed: Iterable[_Fixed]) -> list[int]:
+def _checksums(all_fixed: list[_Fixed]) -> list[int]:
     """Return the checksum of each tensor, with one read per device."""
-    with torch.no_grad():
-        return values([Checksum([fixed.tensor()]) for fixed in all_fixed])
+    return values([Checksum([fixed.tensor()]) for fixed in all_fixed])

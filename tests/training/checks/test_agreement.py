@@ -10,13 +10,8 @@ import pytest
 import torch
 
 from dpllm.data.units import UnitIndex
-from dpllm.training.checks.agreement import (
-    contents,
-    described,
-    first_with_other_columns,
-    first_with_other_counts,
-    rows,
-)
+from dpllm.training.checks.agreement import contents, described
+from dpllm.training.rows import TrainingRows
 from tests.mutations import kills
 
 LENGTHS = np.full(4, 3)
@@ -50,13 +45,14 @@ def fetch(numbers):
     [
         ({"b", "a"}, {"a", "b"}, {"a"}),
         ({1: [2.5, None]}, UserDict({1: (2.5, None)}), {1: [2.5, 0]}),
+        (np.int64(1), np.int64(1), np.int64(2)),
         (np.arange(3), np.arange(3), np.arange(1, 4)),
         (torch.tensor(0.1), torch.tensor(0.1), torch.tensor(0.2)),
         (Padding(), Padding(), Padding(1)),
         (Padding(inner=Cutting(4)), Padding(inner=Cutting(4)), Padding(inner=Cutting(5))),
         (Cutting(4).__call__, Cutting(4).__call__, Cutting(5).__call__),
         (functools.partial(Cutting(4), more=1), functools.partial(Cutting(4), more=1), functools.partial(Cutting(4))),
-        (fetch, fetch, rows),
+        (fetch, fetch, contents),
     ],
 )
 def test_a_description_is_equal_for_equal_settings_only(one, same, other):
@@ -67,10 +63,10 @@ def test_a_description_is_equal_for_equal_settings_only(one, same, other):
 
 FACTS = {
     "the collator": {"collate": Cutting(1000)},
-    "the bound max_rows of a microbatch": {"limits": {"max_rows": 5}},
+    "the bound max_rows of a microbatch": {"max_rows": 5},
     "the rows' lengths and units": {"lengths": np.array([3, 3, 3, 4])},
     "the rows as the collator leaves them": {"collate": Padding(1)},
-    "the rows' contents or their order": {"hash_of_contents": contents(LENGTHS, lambda numbers: fetch(numbers[::-1]))},
+    "the rows' contents or their order": {"fetch": lambda numbers: fetch(3 - numbers)},
 }
 
 
@@ -90,9 +86,9 @@ FACTS = {
 def test_rows_that_differ_on_one_machine_differ_in_the_fact_that_says_so(name):
     """Another tokenizer or padding token shows after collation."""
     given = {"units": UnitIndex.one_row_per_unit(4), "lengths": LENGTHS, "fetch": fetch, "collate": Padding()}
-    given |= {"limits": {"max_rows": 4}, "hash_of_contents": contents(LENGTHS, fetch)}
-    facts, others = rows(**given), rows(**given | FACTS[name])
-    assert facts[name] != others[name] and facts == rows(**given)
+    given |= {"max_rows": 4}
+    facts, others = TrainingRows(**given).facts(), TrainingRows(**given | FACTS[name]).facts()
+    assert facts[name] != others[name] and facts == TrainingRows(**given).facts()
 
 
 @pytest.mark.parametrize("kind", [list, np.array, lambda texts: np.array(texts, dtype=object)])
@@ -108,10 +104,10 @@ def test_the_hash_of_rows_takes_text_in_any_form(kind):
 def test_the_first_row_with_other_columns_or_other_counts_is_named():
     """None, where all rows are like the first."""
     given = [{"input_ids": [7, 1]}, {"input_ids": [7, 2]}, {"input_ids": [7, 7]}, {"input_ids": [7], "more": 1}]
-    lengths = np.array([2, 2, 2, 1])
 
     def some(count):
-        return lengths[:count], lambda numbers: [given[number] for number in numbers]
+        units, lengths = UnitIndex.one_row_per_unit(count), np.array([2, 2, 2, 1])[:count]
+        return TrainingRows(units, lengths, lambda numbers: [given[number] for number in numbers], Padding(), 4)
 
-    assert (first_with_other_columns(*some(4)), first_with_other_columns(*some(3))) == (3, None)
-    assert (first_with_other_counts(*some(4), [7]), first_with_other_counts(*some(2), [7])) == (2, None)
+    assert (some(4).other_columns, some(3).other_columns) == (3, None)
+    assert (some(4).first_with_other_counts([7]), some(2).first_with_other_counts([7])) == (2, None)
