@@ -191,10 +191,9 @@ def compare(seen: Sequence[Seen], counting: float, bound: Bound) -> tuple[Differ
         share = 1 + bound.step / tolerance / one.targets if one.targets else 1.0
         loss, norm = loss / share, norm / share
         largest = [max(largest[0], loss), max(largest[1], norm)]
-        # Reported first: a row that was twice run alone, which rounds alike; then one that was also run alone.
+        # Reported first: a row that was twice run alone; then one that was also run alone.
         times_alone = [len(first.company.numbers), len(one.company.numbers)].count(1)
-        room = tolerance / _REPEATED if times_alone == 2 else tolerance
-        found = (times_alone, max(loss, norm) / room)
+        found = (times_alone, max(loss, norm) / _tolerance((first, one), tolerance))
         if found[1] > 1 and found > excess:
             worst, excess = (first, one), found
     return Differences(largest[0], largest[1], tolerance), worst
@@ -228,9 +227,10 @@ def in_words(worst: tuple[Seen, Seen], tolerance: float, not_held: str) -> str:
     name = _figure(worst, tolerance)
     values = (first.loss, other.loss) if name == "loss" else (first.norm, other.norm)
     cause, remedy = _cause(other, not_held)
+    explained = _tolerance(worst, tolerance)
     return (
         f"The {name} of a row depends on other rows: {first.company.words} it is {values[0]:.6g}, "
-        f"{other.company.words} {values[1]:.6g} (dropout off; rounding explains {tolerance:.0e}). "
+        f"{other.company.words} {values[1]:.6g} (dropout off; rounding explains {explained:.0e}). "
         f"A unit then cannot be bounded, and ε would not hold. {cause}. {remedy}"
     )
 
@@ -241,7 +241,14 @@ def finding_of(worst: tuple[Seen, Seen], tolerance: float) -> str:
 
 
 def _figure(worst: tuple[Seen, Seen], tolerance: float) -> str:
-    return "loss" if difference(worst[0].loss, worst[1].loss, 1.0) > tolerance / _REPEATED else "gradient norm"
+    by_loss = difference(worst[0].loss, worst[1].loss, 1.0) > _tolerance(worst, tolerance)
+    return "loss" if by_loss else "gradient norm"
+
+
+def _tolerance(pair: tuple[Seen, Seen], tolerance: float) -> float:
+    """Return the largest difference that rounding explains; less for a row that was run alone twice."""
+    is_repeated = all(len(one.company.numbers) == 1 for one in pair)
+    return tolerance / _REPEATED if is_repeated else tolerance
 
 
 def _cause(other: Seen, not_held: str) -> tuple[str, str]:

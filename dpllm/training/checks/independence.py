@@ -163,6 +163,8 @@ FIRST, LATER = (4, 1 / 16, 64), (2, 1 / 64, 16)
 rows, and the most. A run of 100 steps has eight checks (benchmarks/results.md has their cost)."""
 CHANCES = 8
 """Random states of the first check: a coupling in at least one of eight microbatches is found with certainty."""
+FIRST_CALLS = 16
+"""More calls of the collator in the first check, for what changes slowly with its calls."""
 REFUSED = 8
 """Checks refuse in these first steps of a process. A later difference comes from something that changes during
 training, or from rounding in weights that have grown."""
@@ -218,7 +220,6 @@ class IndependenceCheck:
         self._per_step = expected_batch_size * units.num_rows / max(1, units.num_units) / engine.processes.size
         self._steps, self._has_failed = 0, False
         self._must_pass = True  # the last check of the first `REFUSED` steps has not passed
-        self._reference: tuple[RowMaker, int] | None = None  # a row as the collator made it in the first check
         self._places: set[str] = set()  # in the code, and generators, from which numbers were drawn
         self._late: set[str] = set()  # findings of late checks that have an open point
         self.last: Differences | None = None
@@ -392,8 +393,6 @@ class IndependenceCheck:
         if first and is_drawn(maker.read, sample.longest):
             self.points.append(REREAD)
         maker.refuse_seeds(sample.longest)
-        self._reference = self._reference or (maker, sample.longest)
-        self._reference[0].make_again(self._reference[1])
         self.is_drawn |= maker.is_drawn
 
     def _judged(self, passes: Passes, run: Callable[[], Results]) -> tuple[Seen, Seen] | None:
@@ -497,8 +496,8 @@ class Passes:
         for other in sample.between[: 1 if self._in_lockstep else None]:
             self._maker.make_again(other)  # as a step makes other rows before this one passes
             seen += self.run(Company((sample.short,), "alone, after all other rows")).seen
-        for _ in range(2):  # what changes with every second call
-            self._maker.make_again(sample.short)
+        for _ in range(FIRST_CALLS if first else 2):  # what changes with every second call, or slowly
+            self._maker.make_again(sample.longest)
         return [seen]
 
     def by_chance(self, seeds: Sequence[int]) -> Results:

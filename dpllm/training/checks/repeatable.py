@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -31,9 +32,9 @@ DROPOUT = "dropout"
 """Name of the draws of dropout, which is off."""
 _IRRATIONAL = [math.sqrt(p) % 1 for p in (2, 3, 5, 7, 11, 13, 17)]
 _NEAR = 0.015  # of a first number from the one that is wanted
-_PACKAGES = {"torch", "dpllm"}
 _COARSE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_DROPOUT = {"dropout_p", "dropout"}  # arguments of fused attention and recurrent layers, forward and backward
+_FUSED = {"dropout_p", "dropout"}  # arguments of fused attention and recurrent layers, forward and backward
+_MODES = ("dpllm", "torch._compile", "torch._dynamo", "torch._ops", "torch.utils._python_dispatch")
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ class Repeatable(TorchDispatchMode):
     """Mode that disables dropout, and makes random numbers depend only on the position within a row.
 
     It acts on PyTorch's operations, so it covers every function that draws, and activation checkpointing, which repeats
-    layers in a backward pass. Dropout that is made of other operations keeps all numbers, and scales them as usual.
+    layers in a backward pass. Dropout of `torch.nn` keeps all numbers, and scales them as usual; that of fused kernels
+    is left out.
 
     Any other random tensor (B, ...) is filled with a fixed irregular sequence over its dimensions after the first (for
     packed rows after the first two, since the second counts the tokens of all rows). Its numbers have the right
@@ -90,7 +92,7 @@ class Repeatable(TorchDispatchMode):
     Attributes:
         draws: the operations that drew random numbers, or would have without this mode, in their order.
         acts: whether an operation had random numbers or dropout; otherwise its backward pass needs no mode.
-        dtypes: of the results of all operations.
+        dtypes: of all results that are one tensor.
     """
 
     supports_higher_order_operators = True  # they run as they are
@@ -133,44 +135,33 @@ class Repeatable(TorchDispatchMode):
         return result
 
     def _held(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Return the result of an operation that may draw."""
-        given = _by_name(func, args, kwargs)
-        if dropout := _DROPOUT & given.keys():
-            self.acts |= any(given[name] for name in dropout)
+        """Return the result of an operation that may draw, with the numbers that a row always gets."""
+        given, name = _by_name(func, args, kwargs), func.overloadpacket.__name__
+        if dropout := _FUSED & given.keys():
+            self.acts |= any(given[argument] for argument in dropout)
             return func(**{**given, **dict.fromkeys(dropout, 0.0)})
-        result, name = func(*args, **kwargs), func.overloadpacket.__name__
-        if given.get("generator") is not None or not (isinstance(result, Tensor) or name == "native_dropout"):
+        result = func(*args, **kwargs)
+        drawn = result[1] if name == "native_dropout" else result
+        if given.get("generator") is not None or not isinstance(drawn, Tensor):
             return result
-        if name == "native_dropout":
-            output, mask = result
-            kept = 1 - (given["p"] if given["train"] is not False else 0)
-            mask.copy_(self._mask(mask, kept, drops=True))
-            output.copy_(given["input"] * mask / (kept or 1))
-        elif name in ("bernoulli", "bernoulli_"):
-            chance = given.get("p", given["self"])
-            result.copy_(self._mask(result, chance, isinstance(chance, float) and chance >= 0.5 and result.ndim > 1))
+        is_dropout = name == "native_dropout" or (name in ("bernoulli", "bernoulli_") and _is_in_library())
+        draw = Draw(DROPOUT if is_dropout else name, tuple(drawn.shape), _caller(), is_dropout or name in _VALUES)
+        self.draws.append(draw)
+        self.acts, is_changed = True, draw in self._numbers.changed
+        if is_dropout:
+            drawn.fill_(1)
         elif name in _VALUES:
-            result.copy_(_VALUES[name](self._uniform(result, name), given))
-        elif self._noted(name, result, is_held=False):
+            uniform = self._uniform(drawn, self._numbers.to if is_changed else self._start)
+            drawn.copy_(_VALUES[name](uniform, given))
+        elif is_changed:
             with same_randomness(int(self._numbers.to * 2**32)):  # later draws keep their numbers
-                result = func(*args, **kwargs)
+                return func(*args, **kwargs)
+        if name == "native_dropout" and given["train"] is not False and given["p"] < 1:
+            result[0].copy_(given["input"] / (1 - given["p"]))
         return result
 
-    def _noted(self, name: str, like: Tensor, is_held: bool = True) -> bool:
-        """Record a draw, and return whether it gets other numbers than usual."""
-        self.draws.append(Draw(name, tuple(like.shape), _caller(), is_held))
-        self.acts = True
-        return self.draws[-1] in self._numbers.changed
-
-    def _mask(self, like: Tensor, chance: Any, drops: bool) -> Tensor:
-        """Return which numbers are kept; ``drops``: all, as dropout is off, unless this draw gets other numbers."""
-        uniform = self._uniform(like, DROPOUT if drops else "bernoulli")
-        is_off = drops and self.draws[-1] not in self._numbers.changed
-        return torch.ones_like(uniform, dtype=torch.bool) if is_off else uniform < chance
-
-    def _uniform(self, like: Tensor, name: str) -> Tensor:
-        """Return numbers in (0, 1) of this shape and device, equal in all rows, for a draw of this name."""
-        start = self._numbers.to if self._noted(name, like) else self._start
+    def _uniform(self, like: Tensor, start: float) -> Tensor:
+        """Return numbers in (0, 1) of this shape and device, equal in all rows, whose sequences begin at ``start``."""
         rows = min(like.ndim, 2 if self._packed else 1)
         total = torch.full((), start, dtype=torch.float64, device=like.device)
         for dimension in range(rows, like.ndim):
@@ -191,6 +182,7 @@ def _whole(uniform: Tensor, given: Mapping[str, Any]) -> Tensor:
 
 
 _VALUES: dict[str, Callable[[Tensor, Mapping[str, Any]], Tensor]] = {
+    **dict.fromkeys(("bernoulli", "bernoulli_"), lambda uniform, given: uniform < given.get("p", given["self"])),
     **dict.fromkeys(("rand", "rand_like"), lambda uniform, given: uniform),
     "uniform_": lambda uniform, given: given["from"] + (given["to"] - given["from"]) * uniform,
     **dict.fromkeys(("randn", "randn_like"), lambda uniform, given: _normal(uniform)),
@@ -207,7 +199,7 @@ def _is_plain(func: Any) -> bool:
     schema = getattr(func, "_schema", None)
     if schema is None or func.overloadpacket.__name__ == "_fused_sdp_choice":  # a kernel's choice stays as it is
         return True
-    drops = any(one.name in _DROPOUT and str(one.type) == "float" for one in schema.arguments)
+    drops = any(one.name in _FUSED and str(one.type) == "float" for one in schema.arguments)
     return not drops and torch.Tag.nondeterministic_seeded not in func.tags
 
 
@@ -220,10 +212,26 @@ def _by_name(func: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
 
 def _caller() -> str:
     """Return file and line of the innermost caller outside PyTorch and this package."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _PACKAGES:
-        frame = frame.f_back
+    frame = _frame_outside("torch", "dpllm")
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def _is_in_library() -> bool:
+    """Return whether a module or a function of `torch.nn` called the operation: its own draws are those of dropout."""
+    return str(_frame_outside(*_MODES).f_globals.get("__name__")).startswith("torch.nn.")
+
+
+def _frame_outside(*packages: str) -> FrameType:
+    """Return the innermost frame whose module is in none of these packages."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and f"{frame.f_globals.get('__name__')}.".startswith(_dotted(packages)):
+        frame = frame.f_back
+    return frame
+
+
+@functools.cache
+def _dotted(packages: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"{package}." for package in packages)
 
 
 def not_held(draws: Sequence[Draw], moved: Iterable[str]) -> list[str]:

@@ -161,7 +161,7 @@ class Sample:
 
     Attributes:
         short: number of the shortest row.
-        longest: number of the longest row that fits into a microbatch by itself; the shortest if there is no other.
+        longest: number of the longest row that fits into a microbatch by itself.
         companies: the passes of the check, first the shortest row alone, then with other rows, and with others again
             in another order. In one of a first check it is there twice: two equal records are ordinary, and a loss may
             count them. Where several rows never pass together, the passes only alternate.
@@ -204,9 +204,11 @@ class Sample:
         rng = np.random.default_rng(secrets.SystemRandom().getrandbits(128))
         numbers = _some(rows.units.rows, rng)
         lengths = np.maximum(1, rows.lengths[numbers])
-        shortest = numbers[_smallest(lengths, _SEARCHED)].tolist()
-        short = next((n for n in shortest if _has_target(maker.make(n))), shortest[0])
         room = math.inf if max_tokens is None else max_tokens
+        shortest = numbers[_smallest(lengths, _SEARCHED)].tolist()
+        longest = int(numbers[::-1][np.where(lengths <= room, lengths, 0)[::-1].argmax()])  # of equal ones the last
+        maker.make(longest)  # before all others: a collator may pad to the longest row so far
+        short = next((n for n in shortest if _has_target(maker.make(n))), shortest[0])
 
         def size(most: int) -> int:
             """Return how many rows, ``most`` or fewer, a microbatch has room for beside the shortest one."""
@@ -247,13 +249,11 @@ class Sample:
             passes.append(Company((short, short), "beside its equal"))
         if other and (equal or first):
             passes.append(Company((other[0],), "alone"))
-        lone = fitting(1, [short])
-        longest = int(lone[rows.lengths[lone].argmax()]) if len(lone) else short
         if len(passes) < 3:
-            rest = lone[lone != longest]
+            rest = fitting(1, [short, longest])
             passes += _lone(short, int(rng.choice(rest)) if len(rest) else short, longest)
         between = list(dict.fromkeys(n for one in passes for n in one.numbers if n != short)) or [short]
-        for number in (longest, *between):
+        for number in between:
             maker.make(number)
         return cls(short, longest, tuple(passes), tuple(between[: _MADE_BETWEEN if first else 1]))
 

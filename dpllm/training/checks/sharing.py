@@ -26,7 +26,7 @@ from typing import Any
 
 from dpllm.ghost.memory import is_shortage
 from dpllm.training.checks.differences import Seen, difference
-from dpllm.training.checks.repeatable import NUMPY, PYTHON, Draw, Numbers
+from dpllm.training.checks.repeatable import DROPOUT, NUMPY, PYTHON, Draw, Numbers
 from dpllm.training.out_of_memory import free_memory
 
 COPIES = 4
@@ -85,6 +85,8 @@ class Sharing:
         self._copies = len(self._usual.seen)
         self.shared = frozenset(shared_draws(alone.draws, self._usual.draws, self._copies))
         self.generators = shared_generators(alone.moved, self._usual.moved) if self._copies > 1 else frozenset()
+        if any(one.name == DROPOUT for one in self.shared):
+            self._tell("every number of a mask acts")
 
     def _fitting(self) -> Pass:
         """Return a pass over as many copies as memory has room for."""
@@ -153,7 +155,7 @@ def shared_generators(alone: Mapping[str, Any], copies: Mapping[str, Any]) -> fr
 
 def _words(shared: Iterable[Draw], generators: Iterable[str], copies: int) -> str:
     """Return words for the numbers that are shared: the first draw in the code, or the generators."""
-    draws = sorted(shared, key=lambda one: one.where)
+    draws = sorted(shared, key=lambda one: (one.name != DROPOUT, one.where))
     if not draws:
         return f"{' and '.join(sorted(generators))} global generator gives as many numbers for one row as for {copies}"
     more = f" (or another of {len(draws)} draws)" if len(draws) > 1 else ""
