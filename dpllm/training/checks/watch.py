@@ -354,7 +354,7 @@ class Watch:
         """Return the id of each module and parameter, and the names of buffers: faster to compare than paths."""
         held = (parts for module in self._modules for parts in (module._modules, module._parameters))
         layout: list[int | str] = [id(part) for parts in held for part in parts.values()]
-        return layout + [name for module in self._modules for name in module._buffers]
+        return layout + [name for module in self._modules for name, _ in module._buffers.items()]
 
     def _find_fixed(self) -> Iterator[_Fixed]:
         seen = set(self._known)
@@ -367,7 +367,9 @@ class Watch:
                     seen.add(id(tensor))
                     # The names of the saved buffers: a public list of them would gather the whole state.
                     saved = attribute not in module._non_persistent_buffers_set
-                    held: Callable[[], Any] = functools.partial(members.get, attribute)
+                    held: Callable[[], Any] = functools.partial(getattr, module, attribute, None)
+                    if kind == _SCALE:
+                        held = functools.partial(members.get, attribute)
                     if isinstance(tensor, DTensor):  # FSDP2 replaces the attribute temporarily
                         held = weakref.ref(tensor)
                     yield _Fixed(f"{path}.{attribute}".removeprefix("."), kind, held, saved)

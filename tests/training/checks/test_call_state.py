@@ -12,6 +12,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from dpllm import PrivateRun, TrainingRows, per_sequence_loss
 from dpllm.data.rows import RowCollator
@@ -189,9 +190,30 @@ class LongestSoFar:
 
 
 def test_a_collator_that_pads_to_the_longest_row_so_far_is_accepted(tmp_path):
-    run = trainer(tmp_path, llama(), data_collator=LongestSoFar())
+    run = trainer(tmp_path / "trainer", llama(), data_collator=LongestSoFar())
     run.train()
     assert run.ledger.num_steps == 1
+    rows = rows_of(unequal().to_list(), LongestSoFar())
+    assert steps(tmp_path / "loop", llama(), rows, count=2)[0] == 2
+
+
+class Shortened(TrainerCallback):
+    """A curriculum: rows are cut to a length that follows the number of the step."""
+
+    most = 4
+
+    def __call__(self, rows):
+        return COLLATE([{"input_ids": row["input_ids"][: self.most]} for row in rows])
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.most = 4 + state.global_step
+
+
+def test_a_collator_that_follows_the_number_of_the_step_is_accepted(tmp_path):
+    curriculum = Shortened()
+    run = trainer(tmp_path, llama(), steps=4, data_collator=curriculum, callbacks=[curriculum])
+    run.train()
+    assert run.ledger.num_steps == 4
 
 
 class Queue:

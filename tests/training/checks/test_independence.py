@@ -530,6 +530,30 @@ def test_dropout_and_noise_are_not_taken_for_a_coupling(tmp_path):
     assert charged == 4 and check.last.loss < 2e-6 and check.last.norm < 2e-6
 
 
+def kept_alike(x):
+    """Drops numbers, and scales the others by the share that was kept of all rows."""
+    mask = torch.empty_like(x).bernoulli_(0.9)
+    return x * mask / mask.mean()
+
+
+def replaced_by_the_mean(x):
+    """Replaces some tokens by the mean over all rows."""
+    mask = torch.empty_like(x[..., :1]).bernoulli_(0.9)
+    return x * mask + x.mean((0, 1)) * (1 - mask)
+
+
+@pytest.mark.parametrize("couple", [kept_alike, replaced_by_the_mean])
+def test_a_coupling_by_a_mask_of_ones_own_is_refused(couple, tmp_path):
+    """Such a mask may mean anything: only the dropout of PyTorch is switched off."""
+
+    class Masking(Noisy):
+        def forward(self, input_ids, **kwargs):
+            return type("Output", (), {"logits": self.last(couple(self.first(input_ids)))})()
+
+    with pytest.raises(IndependenceError, match="of a row depends on other rows"):
+        steps(tmp_path, Masking(), rows_of(unequal(40).to_list()), count=1)
+
+
 def test_randomness_that_cannot_be_switched_off_is_judged_without_it(tmp_path):
     """A custom kernel draws different numbers for different shapes: the rows are compared in evaluation mode."""
 
@@ -647,8 +671,9 @@ def test_evaluation_of_random_functions_within_a_row():
         kept = torch.bernoulli(torch.full((2, 4000), 0.3))
         assert abs(float(kept.mean()) - 0.3) < 0.02 and kept.dtype == torch.float32
         x = torch.ones(2, 8)
-        for dropped in (nn.functional.dropout(x, 0.5, training=True), torch.dropout(x, 0.5, True)):
-            assert torch.equal(dropped, 2 * x)  # every number is kept, and scaled
+        assert torch.equal(nn.functional.dropout(x, 0.5), 2 * x)  # every number is kept, and scaled
+        own = torch.empty_like(x).bernoulli_(0.5)  # may mean anything
+        assert torch.equal(own[0], own[1]) and 0 < float(own.sum()) < 16
     drawn = copy.deepcopy(torch.get_rng_state())
     with same_randomness(1):
         torch.rand(3)

@@ -5,6 +5,7 @@ Through the public API: `DPTrainer`, and `PrivateRun` with a custom loop.
 
 import itertools
 import random
+import warnings
 
 import numpy as np
 import pytest
@@ -97,6 +98,7 @@ DEPTH = {
     "dropout of weights": lambda x: x * nn.functional.dropout(torch.ones(16), 0.1),
     "noise on weights": lambda x: x + 1e-3 * torch.randn(16),
     "dropout of positions": lambda x: x + nn.functional.dropout(torch.ones(1, x.shape[1], 1), 0.1),
+    "dropout of little influence": lambda x: x + 1e-9 * nn.functional.dropout(torch.ones(1, x.shape[1], 1), 0.1),
     "channels of all rows": lambda x: nn.functional.dropout1d(x.permute(1, 2, 0), 0.1).permute(2, 0, 1),
     "channels of one example": lambda x: nn.functional.dropout1d(x.flatten(0, 1).T, 0.1).T.view_as(x),
 }
@@ -114,6 +116,9 @@ def test_dropout_noise_and_stochastic_depth_of_each_row_pass(tmp_path):
     of_channels = Acting(lambda x: nn.functional.dropout1d(x.mT, 0.1).mT)
     assert steps(tmp_path / "channels", Plain(of_channels), rows_of(unequal(24).to_list()), count=2)[0] == 2
     assert steps(tmp_path / "dropout", Noisy(), rows_of(unequal(24).to_list()), count=2)[0] == 2
+    with warnings.catch_warnings(action="ignore"):  # deprecated
+        scripted = Acting(torch.jit.script(nn.Dropout(0.1)))
+    assert steps(tmp_path / "scripted", Plain(scripted), rows_of(unequal(24).to_list()), count=2)[0] == 2
     model = GPT2LMHeadModel(GPT2Config(**GPT2, eos_token_id=2))
     assert model.config.attn_pdrop > 0
     trainer(tmp_path / "gpt2", model, steps=2).train()
