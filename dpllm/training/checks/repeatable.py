@@ -15,6 +15,7 @@ import math
 import random
 import secrets
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ _IRRATIONAL = [math.sqrt(p) % 1 for p in (2, 3, 5, 7, 11, 13, 17)]
 _NEAR = 0.015  # of a first number from the one that is wanted
 _COARSE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _FUSED = {"dropout_p", "dropout"}  # arguments of fused attention and recurrent layers, forward and backward
+_TIMES = 1024  # how often one draw is repeated, for each row; then a loop draws until it has the numbers it wants
 _MODES = ("dpllm", "torch._compile", "torch._dynamo", "torch._ops", "torch.utils._python_dispatch")
 
 
@@ -84,7 +86,8 @@ class Repeatable(TorchDispatchMode):
     Any other random tensor (B, ...) is filled with a fixed irregular sequence over its dimensions after the first (for
     packed rows after the first two, since the second counts the tokens of all rows). Its numbers have the right
     distribution over these dimensions, and all rows get the same numbers. So noise whose *scale* depends on other rows
-    is still found. Numbers from a generator that was seeded within the pass are not changed.
+    is still found. Numbers from a generator that was seeded within the pass are not changed. A draw that is repeated
+    very often gets new numbers each time, so that rejection sampling ends.
 
     `dpllm.training.checks.sharing` needs passes with other numbers (`Numbers`): some draws differ from those of the
     pass before and all others do not.
@@ -110,6 +113,7 @@ class Repeatable(TorchDispatchMode):
         self._seeded_with = torch.initial_seed()
         self.draws: list[Draw] = []
         self.acts = False
+        self._times: Counter[Draw] = Counter()
         self.dtypes: set[torch.dtype] = set()
 
     @classmethod
@@ -151,8 +155,10 @@ class Repeatable(TorchDispatchMode):
         if is_dropout:
             drawn.fill_(1)
         elif name in _VALUES:
-            uniform = self._uniform(drawn, self._numbers.to if is_changed else self._start)
-            drawn.copy_(_VALUES[name](uniform, given))
+            start = self._numbers.to if is_changed else self._start
+            self._times[draw] += 1
+            again = max(0, self._times[draw] - _TIMES)
+            drawn.copy_(_VALUES[name](self._uniform(drawn, start + again * _IRRATIONAL[0]), given))
         elif is_changed:
             with same_randomness(int(self._numbers.to * 2**32)):  # later draws keep their numbers
                 return func(*args, **kwargs)

@@ -74,6 +74,7 @@ SEPARATE = {
     "one for each row": torch.rand,
     "loop": lambda rows: torch.stack([torch.rand(()) for _ in range(rows)]),
     "randint": lambda rows: torch.randint(0, 10, (rows,)) / 10,
+    "rejection": lambda rows: nn.init.trunc_normal_(torch.empty(rows, 1), a=-0.5, b=0.5)[:, 0],
     "without influence": lambda rows: (
         0.0 * torch.rand(()) + 0.0 * torch.randint(0, 5, (2,)).sum() + 0.0 * random.random() * np.random.rand(3).sum()
     ),
