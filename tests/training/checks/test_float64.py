@@ -85,7 +85,7 @@ def test_rounding_of_an_ill_conditioned_model_is_an_open_point(tmp_path):
     " and agree(results, run(), SAME)",
     "",
 )
-@pytest.mark.parametrize("most", [12, 1e9])
+@pytest.mark.parametrize("most", [8, 1e9])
 def test_a_coupling_hides_in_no_rounding(tmp_path, most):
     """It moves norms by 1e-4, a tenth of what rounding does, for good or up to some pass of the check."""
     calls = 0
