@@ -488,9 +488,8 @@ class Passes:
         if first and not self._in_lockstep:  # a loss that treats a row by those before does so from the first pass on
             with contextlib.suppress(Exception):  # the passes that follow say why
                 seen += self.run(sample.alone).seen
-        together = next((one for one in sample.companies if len(one.numbers) > 1), None)
-        if first and together is not None and not self._has_probed:
-            self._probe(together)
+        if first and sample.together is not None and not self._has_probed:
+            self._probe(sample.together)
         for company in sample.companies[1 if seen else 0 :]:
             seen += self.run(company).seen
         for other in sample.between[: 1 if self._in_lockstep else None]:

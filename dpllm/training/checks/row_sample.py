@@ -179,11 +179,15 @@ class Sample:
         return self.companies[0]
 
     @property
+    def together(self) -> Company | None:
+        """The first pass of several rows; None: rows never pass together."""
+        return next((one for one in self.companies if len(one.numbers) > 1), None)
+
+    @property
     def pair(self) -> Company | None:
-        """The shortest row and another; None: rows never pass together."""
-        together = next((one for one in self.companies if len(one.numbers) > 1), None)
+        """The shortest row and another one of `together`."""
         words = "beside another row, with other random numbers"
-        return None if together is None else Company((self.short, together.numbers[1]), words)
+        return None if self.together is None else Company((self.short, self.together.numbers[1]), words)
 
     @classmethod
     def draw(

@@ -11,12 +11,13 @@ second optimizer, an average that is copied back. Each is refused before the nex
 * Trainable tensors outside the model, such as a head within the loss, stay as they are while losses depend on them.
 * No parameter is unfrozen, frozen, replaced, added, removed or tied to another one.
 
-Stamps (`dpllm.training.checks.snapshots`) are compared before a step, when the private gradient is complete, and before
-the update; samples when the gradient is complete, so that each device is read once. The weights' samples from just
-before the update are part of the comparison in the next step, since the update itself accepts new weights. No step
-reads whole weights: checksums of the frozen tensors are computed when a model is attached, and compared at each save
-and the end. A save also takes one of the trained weights: until the next update, whoever writes the same weights is
-accepted.
+A *stamp* is the address and version counter of each local piece of a tensor; comparing stamps needs no device. A write
+through ``.data`` raises no counter, so a snapshot also has a *sample* of each piece, at most 64 evenly spaced entries.
+Stamps are compared before a step, when the private gradient is complete, and before the update; samples when the
+gradient is complete, so that each device is read once. The weights' samples from just before the update are part of the
+comparison in the next step, since the update itself accepts new weights. No step reads whole weights: checksums of the
+frozen tensors are computed when a model is attached, and compared at each save and the end. A save also takes one of
+the trained weights: until the next update, whoever writes the same weights is accepted.
 """
 
 from __future__ import annotations
@@ -33,12 +34,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dpllm.engines.checksums import Checksum, values
+from dpllm.engines.checksums import Checksum, pieces, values
 from dpllm.engines.optimizers import innermost
 from dpllm.ghost.graph import leaves_of
 from dpllm.ghost.refusals import scales_of
-from dpllm.training.checks.snapshots import Samples, Snapshot, Stamp, stamp_of
 
+Stamp = tuple[tuple[int, int], ...]
+"""Address and version of each piece of a tensor on this process."""
+Samples = dict[tuple[torch.device, torch.dtype], Tensor]
+"""Samples of many tensors, as integers, by device and width."""
+_Views = dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]]
+_SAMPLED = 64  # entries of a piece
+_AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FROZEN, _BUFFER, _SCALE, _OUTSIDE = "frozen parameter", "buffer", "scale of a quantised weight", "outside tensor"
 _BETWEEN = "between two private steps, other than by optimizer.step()"
 _DURING = "during a private step, by the model's forward pass, the loss or the collator"
@@ -49,6 +56,56 @@ _AT_SAVE = "after optimizer.step(), before weights were saved"
 
 class WatchError(ValueError):
     """Private data reached, or may have reached, weights or saved state outside of the mechanism."""
+
+
+def stamp_of(tensor: Any) -> Stamp:
+    """Return the stamp of a tensor; PyTorch raises the version at each write, except through ``.data``."""
+    return tuple((piece.data_ptr(), 0 if piece.is_inference() else piece._version) for piece in pieces(tensor))
+
+
+class Snapshot:
+    """Stamps and samples of tensors at one moment.
+
+    Args:
+        tensors: the tensors by key; sharded, quantised or None are allowed.
+        before: an earlier snapshot, whose views of the memory are used again if no tensor has moved.
+
+    Attributes:
+        stamps: the stamp of each tensor.
+        samples: copies of the samples.
+
+    >>> weights = {"weight": torch.zeros(9)}
+    >>> before = Snapshot(weights)
+    >>> weights["weight"].data += 1
+    >>> before.written(weights), before.changed(before.read())
+    ([], ['weight'])
+    """
+
+    @torch.no_grad()
+    def __init__(self, tensors: Mapping[str, Any], before: Snapshot | None = None) -> None:
+        """Read the stamps, and queue copies of the samples."""
+        self.stamps = {key: stamp_of(tensor) for key, tensor in tensors.items()}
+        stays = before is not None and _addresses(before.stamps) == _addresses(self.stamps)
+        self._views: _Views = before._views if before is not None and stays else _views_of(tensors)
+        self.samples = self.read()
+
+    @torch.no_grad()
+    def written(self, tensors: Mapping[str, Any]) -> list[str]:
+        """Return the keys of the tensors that are new, written or replaced by their stamps; reads no device."""
+        return [key for key, tensor in tensors.items() if stamp_of(tensor) != self.stamps.get(key)]
+
+    def read(self) -> Samples:
+        """Queue copies of the present samples, of the memory that the tensors had at the moment of the snapshot."""
+        return {kind: torch.cat([view for _, view in parts]) for kind, parts in self._views.items()}
+
+    def changed(self, samples: Samples) -> list[str]:
+        """Return the keys of the tensors with other samples, where `samples` comes from `read`; waits for devices."""
+        keys: dict[str, None] = {}
+        for kind, parts in self._views.items():
+            lengths = [len(view) for _, view in parts]
+            pairs = zip(self.samples[kind].split(lengths), samples[kind].split(lengths), strict=True)
+            keys |= {key: None for (key, _), pair in zip(parts, pairs, strict=True) if not torch.equal(*pair)}
+        return list(keys)
 
 
 @dataclass
@@ -165,6 +222,11 @@ class Watch:
         """
         self._compare(_DURING)
         self._compare_samples(_SINCE_UPDATE)
+        if received := [name for name, one in self._frozen().items() if getattr(one, "grad", None) is not None]:
+            raise WatchError(
+                f"{received[0]} is not trained and has a gradient: it is not clipped, and no noise covers it. Set "
+                "requires_grad of all parameters, and .grad of frozen ones to None, before the run is attached"
+            )
 
     def note_gradients(self) -> None:
         """Store the gradients of the private step in ``.grad``; the optimizer must receive exactly these."""
@@ -325,12 +387,12 @@ class Watch:
         self._fixed[fixed.key] = fixed
 
     def _check_parameters(self) -> None:
-        """Check that the same parameters are trained as at the start, and that no other one has a gradient.
+        """Check that the same parameters are trained as at the start.
 
         Raises:
-            WatchError: one was unfrozen or frozen, or a frozen one received a gradient.
+            WatchError: one was unfrozen or frozen.
         """
-        frozen = {one.name: one.tensor() for one in self._fixed.values() if one.kind == _FROZEN}
+        frozen = self._frozen()
         what = [f"{name} was unfrozen" for name, tensor in frozen.items() if getattr(tensor, "requires_grad", 0)]
         what += [f"{name} was frozen" for name, parameter in self._trainable.items() if not parameter.requires_grad]
         if what:
@@ -338,11 +400,9 @@ class Watch:
                 f"{what[0]} after the run was attached: the clip norm covers only parameters that were trainable then. "
                 "Set requires_grad before training starts; to change it, end the run and start another one"
             )
-        if received := [name for name, tensor in frozen.items() if getattr(tensor, "grad", None) is not None]:
-            raise WatchError(
-                f"{received[0]} is not trained and has a gradient: it is not clipped, and no noise covers it. Set "
-                "requires_grad of all parameters, and .grad of frozen ones to None, before the run is attached"
-            )
+
+    def _frozen(self) -> dict[str, Any]:
+        return {one.name: one.tensor() for one in self._fixed.values() if one.kind == _FROZEN}
 
     def _note_places(self) -> None:
         """Store the places of parameters and buffers; references keep the ids of `_layout` from being used again."""
@@ -354,7 +414,8 @@ class Watch:
         """Return the id of each module and parameter, and the names of buffers: faster to compare than paths."""
         held = (parts for module in self._modules for parts in (module._modules, module._parameters))
         layout: list[int | str] = [id(part) for parts in held for part in parts.values()]
-        return layout + [name for module in self._modules for name, _ in module._buffers.items()]
+        buffers = (named for module in self._modules for named in module._buffers.items())
+        return layout + [name for name, buffer in buffers if buffer is not None]
 
     def _find_fixed(self) -> Iterator[_Fixed]:
         seen = set(self._known)
@@ -408,6 +469,7 @@ class Watch:
                 )
             self._refuse_extra(optimizer)
             self._compare_weights(_UNTIL_UPDATE)
+            self._compare_fixed(_UNTIL_UPDATE, by_checksums=False)
             self._at_updates.append((self._weights, self._weights.read()))
             self._check_gradients()
             if self._gradients:
@@ -469,3 +531,24 @@ def _has_grown(fixed: _Fixed) -> bool:
 def _checksums(all_fixed: list[_Fixed]) -> list[int]:
     """Return the checksum of each tensor, with one read per device."""
     return values([Checksum([fixed.tensor()]) for fixed in all_fixed])
+
+
+def _addresses(stamps: Mapping[str, Stamp]) -> list[tuple[str, list[int]]]:
+    return [(key, [address for address, _ in stamp]) for key, stamp in stamps.items()]
+
+
+def _views_of(tensors: Mapping[str, Any]) -> _Views:
+    """Return views of at most 64 entries of each piece, as integers, by device and width."""
+    views: _Views = defaultdict(list)
+    for key, tensor in tensors.items():
+        for piece in pieces(tensor):
+            if not piece.numel():
+                continue
+            part = piece.detach().as_subclass(Tensor)
+            part = torch.view_as_real(part) if part.is_complex() else part
+            part = part.view(-1) if part.is_contiguous() else part
+            while part.dim() > 1:  # transposed, for instance: one row
+                part = part[len(part) // 2]
+            part = part[:: -(-len(part) // _SAMPLED)].view(_AS_INTEGER[part.element_size()])
+            views[part.device, part.dtype].append((key, part))
+    return dict(views)

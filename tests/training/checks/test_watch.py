@@ -87,6 +87,18 @@ class Growing(nn.Module):
         return x
 
 
+class Lazy(nn.Module):
+    """Fills its running mean in the first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", None)
+
+    def forward(self, x):
+        self.mean = x.detach().mean(0) if self.mean is None else 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x
+
+
 class Late(nn.Module):
     """Makes its buffer in the first call."""
 
@@ -142,6 +154,7 @@ def test_equal_values_and_growing_caches_are_not_refused(module, tmp_path):
     [
         (Late(persistent=True, moving=False), r"The buffer before\.made was added to the model"),
         (Late(persistent=False, moving=True), r"The buffer before\.made changed during a private step"),
+        (Lazy(), r"The buffer before\.mean was added to the model"),
     ],
 )
 def test_a_buffer_made_in_mid_run_is_watched_and_never_saved(module, match, tmp_path):
@@ -626,6 +639,13 @@ def large():
     return model
 
 
+def with_no_mean():
+    """With a buffer that something may fill later."""
+    model = network()
+    model.register_buffer("mean", None)
+    return model
+
+
 def spectral():
     model = network()
     nn.utils.parametrizations.spectral_norm(model[0])
@@ -689,6 +709,12 @@ PLANTED = {
     "a learning rate set by a callback": Bug("gradient", set_rate, "update 3", r"learning rate of step 3 is 0\.01"),
     "one frozen weight past the sample": Bug(
         "update", lambda m, _: m[0].weight.data[1, 1].add_(1), "end", r"0\.weight changed", model=large
+    ),
+    "frozen weights before the update": Bug(
+        "gradient", lambda m, _: nn.init.ones_(m[0].weight), "update 3", r"0\.weight changed between the", model=large
+    ),
+    "a buffer that was None": Bug(
+        "update", lambda m, _: setattr(m, "mean", torch.ones(3)), "step 4", "buffer mean was added", model=with_no_mean
     ),
     "frozen weights": Bug(
         "update", lambda m, _: m[0].weight.data.mul_(0.99), "step 4", r"0\.weight changed between", model=large
