@@ -672,8 +672,8 @@ def test_evaluation_of_random_functions_within_a_row():
         assert abs(float(kept.mean()) - 0.3) < 0.02 and kept.dtype == torch.float32
         x = torch.ones(2, 8)
         assert torch.equal(nn.functional.dropout(x, 0.5), 2 * x)  # every number is kept, and scaled
-        own = torch.empty_like(x).bernoulli_(0.5)  # may mean anything
-        assert torch.equal(own[0], own[1]) and 0 < float(own.sum()) < 16
+        for own in (torch.empty_like(x).bernoulli_(0.5), torch.dropout(x, 0.5, True)):  # may mean anything
+            assert torch.equal(own[0], own[1]) and 0 < float(own.count_nonzero()) < 16
     drawn = copy.deepcopy(torch.get_rng_state())
     with same_randomness(1):
         torch.rand(3)
