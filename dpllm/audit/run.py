@@ -320,7 +320,7 @@ def _reference(given: str | None, run_folder: Path, made: CanarySet, tokenizer: 
 def _tokenizer(released: ReleasedModel) -> PreTrainedTokenizerBase:
     for folder in (released.model_folder, released.run_folder):
         if (folder / "tokenizer_config.json").is_file():
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder))
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
             if tokenizer.pad_token_id is None:
                 tokenizer.pad_token = tokenizer.eos_token
             return tokenizer

@@ -139,7 +139,7 @@ def _vocabulary_of(run: Path) -> list[str]:
         return []
     from transformers import AutoTokenizer
 
-    return list((AutoTokenizer.from_pretrained(run).vocab_files_names or {}).values())
+    return list((AutoTokenizer.from_pretrained(run, trust_remote_code=False).vocab_files_names or {}).values())
 
 
 def _say(names: list[str], stay: list[str], what: str) -> None:

@@ -70,6 +70,8 @@ class ModelConfig:
     """Patterns of parameter names that are not trained, such as "transformer.wte.*"."""
     start_is_independent: bool = False
     """Declares that starting weights and adapters hold nothing of the private records, where this is in doubt."""
+    trust_remote_code: bool = False
+    """Runs the code in the folder of the model or the tokenizer (`auto_map` in config.json), which you have read."""
     num_labels: int | None = None
     """Number of classes of a classifier, or of values of a regression (None: 1). None: the number of the data set's
     public label names."""
@@ -77,6 +79,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         """Check every value."""
         values.flag("start_is_independent", self.start_is_independent)
+        values.flag("trust_remote_code", self.trust_remote_code)
         if (self.name is None) == (self.config is None):
             given = "neither" if self.name is None else "both"
             raise ConfigError(

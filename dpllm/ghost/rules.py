@@ -33,7 +33,13 @@ _COUPLED = (
     (r"InstanceNorm.*", "running statistics mix the rows; use layer or group normalisation"),
 )
 
-_RANDOM = ("LycorisLayer",)  # base class of PEFT's LoHa and LoKr
+_WITHOUT_RULE = {
+    "LycorisLayer": "is a layer of PEFT's LoHa or LoKr: it draws a random number in every training pass, also with "
+    "module_dropout=0, so the gradients of single rows cannot be recomputed",
+    "BOFTLayer": "is a layer of PEFT's BOFT: it multiplies matrices that all rows share, which cannot be told apart by "
+    "rows",
+}
+"""Base classes of PEFT's layers whose gradients per row have no rule, with the reason."""
 
 
 @dataclass
@@ -146,8 +152,6 @@ def refuse_switching(model: nn.Module) -> None:
 def refuse_wrapped(model: nn.Module) -> None:
     """Raise `GhostError` for a wrapped model: compiled, or with its own reducer."""
     refuse_replicating(model)
-    if hasattr(model, "_orig_mod"):
-        raise _compiled("The model")
     for path, module in model.named_modules():
         refuse_compiled(path or "The model", module)
 
@@ -185,8 +189,8 @@ def refuse_tensor_parallel(model: nn.Module) -> None:
 
 
 def refuse_compiled(path: str, module: nn.Module) -> None:
-    """Raise `GhostError` for a module that was compiled in place (``module.compile()``)."""
-    if getattr(module, "_compiled_call_impl", None) is not None:
+    """Raise `GhostError` for a module that was compiled, by ``torch.compile(module)`` or ``module.compile()``."""
+    if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
         raise _compiled(path)
 
 
@@ -287,7 +291,7 @@ class Served:
         self.before: Callable[[nn.Module, tuple, dict, int | None], tuple[tuple, dict] | None] | None = None
         self._after: After | None = None
         path, module, trainable = site.path, site.module, site.trainable
-        _refuse_random(path, module)
+        _refuse_without_rule(path, module)
         own = has_own_forward(module)
         if not own and is_linear(module):
             self._after = LinearRule.of(path, module, trainable, book).after
@@ -403,14 +407,14 @@ class Served:
         return linear.after if linear else None
 
 
-def _refuse_random(path: str, module: nn.Module) -> None:
-    """Raise `GhostError` for a trained layer that draws random numbers in each pass, for every dropout rate."""
-    if any(kind.__name__ in _RANDOM for kind in type(module).__mro__):
-        raise NoRuleError(
-            f"{path} ({type(module).__name__}) is a layer of PEFT's LoHa or LoKr: it draws a random number in every "
-            "training pass, also with module_dropout=0, so the gradients of single rows cannot be recomputed. Use LoRA "
-            "(also with use_dora or use_rslora) or IA3 instead, or freeze this adapter."
-        )
+def _refuse_without_rule(path: str, module: nn.Module) -> None:
+    """Raise `GhostError` for a trained layer of a kind that is known to have no gradients per row."""
+    for kind in type(module).__mro__:
+        if (reason := _WITHOUT_RULE.get(kind.__name__)) is not None:
+            raise NoRuleError(
+                f"{path} ({type(module).__name__}) {reason}. Use LoRA (also with use_dora or use_rslora) or IA3 "
+                "instead, or freeze this adapter."
+            )
 
 
 def _as_it_is(module: nn.Module, args: tuple, kwargs: dict, output: Any, rows: int | None) -> Any:

@@ -16,7 +16,7 @@ from dpllm.config import ConfigError, ModelConfig
 from dpllm.ghost.linear import is_linear, is_transposed
 from dpllm.models.inputs import num_positions
 from dpllm.models.load import load_tokenizer, skeleton
-from dpllm.models.loading import not_loaded, require_folder
+from dpllm.models.loading import NO_CODE, not_loaded, require_folder
 
 _ENDLESS = 1_000_000  # a tokenizer without a limit states 10^30
 
@@ -66,7 +66,7 @@ def model_at_hand(name: str) -> ModelAtHand | None:
             return None
         folder = Path(cached).parent
     try:
-        config: Any = AutoConfig.from_pretrained(str(folder))
+        config: Any = AutoConfig.from_pretrained(str(folder), **NO_CODE)
     except (OSError, ValueError) as error:
         raise not_loaded("model", name, error) from error
     encoder_decoder = bool(config.is_encoder_decoder)

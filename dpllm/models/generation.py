@@ -29,7 +29,7 @@ from dpllm.config import PRETRAINED_FOLDER, ConfigError, ModelConfig
 from dpllm.config.values import between, integer
 from dpllm.data.chat import prompt_of_chat
 from dpllm.models.load import load_tokenizer
-from dpllm.models.loading import not_loaded
+from dpllm.models.loading import NO_CODE, not_loaded
 from dpllm.privacy.ledger import LEDGER_FILE
 
 Prompt = str | Sequence[Mapping[str, Any]]
@@ -198,10 +198,10 @@ def load_generator(folder: str | Path, device: str | torch.device | None = None)
     adapter = (folder / ADAPTER_FILE).is_file()
     base = _base_of(folder) if adapter else str(folder)
     try:
-        config: Any = AutoConfig.from_pretrained(base)
+        config: Any = AutoConfig.from_pretrained(base, **NO_CODE)
         _refuse_heads(config, folder)
         auto: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        model = auto.from_pretrained(base, dtype="auto")
+        model = auto.from_pretrained(base, dtype="auto", **NO_CODE)
         if adapter:
             model = PeftModel.from_pretrained(model, str(folder))
     except ConfigError:

@@ -86,6 +86,11 @@ class GivenModel:
             raise ConfigError(
                 f"{source} of type {type(model).__name__}: give the model itself, as from_pretrained returns it"
             )
+        if hasattr(model, "_orig_mod"):
+            raise ConfigError(
+                "the model was compiled with torch.compile, which hides its layers: pass the model itself (model = "
+                "compiled._orig_mod), and train it without compilation"
+            )
         if class_names is not None:
             name_classes(model, class_names)
         if peft_config is not None:
@@ -113,18 +118,22 @@ def _described(model: str | Mapping[str, Any], peft_config: Any) -> ModelConfig:
         )
     keys: dict[str, Any] = {"name": model} if isinstance(model, str) else dict(model)
     if keys.get("task") is None and isinstance(keys.get("name"), str) and keys["name"]:
-        keys["task"] = _saved_task(keys["name"])
+        keys["task"] = _saved_task(keys["name"], keys.get("trust_remote_code") is True)
     return read_section(ModelConfig, keys, "DPTrainer", "model")
 
 
-def _saved_task(name: str) -> str:
+def _saved_task(name: str, trusted: bool) -> str:
     """Return the task that a model was saved for, by its config.json.
+
+    Args:
+        name: a folder, or a name on the Hub.
+        trusted: whether code in the folder may run.
 
     Raises:
         ConfigError: it cannot be read, or the class is none of a task's, such as an encoder without a head.
     """
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trusted)
     except Exception as error:  # any, as for the weights
         raise not_loaded("model", name, error) from error
     classes = [str(one) for one in getattr(config, "architectures", None) or ()]

@@ -31,7 +31,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from dpllm.config import TASKS, ConfigError, ModelConfig, nearest
 from dpllm.data.tokenization import train_tokenizer
 from dpllm.models.inputs import align_padding
-from dpllm.models.loading import check_adapter_names, load_pretrained, not_loaded, one_line
+from dpllm.models.loading import NO_CODE, check_adapter_names, load_pretrained, needs_code, not_loaded, one_line
 from dpllm.models.quantization import config_for, make_ready, refuse_other_form, stored_as
 from dpllm.models.starting_point import DATA_DRIVEN_INIT
 
@@ -72,7 +72,7 @@ def load_tokenizer(model: ModelConfig, public_texts: Iterable[str] | None = None
             "model.tokenizer_vocab_size (train one on the public text)"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=model.trust_remote_code)
     except MemoryError:
         raise
     except Exception as error:  # any: tokenizers raises plain Exception for an unreadable file
@@ -116,7 +116,7 @@ def load_base_model(
         base = _from_config(model, tokenizer, labels)
     else:
         new_head = TASKS[model.task].labels != "text"
-        options = {"dtype": DTYPES[model.dtype], **labels}
+        options = {"dtype": DTYPES[model.dtype], "trust_remote_code": model.trust_remote_code, **labels}
         if model.quantization is not None:
             heads = _heads(model, labels) if new_head else None
             options["quantization_config"] = config_for(model.quantization, _dtype_of(model), heads)
@@ -159,7 +159,7 @@ def _dtype_of(model: ModelConfig) -> torch.dtype:
     if model.dtype != "auto":
         return DTYPES[model.dtype]
     try:
-        saved = AutoConfig.from_pretrained(str(model.name)).dtype
+        saved = _saved_config(model, {}).dtype
     except Exception as error:  # any, as for the weights
         raise not_loaded("model", str(model.name), error) from error
     return saved if isinstance(saved, torch.dtype) else torch.float32
@@ -168,7 +168,7 @@ def _dtype_of(model: ModelConfig) -> torch.dtype:
 def _heads(model: ModelConfig, labels: Mapping[str, Any]) -> list[str]:
     """Return the names of the parts around a base model, which are new and are trained: they stay as they are."""
     with torch.device("meta"):
-        base = _without_weights(model.task, AutoConfig.from_pretrained(str(model.name), **labels), torch.float32)
+        base = _without_weights(model, _saved_config(model, labels), torch.float32)
     return [name for name, _ in base.named_children() if name != base.base_model_prefix]
 
 
@@ -195,13 +195,15 @@ def skeleton(model: ModelConfig, num_labels: int | None = None) -> PreTrainedMod
                     arguments.setdefault("vocab_size", model.tokenizer_vocab_size)
                 config = AutoConfig.for_model(kind, **{**arguments, **labels})
             else:
-                config = AutoConfig.from_pretrained(str(model.name), **labels)
-            base = _without_weights(model.task, config, dtype)
+                config = _saved_config(model, labels)
+            base = _without_weights(model, config, dtype)
     except ConfigError:
         raise
     except OSError as error:
         raise not_loaded("model", str(model.name), error) from error
     except _UNBUILDABLE as error:
+        if needs_code(error):
+            raise not_loaded("model", str(model.name), error) from error
         raise ConfigError(
             f"no model for model.task={model.task} can be built from {where} ({type(error).__name__}: "
             f"{one_line(error)}). Correct its sizes, or restore the file that belongs to the weights"
@@ -210,14 +212,18 @@ def skeleton(model: ModelConfig, num_labels: int | None = None) -> PreTrainedMod
         return prepare_model(base, model)
 
 
-def _without_weights(task: str, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+def _saved_config(model: ModelConfig, labels: Mapping[str, Any]) -> PreTrainedConfig:
+    return AutoConfig.from_pretrained(str(model.name), trust_remote_code=model.trust_remote_code, **labels)
+
+
+def _without_weights(model: ModelConfig, config: Any, dtype: torch.dtype) -> PreTrainedModel:
     """Build the model of a configuration on the meta device, also if DeepSpeed's ZeRO-3 is set up.
 
     transformers would then shard its weights over the processes, but the meta device has no weights.
     """
-    kind = _CLASSES[task].get(type(config), None) if is_deepspeed_zero3_enabled() else None
+    kind = _CLASSES[model.task].get(type(config), None) if is_deepspeed_zero3_enabled() else None
     if kind is None:
-        return AUTO_MODEL[task].from_config(config, dtype=dtype)
+        return AUTO_MODEL[model.task].from_config(config, dtype=dtype, trust_remote_code=model.trust_remote_code)
     return (kind[0] if isinstance(kind, tuple) else kind)(config).to(dtype)
 
 
@@ -364,7 +370,7 @@ def _from_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, labels:
         arguments["tie_word_embeddings"] = model.tie_word_embeddings
     try:
         config: PreTrainedConfig = AutoConfig.for_model(kind, **{**arguments, **labels})
-        return AUTO_MODEL[model.task].from_config(config, dtype=DTYPES[model.dtype])
+        return AUTO_MODEL[model.task].from_config(config, dtype=DTYPES[model.dtype], **NO_CODE)
     except _UNBUILDABLE as error:
         raise ConfigError(f"model.config: {one_line(error)}") from error
 

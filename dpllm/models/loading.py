@@ -18,6 +18,8 @@ from torch import nn
 
 from dpllm.config.values import ConfigError, nearest
 
+NO_CODE = {"trust_remote_code": False}
+"""Argument of every ``from_pretrained``: by default transformers asks on a terminal whether to run a folder's code."""
 _SHOWN = 3
 _ADAPTER, _CONFIG = "adapter_config.json", "config.json"
 
@@ -29,13 +31,13 @@ def load_pretrained(auto: Any, name: str, new_head: bool, **options: Any) -> Any
         auto: a class of transformers, such as ``AutoModelForCausalLM``.
         name: a folder, or a name on the Hub.
         new_head: whether the task's head may be new (a classifier on a language model).
-        options: of ``from_pretrained``.
+        options: of ``from_pretrained``. Code in the folder does not run unless ``trust_remote_code`` is true.
 
     Raises:
         ConfigError: it cannot be read, or its weights do not fit its configuration.
     """
     try:
-        model, info = auto.from_pretrained(name, output_loading_info=True, **options)
+        model, info = auto.from_pretrained(name, output_loading_info=True, **{**NO_CODE, **options})
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # any: damage raises SafetensorError, UnpicklingError, BadZipFile, ...
@@ -121,12 +123,23 @@ def require_folder(what: str, name: str) -> None:
         )
 
 
+def needs_code(error: Exception) -> bool:
+    """Return whether transformers refused to load a folder because it holds code."""
+    return isinstance(error, ValueError) and "trust_remote_code" in str(error)
+
+
 def not_loaded(what: str, name: str, error: Exception) -> ConfigError:
     """Return the error for a model or tokenizer that cannot be read, with the reason in one line."""
     try:
         require_folder(what, name)
     except ConfigError as missing:
         return missing
+    if needs_code(error):
+        return ConfigError(
+            f"the {what} {name!r} holds code of its own (auto_map in its config.json), which runs only if you ask for "
+            "it. Read the .py files beside it, then set model.trust_remote_code=true (DPSFTTrainer, DPDPOTrainer: "
+            "args.trust_remote_code), or take a model whose class is part of transformers"
+        )
     local = Path(name).is_dir()
     offline = " (HF_HUB_OFFLINE is set: only files in the cache are found)" if HF_HUB_OFFLINE else ""
     kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "

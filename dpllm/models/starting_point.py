@@ -121,7 +121,7 @@ def check_start(
     if found and not start_is_independent:
         raise ConfigError(f"{found[0]}, which the epsilon of this run does not cover. {_remedy(found[0])}. {_DECLARE}")
     points = [f"Declared independent of these records, to be confirmed before release: {what}" for what in found]
-    points += calibration_points(model)
+    points += [*calibration_points(model), *_own_code(model)]
     return points if optimizer is None else points + _trained_adapters(model)
 
 
@@ -345,6 +345,18 @@ def _own_part(parameter: Any) -> torch.Tensor:
     """Return the values of a parameter that this process holds."""
     held = getattr(parameter, "ds_tensor", parameter)  # ZeRO-3 keeps its part there
     return (held.to_local() if isinstance(held, DTensor) else held).detach()
+
+
+def _own_code(model: Any) -> list[str]:
+    """Return the open point of a model with code from its folder, which nobody else has reviewed."""
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    names = {type(module).__name__ for module in modules if type(module).__module__.startswith("transformers_modules.")}
+    if not names:
+        return []
+    return [
+        f"The model runs code from its own folder ({', '.join(sorted(names))}), which ε trusts as it trusts yours. "
+        "Confirm that somebody has read it: it must not couple rows, and must not write private text anywhere."
+    ]
 
 
 def _moments(optimizer: Any) -> list[str]:

@@ -53,8 +53,11 @@ def task_of(model: Any) -> str | None:
 
 
 def task_of_class(name: str, config: Any) -> str | None:
-    """Return the task of a class of transformers with this name and configuration; None for any other class."""
+    """Return the task of a class with this name and configuration; None for a class that has none."""
     found = [task for task, names in _NAMES.items() if name in names]
+    if not found:  # a class in the model's own folder, which says for which class of transformers it stands
+        own = {str(code).rpartition(".")[2]: auto for auto, code in (getattr(config, "auto_map", None) or {}).items()}
+        found = [task for task, about in TASKS.items() if about.auto_class == own.get(name)]
     if len(found) > 1:
         one_value = getattr(config, "num_labels", 2) == 1
         problem = getattr(config, "problem_type", None) or ("regression" if one_value else None)

@@ -160,7 +160,7 @@ def shape_of_model(model: ModelConfig) -> ModelShape:
         dtype = getattr(config, "dtype", None) or torch.float32
     try:
         with torch.device("meta"):
-            base = AUTO_MODEL[model.task].from_config(config, dtype=dtype)
+            base = AUTO_MODEL[model.task].from_config(config, dtype=dtype, trust_remote_code=model.trust_remote_code)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"no model can be built from this configuration: {error}") from error
     with torch.device("meta"):
@@ -188,7 +188,7 @@ def _quantized(base: Any) -> Iterator[tuple[int, int]]:
 def _config_of(model: ModelConfig) -> PreTrainedConfig:
     if model.config is None:
         try:
-            config = AutoConfig.from_pretrained(str(model.name))
+            config = AutoConfig.from_pretrained(str(model.name), trust_remote_code=model.trust_remote_code)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"the configuration of the model {model.name!r} cannot be read ({str(error).splitlines()[0][:200]}). "

@@ -53,7 +53,7 @@ def merge_run(run: str | Path, output: str | Path | None = None, num_labels: int
     run = Path(run)
     folder = run / MERGED_FOLDER if output is None else Path(output)
     model, class_names = _checked(run, folder)
-    tokenizer = AutoTokenizer.from_pretrained(run)
+    tokenizer = AutoTokenizer.from_pretrained(run, trust_remote_code=model.trust_remote_code)
     if TASKS[model.task].needs_labels and model.num_labels is None and model.task != "regression":
         known = num_labels if class_names is None else len(class_names)
         if known is None:

@@ -6,16 +6,18 @@ Place in the flow: between `dpllm.training.training_log` and `dpllm.DPTrainer`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import dataclasses
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Never, TypedDict
 
 from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
-from dpllm.config import ConfigError, PrivacyConfig, read_section
+from dpllm.config import ConfigError, PrivacyConfig, nearest, read_section
 from dpllm.config.values import shown
 from dpllm.data.lengths import input_of
 from dpllm.data.raw_rows import LONGEST, RowMaker, is_raw, is_stored
@@ -113,6 +115,46 @@ def require_arguments(args: Any) -> TrainingArguments:
         f"args is {given}: pass transformers.TrainingArguments(output_dir=..., max_steps=...); model, ledger and "
         "report go into output_dir"
     )
+
+
+class Unknown(TypedDict, total=False):
+    """Arguments of other Trainers, and of earlier releases, that `DPTrainer` answers with a remedy."""
+
+    tokenizer: Never
+    formatting_func: Never
+    dataset_text_field: Never
+    max_seq_length: Never
+    packing: Never
+
+
+_REMEDIES = {
+    "tokenizer": "pass it as processing_class",
+    "formatting_func": "apply it before: train_dataset.map(lambda row: {'text': formatting_func(row)})",
+    "max_seq_length": "its name is max_length, an option of SFTConfig; for DPTrainer data={'max_length': ...}",
+    "packing": "pass pack_rows=True, which keeps the rows of a microbatch apart",
+}
+
+
+def refuse_unknown(given: Iterable[str], trainer: type, args: Any) -> None:
+    """Refuse arguments that a Trainer does not have, and say where each belongs.
+
+    Args:
+        given: their names.
+        trainer: the class that was called.
+        args: of the training, or None.
+
+    Raises:
+        TypeError: there is one.
+    """
+    for name in given:
+        options = {field.name for field in dataclasses.fields(args)} if isinstance(args, TrainingArguments) else set()
+        if name in _REMEDIES:
+            remedy = _REMEDIES[name]
+        elif name in options:
+            remedy = f"it is an option of {type(args).__name__}: pass it in args"
+        else:
+            remedy = f"leave it out{nearest(name, inspect.signature(trainer).parameters)}".removesuffix(".")
+        raise TypeError(f"{trainer.__name__} has no argument {name!r}: {remedy}")
 
 
 def require_functions(**given: Any) -> None:

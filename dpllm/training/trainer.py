@@ -11,7 +11,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Unpack
 
 import torch
 from peft import PeftModel
@@ -66,7 +66,14 @@ from dpllm.training.preflight import refuse_unusable_model
 from dpllm.training.prepared import Prepared, agreed_arguments
 from dpllm.training.restarting import begin_in, checkpoint_to_resume
 from dpllm.training.row_losses import RowLosses
-from dpllm.training.rows_trainer import RowsTrainer, read_privacy, require_arguments, require_functions
+from dpllm.training.rows_trainer import (
+    RowsTrainer,
+    Unknown,
+    read_privacy,
+    refuse_unknown,
+    require_arguments,
+    require_functions,
+)
 from dpllm.training.screen import StepProgress, progress_of
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.signals import StopRequest, end_with_the_launcher
@@ -328,8 +335,10 @@ class DPTrainer(RowsTrainer):
         compute_metrics: Callable[[Any], dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         data: Mapping[str, Any] | None = None,
+        **unknown: Unpack[Unknown],
     ) -> None:
         """Compute the plan and set up the Trainer."""
+        refuse_unknown(unknown, type(self), args)
         refuse_ignored(self)
         require_functions(
             data_collator=data_collator,

@@ -185,12 +185,14 @@ _HEAD = """# TRL in private training
 (`pip install 'dpllm[trl]'`, TRL 1.16 or newer). Their steps, checks and reports are those of `DPTrainer`.
 
 ```python
+import torch
 from trl import DPOConfig, SFTConfig
 from dpllm import DPDPOTrainer, DPSFTTrainer, PrivacyConfig
 
 privacy = PrivacyConfig(target_epsilon=8, delta=1e-6, clip_norm=1.0, expected_batch_size=1024)
-tuned = DPSFTTrainer("model", SFTConfig("runs/sft", max_steps=100), privacy, conversations, peft_config=lora)
-tuned = DPDPOTrainer("model", DPOConfig("runs/dpo", max_steps=100), privacy, preferences, peft_config=lora)
+shared = {"max_steps": 100, "bf16": torch.cuda.is_available()}  # TRL takes bf16, which needs a GPU, by default
+tuned = DPSFTTrainer("model", SFTConfig("runs/sft", **shared), privacy, conversations, peft_config=lora)
+tuned = DPDPOTrainer("model", DPOConfig("runs/dpo", **shared), privacy, preferences, peft_config=lora)
 ```
 
 In a recipe, `train.trainer: sft` or `dpo` adds the names of these configurations to the section `train`. The recipes

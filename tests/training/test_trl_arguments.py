@@ -7,6 +7,7 @@ import pytest
 
 trl = pytest.importorskip("trl")
 
+from peft import LoraConfig  # noqa: E402
 from transformers import TrainingArguments  # noqa: E402
 
 from dpllm.training.argument_table import IGNORED, REFUSED, WORKS  # noqa: E402
@@ -39,3 +40,15 @@ def test_the_page_is_made_of_the_tables():
     """`python -m dpllm.training.trl_arguments` writes it."""
     file = Path(__file__).resolve().parents[2] / "docs" / "trl.md"
     assert file.read_text(encoding="utf-8") == document()
+
+
+def test_the_first_program_of_the_page_runs_on_a_machine_without_a_gpu(tmp_path, monkeypatch):
+    """TRL's configurations take bf16 by default, which needs one."""
+    monkeypatch.chdir(tmp_path)
+    trl_data.model().save_pretrained("model")
+    trl_data.tokenizer().save_pretrained("model")
+    program = document().split("```python\n")[1].split("```")[0]
+    data = {"conversations": trl_data.shapes(2000)["messages"], "lora": LoraConfig(target_modules=["q_proj"], r=2)}
+    data["preferences"] = next(iter(trl_data.preferences(2000).values()))
+    exec(compile(program, "trl.md", "exec"), data)
+    assert type(data["tuned"]).__name__ == "DPDPOTrainer"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import BOFTConfig, LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.config import CordaConfig
 from transformers import (
     AutoTokenizer,
@@ -500,3 +500,64 @@ def test_a_list_of_labels_that_are_whole_numbers_here_and_fractions_there_is_ref
         maker.rows(own, "train_dataset")
     own[0]["label"] = 1.0
     assert maker.rows(own, "train_dataset")["labels"][:] == [[1.0], [0.5]]
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("tokenizer", "processing_class"),
+        ("formatting_func", "train_dataset.map"),
+        ("max_seq_length", "max_length"),
+        ("packing", "pack_rows"),
+        ("learning_rate", "TrainingArguments"),
+        ("data_colator", "data_collator"),
+        ("dataset", "no argument"),
+    ],
+)
+def test_an_argument_of_another_trainer_is_refused_with_its_place_here(option, says, folder, tmp_path):
+    """TypeError, as Python's, and where the argument belongs."""
+    args = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True)
+    with pytest.raises(TypeError, match=says) as caught:
+        DPTrainer(
+            folder,
+            args,
+            PrivacyConfig(noise_multiplier=1.0, clip_norm=1.0, expected_batch_size=4),
+            Dataset.from_dict({"text": TEXTS}),
+            **{option: 1},
+        )
+    assert option in str(caught.value)
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_compiled_model_is_refused_by_its_name(inner, folder, tokenizer, tmp_path):
+    """Not by the missing loss of its wrapper, and not by an assertion of the compiler."""
+    model = LlamaForCausalLM.from_pretrained(folder)
+    if inner:
+        model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")
+    else:
+        model = torch.compile(model, backend="eager")
+    args = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to="none")
+    with pytest.raises(ValueError, match=r"torch\.compile"):
+        DPTrainer(
+            model,
+            args,
+            PrivacyConfig(noise_multiplier=1.0, clip_norm=1.0, expected_batch_size=4),
+            Dataset.from_dict({"text": TEXTS}),
+            processing_class=tokenizer,
+        ).train()
+
+
+@pytest.mark.filterwarnings("ignore:Failed to load the CUDA extension", "ignore:Setting boft_n_butterfly_factor")
+def test_an_adapter_without_a_rule_is_refused_by_its_name(folder, tokenizer, tmp_path):
+    """BOFT ended in an error of a matrix product."""
+    adapter = BOFTConfig(boft_block_size=4, target_modules=["q_proj"])
+    model = get_peft_model(LlamaForCausalLM.from_pretrained(folder), adapter)
+    args = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to="none")
+    with pytest.raises(ValueError, match=r"BOFT.*per_unit"):
+        DPTrainer(
+            model,
+            args,
+            PrivacyConfig(noise_multiplier=1.0, clip_norm=1.0, expected_batch_size=4),
+            Dataset.from_dict({"text": TEXTS}),
+            processing_class=tokenizer,
+        ).train()

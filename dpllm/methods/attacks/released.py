@@ -25,6 +25,7 @@ from dpllm.config.recipe import refuse_trainer
 from dpllm.data.records import required_columns
 from dpllm.data.rows import RowCollator, load_train_and_eval, tokenize_records, unit_index_of
 from dpllm.models.load import DTYPES, load_tokenizer
+from dpllm.models.loading import NO_CODE
 from dpllm.privacy.accounting import History
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
@@ -116,7 +117,7 @@ def load_causal_model(
         AuditError: it cannot be loaded, or has fewer tokens than the tokenizer.
     """
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[dtype])
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[dtype], **NO_CODE)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:300].rstrip(".")
         raise AuditError(f"the model {name} cannot be loaded: {reason}. Give a folder or a Hub name") from error

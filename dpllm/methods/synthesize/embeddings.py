@@ -18,7 +18,7 @@ from dpllm.config import ConfigError, ModelConfig
 from dpllm.ghost.checks import tokens_by_themselves
 from dpllm.models.inputs import num_positions
 from dpllm.models.load import load_tokenizer
-from dpllm.models.loading import not_loaded, require_folder
+from dpllm.models.loading import NO_CODE, not_loaded, require_folder
 
 Floats = NDArray[np.float64]
 LONGEST = 512
@@ -89,7 +89,7 @@ def load_embedder(name: str, device: str | torch.device | None = None) -> Embedd
     require_folder("embedding model", name)
     tokenizer = load_tokenizer(ModelConfig(name=name))
     try:
-        model: Any = AutoModel.from_pretrained(name, dtype=torch.float32)
+        model: Any = AutoModel.from_pretrained(name, dtype=torch.float32, **NO_CODE)
     except (torch.OutOfMemoryError, MemoryError, ConfigError):
         raise
     except Exception as error:  # any: damage raises SafetensorError, UnpicklingError, ...

@@ -68,6 +68,19 @@ SAME = 1e-6
 """The largest difference between two runs of one pass: the first may compute a norm by another method."""
 NEAR = 0.1
 """The largest difference between a pass and the same pass in float64. Larger ones, or no number, show no rounding."""
+_PADDING = (
+    "The model or the loss reads padding: it pools at it (config.pad_token_id is another id), counts positions from it "
+    "(a tokenizer with padding_side='left' under absolute positions), sees it (the collator returns no "
+    "attention_mask), or takes it for targets (dpllm pads labels with -100)",
+    "Set config.pad_token_id, pad on the right, return an attention_mask, and leave padding out of the loss "
+    "(dpllm.per_sequence_loss); or train with one row per microbatch (per_device_train_batch_size: 1)",
+)
+_COMPANY = (
+    "The loss or the model reads the whole batch: it divides by the batch's number of targets, counts equal rows or "
+    "uses batch statistics, scales int8 or fp8 over all rows, or draws random numbers from a seed that is set within "
+    "the step",
+    "Compute each row's loss from its own row (dpllm.per_sequence_loss)",
+)
 _REPEATED = 4  # a row that is run alone again has the same shapes: the tolerance is divided by this
 _TRIED = 97  # norms of which the least is taken that counts; four for each power of ten
 
@@ -221,12 +234,19 @@ def difference(one: float, other: float, floor: float) -> float:
     return abs(one - other) / max(abs(one), abs(other), floor)
 
 
-def in_words(worst: tuple[Seen, Seen], tolerance: float, not_held: str) -> str:
-    """Return one line: the two passes that differ, by how much, the likely cause, and the remedy."""
+def in_words(worst: tuple[Seen, Seen], tolerance: float, not_held: str, reads_padding: bool | None) -> str:
+    """Return one line: the two passes that differ, by how much, the cause, and the remedy.
+
+    Args:
+        worst: the two results of a row that differ most.
+        tolerance: the largest difference that rounding explains.
+        not_held: random numbers that could not be held equal, in words.
+        reads_padding: whether padding alone makes the difference; None: not known.
+    """
     first, other = worst
     name = _figure(worst, tolerance)
     values = (first.loss, other.loss) if name == "loss" else (first.norm, other.norm)
-    cause, remedy = _cause(other, not_held)
+    cause, remedy = _cause(other, not_held, reads_padding)
     explained = _tolerance(worst, tolerance)
     return (
         f"The {name} of a row depends on other rows: {first.company.words} it is {values[0]:.6g}, "
@@ -251,7 +271,7 @@ def _tolerance(pair: tuple[Seen, Seen], tolerance: float) -> float:
     return tolerance / _REPEATED if is_repeated else tolerance
 
 
-def _cause(other: Seen, not_held: str) -> tuple[str, str]:
+def _cause(other: Seen, not_held: str, reads_padding: bool | None) -> tuple[str, str]:
     if not_held:
         return (
             "The same row alone has another value with other random numbers, which cannot be held equal for a row "
@@ -266,13 +286,8 @@ def _cause(other: Seen, not_held: str) -> tuple[str, str]:
             "by then",
             "Compute each row's loss from that row and the weights only, and let the collator return what it needs",
         )
-    return (
-        "Likely causes: the model reads padding: it pools at it (config.pad_token_id is another id), counts positions "
-        "from it (a tokenizer with padding_side='left' under absolute positions), or the collator returns no "
-        "attention_mask (dpllm pads: token ids with the padding token, labels, targets and tags with -100, masks and "
-        "other columns with 0); the loss divides by the batch's number of targets, counts equal rows or uses batch "
-        "statistics; int8 or fp8 scales over all rows; random numbers from a seed that is set within the step",
-        "Set config.pad_token_id, pad on the right, return an attention_mask, and compute each row's loss from its own "
-        "row (dpllm.per_sequence_loss); a model that reads padding can be trained with one row per microbatch "
-        "(per_device_train_batch_size: 1)",
-    )
+    if reads_padding:
+        return _PADDING
+    if reads_padding is False:
+        return _COMPANY
+    return f"{_PADDING[0]}; or {_COMPANY[0][0].lower()}{_COMPANY[0][1:]}", f"{_PADDING[1]}; {_COMPANY[1]}"

@@ -303,7 +303,10 @@ class IndependenceCheck:
             words = (
                 (None,)
                 if worst is None
-                else (in_words(worst, tolerance, passes.not_held), finding_of(worst, tolerance))
+                else (
+                    in_words(worst, tolerance, passes.not_held, passes.reads_padding(*worst)),
+                    finding_of(worst, tolerance),
+                )
             )
             self._refuse(*words)  # None: the message of another process
 
@@ -532,8 +535,35 @@ class Passes:
         """Return one pass over copies of the shortest row, for `Sharing`."""
         return self.run(Company((self._sample.short,) * count, "beside its copies"), numbers=numbers)
 
+    def reads_padding(self, first: Seen, other: Seen) -> bool | None:
+        """Return whether a row alone, padded as beside the others, has the result that it has beside them.
+
+        Args:
+            first: its result alone.
+            other: its result beside the others.
+
+        Returns:
+            None if that is not known: rows are packed, or other processes would have to run the same pass.
+        """
+        alone, size = first.company, len(other.company.numbers)
+        if self._in_lockstep or self._rows.packed or size == 1 or len(alone.numbers) > 1:
+            return None
+        inputs = self._batch(other.company)
+        if not all(isinstance(value, Tensor) and len(value) == size for value in inputs.values()):
+            return None
+        here = slice(other.place, other.place + 1)
+        with contextlib.suppress(Exception):  # such as a lack of memory
+            padded = self.run(alone, inputs={name: value[here] for name, value in inputs.items()})
+            return self.differing([[*padded.seen, other]]) is None
+        return None
+
     def run(
-        self, company: Company, seed: int | None = None, start: int | None = None, numbers: Numbers | None = None
+        self,
+        company: Company,
+        seed: int | None = None,
+        start: int | None = None,
+        numbers: Numbers | None = None,
+        inputs: Mapping[str, Any] | None = None,
     ) -> Pass:
         """Run one pass.
 
@@ -542,9 +572,11 @@ class Passes:
             seed: seed of the global generators. None: that of the rows.
             start: seed of the numbers given by `Repeatable`. None: ``seed``.
             numbers: other numbers.
+            inputs: of these rows, padded in another way.
         """
         seed = self._maker.seed if seed is None else seed
-        inputs, index = self._batch(company), torch.arange(len(company.numbers))
+        inputs = self._batch(company) if inputs is None else inputs
+        index = torch.arange(len(company.numbers))
         with self._repeatable(seed, start, numbers) as mode:
             before = generator_states()
             try:

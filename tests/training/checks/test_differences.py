@@ -84,8 +84,36 @@ def test_a_coupling_of_small_losses_is_refused_where_the_clip_norm_is_small(tmp_
         loss_B = lm_loss(model, inputs)
         return 1e-7 * loss_B * (1.2 - 0.2 / len(loss_B))
 
-    with pytest.raises(IndependenceError, match=f"The gradient norm {DEPENDS}.*Likely causes: "):
+    with pytest.raises(IndependenceError, match=f"The gradient norm {DEPENDS}"):
         steps(tmp_path, llama(), rows_of(unequal(40).to_list()), scaled, clip_norm=1e-6)
+
+
+def over_all_positions(model, inputs):
+    """A mean that takes padding for tokens."""
+    logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+    return logits.square().mean((1, 2))
+
+
+def over_the_batch(model, inputs):
+    """A sum over a row's targets that is divided by those of the batch."""
+    return lm_loss(model, inputs) / (inputs["labels"] != -100).sum()
+
+
+def beside_the_mean(model, inputs):
+    """A row less the mean of all rows."""
+    loss_B = lm_loss(model, inputs)
+    return (loss_B - 0.5 * loss_B.detach().mean()).square()
+
+
+@pytest.mark.parametrize(
+    ("loss", "reads_padding"), [(over_all_positions, True), (over_the_batch, False), (beside_the_mean, False)]
+)
+def test_the_message_names_the_cause_that_was_measured(tmp_path, loss, reads_padding):
+    """The row alone, padded as beside the others, tells padding from a loss over the batch."""
+    with pytest.raises(IndependenceError, match=DEPENDS) as caught:
+        steps(tmp_path, llama(), rows_of(unequal(40).to_list()), loss)
+    assert ("reads padding" in str(caught.value)) is reads_padding
+    assert ("batch's number" in str(caught.value)) is not reads_padding
 
 
 @pytest.mark.parametrize("rounds", [False, True])
