@@ -14,16 +14,15 @@ from typing import Any
 
 import pyarrow as pa
 
-from dpllm.config import ConfigError, DataConfig
+from dpllm.config import ConfigError, DataConfig, RecordFormat
+from dpllm.config.formats.catalogue import COLUMNS, FORMATS
+from dpllm.config.formats.record_format import Cells, Column, columns_in
 from dpllm.data.readers import DataError, read_tables
 from dpllm.data.records import local_files, read_unchecked
 
 TEXT, MESSAGES, LIST, NUMBER, OTHER = "text", "messages", "list", "number", "other"
 
-_PROMPTS = ("prompt", "instruction", "question", "input", "query", "source", "context")
-_COMPLETIONS = ("completion", "response", "answer", "output", "target", "reply", "summary")
-_LABELS = ("label", "labels", "class", "category", "target", "sentiment")
-_TEXTS = ("text", "content", "note", "body", "message", "document", "sentence", "report", "review")
+_OF_CELLS = {Cells.TEXT: (TEXT,), Cells.LIST: (LIST,), Cells.MESSAGES: (MESSAGES,), Cells.ANY: (TEXT, NUMBER)}
 _PERSON = re.compile(
     r"(?:^|_)(?:user|patient|person|author|customer|client|subject|sender|member|employee|student|owner|speaker|account|"
     r"participant|individual)(?:s|name|_?(?:id|no|nr|number|key|hash|name))?$|^(?:mrn|uid|pid)$",
@@ -49,21 +48,30 @@ class Columns:
         return [name for name, kind in self.kinds.items() if kind in kinds]
 
     def guessed_format(self) -> str | None:
-        """Return the format by names and kinds; None if no column holds text or messages."""
-        if self.of_kind(MESSAGES):
-            return "chat"
-        texts = self.of_kind(TEXT)
-        if not texts:
-            return None
-        if _first(_PROMPTS, texts) and _first(_COMPLETIONS, texts):
-            return "prompt_completion"
-        label = _first(_LABELS, [name for name in self.of_kind(TEXT, NUMBER) if name != self.text_column()])
-        return "classification" if label is not None else "text"
+        """Return the format by names and kinds; None if no column holds text or messages.
+
+        Of the formats whose columns are all there, that of messages comes first, and then the one of which most columns
+        have a usual name.
+        """
+        ranks = {name: rank for name, kind in FORMATS.items() if kind.asked and (rank := self._rank(kind))}
+        return max(ranks, key=lambda name: ranks[name], default=None)
+
+    def _rank(self, kind: type[RecordFormat]) -> tuple[bool, int] | None:
+        """Return how well a format fits; None: a column is missing."""
+        taken: list[str] = []
+        usual = 0
+        for about in columns_in(kind).values():
+            named = _first(about.usual, self._candidates(about, taken))
+            name = named or (next(iter(self._candidates(about, taken)), None) if about.any_name else None)
+            if name is None and not about.optional:
+                return None
+            usual += named is not None
+            taken += [] if name is None else [name]
+        return any(about.cells is Cells.MESSAGES for about in columns_in(kind).values()), usual
 
     def text_column(self) -> str | None:
         """Return the column of the text; the first text column that is no id if no name is known."""
-        texts = [name for name in self.of_kind(TEXT) if name not in self.people]
-        return _first(_TEXTS, texts) or next(iter(texts), None)
+        return self.proposed("text_column")
 
     def proposed(self, key: str, taken: Sequence[str] = ()) -> str | None:
         """Return the column for a key of the section, such as "prompt_column"; None if none fits.
@@ -72,15 +80,13 @@ class Columns:
             key: the key.
             taken: columns that have another use.
         """
-        texts = [name for name in self.of_kind(TEXT) if name not in (*self.people, *taken)]
-        if key == "text_column":
-            return self.text_column()
-        if key == "messages_column":
-            return next(iter(self.of_kind(MESSAGES)), None)
-        if key == "label_column":
-            return _first(_LABELS, [name for name in self.of_kind(TEXT, NUMBER, LIST) if name not in taken])
-        known = _first(_PROMPTS if key == "prompt_column" else _COMPLETIONS, texts)
-        return known or next(iter(texts), None)
+        about, names = COLUMNS[key], self._candidates(COLUMNS[key], taken)
+        only_named = about.label or about.optional
+        return _first(about.usual, names) or (None if only_named else next(iter(names), None))
+
+    def _candidates(self, about: Column, taken: Sequence[str]) -> list[str]:
+        """Return the names of the columns with such cells that are no ids and have no other use."""
+        return [name for name in self.of_kind(*_OF_CELLS[about.cells]) if name not in (*self.people, *taken)]
 
 
 def columns_of(path: str, encoding: str = "utf-8") -> Columns:
