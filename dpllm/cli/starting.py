@@ -131,6 +131,10 @@ def init(
     path, found = _records(ask, given, encoding)
     section = _data(ask, path, found, encoding, format, columns)
     of_user = _unit(ask, options, found, section)
+    used = [*section.form.names, of_user]
+    typer.echo(f"read as {section.format}: {', '.join(name for name in used if name in found.kinds)}")
+    if unused := [name for name in found.kinds if name not in used]:
+        typer.echo(f"not used: {', '.join(unused)}")
     of_classes = _classes(ask, section.format, classes)
     name, at_hand = _model(ask, model)
     value = ask.value("epsilon", epsilon, "ε of the whole run (up to 1 strong, up to 10 reasonable)", EPSILON, _epsilon)
@@ -279,7 +283,10 @@ def _records(ask: _Questions, given: str | None, encoding: str) -> tuple[str, Co
         return path, columns_of(path, encoding=encoding)
 
     path, found = ask.value("data", given, "The private records (file, folder or pattern)", None, check)
-    typer.echo(f"columns: {', '.join(f'{name} ({kind})' for name, kind in found.kinds.items())}")
+    width = max(map(len, found.facts), default=0)
+    typer.echo("columns, each with an example (private, for your eyes only):")
+    for name, facts in found.facts.items():
+        typer.echo(f"  {name:<{width}}  {facts.example:<34}  {facts.words}")
     return path, found
 
 
@@ -290,6 +297,20 @@ def _data(
     from dpllm.config import DataConfig
 
     proposal = _format_of_options(given) or found.guessed_format()
+    other = found.format_of_others()
+    if proposal is None and form is None and other is not None:
+        raise ValueError(
+            f"{path}: the columns {' and '.join(FORMATS[other]().required)} are those of {FORMATS[other].about} (data."
+            f"format {other}), for which init writes no recipe: begin with one of recipes/README.md, or give --format "
+            "and the columns"
+        )
+    if proposal is None and form is None and ask.yes:
+        longest = found.longest_prose()
+        option = "--text-column NAME" if longest is None else f"--text-column {longest}"
+        raise ValueError(
+            f"{path}: no column has both a usual name and sentences in it, so nothing is proposed: say what the "
+            f"columns above are, such as {option}"
+        )
     chosen = ask.value("format", form, f"Format: {', '.join(ASKED_FORMATS)}", proposal, _format)
     other = [key for key, name in given.items() if name is not None and key not in _COLUMNS[chosen]]
     if other:
@@ -343,6 +364,11 @@ def _classes(ask: _Questions, form: str, given: str | None) -> int | list[str] |
             fitting = " or ".join(formats_of(TextLabel))
             raise ValueError(f"--classes belongs to the format {fitting}, and the format is {form}: omit it")
         return None
+    if given is None and ask.yes:
+        raise ValueError(
+            "--classes is missing: name the classes in order (--classes no,yes) or give their number. They are public "
+            "facts, and are not collected from the private labels. --format text trains on the texts alone"
+        )
     words = "Names of the classes, in order, separated by commas, or their number"
     return ask.value("classes", given, words, None, _class_names)
 

@@ -420,7 +420,9 @@ def _size(model: ModelConfig, at_hand: ModelAtHand | None) -> WeightSize:
 def _look(records: datasets.Dataset, data: DataConfig, at_hand: ModelAtHand | None, index: UnitIndex | None) -> Look:
     """Return lengths and rows per user, rounded to two digits."""
     step = max(1, len(records) // _LOOKED_AT)
-    chosen = records.select(range(0, len(records), step)).select_columns(data.form.required)
+    chosen = records.select(range(0, len(records), step)).select_columns(
+        [name for name in data.form.names if name in records.column_names]
+    )
     texts = [" ".join(texts_of(list(record.values()))) for record in chosen]
     if at_hand is None:
         lengths = np.array([len(text) / _CHARACTERS_OF_A_TOKEN for text in texts])

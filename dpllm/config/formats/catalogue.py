@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from dpllm.config.formats.chat import ChatFormat, MessagesColumn
 from dpllm.config.formats.classification import ClassificationFormat, LabelColumn
+from dpllm.config.formats.instruction import InstructionColumns, InstructionFormat
 from dpllm.config.formats.preference import AnswerColumns, PreferenceFormat
 from dpllm.config.formats.prompt_completion import PromptColumns, PromptCompletionFormat
 from dpllm.config.formats.question_answering import QuestionAnsweringFormat, QuestionColumns
@@ -17,6 +18,7 @@ from dpllm.config.formats.tokens import TokensFormat, WordColumns
 _FORMATS: tuple[type[RecordFormat], ...] = (
     TextFormat,
     PromptCompletionFormat,
+    InstructionFormat,
     ChatFormat,
     PreferenceFormat,
     ClassificationFormat,
@@ -27,7 +29,14 @@ _FORMATS: tuple[type[RecordFormat], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class RecordColumns(
-    QuestionColumns, WordColumns, LabelColumn, AnswerColumns, MessagesColumn, PromptColumns, TextColumn
+    QuestionColumns,
+    WordColumns,
+    LabelColumn,
+    AnswerColumns,
+    MessagesColumn,
+    InstructionColumns,
+    PromptColumns,
+    TextColumn,
 ):
     """The columns of all formats, which are keys of a recipe; their order there is that of these classes, reversed."""
 
@@ -44,7 +53,7 @@ def formats_of(*contents: type) -> tuple[str, ...]:
 
     >>> from dpllm.config.formats.record_format import Completion, Text
     >>> formats_of(Text, Completion)
-    ('text', 'prompt_completion')
+    ('text', 'prompt_completion', 'instruction')
     """
     return tuple(name for name, kind in FORMATS.items() if kind.holds in contents)
 
@@ -53,6 +62,6 @@ def formats_for(task: str) -> tuple[str, ...]:
     """Return the names of the formats that train a task.
 
     >>> formats_for("seq2seq_lm")
-    ('prompt_completion',)
+    ('prompt_completion', 'instruction')
     """
     return tuple(name for name, kind in FORMATS.items() if task in kind.tasks)

@@ -14,7 +14,7 @@ from dpllm.config.topics import Topic
 class MessagesColumn(Topic):
     """The column of a chat."""
 
-    messages_column: str = column("messages", "the chat", Cells.MESSAGES, any_name=True, trl="messages")
+    messages_column: str = column("messages", "the chat", Cells.MESSAGES, trl="messages")
 
 
 @dataclass(frozen=True, kw_only=True)

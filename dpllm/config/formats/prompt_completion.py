@@ -17,7 +17,9 @@ class PromptColumns(Topic):
     """The columns of a prompt and its completion."""
 
     prompt_column: str = column("prompt", "the part without loss", usual=_PROMPTS, trl="prompt")
-    completion_column: str = column("completion", "the part with loss", usual=_COMPLETIONS, trl="completion")
+    completion_column: str = column(
+        "completion", "the part with loss", usual=_COMPLETIONS, is_answer=True, trl="completion"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ class Column:
         label: whether it holds labels, and no text of its own.
         optional: whether records may lack it, or have nothing in it.
         usual: its usual names in data sets, the likeliest first, by which `dpllm init` finds it.
-        any_name: whether one column of these cells is enough for `dpllm init` to propose the format.
+        is_answer: whether a single word is an ordinary value, as of an answer; other texts have several.
         trl: its name in TRL's data sets; None: no trainer of TRL reads it.
     """
 
@@ -44,7 +44,7 @@ class Column:
     label: bool = False
     optional: bool = False
     usual: tuple[str, ...] = ()
-    any_name: bool = False
+    is_answer: bool = False
     trl: str | None = None
 
 

@@ -8,14 +8,30 @@ from typing import Any
 from dpllm.config.formats.record_format import RecordFormat, Text, column
 from dpllm.config.topics import Topic
 
-_USUAL = ("text", "content", "note", "body", "message", "document", "sentence", "report", "review")
+_USUAL = (
+    "text",
+    "content",
+    "note",
+    "body",
+    "message",
+    "document",
+    "sentence",
+    "report",
+    "review",
+    "comment",
+    "transcript",
+    "abstract",
+    "article",
+    "narrative",
+    "description",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextColumn(Topic):
     """The column of a text."""
 
-    text_column: str = column("text", "the text", usual=_USUAL, any_name=True, trl="text")
+    text_column: str = column("text", "the text", usual=_USUAL, trl="text")
 
 
 @dataclass(frozen=True, kw_only=True)
