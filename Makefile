@@ -46,6 +46,7 @@ docs: setup
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/python docs/format_tables.py
 
 setup: $(VENV)/.installed
 

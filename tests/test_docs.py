@@ -173,3 +173,12 @@ def test_the_table_of_odds_is_the_computed_one(target):
     shown = [float(value.replace(" ", "")) for value in row]
     assert all(low <= high <= 1.06 * low for low, high in zip(computed[:2], shown[:2], strict=True))
     assert shown[2] <= computed[2] <= 1.06 * shown[2]
+
+
+def test_the_tables_of_formats_are_those_of_the_catalogue():
+    """`make format` writes them again after a format is added."""
+    spec = importlib.util.spec_from_file_location("format_tables", ROOT / "docs" / "format_tables.py")
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    page = tables.README.read_text(encoding="utf-8")
+    assert tables.with_tables(page) == page

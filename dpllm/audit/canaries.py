@@ -26,11 +26,12 @@ import datasets
 from scipy import stats
 
 from dpllm.audit.bounds import AuditError
-from dpllm.config import DataConfig, RecordFormat
+from dpllm.config import DataConfig
+from dpllm.config.formats.catalogue import FORMATS
 
 CANARIES_FILE = "canaries.json"
 COIN_FLIPS = "an independent fair coin per canary"
-FORMATS = ("text", "prompt_completion", "chat")
+CANARY_FORMATS = tuple(name for name, kind in FORMATS.items() if kind().record("", "") is not None)
 """Formats of records that a canary can have."""
 
 READ_TOGETHER = 10_000
@@ -189,37 +190,30 @@ def _check_coins(path: str | Path, raw: Mapping[str, Any]) -> None:
         )
 
 
-def record_of(prefix: str, text: str, config: RecordFormat) -> dict[str, Any]:
+def record_of(prefix: str, text: str, config: DataConfig) -> dict[str, Any]:
     """Return a record in the format of the data; in formats with a prompt, the prefix is the prompt.
 
     Raises:
         AuditError: the format has no text that a model learns to write.
 
-    >>> record_of("Say:", "xyzzy", RecordFormat(format="prompt_completion"))
+    >>> record_of("Say:", "xyzzy", DataConfig(path="x", max_length=8, format="prompt_completion"))
     {'prompt': 'Say:', 'completion': 'xyzzy'}
     """
-    if config.format == "text":
-        return {config.text_column: f"{prefix} {text}" if prefix else text}
-    if config.format == "prompt_completion":
-        return {config.prompt_column: prefix, config.completion_column: text}
-    if config.format == "chat":
-        turns = [{"role": "user", "content": prefix}, {"role": "assistant", "content": text}]
-        return {config.messages_column: turns}
-    raise AuditError(
-        f"data.format={config.format!r} cannot hold a canary: the audit needs the probability of a text, which only "
-        f"models of the formats {', '.join(FORMATS)} give"
-    )
+    made = config.form.record(prefix, text, gap=" ")
+    if made is None:
+        raise AuditError(
+            f"data.format={config.format!r} cannot hold a canary: the audit needs the probability of a text, which "
+            f"only models of the formats {', '.join(CANARY_FORMATS)} give"
+        )
+    return made
 
 
-def key_of(record: Mapping[str, Any], config: RecordFormat, unit_column: str | None) -> tuple[Any, ...]:
+def key_of(record: Mapping[str, Any], config: DataConfig, unit_column: str | None) -> tuple[Any, ...]:
     """Return the key that identifies a record: its texts, and its user."""
-    user = record[unit_column] if unit_column else None
-    if config.format == "chat":
-        return (*((turn["role"], turn["content"]) for turn in record[config.messages_column]), user)
-    return (*(record[name] for name in record_of("", "", config)), user)
+    return (*config.form.key(record), record[unit_column] if unit_column else None)
 
 
-def key_columns(config: RecordFormat, unit_column: str | None) -> list[str]:
+def key_columns(config: DataConfig, unit_column: str | None) -> list[str]:
     """Return the columns that form a record's key."""
     return [*record_of("", "", config), *([unit_column] if unit_column else [])]
 
@@ -227,7 +221,7 @@ def key_columns(config: RecordFormat, unit_column: str | None) -> list[str]:
 def count_records(
     batches: Iterable[Mapping[str, Sequence[Any]]],
     wanted: Iterable[tuple[Any, ...]],
-    config: RecordFormat,
+    config: DataConfig,
     unit_column: str | None,
 ) -> Counter[tuple[Any, ...]]:
     """Return how often each of the wanted keys is in the data.
@@ -277,7 +271,7 @@ def check_data(made: CanarySet, folder: str | Path) -> None:
             )
 
 
-def canary_keys(canary: Canary, config: RecordFormat, unit_column: str | None) -> list[tuple[Any, ...]]:
+def canary_keys(canary: Canary, config: DataConfig, unit_column: str | None) -> list[tuple[Any, ...]]:
     """Return the keys of a canary's records, one per record."""
     user = {unit_column: canary.user} if unit_column else {}
     return [key_of({**record_of(*record, config), **user}, config, unit_column) for record in canary.records]

@@ -267,7 +267,7 @@ def _random_row(rng: np.random.Generator, length: int, num_tokens: int, task: st
         return {"input_ids": ids, "labels": int(rng.integers(0, 2))}
     if kind == "numbers":
         return {"input_ids": ids, "labels": rng.integers(0, 2, num_labels).tolist()}
-    if task == "question_answering":  # the first token is the answer
+    if kind == "span":  # the first token is the answer
         return {"input_ids": ids, "labels": [START + END, *[0] * (len(ids) - 1)]}
     if kind == "tokens":
         return {"input_ids": ids, "labels": rng.integers(0, 2, len(ids)).tolist()}

@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerBase
 from dpllm.audit.bounds import FEWEST_CANARIES, AuditError, one_run_bounds
 from dpllm.audit.canaries import (
     CANARIES_FILE,
-    FORMATS,
+    CANARY_FORMATS,
     READ_TOGETHER,
     Canary,
     CanarySet,
@@ -43,7 +43,8 @@ from dpllm.audit.canaries import (
 from dpllm.audit.kinds import KINDS, RANDOM_TOKENS, RARE_SUFFIX, SAMPLED, Pair, distinct, random_tokens, rare_suffix
 from dpllm.audit.kinds import sampled as sampled_texts
 from dpllm.audit.power import power
-from dpllm.config import RECIPE_FILE, ModelConfig, Recipe, RecordFormat, nearest, recipe_to_dict, save_recipe
+from dpllm.config import RECIPE_FILE, DataConfig, ModelConfig, Recipe, nearest, recipe_to_dict, save_recipe
+from dpllm.config.formats.record_format import Text
 from dpllm.config.recipe import refuse_trainer
 from dpllm.data.rows import load_records, load_train_and_eval, tokenization_info, tokenize_records, unit_index_of
 from dpllm.data.units import UnitIndex
@@ -227,11 +228,11 @@ def _check_request(recipe: Recipe, folder: Path, options: CanaryOptions) -> None
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise AuditError(f"{folder} is not empty: give a new folder, so that an earlier audit's coins are not lost")
     refuse_trainer(recipe, "dpllm audit prepare")
-    if recipe.model.task != "causal_lm" or recipe.data.format not in FORMATS:
+    if recipe.model.task != "causal_lm" or recipe.data.format not in CANARY_FORMATS:
         raise AuditError(
             f"model.task={recipe.model.task!r} with data.format={recipe.data.format!r} cannot be audited by canaries "
-            f"of text: this needs a causal_lm and one of the formats {', '.join(FORMATS)}. `dpllm audit gradient` "
-            "audits the training itself for any task"
+            f"of text: this needs a causal_lm and one of the formats {', '.join(CANARY_FORMATS)}. `dpllm audit "
+            "gradient` audits the training itself for any task"
         )
     if recipe.privacy.budget_file is not None:
         raise AuditError(
@@ -291,7 +292,7 @@ def _texts(
     room = max(2, recipe.data.max_length - 4)  # leaves 4 tokens for a tokenizer's or a template's additions
     length = min(_LONGEST, max(2, room // 2)) if options.length is None else options.length
     prefix = min(_LONGEST_PREFIX, max(1, room // 4))
-    lengths = (0 if recipe.data.format == "text" else prefix, length)
+    lengths = (0 if recipe.data.form.holds is Text else prefix, length)
     if options.kind == RANDOM_TOKENS:
         return random_tokens(tokenizer, lengths, secret_rng())
     if options.kind == RARE_SUFFIX:
@@ -319,7 +320,7 @@ def _check_lengths(pairs: Sequence[Pair], recipe: Recipe, tokenizer: PreTrainedT
         )
 
 
-def _check_new(canaries: Sequence[Canary], train: datasets.Dataset, config: RecordFormat) -> None:
+def _check_new(canaries: Sequence[Canary], train: datasets.Dataset, config: DataConfig) -> None:
     """Raise if the data already hold a canary, under any user."""
     keys = {key for canary in canaries for key in canary_keys(canary, config, None)}
     batches = train.select_columns(key_columns(config, None)).iter(READ_TOGETHER)

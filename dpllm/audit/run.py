@@ -27,6 +27,7 @@ from dpllm.audit.figure import PICTURE_FILE, plot_audit
 from dpllm.audit.result import AUDIT_FILE, AuditResult, judge
 from dpllm.audit.scores import loss_score, ratio_score, token_scores
 from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, ConfigError, ModelConfig, load_recipe
+from dpllm.config.formats.record_format import Text
 from dpllm.data.labels import IGNORE
 from dpllm.data.rows import RowCollator, tokenization_info, tokenize_records
 from dpllm.models.load import load_base_model
@@ -256,7 +257,7 @@ def canary_rows(units: Sequence[Canary], made: CanarySet, tokenizer: PreTrainedT
             "canaries do not fit into rows under the tokenizer of this model, so they were made for another one: "
             "audit the model that was trained on the prepared data"
         )
-    if made.data.format != "text" or not any(prefix for prefix, _ in pairs):
+    if made.data.form.holds is not Text or not any(prefix for prefix, _ in pairs):
         return rows
     heads = tokenizer([prefix for prefix, _ in pairs], verbose=False)["input_ids"]
     labels = []

@@ -283,10 +283,11 @@ def uses_template(folder: Path, model: TextGenerator, wanted: bool | None) -> bo
     if wanted is not None:
         return wanted
     from dpllm.config import RECIPE_FILE, load_recipe
+    from dpllm.config.formats.record_format import Chat
 
     if not model.has_template or not (folder / RECIPE_FILE).is_file():
         return model.has_template
-    return load_recipe(folder / RECIPE_FILE).data.format == "chat"
+    return load_recipe(folder / RECIPE_FILE).data.form.holds is Chat
 
 
 def as_chat(prompt: str) -> list[dict[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,7 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from dpllm.cli.common import one_line_errors
-from dpllm.config.data_section import FORMATS
+from dpllm.config.formats.catalogue import COLUMNS, FORMATS, formats_of
+from dpllm.config.formats.record_format import TextLabel, columns_in
 from dpllm.config.values import between, integer, nearest
 
 if TYPE_CHECKING:
@@ -24,21 +26,11 @@ if TYPE_CHECKING:
     from dpllm.planning.new_recipe import NewRecipe, Wishes
 
 EPSILON = 8.0
-ASKED_FORMATS = tuple(name for name in FORMATS if name in ("text", "prompt_completion", "chat", "classification"))
-_ALIASES = {"prompt+completion": "prompt_completion", "text+label": "classification", "messages": "chat"}
-_COLUMNS = {
-    "text": ("text_column",),
-    "prompt_completion": ("prompt_column", "completion_column"),
-    "chat": ("messages_column",),
-    "classification": ("text_column", "label_column"),
-}
+ASKED_FORMATS = tuple(name for name, kind in FORMATS.items() if kind.asked)
+_ALIASES = {alias: name for name, kind in FORMATS.items() for alias in kind.aliases}
+_COLUMNS = {name: columns_in(FORMATS[name]) for name in ASKED_FORMATS}
 _RECORD = "record"
 _OUTPUT = "recipe.yaml"
-
-
-def _column_option(what: str) -> Any:
-    """Return the option of the column of the text, the label, and so on."""
-    return typer.Option(help=f"The column of the {what}; by default found by its name.", show_default=False)
 
 
 _RECORDS = "The private records: .jsonl, .json, .csv, .tsv, .parquet or .txt; a file, a folder or a pattern."
@@ -47,13 +39,8 @@ Records = Annotated[
 ]
 Data = Annotated[str | None, typer.Option(help=_RECORDS)]
 Format = Annotated[
-    str | None, typer.Option(help="text, prompt_completion, chat or classification (a text and its label).")
+    str | None, typer.Option(help="; ".join(f"{name}: {FORMATS[name].about}" for name in ASKED_FORMATS) + ".")
 ]
-TextColumn = Annotated[str | None, _column_option("text")]
-PromptColumn = Annotated[str | None, _column_option("prompt")]
-CompletionColumn = Annotated[str | None, _column_option("completion")]
-MessagesColumn = Annotated[str | None, _column_option("messages of a chat")]
-LabelColumn = Annotated[str | None, _column_option("label")]
 Classes = Annotated[
     str | None, typer.Option(help="Of a classification: the names of the classes, in order, or their number.")
 ]
@@ -92,16 +79,27 @@ def register(app: typer.Typer) -> None:
     )(init)
 
 
+def _with_columns(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option for each column that a format of `ASKED_FORMATS` has, in the place of its ``**``."""
+    options: list[inspect.Parameter] = []
+    for key in COLUMNS:
+        if any(key in own for own in _COLUMNS.values()):
+            about = f"The column of {COLUMNS[key].words}; by default found by its name."
+            kind = Annotated[str | None, typer.Option(help=about, show_default=False)]
+            options.append(inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
+    signature = inspect.signature(command, eval_str=True)
+    own = [item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in signature.parameters.values()][:-1]
+    place = [item.name for item in own].index("format") + 1
+    command.__signature__ = signature.replace(parameters=[*own[:place], *options, *own[place:]])  # type: ignore[attr-defined]
+    return command
+
+
 @one_line_errors
+@_with_columns
 def init(
     records: Records = None,
     data: Data = None,
     format: Format = None,
-    text_column: TextColumn = None,
-    prompt_column: PromptColumn = None,
-    completion_column: CompletionColumn = None,
-    messages_column: MessagesColumn = None,
-    label_column: LabelColumn = None,
     classes: Classes = None,
     unit_column: UnitColumn = None,
     unit: Unit = None,
@@ -116,6 +114,7 @@ def init(
     start_is_independent: StartIsIndependent = False,
     output: Output = None,
     yes: Yes = False,
+    **columns: str | None,
 ) -> None:
     """Write a recipe for your own records: it asks what it needs, and computes the other settings with a reason each.
 
@@ -124,13 +123,6 @@ def init(
     """
     options = _Options(unit_column, unit, max_rows_per_unit, adapter, rank, max_length, held_out, start_is_independent)
     options.check()
-    columns = {
-        "text_column": text_column,
-        "prompt_column": prompt_column,
-        "completion_column": completion_column,
-        "messages_column": messages_column,
-        "label_column": label_column,
-    }
     ask = _Questions(yes)
     given = _one_of(records, data)
     if epsilon is not None:
@@ -139,6 +131,10 @@ def init(
     path, found = _records(ask, given, encoding)
     section = _data(ask, path, found, encoding, format, columns)
     of_user = _unit(ask, options, found, section)
+    used = [*section.form.names, of_user]
+    typer.echo(f"read as {section.format}: {', '.join(name for name in used if name in found.kinds)}")
+    if unused := [name for name in found.kinds if name not in used]:
+        typer.echo(f"not used: {', '.join(unused)}")
     of_classes = _classes(ask, section.format, classes)
     name, at_hand = _model(ask, model)
     value = ask.value("epsilon", epsilon, "ε of the whole run (up to 1 strong, up to 10 reasonable)", EPSILON, _epsilon)
@@ -287,7 +283,10 @@ def _records(ask: _Questions, given: str | None, encoding: str) -> tuple[str, Co
         return path, columns_of(path, encoding=encoding)
 
     path, found = ask.value("data", given, "The private records (file, folder or pattern)", None, check)
-    typer.echo(f"columns: {', '.join(f'{name} ({kind})' for name, kind in found.kinds.items())}")
+    width = max(map(len, found.facts), default=0)
+    typer.echo("columns, each with an example (private, for your eyes only):")
+    for name, facts in found.facts.items():
+        typer.echo(f"  {name:<{width}}  {facts.example:<34}  {facts.words}")
     return path, found
 
 
@@ -298,6 +297,20 @@ def _data(
     from dpllm.config import DataConfig
 
     proposal = _format_of_options(given) or found.guessed_format()
+    other = found.format_of_others()
+    if proposal is None and form is None and other is not None:
+        raise ValueError(
+            f"{path}: the columns {' and '.join(FORMATS[other]().required)} are those of {FORMATS[other].about} (data."
+            f"format {other}), for which init writes no recipe: begin with one of recipes/README.md, or give --format "
+            "and the columns"
+        )
+    if proposal is None and form is None and ask.yes:
+        longest = found.longest_prose()
+        option = "--text-column NAME" if longest is None else f"--text-column {longest}"
+        raise ValueError(
+            f"{path}: no column has both a usual name and sentences in it, so nothing is proposed: say what the "
+            f"columns above are, such as {option}"
+        )
     chosen = ask.value("format", form, f"Format: {', '.join(ASKED_FORMATS)}", proposal, _format)
     other = [key for key, name in given.items() if name is not None and key not in _COLUMNS[chosen]]
     if other:
@@ -306,10 +319,12 @@ def _data(
             f"{' and '.join('--' + key.replace('_', '-') for key in _COLUMNS[chosen])}"
         )
     names: dict[str, Any] = {}
-    for key in _COLUMNS[chosen]:
+    for key, about in _COLUMNS[chosen].items():
         option = key.replace("_", "-")
         proposed = found.proposed(key, list(names.values()))
-        words = f"Column of the {key.removesuffix('_column')}"
+        words = f"Column of {about.words}"
+        if about.optional and given[key] is None and proposed is None:
+            continue
         names[key] = ask.value(option, given[key], words, proposed, lambda name: _column(path, found, name))
     return DataConfig(path=path, format=chosen, max_length=2, encoding=encoding, **names)
 
@@ -344,10 +359,16 @@ def _unit(ask: _Questions, options: _Options, found: Columns, section: DataConfi
 
 
 def _classes(ask: _Questions, form: str, given: str | None) -> int | list[str] | None:
-    if form != "classification":
+    if FORMATS[form].holds is not TextLabel:
         if given is not None:
-            raise ValueError(f"--classes belongs to the format classification, and the format is {form}: omit it")
+            fitting = " or ".join(formats_of(TextLabel))
+            raise ValueError(f"--classes belongs to the format {fitting}, and the format is {form}: omit it")
         return None
+    if given is None and ask.yes:
+        raise ValueError(
+            "--classes is missing: name the classes in order (--classes no,yes) or give their number. They are public "
+            "facts, and are not collected from the private labels. --format text trains on the texts alone"
+        )
     words = "Names of the classes, in order, separated by commas, or their number"
     return ask.value("classes", given, words, None, _class_names)
 
@@ -460,13 +481,9 @@ def _format(name: str) -> str:
 
 def _format_of_options(given: dict[str, str | None]) -> str | None:
     """Return the format that the given columns imply."""
-    if given["messages_column"] is not None:
-        return "chat"
-    if given["prompt_column"] is not None or given["completion_column"] is not None:
-        return "prompt_completion"
-    if given["label_column"] is not None:
-        return "classification"
-    return "text" if given["text_column"] is not None else None
+    keys = {key for key, name in given.items() if name is not None}
+    fitting = [name for name, own in _COLUMNS.items() if keys & own.keys()]
+    return min(fitting, key=lambda name: (len(keys - _COLUMNS[name].keys()), len(_COLUMNS[name])), default=None)
 
 
 def _column(path: str, found: Columns, name: str) -> str:

@@ -1,7 +1,7 @@
 """Recipes and their values, checked by kind and range when they are read. Needs no torch."""
 
 from dpllm.config.data_section import DataConfig as DataConfig
-from dpllm.config.data_section import RecordFormat as RecordFormat
+from dpllm.config.formats.record_format import RecordFormat as RecordFormat
 from dpllm.config.privacy_section import ROWS_KEPT as ROWS_KEPT
 from dpllm.config.privacy_section import SAMPLINGS as SAMPLINGS
 from dpllm.config.privacy_section import UNITS as UNITS

@@ -6,14 +6,15 @@ same keys.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from dpllm.config import values
+from dpllm.config.formats.catalogue import COLUMNS, FORMATS, RecordColumns
+from dpllm.config.formats.record_format import RecordFormat, columns_in
 from dpllm.config.metrics import check_names
 from dpllm.config.topics import Topic
 from dpllm.config.values import ConfigError
 
-FORMATS = ("text", "prompt_completion", "chat", "preference", "classification", "tokens", "question_answering")
 LONG_RECORDS = ("truncate", "split")
 
 
@@ -78,61 +79,17 @@ class HeldOutData(Topic):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceColumns(Topic):
-    """The columns of a record with two answers to one prompt ("preference")."""
-
-    chosen_column: str = "chosen"
-    """Column with the better answer, a text or a list of {role, content}."""
-    rejected_column: str = "rejected"
-    """Column with the other answer. Without a column `prompt_column`, both begin with the prompt."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecordFormat(PreferenceColumns):
-    """The form of a record, and the columns that hold its text."""
-
-    format: str = "text"
-    """"text", "prompt_completion", "chat", "preference", "classification", "tokens" or "question_answering"."""
-    text_column: str = "text"
-    """Column with the text of a record ("text", "classification")."""
-    prompt_column: str = "prompt"
-    """Column with the part of a record that has no loss ("prompt_completion", "preference")."""
-    completion_column: str = "completion"
-    """Column with the part of a record that has loss ("prompt_completion")."""
-    messages_column: str = "messages"
-    """Column with a list of {role, content} ("chat")."""
-    label_column: str = "label"
-    """Column with the class, a list of classes, or numbers ("classification")."""
-    words_column: str = "words"
-    """Column with the list of words of a text ("tokens")."""
-    tags_column: str = "tags"
-    """Column with the list of their classes ("tokens")."""
-    question_column: str = "question"
-    """Column with the question ("question_answering")."""
-    context_column: str = "context"
-    """Column with the text that holds the answer ("question_answering")."""
-    answers_column: str = "answers"
-    """Column with {text: [...], answer_start: [...]}, as in SQuAD ("question_answering"); the first answer is used."""
-
-    def __post_init__(self) -> None:
-        """Check every value."""
-        super().__post_init__()
-        for item in fields(RecordFormat):
-            if item.name.endswith("_column"):
-                values.text(item.name, getattr(self, item.name))
-        values.choice("format", self.format, FORMATS)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig(RecordFormat, HeldOutData, DataSource):
+class DataConfig(RecordColumns, HeldOutData, DataSource):
     """Where the records are, and how a record becomes rows.
 
-    Its keywords are those of `DataSource`, `HeldOutData` and `RecordFormat`, and these four.
+    Its keywords are those of `DataSource`, `HeldOutData` and `RecordColumns`, and these five.
 
     Raises:
         ConfigError: a value is of the wrong kind or out of range, or two values contradict each other.
     """
 
+    format: str = "text"
+    """The form of a record: one of `dpllm.config.formats.catalogue.FORMATS`."""
     long_records: str = "truncate"
     """"truncate" a record longer than `max_length`, or "split" it into several rows of the same unit."""
     limit: int | None = None
@@ -145,6 +102,9 @@ class DataConfig(RecordFormat, HeldOutData, DataSource):
     def __post_init__(self) -> None:
         """Check every value."""
         super().__post_init__()
+        for key in COLUMNS:
+            values.text(key, getattr(self, key))
+        values.choice("format", self.format, list(FORMATS))
         values.choice("long_records", self.long_records, LONG_RECORDS)
         if self.limit is not None:
             values.integer("limit", self.limit, 1)
@@ -162,3 +122,9 @@ class DataConfig(RecordFormat, HeldOutData, DataSource):
             and len(set(classes)) == len(classes) >= 2
         ):
             raise ConfigError(f"class_names must be a list of two or more different texts, got {classes!r}")
+
+    @property
+    def form(self) -> RecordFormat:
+        """The format, with its columns."""
+        kind = FORMATS[self.format]
+        return kind(**{key: getattr(self, key) for key in columns_in(kind)})

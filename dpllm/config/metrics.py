@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dpllm.config.formats.catalogue import formats_of
+from dpllm.config.formats.record_format import Completion
 from dpllm.config.values import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -74,10 +76,10 @@ def check_fit(data: DataConfig, task: str) -> None:
                 f"data.metrics: {name} does not fit model.task={task!r}. Metrics of this task: "
                 f"{', '.join(fitting) or 'none'}"
             )
-        if task == "causal_lm" and data.format != "prompt_completion":
+        if task == "causal_lm" and data.form.holds is not Completion:
             raise ConfigError(
                 f"data.metrics: {name} compares the text after a prompt, and data.format={data.format!r} has no prompt "
-                "column: set data.format=prompt_completion, or set data.metrics=[]"
+                f"column: set data.format={' or '.join(formats_of(Completion))}, or set data.metrics=[]"
             )
         if task == "causal_lm" and data.long_records == "split":
             raise ConfigError(

@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 
 from dpllm import registry
 from dpllm.config import values
-from dpllm.config.data_section import FORMATS, DataConfig
+from dpllm.config.data_section import DataConfig
+from dpllm.config.formats.catalogue import FORMATS
 from dpllm.config.hub import is_language
 from dpllm.config.metrics import check_fit
 from dpllm.config.model_values import check_model_config, check_peft
@@ -225,21 +226,18 @@ class Recipe:
 
     def _check_trainer(self, trainer: str | None) -> None:
         """Check that the records have the form that ``train.trainer`` takes."""
-        formats: dict[str | None, tuple[str, ...]] = {
-            None: tuple(name for name in FORMATS if name != "preference"),
-            "sft": ("text", "prompt_completion", "chat"),
-            "dpo": ("preference",),
-        }
-        if self.data.format not in formats[trainer]:
-            needed = "dpo" if self.data.format == "preference" else "null"
+        trainers = self.data.form.trainers
+        if trainer not in trainers:
+            fitting = [name for name, kind in FORMATS.items() if trainer in kind.trainers]
             raise ConfigError(
-                f"data.format={self.data.format!r} needs train.trainer={needed}, and it is {trainer or 'null'}: set "
-                f"it, or one of the formats {', '.join(formats[trainer])}"
+                f"data.format={self.data.format!r} needs train.trainer={trainers[0] or 'null'}, and it is "
+                f"{trainer or 'null'}: set it, or one of the formats {', '.join(fitting)}"
             )
-        if self.public_pretrain is not None and self.public_pretrain.data.format == "preference":
+        public = None if self.public_pretrain is None else self.public_pretrain.data.form
+        if public is not None and None not in public.trainers:
             raise ConfigError(
-                "public_pretrain.data.format='preference' has two answers, and the public training learns one text: "
-                "set another format"
+                f"public_pretrain.data.format={public.name!r} is {public.about}, and the public training learns one "
+                "text: set another format"
             )
         if trainer is not None and (self.model.task != "causal_lm" or self.data.long_records == "split"):
             raise ConfigError(

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dpllm.config.formats.catalogue import formats_for
+
 
 @dataclass(frozen=True)
 class Task:
@@ -19,9 +21,8 @@ class Task:
         mapping: the part of the name of transformers' mapping of classes, such as "CAUSAL_LM".
         peft: the task's name in PEFT.
         pipeline_tag: the Hub's.
-        formats: of `data.format`, those that give labels of this task.
-        labels: of a row: "text" (token ids), "tokens" (one number for each token), "class" (one number) or "numbers"
-            (one for each output).
+        labels: of a row: "text" (token ids), "tokens" (one number for each token), "span" (marks at the tokens of an
+            answer), "class" (one number) or "numbers" (one for each output).
         problem_type: in the model's configuration, where it chooses the task of a class with a head; None: not needed.
     """
 
@@ -29,7 +30,6 @@ class Task:
     mapping: str
     peft: str
     pipeline_tag: str
-    formats: tuple[str, ...]
     labels: str
     problem_type: str | None = None
 
@@ -38,36 +38,39 @@ class Task:
         """Whether the size of the head is the number of labels."""
         return self.auto_class in (_SEQUENCE[0], "AutoModelForTokenClassification")
 
+    @property
+    def label_per_token(self) -> bool:
+        """Whether each token of a row has a number that is no token id."""
+        return self.labels in ("tokens", "span")
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Values of ``data.format`` that give labels of this task."""
+        return formats_for(next(name for name, task in TASKS.items() if task == self))
+
 
 _SEQUENCE = ("AutoModelForSequenceClassification", "SEQUENCE_CLASSIFICATION", "SEQ_CLS", "text-classification")
-_CLASSES = ("classification",)
 
 # The Hub counts encoder-decoders as text generation too: it gave up text2text-generation (huggingface.js, pull 1590).
 TASKS: Mapping[str, Task] = {
     "causal_lm": Task(
         *("AutoModelForCausalLM", "CAUSAL_LM", "CAUSAL_LM", "text-generation"),
-        formats=("text", "prompt_completion", "chat", "preference"),
         labels="text",
     ),
     "seq2seq_lm": Task(
         *("AutoModelForSeq2SeqLM", "SEQ_TO_SEQ_CAUSAL_LM", "SEQ_2_SEQ_LM", "text-generation"),
-        formats=("prompt_completion",),
         labels="text",
     ),
-    "sequence_classification": Task(*_SEQUENCE, formats=_CLASSES, labels="class"),
-    "multi_label_classification": Task(
-        *_SEQUENCE, formats=_CLASSES, labels="numbers", problem_type="multi_label_classification"
-    ),
-    "regression": Task(*_SEQUENCE, formats=_CLASSES, labels="numbers", problem_type="regression"),
+    "sequence_classification": Task(*_SEQUENCE, labels="class"),
+    "multi_label_classification": Task(*_SEQUENCE, labels="numbers", problem_type="multi_label_classification"),
+    "regression": Task(*_SEQUENCE, labels="numbers", problem_type="regression"),
     "token_classification": Task(
         *("AutoModelForTokenClassification", "TOKEN_CLASSIFICATION", "TOKEN_CLS", "token-classification"),
-        formats=("tokens",),
         labels="tokens",
     ),
     "question_answering": Task(
         *("AutoModelForQuestionAnswering", "QUESTION_ANSWERING", "QUESTION_ANS", "question-answering"),
-        formats=("question_answering",),
-        labels="tokens",
+        labels="span",
     ),
 }
 """Values of ``model.task``."""

@@ -1,6 +1,6 @@
 """Tokens with their places in the text: the class of each word and the place of an answer become labels of tokens.
 
-Place in the flow: called by `dpllm.data.tokenization` for the formats "tokens" and "question_answering".
+Place in the flow: called by `dpllm.data.tokenization` for words with classes and for questions about a text.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""The columns of a data set and their kinds, from its first records: which format it has, and which column is an id.
+"""The columns of a data set, from its first records: which format they fit, and which column is an id.
 
-Place in the flow: `dpllm init` proposes a recipe's ``data`` section by them. Names and kinds of columns are facts of
-the form of a data set, as its documentation would state them. No value is returned.
+Place in the flow: `dpllm init` proposes a recipe's ``data`` section by them. A column is proposed by evidence only: a
+usual name and values that look like what the name says. An example of each column is for the person at the screen.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,21 +16,77 @@ from typing import Any
 import pyarrow as pa
 
 from dpllm.config import ConfigError, DataConfig
+from dpllm.config.formats.catalogue import COLUMNS, FORMATS
+from dpllm.config.formats.record_format import Cells, Column, RecordFormat, columns_in
 from dpllm.data.readers import DataError, read_tables
 from dpllm.data.records import local_files, read_unchecked
 
 TEXT, MESSAGES, LIST, NUMBER, OTHER = "text", "messages", "list", "number", "other"
 
-_PROMPTS = ("prompt", "instruction", "question", "input", "query", "source", "context")
-_COMPLETIONS = ("completion", "response", "answer", "output", "target", "reply", "summary")
-_LABELS = ("label", "labels", "class", "category", "target", "sentiment")
-_TEXTS = ("text", "content", "note", "body", "message", "document", "sentence", "report", "review")
+_OF_CELLS = {Cells.TEXT: (TEXT,), Cells.LIST: (LIST,), Cells.MESSAGES: (MESSAGES,), Cells.ANY: (TEXT, NUMBER)}
 _PERSON = re.compile(
     r"(?:^|_)(?:user|patient|person|author|customer|client|subject|sender|member|employee|student|owner|speaker|account|"
     r"participant|individual)(?:s|name|_?(?:id|no|nr|number|key|hash|name))?$|^(?:mrn|uid|pid)$",
     re.IGNORECASE,
 )
+_TURNS = ({"role", "content"}, {"from", "value"})  # of OpenAI, of ShareGPT
+_PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+_NO_TEXT = frozenset(
+    [
+        *("id", "ids", "no", "nr", "num", "number", "date", "time", "day", "year", "type", "kind", "count", "length"),
+        *("len", "size", "hash", "key", "url", "uri", "link", "lang", "language", "code", "path", "file", "version"),
+        *("status", "score"),
+    ]
+)
+"""Parts of a name that say that a column is about a text and does not hold it."""
+_LETTERS = re.compile(r"[^\W\d_]{2,}")
+_UNSPACED = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\u0e00-\u0e7f]{6}")  # Japanese, Chinese, Thai
 _ROWS = 4096
+_SHORT_ID = 40  # characters
+_SHOWN = 34
+_FEW = 10  # values, of which nothing can be concluded
+
+
+@dataclass(frozen=True)
+class ColumnFacts:
+    """What the first records show of a column.
+
+    Attributes:
+        kind: one of the constants of this module.
+        example: the beginning of a value, private; empty if there is none.
+        filled: number of values.
+        different: number of different values.
+        length: median number of characters of texts; 0 for other kinds.
+        is_prose: whether at least half of the values are sentences, or at least two words.
+    """
+
+    kind: str
+    example: str = ""
+    filled: int = 0
+    different: int = 0
+    length: int = 0
+    is_prose: bool = False
+
+    @property
+    def is_id(self) -> bool:
+        """Whether each value is short and another one, so that it can only name its record."""
+        short = self.kind == NUMBER or (self.kind == TEXT and not self.is_prose and self.length <= _SHORT_ID)
+        return short and self.filled >= _FEW and self.different == self.filled
+
+    @property
+    def is_label(self) -> bool:
+        """Whether values repeat as those of classes do."""
+        return self.kind == LIST or self.filled < _FEW or 5 * self.different <= self.filled
+
+    @property
+    def words(self) -> str:
+        """The facts on a few words, for the person at the screen."""
+        if self.filled == 0:
+            return "empty"
+        if self.is_prose:
+            return f"median {self.length:,} characters"
+        count = "all different" if self.different == self.filled > 1 else f"{self.different:,} different"
+        return count if self.kind in (TEXT, NUMBER) else self.kind
 
 
 @dataclass(frozen=True)
@@ -37,50 +94,64 @@ class Columns:
     """The columns of a data set.
 
     Attributes:
-        kinds: name -> kind, one of the constants of this module, in the order of the file.
+        facts: name -> facts, in the order of the file.
         people: columns whose name is that of a person's id and whose first values repeat.
     """
 
-    kinds: dict[str, str]
+    facts: dict[str, ColumnFacts]
     people: tuple[str, ...] = ()
 
-    def of_kind(self, *kinds: str) -> list[str]:
-        """Return the names of the columns of these kinds."""
-        return [name for name, kind in self.kinds.items() if kind in kinds]
+    @property
+    def kinds(self) -> dict[str, str]:
+        """Name -> kind, in the order of the file."""
+        return {name: facts.kind for name, facts in self.facts.items()}
 
     def guessed_format(self) -> str | None:
-        """Return the format by names and kinds; None if no column holds text or messages."""
-        if self.of_kind(MESSAGES):
-            return "chat"
-        texts = self.of_kind(TEXT)
-        if not texts:
-            return None
-        if _first(_PROMPTS, texts) and _first(_COMPLETIONS, texts):
-            return "prompt_completion"
-        label = _first(_LABELS, [name for name in self.of_kind(TEXT, NUMBER) if name != self.text_column()])
-        return "classification" if label is not None else "text"
+        """Return the format whose columns are all there by name and content; None if there is none.
 
-    def text_column(self) -> str | None:
-        """Return the column of the text; the first text column that is no id if no name is known."""
-        texts = [name for name in self.of_kind(TEXT) if name not in self.people]
-        return _first(_TEXTS, texts) or next(iter(texts), None)
+        That of messages comes first, and then the one of which most columns are there.
+        """
+        ranks = {name: rank for name, kind in FORMATS.items() if kind.asked and (rank := self._rank(kind))}
+        return max(ranks, key=lambda name: ranks[name], default=None)
+
+    def format_of_others(self) -> str | None:
+        """Return a format for which `dpllm init` writes no recipe and whose columns all have their own names."""
+        for name, kind in FORMATS.items():
+            if not kind.asked and set(kind().required) <= self.facts.keys():
+                return name
+        return None
 
     def proposed(self, key: str, taken: Sequence[str] = ()) -> str | None:
-        """Return the column for a key of the section, such as "prompt_column"; None if none fits.
+        """Return the column for a key of the section, such as "prompt_column"; None if none fits by name and content.
 
         Args:
             key: the key.
             taken: columns that have another use.
         """
-        texts = [name for name in self.of_kind(TEXT) if name not in (*self.people, *taken)]
-        if key == "text_column":
-            return self.text_column()
-        if key == "messages_column":
-            return next(iter(self.of_kind(MESSAGES)), None)
-        if key == "label_column":
-            return _first(_LABELS, [name for name in self.of_kind(TEXT, NUMBER, LIST) if name not in taken])
-        known = _first(_PROMPTS if key == "prompt_column" else _COMPLETIONS, texts)
-        return known or next(iter(texts), None)
+        return self._proposed(COLUMNS[key], taken)
+
+    def longest_prose(self) -> str | None:
+        """Return the column of sentences with the longest ones, whatever its name; None if there is none."""
+        prose = {name: facts.length for name, facts in self.facts.items() if facts.is_prose}
+        return max(prose, key=lambda name: prose[name], default=None)
+
+    def _proposed(self, about: Column, taken: Sequence[str]) -> str | None:
+        names = [
+            name
+            for name, facts in self.facts.items()
+            if facts.kind in _OF_CELLS[about.cells] and name not in (*self.people, *taken) and _fits(about, facts)
+        ]
+        return _usual(about.usual, names) or (next(iter(names), None) if about.cells is Cells.MESSAGES else None)
+
+    def _rank(self, kind: type[RecordFormat]) -> tuple[bool, int] | None:
+        """Return how well a format fits; None: a column is missing."""
+        taken: list[str] = []
+        for about in columns_in(kind).values():
+            name = self._proposed(about, taken)
+            if name is None and not about.optional:
+                return None
+            taken += [] if name is None else [name]
+        return any(about.cells is Cells.MESSAGES for about in columns_in(kind).values()), len(taken)
 
 
 def columns_of(path: str, encoding: str = "utf-8") -> Columns:
@@ -108,9 +179,9 @@ def columns_of(path: str, encoding: str = "utf-8") -> Columns:
         table = records.select(range(min(_ROWS, len(records)))).with_format("arrow")[:] if len(records) else None
     if table is None:
         raise DataError(f"{path}: there is no record in it: check the file")
-    kinds = {field.name: _kind(field.type) for field in table.schema}
-    people = tuple(name for name in kinds if _PERSON.search(name) and _repeats(table.column(name)))
-    return Columns(kinds, people)
+    facts = {field.name: _facts_of(field.type, table.column(field.name)[:_ROWS]) for field in table.schema}
+    repeated = (name for name, own in facts.items() if own.different < own.filled)
+    return Columns(facts, tuple(name for name in repeated if _PERSON.search(name)))
 
 
 def texts_of(record: Any) -> list[str]:
@@ -124,29 +195,59 @@ def texts_of(record: Any) -> list[str]:
     return []
 
 
+def _facts_of(kind: pa.DataType, column: pa.ChunkedArray) -> ColumnFacts:
+    values = [value for value in column.to_pylist() if value is not None and value != ""]
+    word = _kind(kind)
+    texts = [value for value in values if isinstance(value, str)] if word == TEXT else []
+    example = " ".join(str(values[0]).split()) if values else ""
+    return ColumnFacts(
+        kind=word,
+        example=example if len(example) <= _SHOWN else f"{example[: _SHOWN - 1]}…",
+        filled=len(values),
+        different=len({str(value) for value in values}),
+        length=int(statistics.median(map(len, texts))) if texts else 0,
+        is_prose=2 * sum(map(_is_prose, texts)) >= max(1, len(texts)),
+    )
+
+
+def _is_prose(text: str) -> bool:
+    """Whether a text has at least two words; a number, a date, a code or a name of one word has not."""
+    return sum(_LETTERS.search(word) is not None for word in text.split()) > 1 or _UNSPACED.search(text) is not None
+
+
+def _fits(about: Column, facts: ColumnFacts) -> bool:
+    """Whether the content of a column is what the key says, as far as it can be seen."""
+    if about.label:
+        return facts.is_label
+    if about.cells is Cells.TEXT:
+        return facts.is_prose or (about.is_answer and not facts.is_id)
+    return True
+
+
 def _kind(kind: pa.DataType) -> str:
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         return TEXT
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         inner = kind.value_type
-        if pa.types.is_struct(inner) and {"role", "content"} <= {inner.field(n).name for n in range(inner.num_fields)}:
-            return MESSAGES
-        return LIST
+        names = {inner.field(n).name for n in range(inner.num_fields)} if pa.types.is_struct(inner) else set()
+        return MESSAGES if any(turn <= names for turn in _TURNS) else LIST
     if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
         return NUMBER
     return OTHER
 
 
-def _repeats(column: Any) -> bool:
-    values = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    try:
-        return len(values.unique()) < len(values) - values.null_count
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-        return False
+def _usual(known: Sequence[str], names: Sequence[str]) -> str | None:
+    """Return the name that is known, by the order of the known ones; then a longer name with a known one in it."""
+    rules: tuple[Callable[[str], set[str]], ...] = (lambda name: {name.casefold()}, _parts)
+    for rule in rules:
+        by_name = {one: name for name in reversed(names) for one in rule(name)}
+        if (found := next((by_name[one] for one in known if one in by_name), None)) is not None:
+            return found
+    return None
 
 
-def _first(known: Sequence[str], names: Sequence[str]) -> str | None:
-    """Return the name that is known, by the order of the known ones; case does not matter."""
-    by_name = {name.casefold(): name for name in reversed(names)}
-    return next((by_name[one] for one in known if one in by_name), None)
+def _parts(name: str) -> set[str]:
+    """Return the words of a name, such as those of ``clinicalNote``; none of one that is about a text."""
+    parts = {part.casefold() for part in _PART.findall(name)}
+    return set() if parts & _NO_TEXT else parts

@@ -164,15 +164,16 @@ def refuse_other_classes(dataset: Any, task: str | None, num_labels: int) -> Non
 
     >>> refuse_other_classes([{"labels": 1}, {"labels": 0}], "sequence_classification", 2)
     """
-    if labels_of(task) not in ("class", "tokens"):
+    kind = labels_of(task)
+    if kind not in ("class", "tokens", "span"):
         return
-    most = START + END if task == "question_answering" else num_labels - 1
+    most = START + END if kind == "span" else num_labels - 1
     for number, label in _labels(dataset):
         values = np.asarray(label).ravel()
         if values.dtype.kind not in "biuf":
             continue  # text, or none: the collator says so
         if any(((values < 0) & (values != IGNORE)) | (values > most) | (values % 1 != 0)):
-            meant = "marks of an answer" if task == "question_answering" else "classes of the model (num_labels)"
+            meant = "marks of an answer" if kind == "span" else "classes of the model (num_labels)"
             raise DataError(
                 f"row {number} has a label outside of the whole numbers 0..{most}, the {meant}, and {IGNORE}: correct "
                 "the labels, or load the model with another num_labels"
@@ -199,7 +200,7 @@ def _labels(dataset: Any) -> Iterator[tuple[int, Any]]:
 
 def _are_lists(task: str | None) -> bool:
     """Return whether labels are token ids, or one number for each token."""
-    return labels_of(task) in ("text", "tokens")
+    return labels_of(task) in ("text", "tokens", "span")
 
 
 def _has_label_per_token(task: str | None) -> bool:

@@ -16,17 +16,18 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from dpllm.config import TASKS, ConfigError, DataConfig, RecordFormat, read_section
+from dpllm.config.formats.catalogue import COLUMNS, FORMATS
+from dpllm.config.formats.record_format import TextLabel, columns_in
 from dpllm.config.tasks import labels_of
 from dpllm.data.lengths import TOKENS
-from dpllm.data.records import DataError, check_column, check_records, required_columns, with_class_numbers
+from dpllm.data.records import DataError, check_column, check_records, with_class_numbers
 from dpllm.data.tokenization import tokenize_records
 from dpllm.data.values import ColumnKinds
 
-KEYS = (*(item.name for item in dataclasses.fields(RecordFormat)), "max_length", "long_records", "class_names")
+KEYS = (*COLUMNS, "format", "max_length", "long_records", "class_names")
 """Keys of a recipe's section ``data`` that say how a record becomes rows, and not where it is."""
 LONGEST = 1024
 """The most tokens of a row, if nobody says and the model has room for as many."""
-_PAIRS = "preference"
 _ABOUT = "how raw columns become rows: keys of a recipe's section data, such as data={'text_column': 'note'}"
 
 
@@ -104,10 +105,11 @@ class RowMaker:
         tokenizer = self._require_tokenizer(words, columns)
         for name in keep:
             check_column(columns, name, words)
-        records = _table(dataset, [*required_columns(config), *keep], words)
-        if config.format == "classification":
-            records = with_class_numbers(records, self._named(records, config), words)
+        present = [name for name in config.form.names if name in columns or name in config.form.required]
+        records = _table(dataset, [*present, *keep], words)
         config = self._named(records, config)
+        if config.form.holds is TextLabel:
+            records = with_class_numbers(records, str(config.form.labels), config.class_names, words)
         check_records(records, config, words)
         return tokenize_records(records, tokenizer, config, keep, self.task, self.num_labels)
 
@@ -120,34 +122,35 @@ class RowMaker:
 
     def _format(self, columns: Sequence[str], words: str) -> str:
         """Return the form of the records whose columns are all there."""
-        forms = [form for form in TASKS[str(self.task)].formats if form != _PAIRS]
-        names = {form: required_columns(self._of(form)) for form in forms}
-        found = [form for form in forms if set(names[form]) <= set(columns)]
+        forms = [self._of(FORMATS[name]) for name in TASKS[str(self.task)].formats]
+        forms = [form for form in forms if None in form.trainers]
+        found = [form.name for form in forms if set(form.required) <= set(columns)]
         if len(found) == 1:
             return found[0]
-        if set(required_columns(self._of(_PAIRS))) <= set(columns):
+        pairs = [self._of(kind) for kind in FORMATS.values() if "dpo" in kind.trainers]
+        if any(set(form.required) <= set(columns) for form in pairs):
             raise ConfigError(f"{words} has two answers for each prompt: use dpllm.DPDPOTrainer, which compares them")
         if found:
             raise ConfigError(
                 f"{words} has the columns {', '.join(columns)}, which fit the forms {' and '.join(found)}: say which, "
                 f"data={{'format': {found[0]!r}}}"
             )
-        wanted = "; ".join(f"{' and '.join(own)} ({form})" for form, own in names.items())
+        wanted = "; ".join(f"{' and '.join(form.required)} ({form.name})" for form in forms)
+        first = next(iter(columns_in(type(forms[0]))))
         raise ConfigError(
             f"{words} has the columns {', '.join(columns)}. A model for {self.task} learns from {self.source}, or from "
-            f"the columns {wanted}. Name yours with data={{'{_first_key(forms[0])}': ...}}, or pass a model for "
+            f"the columns {wanted}. Name yours with data={{'{first}': ...}}, or pass a model for "
             "another task (model={'name': ..., 'task': ...})"
         )
 
-    def _of(self, form: str) -> RecordFormat:
-        return RecordFormat(**{k: v for k, v in self.keys.items() if k.endswith("_column")}, format=form)
+    def _of(self, kind: type[RecordFormat]) -> RecordFormat:
+        return kind(**{key: self.keys[key] for key in columns_in(kind) if key in self.keys})
 
     def _named(self, records: datasets.Dataset, config: DataConfig) -> DataConfig:
         """Return the description with the model's class names where labels are text and no names were given."""
         if config.class_names is not None or self.class_names is None:
             return config
-        column = config.tags_column if config.format == "tokens" else config.label_column
-        kind = records.features.get(column)
+        kind = records.features.get(config.form.labels or "")
         kind = getattr(kind, "feature", kind)
         if not isinstance(kind, datasets.Value) or kind.dtype not in ("string", "large_string"):
             return config
@@ -176,9 +179,7 @@ class RowMaker:
             kind = dataset.features[column]
             if not isinstance(kind, datasets.Value) or kind.dtype not in ("string", "large_string"):
                 return dataset
-            form = RecordFormat(format="classification", label_column=column)
-            config = DataConfig(**dataclasses.asdict(form), path=words, max_length=LONGEST, class_names=list(names))
-            return with_class_numbers(dataset, config, words)
+            return with_class_numbers(dataset, column, list(names), words)
         if not isinstance(dataset, list | tuple) or not any(isinstance(row.get(column), str) for row in dataset):
             return dataset
         numbers = {name: number for number, name in enumerate(names)}
@@ -189,11 +190,6 @@ class RowMaker:
                     "the numbers of the classes, in all rows"
                 )
         return [{**row, column: numbers[row[column]]} for row in dataset]
-
-
-def _first_key(form: str) -> str:
-    own = {"prompt_completion": "prompt_column", "chat": "messages_column", "tokens": "words_column"}
-    return own.get(form, "question_column" if form == "question_answering" else "text_column")
 
 
 def is_stored(dataset: Any) -> bool:

@@ -25,7 +25,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from dpllm.config import ConfigError, DataConfig, PrivacyUnit, RecordFormat, nearest
+from dpllm.config import ConfigError, DataConfig, PrivacyUnit, nearest
+from dpllm.config.formats.record_format import Cells, TextLabel, columns_in
 from dpllm.data.corpora import BUILTIN
 from dpllm.data.readers import (
     READERS,
@@ -55,21 +56,13 @@ _NUMBER = re.compile("0|[1-9][0-9]{0,17}")
 _ROWS = 4096  # number of rows read together
 
 
-def required_columns(config: RecordFormat) -> list[str]:
+def required_columns(config: DataConfig) -> list[str]:
     """Return the columns that every record must have for `config.format`.
 
-    >>> required_columns(RecordFormat(format="classification", text_column="sentence"))
+    >>> required_columns(DataConfig(path="x", max_length=8, format="classification", text_column="sentence"))
     ['sentence', 'label']
     """
-    return {
-        "text": [config.text_column],
-        "prompt_completion": [config.prompt_column, config.completion_column],
-        "chat": [config.messages_column],
-        "preference": [config.chosen_column, config.rejected_column],
-        "classification": [config.text_column, config.label_column],
-        "tokens": [config.words_column, config.tags_column],
-        "question_answering": [config.question_column, config.context_column, config.answers_column],
-    }[config.format]
+    return config.form.required
 
 
 def load_records(config: DataConfig) -> datasets.Dataset:
@@ -117,7 +110,7 @@ def load_train_and_eval(
     """
     train, held_out = _train_and_eval(config, privacy)
     ids = [] if privacy is None or privacy.unit_column is None else [privacy.unit_column]
-    keep_notes(train, train, contents=hash_of_records(train, [*required_columns(config), *ids]))
+    keep_notes(train, train, contents=hash_of_records(train, [*config.form.names, *ids]))
     return train, held_out
 
 
@@ -184,7 +177,7 @@ def _units_to_hold_out(records: datasets.Dataset, config: DataConfig, privacy: P
     return units
 
 
-def check_records(records: datasets.Dataset, config: RecordFormat, source: str) -> None:
+def check_records(records: datasets.Dataset, config: DataConfig, source: str) -> None:
     """Raise unless every record has the columns and values that `config.format` needs.
 
     Raises:
@@ -193,39 +186,33 @@ def check_records(records: datasets.Dataset, config: RecordFormat, source: str) 
     """
     if len(records) == 0:
         raise DataError(f"{source}: {_EMPTY}")
-    for name in required_columns(config):
+    form = config.form
+    for key, about in columns_in(type(form)).items():
+        name = getattr(form, key)
+        if about.optional and name not in records.column_names:
+            continue
         check_column(records.column_names, name, source)
         column = records.with_format("arrow")[:][name]
-        if column.null_count:
+        if column.null_count and not about.optional:
             first = pc.index(pc.is_null(column), True).as_py()
             raise DataError(
                 f"{source}: column '{name}' has {column.null_count} nulls, the first in record {first}, counted from "
                 "0: fill them, or remove these records from the data before this run"
             )
-        if name == config.messages_column and config.format == "chat":
+        if about.cells is Cells.MESSAGES:
             _check_chats(column, name, source)
-        elif config.format == "tokens":
-            if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
-                raise DataError(
-                    f"{source}: column '{name}' holds {column.type}, but a list is needed, with one entry for each "
-                    "word: store it as .jsonl or .parquet"
-                )
-        elif config.format != "preference" and not _is_text(column.type) and name not in _labels_of(config):
+        elif about.cells is Cells.LIST and not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
+            raise DataError(
+                f"{source}: column '{name}' holds {column.type}, but a list is needed, with one entry for each word: "
+                "store it as .jsonl or .parquet"
+            )
+        elif about.cells is Cells.TEXT and not _is_text(column.type) and not pa.types.is_null(column.type):
             raise DataError(f"{source}: column '{name}' holds {column.type}, but text is needed: store it as text")
 
 
-def _labels_of(config: RecordFormat) -> list[str]:
-    """Return the columns that hold no text of their own."""
-    return {
-        "classification": [config.label_column],
-        "tokens": [config.tags_column],
-        "question_answering": [config.answers_column],
-    }.get(config.format, [])
-
-
-def text_columns(config: RecordFormat) -> list[str]:
+def text_columns(config: DataConfig) -> list[str]:
     """Return the columns of `required_columns` that hold text, or lists of words or messages."""
-    return [name for name in required_columns(config) if name not in _labels_of(config)]
+    return config.form.texts
 
 
 def _is_text(kind: pa.DataType) -> bool:
@@ -301,22 +288,29 @@ def _notes(records: Any) -> dict[str, Any]:
 def _finish(records: datasets.Dataset, config: DataConfig, source: str, limit: int | None = None) -> datasets.Dataset:
     if limit is not None:
         records = records.select(range(min(limit, len(records))))
-    if config.format == "classification" and config.label_column in records.column_names:
-        records = with_class_numbers(records, config, source)
+    name = config.form.labels
+    if config.form.holds is TextLabel and name in records.column_names:
+        records = with_class_numbers(records, str(name), config.class_names, source)
     check_records(records, config, source)
     return records
 
 
-def with_class_numbers(records: datasets.Dataset, config: DataConfig, source: str) -> datasets.Dataset:
-    """Turn text labels into class numbers: by the names in the recipe, or by reading them as decimal digits.
+def with_class_numbers(
+    records: datasets.Dataset, name: str, names: Sequence[str] | None, source: str
+) -> datasets.Dataset:
+    """Turn text labels into class numbers: by the names of the classes, or by reading them as decimal digits.
+
+    Args:
+        records: the records.
+        name: column of the labels.
+        names: of all classes, in order. None: labels are numbers.
+        source: of the records, for messages.
 
     Raises:
         DataError: a label is neither; gives the number of the first such record.
     """
-    name = config.label_column
     feature, labels = records.features[name], records.with_format("arrow")[:][name]
-    names = config.class_names
-    if names is not None and isinstance(feature, datasets.ClassLabel) and feature.names != names:
+    if names is not None and isinstance(feature, datasets.ClassLabel) and feature.names != list(names):
         raise DataError(
             f"{source}: the file of column '{name}' lists its classes in another order or under other names than "
             "data.class_names: list them in data.class_names as the file does"
@@ -345,7 +339,7 @@ def with_class_numbers(records: datasets.Dataset, config: DataConfig, source: st
     return numbered
 
 
-def _note_copies(records: datasets.Dataset, config: RecordFormat) -> None:
+def _note_copies(records: datasets.Dataset, config: DataConfig) -> None:
     """Note whether many records have exactly the text of another record."""
     prints = _fingerprints(records, config)
     copies = len(prints) - len(np.unique(prints))
@@ -353,7 +347,7 @@ def _note_copies(records: datasets.Dataset, config: RecordFormat) -> None:
         keep_notes(records, records, copies=True)
 
 
-def _fingerprints(records: datasets.Dataset, config: RecordFormat) -> np.ndarray:
+def _fingerprints(records: datasets.Dataset, config: DataConfig) -> np.ndarray:
     """Return one number for each record that is long enough that two people would not write the same text."""
     names = required_columns(config)
     found: list[int] = []
@@ -367,7 +361,7 @@ def _fingerprints(records: datasets.Dataset, config: RecordFormat) -> np.ndarray
 
 
 def _refuse_shared_records(
-    records: datasets.Dataset, held_out: datasets.Dataset, config: RecordFormat, source: str
+    records: datasets.Dataset, held_out: datasets.Dataset, config: DataConfig, source: str
 ) -> None:
     """Raise when most of the held-out records are training records, in any file."""
     others = np.unique(_fingerprints(held_out, config))

@@ -109,8 +109,7 @@ def num_labels_of(records: datasets.Dataset, config: DataConfig) -> int | None:
     """
     if config.class_names is not None:
         return len(config.class_names)
-    column = config.tags_column if config.format == "tokens" else config.label_column
-    feature = records.features.get(column)
+    feature = records.features.get(config.form.labels or config.label_column)
     feature = getattr(feature, "feature", feature)  # of a list
     if not isinstance(feature, datasets.ClassLabel) or sources_of(records):
         return None

@@ -13,7 +13,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import datasets
@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from dpllm.config import TASKS, ConfigError, DataConfig
-from dpllm.config.data_section import FORMATS
+from dpllm.config.formats.record_format import Chat, Completion, Question, Text, TextLabel, WordTags
 from dpllm.data.aligned import aligned, answer_of
 from dpllm.data.chat import encode_chats
 from dpllm.data.labels import IGNORE
@@ -39,8 +39,6 @@ TYPES = "token_type_ids"
 RECORD = "record"
 """Column of a tokenized data set: the number of the record that a row was made from."""
 
-TASKS_OF_FORMAT = {name: tuple(task for task, about in TASKS.items() if name in about.formats) for name in FORMATS}
-
 Example = tuple[list[int], Any]
 """Input ids of a whole record, and its labels: a list, or a class number for a classifier."""
 
@@ -55,12 +53,12 @@ def tokenize_records(
 ) -> datasets.Dataset:
     """Return the rows of all records, in the order of the records.
 
-    Formats: *text* adds the end-of-sequence token (and a beginning token if the tokenizer adds one), with loss on every
-    token. *prompt_completion* joins the two without anything between them, with loss on the completion and the
-    end-of-sequence token. *chat* applies the chat template, with loss on the assistant's turns (`dpllm.data.chat`).
-    *classification* encodes the text with the tokenizer. *tokens* joins the words by spaces, with the class of a word
-    at its first token. *question_answering* encodes question and context as a pair; the labels mark the answer
-    (`dpllm.models.losses.span_loss`), or the row's first token if there is none or it was cut off.
+    The format says what a record holds (`dpllm.config.formats`). A text gets the end-of-sequence token (and a beginning
+    token if the tokenizer adds one), with loss on every token. A completion follows its prompt without anything between
+    them, with loss on it and the end-of-sequence token. A chat goes through the template, with loss on the assistant's
+    turns (`dpllm.data.chat`). Words are joined by spaces, with the class of a word at its first token. A question and
+    its context are encoded as a pair; the labels mark the answer (`dpllm.models.losses.span_loss`), or the row's first
+    token if there is none or it was cut off.
 
     A record longer than `max_length` is truncated at its end. The part before the first target (a prompt) is shortened
     from its beginning, down to half of the row, so that targets always remain. With `long_records: split` the record
@@ -92,13 +90,13 @@ def tokenize_records(
             raise ConfigError(f"column '{name}' cannot be kept: a tokenized row has a column of that name; rename it")
     maker = _RowMaker(tokenizer, config, task, num_labels)
 
-    with_types = config.format == "question_answering" and TYPES in tokenizer.model_input_names
+    with_types = config.form.holds is Question and TYPES in tokenizer.model_input_names
     schema = _features(records, keep, task, with_types).arrow_schema
 
-    def rows_of(batch: dict[str, list[Any]], record_numbers: list[int]) -> dict[str, list[Any]]:
+    def rows_of(piece: list[dict[str, Any]], record_numbers: list[int]) -> dict[str, list[Any]]:
         out: dict[str, list[Any]] = {name: [] for name in schema.names}
-        examples = maker.encode(batch, record_numbers)
-        for position, (number, example) in enumerate(zip(record_numbers, examples, strict=True)):
+        examples = maker.encode(piece, record_numbers)
+        for record, number, example in zip(piece, record_numbers, examples, strict=True):
             for ids, labels in maker.rows(example, number):
                 out["input_ids"].append(ids)
                 out["labels"].append(labels)
@@ -106,11 +104,11 @@ def tokenize_records(
                     out[TYPES].append(maker.types[number])
                 out[RECORD].append(number)
                 for name in keep:
-                    out[name].append(batch[name][position])
+                    out[name].append(record[name])
         return out
 
     tables = (
-        pa.Table.from_pydict(rows_of(piece.to_pydict(), numbers), schema=schema) for piece, numbers in _pieces(records)
+        pa.Table.from_pydict(rows_of(piece.to_pylist(), numbers), schema=schema) for piece, numbers in _pieces(records)
     )
     rows = store(tables)
     assert rows is not None, "a record has at least one row"
@@ -213,13 +211,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int) -> P
 
 
 def _check_request(tokenizer: PreTrainedTokenizerBase, config: DataConfig, task: str) -> None:
-    if task not in TASKS_OF_FORMAT[config.format]:
+    form = config.form
+    if task not in form.tasks:
         raise ConfigError(
-            f"data.format={config.format!r} cannot be combined with model.task={task!r}; it needs model.task "
-            f"{' or '.join(TASKS_OF_FORMAT[config.format])}"
+            f"data.format={form.name!r} cannot be combined with model.task={task!r}; it needs model.task "
+            f"{' or '.join(form.tasks)}"
         )
-    if config.format == "preference":
-        raise ConfigError("data.format='preference' has two answers in a record, for train.trainer=dpo: set it")
+    if None not in form.trainers:
+        raise ConfigError(f"data.format={form.name!r} is {form.about}, for train.trainer={form.trainers[0]}: set it")
     if config.long_records == "split" and task != "causal_lm":
         raise ConfigError(f"long_records='split' is for causal_lm; set long_records='truncate' for {task}")
     if config.max_length > tokenizer.model_max_length:
@@ -236,6 +235,7 @@ class _RowMaker:
         self, tokenizer: PreTrainedTokenizerBase, config: DataConfig, task: str, num_labels: int | None
     ) -> None:
         self.tokenizer, self.config, self.task, self.num_labels = tokenizer, config, task, num_labels
+        self.form = config.form
         self.counts: Counter[str] = Counter()
         self.types: dict[int, list[int]] = {}  # of the rows of records of two texts
         # The tokens that the tokenizer adds around every text, found on a text that is not a special token.
@@ -251,41 +251,51 @@ class _RowMaker:
         )
         return encoding["input_ids"]
 
-    def encode(self, batch: dict[str, list[Any]], record_numbers: list[int]) -> list[Example]:
+    def encode(self, records: list[dict[str, Any]], numbers: list[int]) -> list[Example]:
         """Return one whole example per record."""
-        config = self.config
-        if config.format == "chat":
-            return encode_chats(batch[config.messages_column], self.tokenizer, record_numbers)
-        if config.format == "classification":
-            labels = [self._label(*pair) for pair in zip(batch[config.label_column], record_numbers, strict=True)]
-            return list(zip(self._ids(batch[config.text_column]), labels, strict=True))
-        if config.format == "tokens":
-            return self._tagged(batch[config.words_column], batch[config.tags_column], record_numbers)
-        if config.format == "question_answering":
-            questions, contexts = batch[config.question_column], batch[config.context_column]
-            return self._answered(questions, contexts, batch[config.answers_column], record_numbers)
-        if config.format == "text":
-            ending = [] if self.tail else self.eos
-            texts = [ids + ending for ids in self._ids(batch[config.text_column])]
-            return [(ids, ids) for ids in texts]
-        prompts = self._ids(batch[config.prompt_column])
-        if self.task == "seq2seq_lm":
-            return list(zip(prompts, self._ids(batch[config.completion_column]), strict=True))
-        prompts = [ids[: len(ids) - len(self.tail)] for ids in prompts]
-        completions = [ids + self.eos for ids in self._ids(batch[config.completion_column], add_special_tokens=False)]
-        return [(p + c, [IGNORE] * len(p) + c) for p, c in zip(prompts, completions, strict=True)]
+        encoders: dict[type, Callable[[list[Any], list[int]], list[Example]]] = {
+            Text: self._texts,
+            Completion: self._completions,
+            Chat: self._chats,
+            TextLabel: self._labelled,
+            WordTags: self._tagged,
+            Question: self._answered,
+        }
+        return encoders[self.form.holds]([self.form.content(record) for record in records], numbers)
 
-    def _tagged(self, words: list[list[str]], tags: list[list[Any]], numbers: list[int]) -> list[Example]:
+    def _texts(self, texts: list[Text], numbers: list[int]) -> list[Example]:
+        del numbers
+        ending = [] if self.tail else self.eos
+        whole = [ids + ending for ids in self._ids([one.text for one in texts])]
+        return [(ids, ids) for ids in whole]
+
+    def _completions(self, pairs: list[Completion], numbers: list[int]) -> list[Example]:
+        del numbers
+        prompts, completions = self._ids([one.prompt for one in pairs]), [one.completion for one in pairs]
+        if self.task == "seq2seq_lm":
+            return list(zip(prompts, self._ids(completions), strict=True))
+        prompts = [ids[: len(ids) - len(self.tail)] for ids in prompts]
+        ends = [ids + self.eos for ids in self._ids(completions, add_special_tokens=False)]
+        return [(p + c, [IGNORE] * len(p) + c) for p, c in zip(prompts, ends, strict=True)]
+
+    def _chats(self, chats: list[Chat], numbers: list[int]) -> list[Example]:
+        return list(encode_chats([one.messages for one in chats], self.tokenizer, numbers))
+
+    def _labelled(self, pairs: list[TextLabel], numbers: list[int]) -> list[Example]:
+        labels = [self._label(one.label, number) for one, number in zip(pairs, numbers, strict=True)]
+        return list(zip(self._ids([one.text for one in pairs]), labels, strict=True))
+
+    def _tagged(self, records: list[WordTags], numbers: list[int]) -> list[Example]:
         examples: list[Example] = []
-        texts = [" ".join(self._words(own, number)) for own, number in zip(words, numbers, strict=True)]
-        for tokens, *own, number in zip(aligned(self.tokenizer, texts), words, tags, numbers, strict=True):
-            if len(own[0]) != len(own[1]):
+        texts = [" ".join(self._words(own.words, number)) for own, number in zip(records, numbers, strict=True)]
+        for tokens, own, number in zip(aligned(self.tokenizer, texts), records, numbers, strict=True):
+            if len(own.words) != len(own.tags):
                 raise DataError(
-                    f"record {number} has {len(own[1])} tags for {len(own[0])} words: give one tag for each word"
+                    f"record {number} has {len(own.tags)} tags for {len(own.words)} words: give one tag for each word"
                 )
-            classes = [self._class(tag, number) for tag in own[1]]
+            classes = [self._class(tag, number) for tag in own.tags]
             self.counts["truncated"] += tokens.cut(self.config.max_length)
-            examples.append((tokens.ids, tokens.word_labels(own[0], classes)))
+            examples.append((tokens.ids, tokens.word_labels(own.words, classes)))
         return examples
 
     def _words(self, words: list[Any], number: int) -> list[str]:
@@ -293,14 +303,12 @@ class _RowMaker:
             raise DataError(f"record {number}: a word is missing or is not text: {_REMEDY}")
         return words
 
-    def _answered(
-        self, questions: list[str], contexts: list[str], answers: list[Any], numbers: list[int]
-    ) -> list[Example]:
+    def _answered(self, questions: list[Question], numbers: list[int]) -> list[Example]:
         examples: list[Example] = []
         self.types = {}
-        columns = (aligned(self.tokenizer, questions, contexts), contexts, answers, numbers)
-        for tokens, context, answer, number in zip(*columns, strict=True):
-            place = answer_of(answer, context, number)
+        pairs = aligned(self.tokenizer, [one.question for one in questions], [one.context for one in questions])
+        for tokens, one, number in zip(pairs, questions, numbers, strict=True):
+            place = answer_of(one.answers, one.context, number)
             self.counts["truncated"] += tokens.cut(self.config.max_length)
             self.types[number] = tokens.types
             examples.append((tokens.ids, tokens.answer_labels(*place) if tokens.ids else []))
@@ -314,7 +322,7 @@ class _RowMaker:
             if len(ids) > limit or (self.task == "seq2seq_lm" and len(labels) > limit):
                 self.counts["truncated"] += 1
                 ids, labels = self._cut(ids), self._cut(labels) if self.task == "seq2seq_lm" else labels
-            per_token = TASKS[self.task].labels == "tokens"
+            per_token = TASKS[self.task].label_per_token
             if not ids or labels == [] or (per_token and all(label == IGNORE for label in labels)):
                 raise DataError(f"record {number} is empty, so there is nothing to learn from it: {_REMEDY}")
             yield ids, labels
@@ -365,7 +373,7 @@ class _RowMaker:
         if len(values) != count or not all(_is_number(value) for value in values):
             raise DataError(
                 f"record {number}: {count} finite number(s) are needed to predict (model.num_labels), and it has "
-                f"{len(values)} value(s): correct the column {self.config.label_column!r}"
+                f"{len(values)} value(s): correct the column {self.form.labels!r}"
             )
         return [float(value) for value in values]
 

@@ -320,7 +320,7 @@ def with_adapter(base: nn.Module, config: Any, task: str | None) -> PeftModel:
     config = copy.deepcopy(config)
     if task is not None:
         config.task_type = config.task_type or TASKS[task].peft
-        if TASKS[task].labels == "tokens" and getattr(config, "target_modules", None) == "all-linear":
+        if TASKS[task].label_per_token and getattr(config, "target_modules", None) == "all-linear":
             config.exclude_modules = getattr(config, "exclude_modules", None) or _HEADS
     if isinstance(config, LoraConfig):
         check_adapter_names(base, config, name)
@@ -349,7 +349,7 @@ def _lora_config(model: ModelConfig) -> LoraConfig:
             raise ConfigError(f"model.peft: LoraConfig has no argument '{key}'{nearest(str(key), known)}")
     _refuse_data_driven("model.peft", arguments.get("init_lora_weights"))
     arguments.setdefault("task_type", TASKS[model.task].peft)
-    if TASKS[model.task].labels == "tokens" and arguments.get("target_modules") == "all-linear":
+    if TASKS[model.task].label_per_token and arguments.get("target_modules") == "all-linear":
         arguments.setdefault("exclude_modules", _HEADS)
     try:
         return LoraConfig(**arguments)

@@ -22,7 +22,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
-from dpllm.config import RECIPE_FILE, ConfigError, DataConfig, RecordFormat
+from dpllm.config import RECIPE_FILE, ConfigError, DataConfig
 from dpllm.config.recipe import PRETRAINED_FOLDER
 from dpllm.data.records import DataError, text_columns
 from dpllm.engines.checksums import Checksum, values
@@ -430,7 +430,7 @@ def _remedy(what: str) -> str:
     return "Initialise the adapter from weights only (True, 'gaussian', 'pissa', 'olora')"
 
 
-def _texts(records: Any, config: RecordFormat) -> Iterator[list[str]]:
+def _texts(records: Any, config: DataConfig) -> Iterator[list[str]]:
     """Yield the texts of each record."""
     columns = text_columns(config)
     for batch in records.select_columns(columns).iter(_READ_TOGETHER):

@@ -128,7 +128,7 @@ def row_loss_of(task: str, has_prompt: bool = False) -> RowLoss:
         task: of `dpllm.config.TASKS`.
         has_prompt: whether the model puts the tokens of a soft prompt, which have no labels, before those of a row.
     """
-    if task == "question_answering":
+    if TASKS[task].labels == "span":
 
         def of_spans(outputs: Any, labels: Tensor) -> Tensor:
             own = slice(-labels.shape[1], None) if has_prompt else slice(None)

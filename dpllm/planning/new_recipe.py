@@ -18,9 +18,10 @@ import datasets
 import numpy as np
 
 from dpllm.config import ConfigError, DataConfig, ModelConfig, PrivacyConfig, Recipe
-from dpllm.config.tasks import TASKS
+from dpllm.config.formats.catalogue import formats_for
+from dpllm.config.formats.record_format import Chat, TextLabel, columns_in
 from dpllm.data.columns import texts_of
-from dpllm.data.records import DataError, load_records, required_columns
+from dpllm.data.records import DataError, load_records
 from dpllm.data.rows import unit_index_of
 from dpllm.data.units import UnitIndex
 from dpllm.models.at_hand import ModelAtHand
@@ -145,12 +146,11 @@ def new_recipe(wishes: Wishes, at_hand: ModelAtHand | None) -> NewRecipe:
     task = task_of(wishes, at_hand)
     max_length = _max_length(wishes, at_hand)
     refuse_private_start(wishes.model, wishes.start_is_independent)
-    split = wishes.data.format in ("text", "chat") and task == "causal_lm"
     names = wishes.classes if isinstance(wishes.classes, list) else None
     data = dataclasses.replace(
         wishes.data,
         max_length=max_length.value,
-        long_records="split" if split else "truncate",
+        long_records=wishes.data.form.long_records if task == "causal_lm" else "truncate",
         class_names=names,
     )
     records = load_records(data)
@@ -203,27 +203,27 @@ def task_of(wishes: Wishes, at_hand: ModelAtHand | None) -> str:
     Raises:
         ConfigError: the model cannot be trained with this format.
     """
-    form = wishes.data.format
-    if form == "classification":
+    form = wishes.data.form
+    if form.holds is TextLabel:
         if wishes.classes is None:
             raise ConfigError(
                 "the classes are not known: name them, in order, or give their number (--classes negative,positive or "
                 "--classes 2). They are public facts, and are not collected from the private labels"
             )
-        return "sequence_classification"
+        return form.tasks[0]
     if at_hand is not None and at_hand.encoder_decoder:
-        if form not in TASKS["seq2seq_lm"].formats:
+        if "seq2seq_lm" not in form.tasks:
             raise ConfigError(
                 f"{wishes.model} has an encoder and a decoder, so records need a prompt and a completion, and the "
-                f"format is {form}: give --format prompt_completion, or another model"
+                f"format is {form.name}: give --format {' or '.join(formats_for('seq2seq_lm'))}, or another model"
             )
         return "seq2seq_lm"
-    if form == "chat" and at_hand is not None and not at_hand.has_template:
+    if form.holds is Chat and at_hand is not None and not at_hand.has_template:
         raise ConfigError(
             f"the tokenizer of {wishes.model} has no chat template: give the chat version of the model, or store the "
             "records as prompts and completions (--format prompt_completion)"
         )
-    return "causal_lm"
+    return form.tasks[0]
 
 
 def _max_length(wishes: Wishes, at_hand: ModelAtHand | None) -> Setting:
@@ -309,8 +309,10 @@ def _data_settings(data: DataConfig, max_length: Setting, held_out: float | None
         if getattr(data, key) != default:
             found.append(Setting(f"data.{key}", getattr(data, key), "", default))
     found.append(Setting("data.format", data.format, "", None))
-    columns = {getattr(data, item.name): item.name for item in dataclasses.fields(data) if item.name.endswith("column")}
-    found += [Setting(f"data.{columns[name]}", name, "", None) for name in required_columns(data)]
+    usual = type(data.form)()
+    for key, about in columns_in(type(data.form)).items():
+        if not about.optional or getattr(data, key) != getattr(usual, key):
+            found.append(Setting(f"data.{key}", getattr(data, key), "", None))
     if data.class_names is not None:
         found.append(Setting("data.class_names", data.class_names, OWN, None))
     long = (
@@ -418,7 +420,9 @@ def _size(model: ModelConfig, at_hand: ModelAtHand | None) -> WeightSize:
 def _look(records: datasets.Dataset, data: DataConfig, at_hand: ModelAtHand | None, index: UnitIndex | None) -> Look:
     """Return lengths and rows per user, rounded to two digits."""
     step = max(1, len(records) // _LOOKED_AT)
-    chosen = records.select(range(0, len(records), step)).select_columns(required_columns(data))
+    chosen = records.select(range(0, len(records), step)).select_columns(
+        [name for name in data.form.names if name in records.column_names]
+    )
     texts = [" ".join(texts_of(list(record.values()))) for record in chosen]
     if at_hand is None:
         lengths = np.array([len(text) / _CHARACTERS_OF_A_TOKEN for text in texts])

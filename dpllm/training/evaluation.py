@@ -165,7 +165,7 @@ def _score(outputs: Any, labels: Tensor, task: str) -> tuple[Tensor, float]:
         return is_target.sum(1), float((is_target & (outputs.logits.argmax(-1) == labels)).sum())
     if task == "multi_label_classification":
         return one_B * labels.shape[1], float(((outputs.logits > 0) == (labels > 0)).sum())
-    if task == "question_answering":
+    if labels_of(task) == "span":
         return one_B, float(answered(outputs, labels).sum())
     return one_B, 0.0
 

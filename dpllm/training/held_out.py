@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dpllm.config import DataConfig
+from dpllm.config.formats.record_format import Question
 from dpllm.config.metrics import METRICS
 from dpllm.data.aligned import aligned
 from dpllm.data.labels import IGNORE
@@ -166,7 +167,7 @@ class HeldOut:
         self._names = [name for name in given.config.metrics if name in TEXT_METRICS]
         self._texts: Completions | Answers | None = None
         if self._names:
-            self._texts = (Answers if given.collator.task == "question_answering" else Completions)(given)
+            self._texts = (Answers if given.config.form.holds is Question else Completions)(given)
 
     @property
     def size(self) -> int:
@@ -204,8 +205,8 @@ class Completions:
         self.references: list[list[str]] = []
         self._prompts: list[list[int]] = []
         self._limits: list[int] = []
-        columns = (records[config.prompt_column], records[config.completion_column], rows["input_ids"], rows["labels"])
-        for number, (prompt, completion, ids, labels) in enumerate(zip(*columns, strict=True)):
+        for number, (record, row) in enumerate(zip(records, rows, strict=True)):
+            (prompt, completion), ids, labels = config.form.content(record), row["input_ids"], row["labels"]
             if prompt not in places:
                 places[prompt] = len(places)
                 head = ids if task == "seq2seq_lm" else ids[: _first_target(labels)]
@@ -235,8 +236,8 @@ class Answers:
     def __init__(self, given: HeldOutRows) -> None:
         """Read the answers."""
         self._given = given
-        answers = given.records[given.config.answers_column]
-        self.references = [[plain(text) for text in own["text"]] or [""] for own in answers]
+        self._questions: list[Question] = [given.config.form.content(record) for record in given.records]
+        self.references = [[plain(text) for text in one.answers["text"]] or [""] for one in self._questions]
 
     @torch.no_grad()
     def written(self, model: Any, processes: Processes | None = None, moved: Moved = None) -> list[str]:
@@ -267,9 +268,9 @@ class Answers:
         labels_BT = batch.pop("labels")
         outputs = model(**{name: tensor.to(device) for name, tensor in batch.items()})
         scores = (outputs.start_logits.float().cpu(), outputs.end_logits.float().cpu())
-        records = given.records.select(numbers)
-        contexts = list(records[given.config.context_column])
-        tokens = aligned(given.tokenizer, list(records[given.config.question_column]), contexts)
+        own_questions = self._questions[numbers.start : numbers.stop]
+        contexts = [one.context for one in own_questions]
+        tokens = aligned(given.tokenizer, [one.question for one in own_questions], contexts)
         texts = []
         for row, (own, context) in enumerate(zip(tokens, contexts, strict=True)):
             own.cut(given.config.max_length)

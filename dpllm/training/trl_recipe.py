@@ -72,17 +72,7 @@ def renamed(records: datasets.Dataset, config: DataConfig, unit_column: str | No
     Raises:
         ConfigError: the column of units has a name that TRL gives another column.
     """
-    names = {
-        "text": {config.text_column: "text"},
-        "prompt_completion": {config.prompt_column: "prompt", config.completion_column: "completion"},
-        "chat": {config.messages_column: "messages"},
-        "preference": {
-            config.prompt_column: "prompt",
-            config.chosen_column: "chosen",
-            config.rejected_column: "rejected",
-        },
-    }[config.format]
-    names = {own: its for own, its in names.items() if own in records.column_names}
+    names = {own: its for own, its in config.form.trl_names.items() if own in records.column_names}
     if unit_column in names or unit_column in names.values():
         raise ConfigError(
             f"privacy.unit_column={unit_column!r} has the name of a column of texts ({', '.join(names)}): give the ids "

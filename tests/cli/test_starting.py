@@ -55,7 +55,8 @@ def test_without_questions_the_proposals_are_taken(model):
     assert (recipe.data.format, recipe.data.text_column, recipe.privacy.target_epsilon) == ("text", "note", 8)
     assert recipe.train["output_dir"] == "runs/recipe" and recipe.model.name == str(model)
     words = " ".join(shown.split())
-    assert "note_id (number), patient_id (text), note (text)" in words
+    assert "note_id 0 all different" in words and "patient_id p0 120 different" in words
+    assert "read as text: note, patient_id not used: note_id, answer" in words
     assert "all records with the same patient_id are protected together (--unit record" in words
     assert "no setting depends on it" in words and "public by the definition of the guarantee" in words
     assert "114 are trained on" in words and "ε = 7.99" in words
@@ -125,6 +126,8 @@ def test_columns_that_are_given_decide_the_format(model):
         (["--yes"], "--data is missing"),
         (["--data", "absent.jsonl", "--yes"], "absent.jsonl: no such file or folder"),
         (["--data", "notes.jsonl", "--format", "poem", "--yes"], "--format must be one of"),
+        (["--data", "ids.csv", "--yes"], "--text-column befund"),
+        (["--data", "pairs.jsonl", "--yes"], "data.format preference"),
         (["--data", "notes.jsonl", "--label-column", "answer", "--yes"], "--classes is missing"),
         (
             ["--data", "notes.jsonl", "--label-column", "answer", "--classes", "a", "--yes"],
@@ -141,16 +144,16 @@ def test_columns_that_are_given_decide_the_format(model):
 def test_mistakes_are_one_line_with_the_remedy(arguments, message):
     """And nothing is written."""
     Path("there.yaml").write_text("mine")
+    Path("ids.csv").write_text("text,befund\n" + "".join(f"A{n:05d},der Hund läuft\n" for n in range(20)))
+    Path("pairs.jsonl").write_text('{"prompt": "a b c", "chosen": "a", "rejected": "b"}\n' * 3)
+    before = sorted(Path().iterdir())
     assert message in refused(*arguments)
-    assert Path("there.yaml").read_text() == "mine" and sorted(p.name for p in Path().iterdir()) == [
-        "notes.jsonl",
-        "there.yaml",
-    ]
+    assert Path("there.yaml").read_text() == "mine" and sorted(Path().iterdir()) == before
 
 
 def test_few_records_are_refused(model):
     """With the number that is needed."""
-    Path("few.jsonl").write_text('{"text": "a b c"}\n' * 9)
+    Path("few.jsonl").write_text('{"text": "the dog sees a cat"}\n' * 9)
     message = refused("--data", "few.jsonl", "--model", str(model), "--yes")
     assert "9 records are too few" in message and "Collect more" in message
 

@@ -20,44 +20,101 @@ def found_in(folder: Path, *records: dict) -> object:
     return columns_of(str(path))
 
 
+SAID = "It rained all day."
+SHAREGPT = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]
+
+
 @pytest.mark.parametrize(
     ("record", "form", "columns"),
     [
-        ({"id": 1, "note": "x"}, "text", {"text_column": "note"}),
-        ({"title": "x", "Text": "y"}, "text", {"text_column": "Text"}),
-        ({"n": 1, "beschreibung": "x"}, "text", {"text_column": "beschreibung"}),
+        ({"id": 1, "note": SAID}, "text", {"text_column": "note"}),
+        ({"title": "Rain", "Text": SAID}, "text", {"text_column": "Text"}),
+        ({"n": 1, "clinicalNote": SAID}, "text", {"text_column": "clinicalNote"}),
+        ({"note_date": "1 May in the year 2020", "NOTE_BODY": SAID}, "text", {"text_column": "NOTE_BODY"}),
+        ({"review": "雨が一日中降っていました"}, "text", {"text_column": "review"}),
         (
-            {"answer": "y", "question": "x"},
+            {"answer": "42", "question": SAID},
             "prompt_completion",
             {"prompt_column": "question", "completion_column": "answer"},
         ),
+        (
+            {"instruction": SAID, "input": "", "output": "yes"},
+            "instruction",
+            {"instruction_column": "instruction", "output_column": "output"},
+        ),
         ({"messages": CHAT}, "chat", {"messages_column": "messages"}),
-        ({"dialogue": CHAT, "text": "x"}, "chat", {"messages_column": "dialogue"}),
-        ({"sentence": "x", "label": 0}, "classification", {"text_column": "sentence", "label_column": "label"}),
-        ({"review": "x", "sentiment": "bad"}, "classification", {"text_column": "review", "label_column": "sentiment"}),
-        ({"n": 1}, None, {}),
+        ({"id": "c1", "conversations": SHAREGPT}, "chat", {"messages_column": "conversations"}),
+        ({"dialogue": CHAT, "text": SAID}, "chat", {"messages_column": "dialogue"}),
+        ({"sentence": SAID, "label": 0}, "classification", {"text_column": "sentence", "label_column": "label"}),
+        (
+            {"review": SAID, "sentiment": "bad"},
+            "classification",
+            {"text_column": "review", "label_column": "sentiment"},
+        ),
     ],
 )
-def test_the_format_follows_names_and_kinds(tmp_path, record, form, columns):
+def test_the_format_follows_names_and_content(tmp_path, record, form, columns):
     """A proposal; the person decides."""
     found = found_in(tmp_path, record)
     assert found.guessed_format() == form
     assert {key: found.proposed(key) for key in columns} == columns
 
 
+@pytest.mark.parametrize(
+    "records",
+    [
+        pytest.param([{"n": 1}], id="numbers"),
+        pytest.param([{"beschreibung": SAID}], id="sentences without a usual name"),
+        pytest.param([{"text": f"A{n:05d}"} for n in range(20)], id="ids in a usual name"),
+        pytest.param([{"note": "2024-05-01"}, {"note": "2024-05-02"}], id="dates in a usual name"),
+        pytest.param([{"text": "https://a.example/1"}, {"text": "https://a.example/2"}], id="addresses"),
+        pytest.param([{"message_id": SAID}], id="a name about a text"),
+        pytest.param([{"text": None, "n": 1}, {"text": "", "n": 2}], id="an empty column"),
+        pytest.param(
+            [{"question": SAID, "answer": f"{n}"} for n in range(20)], id="answers that are all other numbers"
+        ),
+        pytest.param([{"prompt": SAID, "completion": 7}], id="a completion that is no text"),
+    ],
+)
+def test_without_evidence_nothing_is_proposed(tmp_path, records):
+    """Neither a name alone nor sentences alone are an answer."""
+    assert found_in(tmp_path, *records).guessed_format() is None
+
+
+def test_labels_repeat(tmp_path):
+    """Numbers that are all different are no classes."""
+    found = found_in(tmp_path, *({"text": SAID, "label": n / 7} for n in range(40)))
+    assert (found.guessed_format(), found.proposed("label_column")) == ("text", None)
+
+
+def test_a_column_of_people_is_no_label_and_no_text(tmp_path):
+    found = found_in(tmp_path, *({"text": SAID, "author": "Ann Lee"} for _ in range(3)))
+    assert found.people == ("author",) and found.guessed_format() == "text"
+
+
+@pytest.mark.parametrize(
+    ("record", "form"),
+    [
+        ({"prompt": SAID, "chosen": "yes", "rejected": "no"}, "preference"),
+        ({"words": ["a"], "tags": [0]}, "tokens"),
+        (
+            {"question": SAID, "context": SAID, "answers": {"text": ["It"], "answer_start": [0]}},
+            "question_answering",
+        ),
+    ],
+)
+def test_formats_without_questions_are_named(tmp_path, record, form):
+    found = found_in(tmp_path, record)
+    assert (found.guessed_format(), found.format_of_others()) == (None, form)
+
+
 @pytest.mark.parametrize("name", ["patient_id", "PatientID", "user", "author_name", "mrn", "customer_no", "the_sender"])
 def test_a_column_of_people_has_their_name_and_repeats(tmp_path, name):
     """A number of the record itself is no person, and neither is a column whose name says nothing of one."""
     repeated = found_in(tmp_path, {name: "a", "text": "x"}, {name: "a", "text": "y"})
-    assert repeated.people == (name,) and repeated.text_column() == "text"
+    assert repeated.people == (name,)
     assert found_in(tmp_path, {name: "a", "text": "x"}, {name: "b", "text": "y"}).people == ()
     assert found_in(tmp_path, {"ward": "a", "text": "x"}, {"ward": "a", "text": "y"}).people == ()
-
-
-def test_ids_are_not_taken_for_the_text(tmp_path):
-    """Also where they come first and are texts."""
-    found = found_in(tmp_path, {"patient": "p1", "entry": "x"}, {"patient": "p1", "entry": "y"})
-    assert found.text_column() == "entry"
 
 
 @pytest.mark.parametrize("ending", [".csv", ".tsv", ".txt", ".json"])

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from dpllm.audit.bounds import AuditError
-from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, Recipe, RecordFormat, load_recipe
+from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, DataConfig, Recipe, load_recipe
 from dpllm.config.recipe import refuse_trainer
 from dpllm.data.records import required_columns
 from dpllm.data.rows import RowCollator, load_train_and_eval, tokenize_records, unit_index_of
@@ -231,7 +231,7 @@ def record_key(values: Collection[Any]) -> str:
     return json.dumps(list(values), sort_keys=True, ensure_ascii=False)
 
 
-def _keys(records: datasets.Dataset, config: RecordFormat) -> list[str]:
+def _keys(records: datasets.Dataset, config: DataConfig) -> list[str]:
     columns = records.select_columns(required_columns(config)).to_dict()
     return [record_key(values) for values in zip(*columns.values(), strict=True)]
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpllm.config import ConfigError
+from dpllm.config.formats.catalogue import formats_of
+from dpllm.config.formats.record_format import TextLabel
 from dpllm.config.query_recipe import QueryRecipe
 from dpllm.data.rows import DataError, load_records, unit_index_of
 from dpllm.data.units import UnitIndex
@@ -77,11 +79,13 @@ def read_units(recipe: QueryRecipe) -> LabelledUnits:
             "data.class_names is missing: list the names of all classes that may occur. They are public, and are never "
             "collected from the records"
         )
-    if data.format != "classification":
-        raise ConfigError(f"data.format={data.format!r} has no labels to count: set data.format=classification")
+    form = data.form
+    if form.holds is not TextLabel:
+        fitting = " or ".join(formats_of(TextLabel))
+        raise ConfigError(f"data.format={data.format!r} has no labels to count: set data.format={fitting}")
     records = load_records(data)
     index = unit_index_of(records, recipe.privacy, secret_rng())
-    return LabelledUnits(tuple(data.class_names), records[data.label_column], index)
+    return LabelledUnits(tuple(data.class_names), records[str(form.labels)], index)
 
 
 def plan_count(recipe: QueryRecipe, units: LabelledUnits) -> QueryPlan:

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from dpllm.config import ConfigError, RecordFormat
+from dpllm.config import ConfigError, DataConfig
+from dpllm.config.formats.catalogue import formats_of
+from dpllm.config.formats.record_format import Completion, Text, TextLabel
 from dpllm.config.query_recipe import QueryRecipe
 from dpllm.data.records import check_column, load_records
 from dpllm.data.rows import unit_index_of
@@ -162,22 +164,20 @@ def wanted_of(options: EvolveConfig) -> list[Wanted]:
     return of_labels(public_shares(dict.fromkeys(options.classes, 1)), options.prompts[0], options.number)
 
 
-def text_column(config: RecordFormat) -> str:
+def text_column(config: DataConfig) -> str:
     """Return the column whose texts are imitated.
 
     Raises:
         ConfigError: the format has none.
 
-    >>> text_column(RecordFormat(format="prompt_completion", completion_column="ref"))
+    >>> text_column(DataConfig(path="x", max_length=8, format="prompt_completion", completion_column="ref"))
     'ref'
     """
-    if config.format == "prompt_completion":
-        return config.completion_column
-    if config.format in ("text", "classification"):
-        return config.text_column
+    fitting = (Text, Completion, TextLabel)
+    if config.form.holds in fitting:
+        return config.form.texts[-1]
     raise ConfigError(
-        f"data.format={config.format!r} has no column of texts to imitate: use text, prompt_completion or "
-        f"classification"
+        f"data.format={config.format!r} has no column of texts to imitate: use {' or '.join(formats_of(*fitting))}"
     )
 
 

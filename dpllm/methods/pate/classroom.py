@@ -102,15 +102,12 @@ class Classroom:
             texts: new tokens of each public text, as far as they were written.
         """
         data, prompts = self.prepared.recipe.data, self._prompt_texts()
-        pairs = [
-            (prompt, self._decoded(row, new))
+        records = [
+            data.form.record(prompt, self._decoded(row, new)) or {}
             for prompt, row, new in zip(prompts, self.encoded_prompts(), texts, strict=True)
             if new
         ]
-        if data.format == "text":
-            return datasets.Dataset.from_dict({data.text_column: ["".join(pair) for pair in pairs]})
-        columns = {data.prompt_column: [pair[0] for pair in pairs], data.completion_column: [pair[1] for pair in pairs]}
-        return datasets.Dataset.from_dict(columns)
+        return datasets.Dataset.from_dict({name: [one[name] for one in records] for name in data.form.required})
 
     def _prompt_texts(self) -> list[str]:
         return list(self.prepared.prompts[self.prepared.prompts_data.text_column])

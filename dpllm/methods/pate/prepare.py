@@ -11,7 +11,10 @@ from dataclasses import dataclass
 
 import datasets
 
-from dpllm.config import ConfigError, DataConfig, ModelConfig
+from dpllm.config import ConfigError, DataConfig, ModelConfig, RecordFormat
+from dpllm.config.formats.catalogue import formats_of
+from dpllm.config.formats.record_format import Completion, Text, TextLabel
+from dpllm.config.formats.text import TextFormat
 from dpllm.config.query_recipe import QueryRecipe
 from dpllm.data.records import load_records, load_train_and_eval
 from dpllm.data.rows import num_labels_of, unit_index_of
@@ -28,7 +31,6 @@ TEACHERS, CLASSES, PROMPTS, THRESHOLD = "teachers", "classes", "public texts", "
 NEW_TOKENS, CANDIDATES = "tokens of a text, at most", "candidates of a token"
 TOKEN_THRESHOLD, PUBLIC_VOTES = "votes for a token, threshold", "votes of the public model"
 """Names of settings of the plan."""
-_FORMATS = ("text", "prompt_completion")
 _KEYS = ("teach.public_prompts", "teach.max_shared_records")
 
 
@@ -97,7 +99,7 @@ def check_teaching(recipe: QueryRecipe) -> None:
         )
     if recipe.model is None:
         raise ConfigError("dpllm teach needs the section model: the public model that every teacher starts from")
-    _check_kind(recipe.model.task, recipe.data.format, options)
+    _check_kind(recipe.model.task, recipe.data.form, options)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("dpllm teach trains one teacher after the other in one process: start it without a launcher")
     refuse_private_start(recipe.model.name, recipe.model.start_is_independent)
@@ -105,15 +107,15 @@ def check_teaching(recipe: QueryRecipe) -> None:
         check_optimizer(training_arguments({**section, **QUIET, "output_dir": recipe.output_dir}))
 
 
-def _check_kind(task: str, form: str, options: TeachConfig) -> None:
+def _check_kind(task: str, form: RecordFormat, options: TeachConfig) -> None:
     """Check that task, format and options are all for classes, or all for tokens."""
-    if task == "sequence_classification" and form == "classification":
+    if task == "sequence_classification" and form.holds is TextLabel:
         if options.max_new_tokens is not None:
             raise ConfigError(
                 f"teach.max_new_tokens={options.max_new_tokens} is for completions, and teachers of this recipe vote "
                 "for a class of a text: leave it out, or set model.task=causal_lm and data.format=text"
             )
-    elif task == "causal_lm" and form in _FORMATS:
+    elif task == "causal_lm" and form.holds in (Text, Completion):
         if options.max_new_tokens is None:
             raise ConfigError(
                 "teach.max_new_tokens is missing: teachers vote for each token after a public text, and all of them "
@@ -121,9 +123,9 @@ def _check_kind(task: str, form: str, options: TeachConfig) -> None:
             )
     else:
         raise ConfigError(
-            f"model.task={task!r}, data.format={form!r}: teachers vote for a class of a text, or for its next tokens. "
-            "Set model.task=sequence_classification and data.format=classification, or model.task=causal_lm and "
-            "data.format=text or prompt_completion"
+            f"model.task={task!r}, data.format={form.name!r}: teachers vote for a class of a text, or for its next "
+            f"tokens. Set model.task=sequence_classification and data.format={' or '.join(formats_of(TextLabel))}, or "
+            f"model.task=causal_lm and data.format={' or '.join(formats_of(Text, Completion))}"
         )
 
 
@@ -196,9 +198,8 @@ def prompts_of(recipe: QueryRecipe) -> DataConfig:
         path=options.public_prompts,
         split=options.prompts_split,
         max_length=data.max_length,
-        format="text",
-        text_column=options.prompts_column
-        or (data.prompt_column if data.format == "prompt_completion" else data.text_column),
+        format=TextFormat.name,
+        text_column=options.prompts_column or data.form.texts[0],
         limit=options.max_prompts,
         encoding=data.encoding,
     )

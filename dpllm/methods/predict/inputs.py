@@ -14,8 +14,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from dpllm.config import ConfigError, ModelConfig
+from dpllm.config.formats.record_format import Completion, Text, TextLabel
 from dpllm.config.query_recipe import QueryRecipe
-from dpllm.data.records import DataError, load_records, required_columns
+from dpllm.data.records import DataError, load_records
 from dpllm.data.rows import unit_index_of
 from dpllm.data.units import Int64Array, UnitIndex
 from dpllm.mechanism.sampling import secret_rng
@@ -101,11 +102,10 @@ def load_public_model(recipe: QueryRecipe) -> tuple[Any, PreTrainedTokenizerBase
 
 def _usual_context(recipe: QueryRecipe, name: str) -> str:
     """Return the template of a recipe without one: the text columns of a record, and an end of line."""
-    if recipe.data.format not in ("text", "prompt_completion", "classification"):
+    form = recipe.data.form
+    if form.holds not in (Text, Completion, TextLabel):
         raise ConfigError(
             f"data.format={recipe.data.format!r} has no usual context: give {name} with names of columns in "
             'braces, such as "{text}\\n"'
         )
-    names = required_columns(recipe.data)
-    names = names[:1] if recipe.data.format == "classification" else names
-    return "".join(f"{{{column}}}" for column in names) + "\n"
+    return "".join(f"{{{column}}}" for column in form.texts) + "\n"
