@@ -236,7 +236,7 @@ class Recipe:
         public = None if self.public_pretrain is None else self.public_pretrain.data.form
         if public is not None and None not in public.trainers:
             raise ConfigError(
-                f"public_pretrain.data.format={public.name!r} is {public.about}, and the public training learns one "
+                f"public_pretrain.data.format={public.name!r} has {public.about}, and the public training learns one "
                 "text: set another format"
             )
         if trainer is not None and (self.model.task != "causal_lm" or self.data.long_records == "split"):

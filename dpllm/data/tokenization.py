@@ -218,7 +218,9 @@ def _check_request(tokenizer: PreTrainedTokenizerBase, config: DataConfig, task:
             f"{' or '.join(form.tasks)}"
         )
     if None not in form.trainers:
-        raise ConfigError(f"data.format={form.name!r} is {form.about}, for train.trainer={form.trainers[0]}: set it")
+        raise ConfigError(
+            f"data.format={form.name!r} has {form.about} in a record, for train.trainer={form.trainers[0]}: set it"
+        )
     if config.long_records == "split" and task != "causal_lm":
         raise ConfigError(f"long_records='split' is for causal_lm; set long_records='truncate' for {task}")
     if config.max_length > tokenizer.model_max_length:

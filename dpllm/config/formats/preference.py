@@ -17,11 +17,18 @@ class AnswerColumns(Topic):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceFormat(AnswerColumns, RecordFormat):
+class PairPrompt(Topic):
+    """The column of the prompt of two answers, if it is apart."""
+
+    prompt_column: str = column("prompt", "the prompt", Cells.ANY, optional=True, trl="prompt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceFormat(AnswerColumns, PairPrompt, RecordFormat):
     """Two answers, whose rows `dpllm.data.preferences` makes; without a prompt, both begin with it."""
 
     name = "preference"
-    about = "two answers to a prompt, of which one is better"
+    about = "two answers"
     table = (
         "`chosen_column`, `rejected_column`: texts or lists of `{role, content}`; `prompt_column`, or both begin with "
         "the prompt; needs `train.trainer: dpo`",
@@ -31,5 +38,3 @@ class PreferenceFormat(AnswerColumns, RecordFormat):
     tasks = ("causal_lm",)
     trainers = ("dpo",)
     asked = False
-
-    prompt_column: str = column("prompt", "the prompt", Cells.ANY, optional=True, trl="prompt")

@@ -85,11 +85,11 @@ class Chat(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Two answers of which one is better, and their prompt if it is apart; each a text or messages."""
+    """A prompt, if it is apart, and two answers of which the first is better; each a text or messages."""
 
+    prompt: Any
     chosen: Any
     rejected: Any
-    prompt: Any
 
 
 class TextLabel(NamedTuple):
