@@ -116,6 +116,10 @@ def _edited(model: PreTrainedModel, folder: Path, has_base: bool) -> list[str]:
                 index = _index(entries, min(entries, _FROM_FILE))
                 pairs[names[0]] = _taken(parameter, index), [_taken(one, index) for one in stored]
     ours = _on_cpu({name: mine for name, (mine, _) in pairs.items()})
+    for names, parameter in parameters:  # transformers may set the row of the padding token to 0 when it loads a model
+        if id(parameter) in embeddings and names[0] in pairs:
+            mine, stored = ours[names[0]], pairs[names[0]][1]
+            pairs[names[0]] = mine, [torch.where(mine == 0, mine.to(one.dtype), one) for one in stored]
     differ = [name for name, (_, stored) in pairs.items() if not any(_is_same(one, ours[name]) for one in stored)]
     marked = any(getattr(parameter, "_is_hf_initialized", False) for _, parameter in parameters)
     return (
