@@ -11,10 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import constants, try_to_load_from_cache
 
 from dpllm.config import ConfigError
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
@@ -23,6 +24,17 @@ START_FILES = "files of the starting weights"
 """The ledger's fact of this name."""
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _MAX_THREADS = 8
+_OF_TRAINING = (
+    *("trainer_state.json", "training_args.bin", "trainer_log.jsonl", "train_results.json", "all_results.json"),
+    *("optimizer.pt", "optimizer.bin", "optimizer_*", "*_optim_states.pt", "scheduler.pt", "scheduler.bin"),
+    *("rng_state*.pth", "random_states_*.pkl", "global_step*", "zero_to_fp32.py", "pytorch_model_fsdp*"),
+    *("recipe_state.pt", "epoch=*.ckpt", "last.ckpt", "lightning_logs", "hparams.yaml", "wandb/*run-*"),
+    *("events.out.tfevents*", "runs/*/events.out.tfevents*"),
+)
+"""Files that training leaves beside weights: transformers and its examples, accelerate, DeepSpeed, Lightning."""
+_OF_CHECKPOINTS = ("*/trainer_state.json", "*/optimizer.pt", "*/optimizer.bin", "*/global_step*")
+_CHECKPOINT = re.compile(r"(checkpoint|global_step|epoch)[-_]?\d+")  # the name of a folder
+_CARD = re.compile(r"^\s*-\s*generated_from_trainer\s*$", re.MULTILINE)  # a tag in the Trainer's model card
 
 
 def start_files(name: str) -> str | None:
@@ -34,14 +46,8 @@ def start_files(name: str) -> str | None:
     Raises:
         ConfigError: a file cannot be read.
     """
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        cached = _in_the_cache(name)
-        if cached is None:
-            return None
-        folder = Path(cached).parent
-    kinds = [sorted(folder.glob(pattern)) for pattern in _WEIGHTS]
-    files = next((found for found in kinds if found), [])  # transformers loads the first kind that is there
+    folder = folder_of(name)
+    files = [] if folder is None else weight_files(folder)
     if not files:
         return None
     with ThreadPoolExecutor(max_workers=min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
@@ -50,6 +56,49 @@ def start_files(name: str) -> str | None:
     size = sum(file.stat().st_size for file in files)
     number = "1 file" if len(files) == 1 else f"{len(files)} files"
     return f"{number}, {size:,} bytes, SHA-256 {hashlib.sha256(listed.encode()).hexdigest()}"
+
+
+def folder_of(name: str) -> Path | None:
+    """Return the folder of a model on this machine: its own, or that of the newest revision in the cache of the Hub."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    cached = _in_the_cache(name)
+    return None if cached is None else Path(cached).parent
+
+
+def local_folders(name: str) -> list[Path]:
+    """Return the folders of a model on this machine: its own, or those of all revisions in the cache of the Hub."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return [folder]
+    return sorted(Path(constants.HF_HUB_CACHE).glob(f"models--{name.replace('/', '--')}/snapshots/*"))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of a model's weights: of the first kind that is there, which transformers loads."""
+    kinds = [sorted(folder.glob(pattern)) for pattern in _WEIGHTS]
+    return next((found for found in kinds if found), [])
+
+
+def trace_of_training(folder: Path) -> str | None:
+    """Return a file or folder that a training left beside weights, in checkpoints below them or beside their folder.
+
+    Args:
+        folder: with the weights.
+    """
+    found = [path for pattern in (*_OF_TRAINING, *_OF_CHECKPOINTS) for path in sorted(folder.glob(pattern))]
+    if found:
+        return found[0].relative_to(folder).as_posix()
+    card = folder / "README.md"
+    if card.is_file() and _CARD.search(card.read_text(encoding="utf-8", errors="replace")):
+        return "README.md with the tag generated_from_trainer"
+    place = folder.resolve()
+    if _CHECKPOINT.fullmatch(place.name):
+        return f"the name {place.name}"
+    beside = [] if place.parent == Path.cwd() else sorted(place.parent.glob(_OF_CHECKPOINTS[0]))
+    older = (path for path in beside if path.stat().st_mtime <= place.stat().st_mtime)  # it was saved at the end
+    return next((f"{path.parent.name} beside it" for path in older if _CHECKPOINT.fullmatch(path.parent.name)), None)
 
 
 def refuse_other_start(ledger: Path, name: str) -> None:

@@ -29,6 +29,8 @@ from dpllm.engines.checksums import Checksum, values
 from dpllm.engines.optimizers import innermost
 from dpllm.models.ended import earlier_run
 from dpllm.models.quantization import calibration_points
+from dpllm.models.start_files import folder_of, trace_of_training
+from dpllm.models.start_weights import edited_weights, loaded_parts
 from dpllm.privacy.identity import RunName, run_in
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.report.model_card import CARD_FILE
@@ -50,6 +52,7 @@ _BEGUN: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDiction
 """Of these modules, a checksum of the parameters at the start of the first run; none if it was resumed."""
 _FROZEN: weakref.WeakKeyDictionary[torch.nn.Module, tuple[RunName, int]] = weakref.WeakKeyDictionary()
 """Modules that a run did not train, with the first such run and a checksum of their parameters then."""
+_DETACHED = "between detach() and attach()"
 _DECLARE = (
     "If the weights hold nothing of these records (public data, or a private run on data without any of these units), "
     "declare start_is_independent=True (in a recipe model.start_is_independent: true); the report says so"
@@ -107,30 +110,67 @@ def check_start(
         changed: parameters that changed after the run detached the model, to which it now attaches again.
 
     Returns:
-        Open points for the report, one line each: the declared dependences, frozen weights that may be calibrated with
-        text, and, if the optimizer is checked, adapters that were trained before.
+        Open points for the report, one line each: the declared dependences; frozen weights that may be calibrated with
+        text; a folder with traces of ordinary training, unless it is declared independent; and, if the optimizer is
+        checked, adapters that were trained before.
 
     Raises:
         ConfigError: an adapter initialised from data, weights from a folder with the ledger of a private run, or an
             optimizer that already has moments, without a declaration.
     """
-    found = [*_data_driven_adapters(model), *_earlier_runs(model, own_folder), *_moments(optimizer)]
-    if changed:
-        more = f" and {len(changed) - 1} other parameter(s)" if len(changed) > 1 else ""
-        found.append(f"{changed[0]}{more} changed between detach() and attach(), outside of any private step")
-    if found and not start_is_independent:
-        raise ConfigError(f"{found[0]}, which the epsilon of this run does not cover. {_remedy(found[0])}. {_DECLARE}")
-    points = [f"Declared independent of these records, to be confirmed before release: {what}" for what in found]
+    run = None if own_folder is None else run_in(own_folder)
+    folders = _foreign_folders(model, run)
+    found = [*_data_driven_adapters(model), *_earlier_runs(model, folders, run), *_moments(optimizer)]
+    points = [*_settled(found, start_is_independent), *refuse_changed_start(changed, _DETACHED, start_is_independent)]
+    points += [] if start_is_independent else _plain_training(model, folders)
     points += [*calibration_points(model), *_own_code(model)]
     return points if optimizer is None else points + _trained_adapters(model)
 
 
-def refuse_private_start(name: str | None, start_is_independent: bool) -> None:
+def refuse_changed_start(changed: Sequence[str], when: str, start_is_independent: bool) -> list[str]:
+    """Make sure that nothing but private steps has written to weights since a moment, or that it is declared.
+
+    Args:
+        changed: names of the tensors that were written.
+        when: the time in between, for the message.
+        start_is_independent: the declaration that what was written is independent of these rows.
+
+    Returns:
+        Open points for the report: the declared change.
+
+    Raises:
+        ConfigError: a tensor changed, without a declaration.
+    """
+    return _settled(
+        [f"{_several(changed)} changed {when}, outside of any private step"] if changed else [], start_is_independent
+    )
+
+
+def edited_start(model: Any, start_is_independent: bool) -> list[str]:
+    """Return open points for weights that differ from the files that they were loaded from, unless declared.
+
+    Args:
+        model: before its first private step, with its adapters (`dpllm.models.start_weights.edited_weights`).
+        start_is_independent: the declaration that the weights are independent of the private rows.
+    """
+    return [
+        f"{_several(names)} of the starting weights differ from the files of {_without_place(name)}, from which the "
+        "model was loaded. It was trained, merged or edited before this run, and ε does not cover that. Confirm that "
+        "none of these records had a part in it. For the next run, load the model again, or declare "
+        "start_is_independent=True (in a recipe model.start_is_independent: true)."
+        for name, names in ([] if start_is_independent else edited_weights(model))
+    ]
+
+
+def refuse_private_start(name: str | None, start_is_independent: bool) -> list[str]:
     """Make sure that a model on the disk holds nothing of private records, for settings that must not depend on them.
 
     Args:
-        name: folder of the model, or its name on the Hub, which is not looked into.
+        name: folder of the model, or its name on the Hub.
         start_is_independent: the declaration that it holds nothing of the private records.
+
+    Returns:
+        Open points for a report: traces of ordinary training beside the weights, unless declared.
 
     Raises:
         ConfigError: the folder is that of a private run, or of another training by a recipe, without a declaration.
@@ -142,6 +182,7 @@ def refuse_private_start(name: str | None, start_is_independent: bool) -> None:
             f"{found[0]}, so settings that are computed from them may depend on private records. {_remedy(found[0])}. "
             f"{_DECLARE}"
         )
+    return [] if name is None or found or start_is_independent else _training_points([name])
 
 
 def note_trained(model: torch.nn.Module, run: RunName, begins: bool = False) -> None:
@@ -262,15 +303,57 @@ def _data_driven_adapters(model: Any) -> list[str]:
     return found
 
 
-def _earlier_runs(model: Any, own_folder: str | Path | None) -> list[str]:
-    run = None if own_folder is None else run_in(own_folder)
+def _settled(found: Sequence[str], start_is_independent: bool) -> list[str]:
+    """Return findings as declared open points, or refuse the first of them."""
+    if found and not start_is_independent:
+        raise ConfigError(f"{found[0]}, which the epsilon of this run does not cover. {_remedy(found[0])}. {_DECLARE}")
+    return [f"Declared independent of these records, to be confirmed before release: {what}" for what in found]
+
+
+def _several(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} other parameter(s)" if len(names) > 1 else "")
+
+
+def _without_place(name: str) -> str:
+    """Return a folder's own name: reports are published, and say nothing of this machine."""
+    path = Path(name).expanduser()
+    return path.resolve().name if path.exists() else name
+
+
+def _foreign_folders(model: Any, run: RunName | None) -> list[Path]:
+    """Return the local folders that a model comes from, without those of the run itself."""
     own, found = None if run is None else run.folder, []
     for folder in dict.fromkeys(_folders_of(model)):
         place = _run_around(folder) or folder.resolve()
-        if place == own or (own is not None and own in place.parents and _of_one_run(place, own)):
+        if place != own and not (own is not None and own in place.parents and _of_one_run(place, own)):
+            found.append(folder)
+    return found
+
+
+def _earlier_runs(model: Any, folders: Sequence[Path], run: RunName | None) -> list[str]:
+    return [sign for folder in folders for sign in _signs_of_private_records(folder)] + _trained_before(model, run)
+
+
+def _plain_training(model: Any, folders: Sequence[Path]) -> list[str]:
+    """Return open points for traces of ordinary training beside the weights of a model."""
+    names = [name for name in _names_of(model) if not Path(name).expanduser().is_dir()]
+    return _training_points([*map(str, folders), *names])
+
+
+def _training_points(names: Iterable[str]) -> list[str]:
+    points = []
+    for name in dict.fromkeys(names):
+        folder = folder_of(name)
+        if folder is None or PRETRAINED_FOLDER in (place := folder.resolve()).parts or place.name == PRETRAINED_FOLDER:
             continue
-        found += _signs_of_private_records(folder)
-    return found + _trained_before(model, run)
+        if (trace := trace_of_training(folder)) is not None:
+            points.append(
+                f"The starting weights come from {_without_place(name)}, with {trace}: a training left it there. On "
+                "which data? Confirm that none of these records was among them; public checkpoints from the Hub hold "
+                "such files, too. For the next run, declare start_is_independent=True (in a recipe "
+                "model.start_is_independent: true)."
+            )
+    return points
 
 
 def _run_around(folder: Path) -> Path | None:
@@ -408,23 +491,29 @@ def _signs_of_private_records(folder: Path) -> list[str]:
     return []
 
 
-def _folders_of(model: Any) -> Iterator[Path]:
-    """Yield the local folders that model and adapters name as their origin."""
+def _names_of(model: Any) -> Iterator[str]:
+    """Yield the folders and names on the Hub that model and adapters have as their origin."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     names = [getattr(getattr(inner, "config", None), "_name_or_path", None)]
+    names += [name for name, _ in loaded_parts(inner)] if isinstance(inner, torch.nn.Module) else []
     configs = getattr(model, "peft_config", None)
     if isinstance(configs, dict):
         names += [getattr(config, "base_model_name_or_path", None) for config in configs.values()]
-    for name in names:
-        if isinstance(name, str) and name and Path(name).expanduser().is_dir():
-            yield Path(name).expanduser()
+    yield from (name for name in names if isinstance(name, str) and name)
+
+
+def _folders_of(model: Any) -> Iterator[Path]:
+    """Yield the local folders among them."""
+    yield from (folder for name in _names_of(model) if (folder := Path(name).expanduser()).is_dir())
 
 
 def _remedy(what: str) -> str:
     if what.startswith("The optimizer"):
         return "Make a new optimizer for this run"
-    if "between detach() and attach()" in what:
+    if _DETACHED in what:
         return "Attach the run to the weights that it left"
+    if "outside of any private step" in what:
+        return "Remove the code that writes to it, such as on_train_begin of a callback"
     if what.startswith("The weights"):
         return "Start from the weights that the earlier run started from"
     return "Initialise the adapter from weights only (True, 'gaussian', 'pissa', 'olora')"

@@ -35,7 +35,7 @@ from dpllm.report.definition import RELEASED_WEIGHTS, TRAINED_MODEL
 from dpllm.training.averaging import Averaging
 from dpllm.training.checks import agreement
 from dpllm.training.checks.independence import IndependenceCheck, IndependenceError
-from dpllm.training.checks.learning_rates import LearningRates
+from dpllm.training.checks.learning_rates import INDEPENDENT, LearningRates
 from dpllm.training.checks.randomness import refuse_own_generators
 from dpllm.training.checks.watch import Watch
 from dpllm.training.choose_clipper import METHOD, chosen, clipper_for, in_words, rows_of_calls
@@ -45,6 +45,9 @@ from dpllm.training.out_of_memory import MicrobatchTooLargeError
 from dpllm.training.rows import LossOf, TrainingRows
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.step import refuse_leftovers
+
+STARTING_WEIGHTS = "starting weights"
+"""Name of the fact about weights that were declared independent of the private rows."""
 
 
 @dataclass(kw_only=True)
@@ -301,6 +304,8 @@ def attach(
             ledger.append_fact(RELEASED_WEIGHTS, averaging.words)
         ledger.append_fact(TRAINED_MODEL, trained_words(inside))
         ledger.append_fact(METHOD, in_words(clipper))
+        if start_is_independent:
+            ledger.append_fact(STARTING_WEIGHTS, INDEPENDENT)
         if moment is not None:
             ledger.append_fact(SECOND_MOMENT_FACT, moment)
         if (stored := stored_as(inside)) is not None:

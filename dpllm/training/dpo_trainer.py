@@ -18,7 +18,7 @@ from dpllm.config import ConfigError, PrivacyConfig
 from dpllm.data.examples import Tokens
 from dpllm.data.preferences import PairCollator, Preferences, reference_in, shares_prompts
 from dpllm.engines.processes import Processes
-from dpllm.models.starting_point import check_start
+from dpllm.models.starting_point import check_start, edited_start
 from dpllm.models.tasks import RowLoss
 from dpllm.training.argument_table import ARGUMENTS, Argument, refused
 from dpllm.training.pair_losses import PairLosses, reference_log_probs
@@ -118,6 +118,7 @@ class DPDPOTrainer(DPTrainer):
         if ref_model is not None:
             independent = bool(options.get("start_is_independent"))
             self._reference_points += check_start(ref_model, args.output_dir, independent)
+            self._reference_points += Processes().from_main(lambda: edited_start(ref_model, independent))
         examples = {_TRAINING: train_dataset, **_named(eval_dataset)}
         keep = [privacy.unit_column] if privacy.unit_column else []
         pairs = Processes().together(lambda: self._pairs(examples, keep))

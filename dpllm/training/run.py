@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dpllm.config import ConfigError
+from dpllm.engines import model_inside
 from dpllm.engines.processes import Processes, found_by
 from dpllm.engines.replicas import check_before_saving
 from dpllm.ghost import GhostError, NormMethod
@@ -33,7 +34,7 @@ from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.regenerated import stream_of
 from dpllm.mechanism.sampling import seeded_rng
 from dpllm.models.ended import RunWeights, note_changes, refuse_other_weights
-from dpllm.models.starting_point import takes_metrics
+from dpllm.models.starting_point import edited_start, takes_metrics
 from dpllm.privacy.identity import COMPLETED, note_own_release, snapshot
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.privacy.ledger_reader import LedgerHead
@@ -248,7 +249,8 @@ class PrivateRun:
             optimizer: the optimizer, prepared in the same way.
             norm_method: method of computing norms; the default is the cheapest for each layer.
             start_is_independent: declares that starting weights and adapters hold nothing of the private rows, where
-                this is in doubt (`dpllm.models.starting_point`). It becomes an open point of the report.
+                this is in doubt (`dpllm.models.starting_point`). It becomes a fact of the report, and what would be
+                refused an open point.
             schedule_is_independent: declares that the learning rate and other hyperparameters set by the loop, and its
                 decisions about updates, depend on no loss or anything else computed from private rows. It becomes a
                 fact of the report; without it a loop of one's own has an open point. The rates are recorded in any case
@@ -308,6 +310,10 @@ class PrivateRun:
             )
             self.weights = self._attached.weights
             self._attached.reach_checked = self.ledger in _SIFTED
+            if own_loop and self.ledger.num_steps == 0:
+                inside = model_inside(model)
+                for point in self.processes.from_main(lambda: edited_start(inside, start_is_independent)):
+                    self.ledger.append_open_point(point)
             if own_loop and schedule_is_independent:
                 self.ledger.append_fact(DECLARED, INDEPENDENT)
             elif own_loop:

@@ -37,7 +37,8 @@ from dpllm.models.ended import note_changes
 from dpllm.models.given import GivenModel
 from dpllm.models.merging import MERGED_FOLDER, merged
 from dpllm.models.packing import refuse_unpackable
-from dpllm.models.starting_point import check_start, refuse_steering
+from dpllm.models.start_weights import WeightSample
+from dpllm.models.starting_point import check_start, edited_start, refuse_changed_start, refuse_steering
 from dpllm.models.tasks import RowLoss, default_row_loss, task_of
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.checkpoints import (
@@ -84,6 +85,22 @@ from dpllm.training.workload import UpdateRule
 
 class _Trainer(Protocol):
     def attach(self) -> None: ...
+
+    def sample_weights(self) -> None: ...
+
+
+class SampleFirst(TrainerCallback):
+    """Callback before those of the user: it samples the prepared weights, so that `attach` sees what they write."""
+
+    def __init__(self, trainer: _Trainer) -> None:
+        """Store the trainer."""
+        self._trainer = trainer
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Sample."""
+        self._trainer.sample_weights()
 
 
 class AttachFirst(TrainerCallback):
@@ -365,6 +382,8 @@ class DPTrainer(RowsTrainer):
         if pack_rows:
             refuse_unpackable(model, task_of(model), data_collator, compute_loss_func)
         check_start(model, args.output_dir, start_is_independent)
+        self._start_points = Processes().from_main(lambda: edited_start(model, start_is_independent))
+        self._sample = WeightSample(model)
         refuse_drawn_pieces(privacy, str(keys.get("long_records")))
         self._maker = self.row_maker(model, processing_class, keys)
         if keys and self._maker is None:
@@ -402,7 +421,7 @@ class DPTrainer(RowsTrainer):
             eval_dataset=held_out,
             processing_class=processing_class,
             compute_metrics=compute_metrics,
-            callbacks=[self._log_keeper, *(callbacks or []), self._interrupt, AttachFirst(self)],
+            callbacks=[SampleFirst(self), self._log_keeper, *(callbacks or []), self._interrupt, AttachFirst(self)],
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_for(arguments, self._prepared.plan),
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
@@ -482,6 +501,8 @@ class DPTrainer(RowsTrainer):
         restart = begin_in(folder, resume_from_checkpoint, self.processes)
         self._log_advice()
         require_finite(self._module, self.processes, "The model to train has")
+        if not restart.continues:
+            self._refuse_changed_start("after the constructor of the trainer and before train()")
         self._interrupt.forget()
         checkpoint = checkpoint_to_resume(folder, restart.checkpoint, self.processes)
         if self._run is None or not self._run.is_attached:
@@ -563,8 +584,22 @@ class DPTrainer(RowsTrainer):
         """Return the units of each step, drawn by the plan's sampler; each process sees all and takes its share."""
         return LogicalBatches(self._run_of_now().private, self.train_dataset)
 
+    def sample_weights(self) -> None:
+        """Sample the weights that the Trainer has distributed, before callbacks run."""
+        self._sample = WeightSample(self._module)
+
+    def _refuse_changed_start(self, when: str) -> None:
+        """Refuse weights that were written after the last sample, or note the declaration; on all processes."""
+        everywhere = self.processes.gather(self._sample.changed(self._module))
+        changed = sorted({name for names in everywhere for name in names})
+        self._start_points += refuse_changed_start(changed, when, self._prepared.start_is_independent)
+
     def attach(self) -> None:
         """Hook the model after the Trainer has distributed it, and before the first draw is charged."""
+        if not self._run_of_now().is_attached:
+            self._refuse_changed_start("at the beginning of the training, before the first step")
+            for point in self._start_points:
+                self._run_of_now().ledger.append_open_point(point)
         loss_of = self._losses.after(self._prepare_inputs)
         self._run_of_now().attach(
             self.model_wrapped, self.optimizer, self.is_deepspeed_enabled, loss_of, self.lr_scheduler

@@ -124,6 +124,8 @@ def run_evolution(
     """
     options = _options(recipe)
     writer, embedding = _models(recipe)
+    declared = recipe.model is not None and recipe.model.start_is_independent
+    traces = [point for name in (writer, embedding) for point in refuse_private_start(name, declared)]
     say(f"loading {writer}")
     model, embedder = load_generator(writer), load_embedder(embedding)
     say("embedding the records")
@@ -146,6 +148,8 @@ def run_evolution(
         run.note_units(voters.units)
         if recipe.model is not None and recipe.model.start_is_independent:
             run.open_point(DECLARED)
+        for point in traces:
+            run.open_point(point)
         made = evolve(run, private, model, embedder.embed, wanted_of(options), settings, sigma, say)
         texts = run.folder / name
         write_records(texts, made)
