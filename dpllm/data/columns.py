@@ -7,11 +7,13 @@ the form of a data set, as its documentation would state them. No value is retur
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 
 from dpllm.config import ConfigError, DataConfig
@@ -25,10 +27,14 @@ _COMPLETIONS = ("completion", "response", "answer", "output", "target", "reply",
 _LABELS = ("label", "labels", "class", "category", "target", "sentiment")
 _TEXTS = ("text", "content", "note", "body", "message", "document", "sentence", "report", "review")
 _PERSON = re.compile(
-    r"(?:^|_)(?:user|patient|person|author|customer|client|subject|sender|member|employee|student|owner|speaker|account|"
-    r"participant|individual)(?:s|name|_?(?:id|no|nr|number|key|hash|name))?$|^(?:mrn|uid|pid)$",
-    re.IGNORECASE,
+    r"(?:^|_)(?:user|patient|patienten|person|author|customer|client|subject|sender|member|employee|student|owner|"
+    r"speaker|account|participant|individual|resident|citizen)(?:s|name|_?(?:id|no|nr|num|number|key|hash|name|code))?$|"
+    r"^(?:mrn|uid|pid|ssn|guid|email|e_mail|phone)$|(?:^|_)(?:social_security|insurance|nhs|medical_record)_?"
+    r"(?:id|no|nr|num|number)$"
 )
+_WORD_STARTS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+")
+_LONGEST_ID = 64  # characters; a longer text in a column "user" is what somebody wrote
+_NO_IDS = frozenset(("", "yes", "no", "true", "false", "y", "n", "0", "1", "unknown", "none", "user", "assistant"))
 _ROWS = 4096
 
 
@@ -109,8 +115,63 @@ def columns_of(path: str, encoding: str = "utf-8") -> Columns:
     if table is None:
         raise DataError(f"{path}: there is no record in it: check the file")
     kinds = {field.name: _kind(field.type) for field in table.schema}
-    people = tuple(name for name in kinds if _PERSON.search(name) and _repeats(table.column(name)))
+    people = tuple(name for name in kinds if names_people(name) and _repeats(table.column(name)))
     return Columns(kinds, people)
+
+
+def names_people(name: str) -> bool:
+    """Return whether a column has the name of a person's id.
+
+    >>> [names_people(one) for one in ("patient_id", "PatientID", "Customer No", "text", "message_id")]
+    [True, True, True, False, False]
+    """
+    return _PERSON.search(_WORD_STARTS.sub("_", name).strip("_").lower()) is not None
+
+
+def people_in(records: Any) -> tuple[str, ...]:
+    """Return the columns of a data set that have the name of a person's id, and whose values repeat.
+
+    Ids are the same if they differ in case, accents or punctuation only (123-45-6789 and 123456789, José and Jose).
+
+    Args:
+        records: a `datasets.Dataset` or a list of dictionaries; any other data set has none.
+    """
+    return tuple(name for name in names_in(records) if names_people(name) and _is_shared(values_in(records, name)))
+
+
+def names_in(records: Any) -> list[str]:
+    """Return the columns of a `datasets.Dataset` or of a list of dictionaries; none of any other data set."""
+    if isinstance(records, datasets.Dataset):
+        return list(records.column_names)
+    if isinstance(records, list | tuple) and records and isinstance(records[0], dict):
+        return [str(name) for name in records[0]]
+    return []
+
+
+def values_in(records: Any, column: str) -> Iterator[Any]:
+    """Yield the values of a column of a data set that `names_in` reads."""
+    if not isinstance(records, datasets.Dataset):
+        yield from (row.get(column) for row in records)
+        return
+    for table in records.select_columns([column]).with_format("arrow").iter(batch_size=_ROWS):
+        yield from table.column(0).to_pylist()
+
+
+def _is_shared(values: Iterable[Any]) -> bool:
+    """Return whether ids repeat, in any spelling."""
+    seen: set[str] = set()
+    repeats, only_flags = False, True
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, str | int) or len(str(value)) > _LONGEST_ID:
+            continue
+        plain = unicodedata.normalize("NFKD", str(value)).casefold()
+        one = "".join(letter for letter in plain if letter.isalnum())
+        repeats |= one in seen
+        only_flags &= one in _NO_IDS
+        if repeats and not only_flags:
+            return True
+        seen.add(one)
+    return False
 
 
 def texts_of(record: Any) -> list[str]:

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dpllm.privacy.not_for_release import DIAGNOSTICS_FILE
+
 TRAINING_LOSS = "training loss (mean of a logging interval)"
 FINAL_LOSS = "training loss (mean of the run)"
 EVALUATION_DURING = "evaluation during training"
@@ -19,6 +21,8 @@ HELD_OUT = "evaluation on private rows"
 PREDICTION = "predictions on private rows"
 RESOURCES = "running time, throughput or memory use of the training"
 OTHER = "other figures that the program logged"
+DIAGNOSTICS = f"counts of single steps, if there are any, are in {DIAGNOSTICS_FILE}"
+"""Where a report says that counts of private rows are: whether there are any depends on the rows."""
 LOG_FILE = "not_for_release/training_log.jsonl"
 """Where a run keeps its losses and metrics, relative to its folder."""
 UTILITY_FILE = "not_for_release/utility.json"
@@ -42,7 +46,7 @@ _LOCAL = frozenset({_SCREEN, _STATE, _TENSORBOARD})
 _NOT_FOR_RELEASE = (
     (
         "not_for_release/",
-        "losses, metrics and figures on private rows, and secret keys: ε covers none of them",
+        "losses, metrics, counts and figures on private rows, and secret keys: ε covers none of them",
     ),
     (
         "checkpoint-*/",

@@ -40,6 +40,7 @@ from dpllm.report.model_card import CARD_FILE, keep_own_card, write_model_card
 from dpllm.report.models import PrivacyReport
 from dpllm.report.publishing import PublishError, files_to_publish, note_uploaded, require_publishable, upload
 from dpllm.report.statement import ReleaseNotes, notes_in, write_report
+from dpllm.training.noted import PrivateSources
 from dpllm.training.shared_ledger import SharedLedger
 
 logger = logging.get_logger(__name__)
@@ -98,6 +99,8 @@ class Outlets(Trainer):
     hub_model_id: Any
     declared_points: Sequence[str] = ()
     """Open points of the report that follow from declarations outside of the Trainer; set them before ``train()``."""
+    sources: PrivateSources
+    """What the run was given beside its rows; a program that read the records adds to it before ``train()``."""
     _start: StartingModel
     _evaluating: Evaluating | None = None
 
@@ -207,6 +210,7 @@ class Outlets(Trainer):
     def _note_outlets(self, ledger: SharedLedger) -> None:
         """Write the destinations of figures, the declarations and the earlier outputs into an open ledger."""
         ledger.append_fact(DESTINATIONS, receivers(self.callback_handler.callbacks))
+        self.sources.note(ledger, self.model, self.plan)
         for point in self.declared_points:
             ledger.append_open_point(point)
         for name in own_callbacks(self.callback_handler.callbacks):

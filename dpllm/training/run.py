@@ -49,7 +49,7 @@ from dpllm.training.checks.randomness import SecretStreams
 from dpllm.training.choose_clipper import FROZEN, freeze_unused, in_parts
 from dpllm.training.draws import LEFT_OUT, DrawError, Draws, mode_now
 from dpllm.training.microbatches import StepBatch, microbatches
-from dpllm.training.noted import note_units, note_users
+from dpllm.training.noted import PrivateSources, note_units, note_users
 from dpllm.training.restarting import require_shared_folder
 from dpllm.training.rows import LossOf, TrainingRows
 from dpllm.training.shared_ledger import SharedLedger
@@ -308,6 +308,9 @@ class PrivateRun:
             )
             self.weights = self._attached.weights
             self._attached.reach_checked = self.ledger in _SIFTED
+            if own_loop:
+                given = PrivateSources(training=[getattr(self.rows.fetch, "dataset", None)])
+                given.note(self.ledger, self._attached.model, self.plan)
             if own_loop and schedule_is_independent:
                 self.ledger.append_fact(DECLARED, INDEPENDENT)
             elif own_loop:
