@@ -19,6 +19,8 @@ EVALUATION_OUTSIDE = "evaluation on private rows, before or after training"
 HELD_OUT = "evaluation on private rows"
 """Of a recipe's held-out records, before and after the training."""
 PREDICTION = "predictions on private rows"
+ATTACK = "an attack on private rows by `dpllm audit attack`"
+"""Its figures, and texts of records that the model wrote, are in files that are not for release."""
 RESOURCES = "running time, throughput or memory use of the training"
 OTHER = "other figures that the program logged"
 DIAGNOSTICS = f"counts of single steps, if there are any, are in {DIAGNOSTICS_FILE}"
@@ -41,7 +43,9 @@ _TENSORBOARD = "TensorBoard"
 
 # Figures that no file holds that `dpllm.report.publishing` uploads, where nothing but `_LOCAL` received them.
 # Predictions are not among them: the program that asked for them has them, and may write them anywhere.
-_KEPT = frozenset({TRAINING_LOSS, FINAL_LOSS, RESOURCES, LOGGED, EVALUATION_DURING, EVALUATION_OUTSIDE, HELD_OUT})
+_KEPT = frozenset(
+    {TRAINING_LOSS, FINAL_LOSS, RESOURCES, LOGGED, EVALUATION_DURING, EVALUATION_OUTSIDE, HELD_OUT, ATTACK}
+)
 _LOCAL = frozenset({_SCREEN, _STATE, _TENSORBOARD})
 _NOT_FOR_RELEASE = (
     (
@@ -88,6 +92,7 @@ _IN_PLAIN_WORDS = {
     EVALUATION_OUTSIDE: "tests of the model on private texts, before or after the training",
     HELD_OUT: "tests of the model on private texts that were kept back from the training",
     PREDICTION: "answers of the model to private texts",
+    ATTACK: "tests whether the model reveals private texts of its training",
 }
 
 

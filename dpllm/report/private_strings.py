@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import html
+import itertools
 import json
+import os
 import re
 import secrets
 import unicodedata
@@ -22,13 +24,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from dpllm.privacy.ledger import LEDGER_FILE
 from dpllm.privacy.ledger import REPORT_FILE as JSON_FILE
 from dpllm.privacy.not_for_release import PRIVATE_FOLDER, private_path
 
-STRINGS_FILE = f"{PRIVATE_FOLDER}/private_strings.npz"
+STRINGS_FILE = f"{PRIVATE_FOLDER}/private_strings.json"
 """Relative to the run's folder: keyed hashes of the strings."""
 FEW = 10
 """A label of at least so many units is not compared: the report asks where the names of classes are from."""
@@ -89,9 +89,16 @@ class PrivateStrings:
                 own.add(unit)
         self.add(LABEL, (label for label, own in units.items() if len(own) < FEW))
 
-    def add_path(self, path: str | Path) -> None:
-        """Add the names of a file and of the two folders above it, as the path gives them."""
-        self.add(FILE, [part for part in Path(path).parts[-3:] if part not in ("/", "..", ".")])
+    def add_path(self, path: str | Path, run: str | Path) -> None:
+        """Add the names of a file and of the two folders above it, without folders that the run lies in as well.
+
+        Args:
+            path: of the file, or of a folder of files.
+            run: folder of the run.
+        """
+        parts, others = Path(path).expanduser().resolve().parts, Path(run).resolve().parts
+        own = itertools.dropwhile(lambda pair: pair[0] == pair[1], itertools.zip_longest(parts, others))
+        self.add(FILE, [part for part, _ in own if part is not None][-3:])
 
     def save(self, folder: str | Path, public: Iterable[str] = ()) -> None:
         """Write the hashes of the strings that are compared, under a new key; for one process.
@@ -101,15 +108,21 @@ class PrivateStrings:
             public: texts that were declared public, such as names of classes; strings in them are not compared.
         """
         key = secrets.token_bytes(16)
-        wanted = {form for text, kind in self.kinds.items() for form in _compared(text, kind)}
+        # A run may be called like its data, as in runs/alpaca; two words may be a person's name.
+        own = set(_forms(Path(folder).resolve().name, [1]))
+        wanted = {
+            form
+            for text, kind in self.kinds.items()
+            for form in _compared(text, kind)
+            if not (kind == FILE and form in own)
+        }
         wanted -= {form for text in public for form in _forms(text, range(1, _LONGEST + 1))}
-        hashes = np.sort(np.array([_hash(form, key) for form in wanted], dtype=np.uint64))
         lengths = sorted({len(_WORD.findall(form)) for form in wanted})
+        stored = {"key": key.hex(), "lengths": lengths, "hashes": sorted(_hash(form, key) for form in wanted)}
         path = private_path(folder, STRINGS_FILE)
         path.unlink(missing_ok=True)
-        with path.open("xb") as file:
-            np.savez(file, key=np.frombuffer(key, np.uint8), hashes=hashes, lengths=np.array(lengths, np.int64))
-        path.chmod(0o600)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+            json.dump(stored, file)
 
 
 def check_strings(folder: str | Path) -> tuple[str, bool | None, str] | None:
@@ -128,12 +141,11 @@ def check_strings(folder: str | Path) -> tuple[str, bool | None, str] | None:
     if run is None:
         return None
     try:
-        with np.load(run / STRINGS_FILE) as stored:
-            key, lengths = stored["key"].tobytes(), [int(length) for length in stored["lengths"]]
-            hashes = stored["hashes"]
-    except (OSError, ValueError, KeyError):
+        stored = json.loads((run / STRINGS_FILE).read_text(encoding="ascii"))
+        key, lengths, hashes = bytes.fromhex(stored["key"]), list(stored["lengths"]), set(stored["hashes"])
+    except (OSError, ValueError, KeyError, TypeError):
         return what, None, f"{STRINGS_FILE} of the run is missing or damaged"
-    known = set(hashes.tolist()) - {_hash(form, key) for text in _noted(folder) for form in _forms(text, lengths)}
+    known = hashes - {_hash(form, key) for text in _noted(folder) for form in _forms(text, lengths)}
 
     def is_private(text: str) -> bool:
         return any(_hash(form, key) in known for form in _forms(text, lengths))
@@ -171,6 +183,8 @@ def _strings(path: Path) -> Iterator[tuple[str, str]]:
         except (ValueError, RecursionError):
             yield "", line
             continue
+        if path.name == "adapter_config.json" and isinstance(values, dict):  # is uploaded without the place of its base
+            values["base_model_name_or_path"] = Path(str(values.get("base_model_name_or_path"))).name
         for place, one in _leaves(values):
             if one not in seen:
                 seen.add(one)

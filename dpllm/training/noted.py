@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -30,7 +31,7 @@ from dpllm.privacy.ledger import Ledger
 from dpllm.privacy.not_for_release import DATA_FILES_FILE, private_path
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.report.definition import CLASS_NAMES, DECLARED_NAMES, OTHER_NAMES, PREPROCESSING, UNITS_MADE_OF
-from dpllm.report.private_strings import ID, PrivateStrings
+from dpllm.report.private_strings import FILE, ID, PrivateStrings
 from dpllm.training.shared_ledger import SharedLedger
 
 ONE_BY_ONE = (
@@ -191,21 +192,21 @@ class PrivateSources:
             folder = ledger.path.parent
             named = [getattr(getattr(model, "config", None), "_name_or_path", None), plan.dataset, plan.unit_column]
             public = [*(self.class_names or ()), *self.public, *map(str, filter(None, named))]
-            # A folder may be called like its data, as in runs/alpaca; two words may be a person's name.
-            self.strings(plan.unit_column).save(folder, [*public, *re.findall(r"[^\W_]+", folder.resolve().name)])
+            self.strings(plan.unit_column, folder).save(folder, public)
 
-    def strings(self, unit_column: str | None) -> PrivateStrings:
+    def strings(self, unit_column: str | None, folder: Path) -> PrivateStrings:
         """Return the labels, the ids and the names of files; only stored rows are read.
 
         Args:
             unit_column: column of the units' ids. None: a unit is a record.
+            folder: of the run.
         """
         found = PrivateStrings()
         for path in self.paths:
-            found.add_path(path)
+            found.add_path(path, folder)
         for source in (*self.training, *self.held_out):
-            for name in sources_of(source):
-                found.add_path(name)
+            for name in sources_of(source):  # relative to the folder of the data
+                found.add(FILE, Path(name).parts[-3:])
             names = names_in(source)
             for column in names:
                 if column == unit_column or names_people(column):

@@ -27,6 +27,8 @@ from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.rounding import epsilon_to_log
 from dpllm.report.disclosures import (
     DESTINATIONS,
+    EVALUATION_DURING,
+    EVALUATION_OUTSIDE,
     GRADIENT_NORM,
     PREDICTION,
     Evaluating,
@@ -103,6 +105,7 @@ class Outlets(Trainer):
     """What the run was given beside its rows; a program that read the records adds to it before ``train()``."""
     _start: StartingModel
     _evaluating: Evaluating | None = None
+    _predictions: int = 0  # calls of `predict` that run
 
     # ------------------------------------------- parts of the run, which DPTrainer has
 
@@ -187,10 +190,24 @@ class Outlets(Trainer):
         """Predict as ``Trainer`` does; the ledger counts it, unless the rows were declared public."""
         if not (test_dataset is self.eval_dataset and self._eval_is_public):
             self._note(PREDICTION, 1)
+        self._predictions += 1
         try:
             return super().predict(test_dataset, ignore_keys, metric_key_prefix)
         finally:
+            self._predictions -= 1
             self._renew_report()
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate or predict as ``Trainer`` does; a call by a program counts as an evaluation."""
+        outer = self._evaluating is None and not self._predictions
+        public = self._eval_is_public and getattr(dataloader, "dataset", None) is self.eval_dataset
+        if outer and not public:
+            self._note(EVALUATION_DURING if self.is_in_train else EVALUATION_OUTSIDE, 1)
+        try:
+            return super().evaluation_loop(dataloader, *args, **kwargs)
+        finally:
+            if outer:
+                self._renew_report()
 
     @property
     def _eval_is_public(self) -> bool:

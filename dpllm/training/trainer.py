@@ -566,6 +566,12 @@ class DPTrainer(RowsTrainer):
         """Return the units of each step, drawn by the plan's sampler; each process sees all and takes its share."""
         return LogicalBatches(self._run_of_now().private, self.train_dataset)
 
+    def num_examples(self, dataloader: Any) -> int:
+        """Return the public number of units, or of rows that are drawn singly, which ``Trainer`` logs."""
+        if isinstance(dataloader, LogicalBatches):
+            return self.plan.num_examples or self.plan.num_units
+        return super().num_examples(dataloader)
+
     def attach(self) -> None:
         """Hook the model after the Trainer has distributed it, and before the first draw is charged."""
         loss_of = self._losses.after(self._prepare_inputs)
