@@ -636,7 +636,7 @@ def test_the_ledger_says_how_units_were_made_and_doubts_rows_of_one_length(tmp_p
         with Ledger.create(tmp_path / name, plan) as ledger:
             note_units(ledger, unit_index_of(rows, privacy), lengths)
         contents = read_ledger(tmp_path / name)
-        assert any("same 128 tokens" in point for point in contents.notes.open_points) == doubted
+        assert any("same number of tokens" in point for point in contents.notes.open_points) == doubted
         unit = define(plan, contents, ReleaseNotes()).unit
         assert ("one row of the training data, as it was given" in unit) == doubted
         assert ("cut into several rows is still one unit" in unit) == (not doubted)

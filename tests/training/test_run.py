@@ -578,7 +578,7 @@ def test_a_model_that_a_loop_of_ones_own_saved_is_known_to_verify(tmp_path):
 @pytest.mark.parametrize(
     ("units", "unit", "doubt"),
     [
-        (UnitIndex.one_row_per_unit(UNITS), "sequence", "Nearly all rows have the same 8 tokens"),
+        (UnitIndex.one_row_per_unit(UNITS), "sequence", "Nearly all rows have the same number of tokens"),
         (UnitIndex.from_ids([f"message {n}" for n in range(UNITS)], 3), "user", "No id in column 'who' occurs twice"),
         (UnitIndex.from_ids([*(f"u{n}" for n in range(UNITS - 1)), "U1", "U1"], 3), "user", "upper and lower case"),
         (dataclasses.replace(UnitIndex.one_row_per_unit(UNITS), many_copies=True), "sequence", "exact copies"),
