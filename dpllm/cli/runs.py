@@ -32,6 +32,13 @@ def report(
         str | None,
         typer.Option(help='Note other uses of the same data, such as tuning runs; "none" if there were none.'),
     ] = None,
+    preprocessing: Annotated[
+        str | None,
+        typer.Option(
+            help="Note what was computed from these records before the run, such as names of classes, class weights or "
+            'the scale of targets, and what of it is public; "none" if there was nothing.'
+        ),
+    ] = None,
     audit: Annotated[str | None, typer.Option(help="Note the result of an empirical audit of the model.")] = None,
     trained_by: Annotated[str | None, typer.Option(help="Note who trained the model and answers for it.")] = None,
     dataset: Annotated[str | None, typer.Option(help="Note the public name of the data set.")] = None,
@@ -77,7 +84,13 @@ def report(
     if wrong:
         raise ValueError(f"--language {wrong[0]!r} is no code of a language: give one such as en, de or pt-BR")
     given: dict[str, Any] = {"data_holder": data_holder, "audience": audience, "other_uses": other_uses}
-    given |= {"audit": audit, "trained_by": trained_by, "dataset": dataset, "base_model": base_model}
+    given |= {
+        "preprocessing": preprocessing,
+        "audit": audit,
+        "trained_by": trained_by,
+        "dataset": dataset,
+        "base_model": base_model,
+    }
     given |= {"license": license, "language": tuple(language) if language else None}
     if utility:
         given["utility"] = {**notes_in(output_dir).utility, **_figures(utility)}

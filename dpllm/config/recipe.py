@@ -143,6 +143,10 @@ class ReleaseConfig:
     """Who will see the released model."""
     other_uses: str | None = None
     """Other uses of the same data: tuning runs, earlier models, model selection; "none" where there were none."""
+    preprocessing: str | None = None
+    """Numbers, names or settings that were computed from these records before the run, such as names of classes, class
+    weights or the scale of targets, and what was public; "none" where there were none. The report asks where the run
+    has a place for them."""
     trained_by: str | None = None
     """Who trained the model and answers for it."""
     base_model: str | None = None

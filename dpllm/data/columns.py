@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable, Sequence
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 
 from dpllm.config import ConfigError, DataConfig
@@ -25,9 +27,10 @@ TEXT, MESSAGES, LIST, NUMBER, OTHER = "text", "messages", "list", "number", "oth
 
 _OF_CELLS = {Cells.TEXT: (TEXT,), Cells.LIST: (LIST,), Cells.MESSAGES: (MESSAGES,), Cells.ANY: (TEXT, NUMBER)}
 _PERSON = re.compile(
-    r"(?:^|_)(?:user|patient|person|author|customer|client|subject|sender|member|employee|student|owner|speaker|account|"
-    r"participant|individual)(?:s|name|_?(?:id|no|nr|number|key|hash|name))?$|^(?:mrn|uid|pid)$",
-    re.IGNORECASE,
+    r"(?:^|_)(?:user|patient|patienten|person|author|customer|client|subject|sender|member|employee|student|owner|"
+    r"speaker|account|participant|individual|resident|citizen)(?:s|name|_?(?:id|no|nr|num|number|key|hash|name|code))?$|"
+    r"^(?:mrn|uid|pid|ssn|guid|email|e_mail|phone)$|(?:^|_)(?:social_security|insurance|nhs|medical_record)_?"
+    r"(?:id|no|nr|num|number)$"
 )
 _TURNS = ({"role", "content"}, {"from", "value"})  # of OpenAI, of ShareGPT
 _PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
@@ -41,6 +44,9 @@ _NO_TEXT = frozenset(
 """Parts of a name that say that a column is about a text and does not hold it."""
 _LETTERS = re.compile(r"[^\W\d_]{2,}")
 _UNSPACED = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\u0e00-\u0e7f]{6}")  # Japanese, Chinese, Thai
+_WORD_STARTS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+")
+_LONGEST_ID = 64  # characters; a longer text in a column "user" is what somebody wrote
+_NO_IDS = frozenset(("", "yes", "no", "true", "false", "y", "n", "0", "1", "unknown", "none", "user", "assistant"))
 _ROWS = 4096
 _SHORT_ID = 40  # characters
 _SHOWN = 34
@@ -180,8 +186,63 @@ def columns_of(path: str, encoding: str = "utf-8") -> Columns:
     if table is None:
         raise DataError(f"{path}: there is no record in it: check the file")
     facts = {field.name: _facts_of(field.type, table.column(field.name)[:_ROWS]) for field in table.schema}
-    repeated = (name for name, own in facts.items() if own.different < own.filled)
-    return Columns(facts, tuple(name for name in repeated if _PERSON.search(name)))
+    named = (name for name in facts if names_people(name))
+    return Columns(facts, tuple(name for name in named if _is_shared(table.column(name).to_pylist())))
+
+
+def names_people(name: str) -> bool:
+    """Return whether a column has the name of a person's id.
+
+    >>> [names_people(one) for one in ("patient_id", "PatientID", "Customer No", "text", "message_id")]
+    [True, True, True, False, False]
+    """
+    return _PERSON.search(_WORD_STARTS.sub("_", name).strip("_").lower()) is not None
+
+
+def people_in(records: Any) -> tuple[str, ...]:
+    """Return the columns of a data set that have the name of a person's id, and whose values repeat.
+
+    Ids are the same if they differ in case, accents or punctuation only (123-45-6789 and 123456789, José and Jose).
+
+    Args:
+        records: a `datasets.Dataset` or a list of dictionaries; any other data set has none.
+    """
+    return tuple(name for name in names_in(records) if names_people(name) and _is_shared(values_in(records, name)))
+
+
+def names_in(records: Any) -> list[str]:
+    """Return the columns of a `datasets.Dataset` or of a list of dictionaries; none of any other data set."""
+    if isinstance(records, datasets.Dataset):
+        return list(records.column_names)
+    if isinstance(records, list | tuple) and records and isinstance(records[0], dict):
+        return [str(name) for name in records[0]]
+    return []
+
+
+def values_in(records: Any, column: str) -> Iterator[Any]:
+    """Yield the values of a column of a data set that `names_in` reads."""
+    if not isinstance(records, datasets.Dataset):
+        yield from (row.get(column) for row in records)
+        return
+    for table in records.select_columns([column]).with_format("arrow").iter(batch_size=_ROWS):
+        yield from table.column(0).to_pylist()
+
+
+def _is_shared(values: Iterable[Any]) -> bool:
+    """Return whether ids repeat, in any spelling."""
+    seen: set[str] = set()
+    repeats, only_flags = False, True
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, str | int) or len(str(value)) > _LONGEST_ID:
+            continue
+        plain = unicodedata.normalize("NFKD", str(value)).casefold()
+        one = "".join(letter for letter in plain if letter.isalnum())
+        repeats |= one in seen
+        only_flags &= one in _NO_IDS
+        if repeats and not only_flags:
+            return True
+        seen.add(one)
+    return False
 
 
 def texts_of(record: Any) -> list[str]:

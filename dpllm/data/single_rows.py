@@ -350,7 +350,7 @@ def _concatenated(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def same_values(one: Any, other: Any) -> bool:
-    """Return whether two batches, or two rows, hold the same values; NaN equals NaN in a tensor."""
+    """Return whether two batches, or two rows, hold the same values; NaN, such as a missing label, equals NaN."""
     if type(one) is not type(other):
         return False
     if dataclasses.is_dataclass(one):
@@ -363,7 +363,9 @@ def same_values(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         one, other = (x.to_dense() if x.layout != torch.strided else x for x in (one, other))
         return one.shape == other.shape and bool(((one == other) | (one != one) & (other != other)).all())
-    return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)
+    if isinstance(one, np.ndarray):
+        return one.shape == other.shape and bool(np.all((one == other) | (one != one) & (other != other)))
+    return bool(one == other or (one != one and other != other))
 
 
 def collator_of(rows: Collate | RowByRow, packed: bool) -> RowByRow:

@@ -44,6 +44,7 @@ _OF_PEOPLE = (
     "audience: the people who will get the model",
     "other_uses: none   # or the other uses of the same records, such as earlier models",
 )
+_OF_LABELS = "preprocessing: none   # or what was computed from these records, such as class weights or target scales"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +130,8 @@ class NewRecipe:
             "what you saw in private records, ε does not cover this choice.",
             *self.notes,
         ]
-        return recipe_text(self.settings, header, {"release": _OF_PEOPLE})
+        asks = any(one.key == "model.task" and TASKS[one.value].needs_labels for one in self.settings)
+        return recipe_text(self.settings, header, {"release": (*_OF_PEOPLE, *([_OF_LABELS] if asks else []))})
 
 
 def new_recipe(wishes: Wishes, at_hand: ModelAtHand | None) -> NewRecipe:

@@ -7,14 +7,15 @@ before it. So an edited, lost or reordered line is found, unless lines are cut o
 signature: it guards against accidents, and against edits by someone who does not recompute the hashes.
 
 Kinds of lines: "run" (a process started or resumed), "step", "charge" (answers of a query run), "disclosure" (something
-that depends on the private data was written out, and ε does not cover it), "diagnostic", "fact" (a fact of the run for
-the report), "open point" (a reason not to release before people have settled it), "settled" (what people checked about
-such a reason, who, and when), "public start" (the files of the public training at the start of the run, by hash),
-"released" (the files of a saved model, by hash), "audit" (the verdict of an audit), "pages" (the files of the
-report and the model card, by hash), "rate" (the learning rates from the update after a step on), "adopted" (people
-declared this copy of the file to be the ledger), "recovered" (a crash left the line before incomplete), "end". The line
-of each start names the commit of dpllm that ran. The line of a step also holds learning rates that changed before it,
-so that they need no write of their own.
+that depends on the private data was written out, and ε does not cover it), "fact" (a fact of the run for the report),
+"open point" (a reason not to release before people have settled it), "settled" (what people checked about such a
+reason, who, and when), "public start" (the files of the public training at the start of the run, by hash), "released"
+(the files of a saved model, by hash), "audit" (the verdict of an audit), "pages" (the files of the report and the model
+card, by hash), "rate" (the learning rates from the update after a step on), "adopted" (people declared this copy of the
+file to be the ledger), "recovered" (a crash left the line before incomplete), "end". The line of each start names the
+commit of dpllm that ran. The line of a step also holds learning rates that changed before it, so that they need no
+write of their own. The ledger is published, so counts of single steps that depend on private rows are in another file
+(`dpllm.privacy.not_for_release`).
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from dpllm.privacy.ledger_reader import ENTROPY_SYSTEM as ENTROPY_SYSTEM
 from dpllm.privacy.ledger_reader import LedgerContents as LedgerContents
 from dpllm.privacy.ledger_reader import LedgerError as LedgerError
 from dpllm.privacy.ledger_reader import read_ledger as read_ledger
+from dpllm.privacy.not_for_release import append_diagnostic
 from dpllm.privacy.writer import is_own_process, known_writer
 
 LEDGER_FILE = "privacy_ledger.jsonl"
@@ -252,11 +254,13 @@ class Ledger:
 
     def append_disclosure(self, what: str, count: int = 1) -> None:
         """Note that something was written out that depends on the private data and that ε does not cover."""
-        self._append_count("disclosure", what, count)
+        if count < 1:
+            raise ValueError(f"a disclosure counts at least 1, got {count}")
+        self._append({"kind": "disclosure", "what": what, "count": int(count)})
 
     def append_diagnostic(self, what: str, count: int = 1) -> None:
-        """Count something worth knowing, such as units whose gradient was not finite."""
-        self._append_count("diagnostic", what, count)
+        """Count something worth knowing, such as units whose gradient was not finite, in a file not for release."""
+        append_diagnostic(self.path.parent, self._num_steps, what, count)
 
     def append_fact(self, name: str, value: str | int | float) -> None:
         """Note a fact of the run, which the report shows. A value that the ledger already holds is not written again.
@@ -461,11 +465,6 @@ class Ledger:
             }
         )
         self._running = True
-
-    def _append_count(self, kind: str, what: str, count: int) -> None:
-        if count < 1:
-            raise ValueError(f"a {kind} counts at least 1, got {count}")
-        self._append({"kind": kind, "what": what, "count": int(count)})
 
     def _append(self, entry: dict[str, Any]) -> None:
         body = json.dumps(entry, allow_nan=False)

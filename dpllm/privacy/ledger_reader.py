@@ -30,6 +30,11 @@ ENTROPY = {
 
 LEDGER_FORMAT = 1
 """Format of a ledger, which the line of each start names."""
+OLD_COUNTS = (
+    "The ledger is of an earlier version of dpllm, which wrote counts of private units into it. They tell neighbouring "
+    "data sets apart. Publish the weights without the ledger, or train again."
+)
+"""The open point of a ledger with such lines."""
 
 CHAIN_START = hashlib.sha256(b"dpllm privacy ledger, format 1").hexdigest()[:16]
 _CHAIN_LENGTH = 16
@@ -155,8 +160,6 @@ class LedgerContents:
     """Whether the last start or resume has taken no step yet."""
     disclosures: dict[str, int] = field(default_factory=dict)
     """Disclosures that ε does not cover, and how often each was written out."""
-    diagnostics: dict[str, int] = field(default_factory=dict)
-    """Other counts."""
     notes: LedgerNotes = field(default_factory=LedgerNotes)
     """Facts and open points for the report."""
     torn_lines: list[int] = field(default_factory=list)
@@ -403,8 +406,6 @@ class LedgerReader:
             self._take_answers(number, entry)
         elif kind == "disclosure":
             contents.disclosures[entry["what"]] = contents.disclosures.get(entry["what"], 0) + entry["count"]
-        elif kind == "diagnostic":
-            contents.diagnostics[entry["what"]] = contents.diagnostics.get(entry["what"], 0) + entry["count"]
         elif kind == "fact":
             contents.notes.add_fact(entry["name"], entry["value"])
         elif kind == "open point":
@@ -427,6 +428,8 @@ class LedgerReader:
             contents.end = entry["reason"]
             contents.notes.stopped_independently = entry.get("independent") is True
             self._running = False
+        elif kind == "diagnostic":
+            contents.notes.add_open_point(OLD_COUNTS)
         elif kind != "recovered":
             raise self._fail(number, f"unknown kind {kind!r}")
 

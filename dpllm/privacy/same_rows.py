@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from dpllm.privacy.ledger import LedgerError, read_ledger
+from dpllm.privacy.not_for_release import private_path
 
 KEY_FILE = "not_for_release/data_key.txt"
 """Relative to the run's folder; readable by its owner only."""
@@ -127,9 +128,8 @@ def compare_records(ledger: str | Path, contents: str | None) -> str | None:
 
 
 def _new_key(ledger: _Facts) -> bytes:
-    path = ledger.path.parent / KEY_FILE
+    path = private_path(ledger.path.parent, KEY_FILE)
     key = secrets.token_bytes(_KEY_BYTES)
-    path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -13,6 +13,8 @@ import socket
 from datetime import UTC, datetime
 from pathlib import Path
 
+from dpllm.privacy.not_for_release import private_path
+
 WRITER_FILE = "not_for_release/writer.json"
 """Relative to the run's folder; readable by its owner only."""
 _JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "TORCHELASTIC_RUN_ID")
@@ -32,7 +34,7 @@ def note_writer(folder: str | Path) -> None:
     note = {"host": socket.gethostname(), "pid": os.getpid(), "job": job, "since": since}
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        private_path(folder, WRITER_FILE)
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
             json.dump(note, file)
         os.replace(temporary, path)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from dpllm.mechanism.catalogue import from_fields
 from dpllm.privacy.ledger_reader import ENTROPY_SEEDED
 from dpllm.privacy.rounding import up
-from dpllm.report.definition import NOT_SELECTED
+from dpllm.report.definition import NOT_SELECTED, PREPROCESSING
 from dpllm.report.definition import REFUTED as REFUTED
 from dpllm.report.disclosures import DESTINATIONS, kept_files, kept_of_queries, not_kept
 from dpllm.report.front import front
@@ -155,6 +155,14 @@ def _points(findings: Findings, asked: Iterable[_Asked]) -> Iterator[Point]:
         yield Point("An audit of this model refutes the claim. Do not release it (see below).", _REPORT_IT)
     for text in findings.noted_open_points:
         yield Point(text, "release the run that `dpllm tune` selected" if text == NOT_SELECTED else None)
+    could_be = [str(v) for fact in findings.definition.facts if fact.name == PREPROCESSING for v in fact.values]
+    if could_be and findings.noted.preprocessing is None:
+        yield Point(
+            "Nobody said which numbers, names or settings were computed from these records before the run. In this run "
+            f"that could be: {'; '.join(could_be)}. ε covers none of them. Say which were, and where the others are "
+            "from.",
+            f'{_release("preprocessing", "preprocessing")}. Write "none" if there were none',
+        )
     for text in disagreements(findings.accounting.cross_checks):
         yield Point(text, _REPORT_IT)
     for line in asked:

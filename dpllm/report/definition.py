@@ -32,6 +32,12 @@ WHO_SEES = "who sees what"
 """The ledger's fact of that name, of a federated run."""
 REFUTED = "FAIL"
 """What the summary of an audit begins with when the audit refutes the claim."""
+PREPROCESSING = "could have been computed from the records before the run"
+"""The ledger's fact of that name: each thing of the run that only people know the source of; the report asks."""
+CLASS_NAMES = "names of the classes"
+"""The ledger's fact of that name: `DECLARED_NAMES` or `OTHER_NAMES`."""
+DECLARED_NAMES = "declared in data.class_names"
+OTHER_NAMES = "those of the model's configuration, which nobody declared"
 TRAINED_MODEL = "trained model"
 """The ledger's fact of that name: the kind of model, and which of its weights were trained."""
 LEARNING_RATES = "learning rates of the updates"
@@ -65,6 +71,10 @@ _NEVER_COVERED = tuple(
         ),
         ("evaluation on private data", "keep the results to yourself, or evaluate on public data"),
         ("a tokenizer, vocabulary or normalisation fitted to the private text", "fit them on public text"),
+        (
+            "names of classes, class weights, scales of targets and rewards, or thresholds computed from the records",
+            "take them from a public source, and say which (release.preprocessing)",
+        ),
         ("private records that the pretrained model had seen already", "check the source of the pretrained weights"),
         (
             "training loss, gradient norms before the noise, and realised batch sizes",
@@ -129,6 +139,8 @@ def define(plan: PrivacyPlan, contents: LedgerContents, notes: ReleaseNotes) -> 
             "the number of users N, the exact number of rows to draw from (the sampling rate is computed from it, so "
             "this number is published and must be public), and all settings in this report"
         )
+    if contents.notes.facts.get(CLASS_NAMES, [None])[-1] == DECLARED_NAMES:
+        public.append("the names and the number of the classes, which the run declared (data.class_names)")
     federated = FEDERATED in contents.notes.facts
     return Definition(
         dataset=plan.dataset or notes.dataset,

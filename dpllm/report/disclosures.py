@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dpllm.privacy.not_for_release import DIAGNOSTICS_FILE
+
 TRAINING_LOSS = "training loss (mean of a logging interval)"
 FINAL_LOSS = "training loss (mean of the run)"
 EVALUATION_DURING = "evaluation during training"
@@ -17,8 +19,12 @@ EVALUATION_OUTSIDE = "evaluation on private rows, before or after training"
 HELD_OUT = "evaluation on private rows"
 """Of a recipe's held-out records, before and after the training."""
 PREDICTION = "predictions on private rows"
+ATTACK = "an attack on private rows by `dpllm audit attack`"
+"""Its figures, and texts of records that the model wrote, are in files that are not for release."""
 RESOURCES = "running time, throughput or memory use of the training"
 OTHER = "other figures that the program logged"
+DIAGNOSTICS = f"counts of single steps, if there are any, are in {DIAGNOSTICS_FILE}"
+"""Where a report says that counts of private rows are: whether there are any depends on the rows."""
 LOG_FILE = "not_for_release/training_log.jsonl"
 """Where a run keeps its losses and metrics, relative to its folder."""
 UTILITY_FILE = "not_for_release/utility.json"
@@ -37,12 +43,14 @@ _TENSORBOARD = "TensorBoard"
 
 # Figures that no file holds that `dpllm.report.publishing` uploads, where nothing but `_LOCAL` received them.
 # Predictions are not among them: the program that asked for them has them, and may write them anywhere.
-_KEPT = frozenset({TRAINING_LOSS, FINAL_LOSS, RESOURCES, LOGGED, EVALUATION_DURING, EVALUATION_OUTSIDE, HELD_OUT})
+_KEPT = frozenset(
+    {TRAINING_LOSS, FINAL_LOSS, RESOURCES, LOGGED, EVALUATION_DURING, EVALUATION_OUTSIDE, HELD_OUT, ATTACK}
+)
 _LOCAL = frozenset({_SCREEN, _STATE, _TENSORBOARD})
 _NOT_FOR_RELEASE = (
     (
         "not_for_release/",
-        "losses, metrics and figures on private rows, and secret keys: ε covers none of them",
+        "losses, metrics, counts and figures on private rows, and secret keys: ε covers none of them",
     ),
     (
         "checkpoint-*/",
@@ -84,6 +92,7 @@ _IN_PLAIN_WORDS = {
     EVALUATION_OUTSIDE: "tests of the model on private texts, before or after the training",
     HELD_OUT: "tests of the model on private texts that were kept back from the training",
     PREDICTION: "answers of the model to private texts",
+    ATTACK: "tests whether the model reveals private texts of its training",
 }
 
 

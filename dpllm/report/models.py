@@ -397,8 +397,8 @@ class Checkable(Part):
     torn_lines: tuple[AtLeastOne, ...] = Field(
         description="Lines of the ledger that a crash left incomplete, counted from 1."
     )
-    diagnostics_not_covered: dict[str, AtLeastOne] = Field(
-        description="Counts that depend on the private data and that ε does not cover."
+    diagnostics_not_covered: str = Field(
+        description="Where counts of single steps are, which ε does not cover; the same text in every report."
     )
     commit: str | None = Field(description="Commit of dpllm that made the report; null: unknown.")
     changed: bool = Field(description="Whether that dpllm had changes that are in no commit.")

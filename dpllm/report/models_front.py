@@ -56,6 +56,9 @@ class Noted(Part):
     license: str | None = Field(description="License of the released model; null: not noted.")
     language: tuple[str, ...] = Field(description="Languages of the model, as ISO codes; empty: not noted.")
     dataset: str | None = Field(description="Public name of the data set, where the plan has none; null: not noted.")
+    preprocessing: str | None = Field(
+        description="Numbers, names or settings that were computed from the records before the run; null: not noted."
+    )
 
 
 class Odds(Part):

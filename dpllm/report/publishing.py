@@ -187,9 +187,8 @@ def require_publishable(folder: str | Path, *, force_open_points: bool = False) 
         )
     failed = [check for check in verify(folder).checks if not check.ok]
     if failed:
-        raise PublishError(
-            f"{folder} does not pass `dpllm verify`: {failed[0].what}: {failed[0].detail}. Restore the files of the run"
-        )
+        remedy = "" if failed[0].has_remedy else ". Restore the files of the run"
+        raise PublishError(f"{folder} does not pass `dpllm verify`: {failed[0].what}: {failed[0].detail}{remedy}")
     if points and not force_open_points:
         points = [in_folder(point, folder) for point in points]
         raise PublishError(

@@ -14,11 +14,15 @@ from typing import Any
 
 from dpllm.config.versions import has_format, other_format, version_words
 from dpllm.privacy.ledger import REPORT_FILE as JSON_FILE
+from dpllm.privacy.not_for_release import private_path
 from dpllm.report.disclosures import UTILITY_FILE
 from dpllm.report.models import FORMAT
 from dpllm.report.models_front import Noted
 
-_TEXTS = ("data_holder", "audience", "other_uses", "audit", "trained_by", "base_model", "license", "dataset")
+_TEXTS = (
+    *("data_holder", "audience", "other_uses", "preprocessing", "audit"),
+    *("trained_by", "base_model", "license", "dataset"),
+)
 
 SETTLED_BY = ("what was checked", "name and role")
 """Words that a report prints in the place of a statement that settles a point, and of the person who makes it."""
@@ -34,6 +38,8 @@ class ReleaseNotes:
     """Who will see the released model."""
     other_uses: str | None = None
     """Other uses of the same data: tuning runs, earlier models, model selection."""
+    preprocessing: str | None = None
+    """Numbers, names or settings that were computed from the records before the run, and which of them are public."""
     audit: str | None = None
     """What an empirical audit of the model found; asked for where ε is above 10."""
     utility: Mapping[str, Any] = field(default_factory=dict)
@@ -86,6 +92,7 @@ class ReleaseNotes:
             license=self.license,
             language=self.languages,
             dataset=self.dataset,
+            preprocessing=self.preprocessing,
         )
 
 
@@ -110,8 +117,7 @@ def keep_utility(folder: str | Path, figures: Mapping[str, Any]) -> None:
         folder: of the run.
         figures: name to value; the file has these and no earlier ones.
     """
-    path = Path(folder) / UTILITY_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = private_path(folder, UTILITY_FILE)
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(dict(figures), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     os.replace(temporary, path)

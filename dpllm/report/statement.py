@@ -42,6 +42,7 @@ from dpllm.report.definition import (
     event,
     selection_points,
 )
+from dpllm.report.disclosures import DIAGNOSTICS
 from dpllm.report.front import factor_words
 from dpllm.report.models import (
     FORMAT,
@@ -478,7 +479,7 @@ def _checkable(plan: PrivacyPlan | QueryPlan, contents: LedgerContents, command:
             "runs": contents.runs,
             "ended": _reason(plan, contents),
             "torn_lines": contents.torn_lines,
-            "diagnostics_not_covered": contents.diagnostics,
+            "diagnostics_not_covered": DIAGNOSTICS,
             "commit": code.commit,
             "changed": code.changed,
             "machine": platform.machine(),

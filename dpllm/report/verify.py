@@ -37,6 +37,7 @@ from dpllm.report.model_card import (
     privacy_metadata,
 )
 from dpllm.report.models import FORMAT, PrivacyReport, Versions, complaints, listed
+from dpllm.report.private_strings import check_strings
 from dpllm.report.query_statement import check_answers
 from dpllm.report.release_notes import written_by
 from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, ReleaseNotes, notes_of, privacy_report
@@ -64,6 +65,8 @@ class Check:
     """Whether it does; None: it was not checked."""
     detail: str
     """What was found; if it doesn't hold, where; if it was not checked, why."""
+    has_remedy: bool = False
+    """Whether the detail of a failure says what to do."""
 
     @property
     def ok(self) -> bool:
@@ -112,8 +115,9 @@ def verify(folder: str | Path) -> Verification:
     schema, and key by key against what is recomputed; the report's files against the hashes in the ledger; and, where
     there is one, the numbers, the guarantee and the open points of the model card, and the ε that it states. The files
     of the model, the checkpoints and the audits are held to the lines of the ledger that name them
-    (`dpllm.report.verify_release`). If another version of dpllm made the report, its sentences are held to its hash
-    only.
+    (`dpllm.report.verify_release`). On the machine of the training, the texts to publish are compared with strings of
+    the private data (`dpllm.report.private_strings`). If another version of dpllm made the report, its sentences are
+    held to its hash only.
 
     Args:
         folder: of a run or of a checkpoint.
@@ -133,6 +137,8 @@ def verify(folder: str | Path) -> Verification:
         if recorded is not None:
             checks += [_version_check(contents, recorded), _step_count(contents, recorded, queries)]
         checks += [Check(*result) for result in release_checks(folder, contents, queries)]
+    if not queries and (compared := check_strings(folder)) is not None:
+        checks.append(Check(*compared, has_remedy=True))
     if recorded is not None:
         checks.append(_schema_check(recorded))
     due = _recomputed(checks, plan, contents, recorded)

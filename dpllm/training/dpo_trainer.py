@@ -21,6 +21,7 @@ from dpllm.engines.processes import Processes
 from dpllm.models.starting_point import check_start, edited_start
 from dpllm.models.tasks import RowLoss
 from dpllm.training.argument_table import ARGUMENTS, Argument, refused
+from dpllm.training.noted import scores_in
 from dpllm.training.pair_losses import PairLosses, reference_log_probs
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.trainer import DPTrainer
@@ -135,6 +136,8 @@ class DPDPOTrainer(DPTrainer):
             data_collator=collate,
             **options,
         )
+        self.sources.training.append(train_dataset)
+        self.sources.preprocessing += scores_in(train_dataset)
         reference = self._module if ref_model is None else ref_model
         self._reference_words = "the model before the first step" if ref_model is None else _name_of(ref_model)
         collate.reference = np.concatenate(

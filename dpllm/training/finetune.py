@@ -35,6 +35,8 @@ from dpllm.config import (
 from dpllm.config.launched import check_numbers, note_exit_code, process_number
 from dpllm.config.mistakes import print_any_character, tell, words_of
 from dpllm.config.shipped import shipped_root
+from dpllm.data.columns import columns_of
+from dpllm.data.records import local_files
 from dpllm.data.rows import (
     RowCollator,
     load_records,
@@ -61,6 +63,7 @@ from dpllm.training import trl_recipe
 from dpllm.training.arguments import find_deepspeed_config, plan_for, training_arguments
 from dpllm.training.evaluation import Measurement
 from dpllm.training.held_out import HeldOut, HeldOutRows
+from dpllm.training.noted import OWN_TOKENIZER, PrivateSources
 from dpllm.training.pair_losses import HeldOutPairs
 from dpllm.training.preflight import PLAIN, check_recipe
 from dpllm.training.public_stage import start_in, train_on_public_text
@@ -191,6 +194,7 @@ def run(recipe: Recipe) -> int:
     before.held_out = held_out if not resume else None
     trainer.add_callback(End(phases))
     trainer.declared_points, trainer.notes = start.declared, noted(recipe)
+    add_sources(trainer.sources, recipe, start, train_records, eval_records)
     if args.should_save:  # not earlier: a refused resume leaves the folder unchanged
         trainer.add_callback(WhenAttached(lambda: note_start(recipe, trainer, output)))
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
@@ -200,6 +204,37 @@ def run(recipe: Recipe) -> int:
     with StopRequest("training is complete; its model and report are being saved").listening():
         finish(recipe, trainer, began, before.result, held_out, phases)
     return 0
+
+
+def add_sources(
+    sources: PrivateSources,
+    recipe: Recipe,
+    start: "Start",
+    train_records: datasets.Dataset,
+    eval_records: datasets.Dataset | None,
+) -> None:
+    """Add the records of a recipe and their files to what its run was given.
+
+    Args:
+        sources: of the trainer.
+        recipe: the recipe.
+        start: the public parts.
+        train_records: the private records.
+        eval_records: those held out.
+    """
+    data = recipe.data
+    sources.training.append(train_records)
+    if eval_records is not None and not data.eval_is_public:
+        sources.held_out.append(eval_records)
+    own = [path for path in (data.path, None if data.eval_is_public else data.eval_path) if path is not None]
+    sources.paths += [path for path in own if local_files(path)]
+    if local_files(data.path):  # also of columns that no key names
+        sources.people += columns_of(data.path, data.encoding).people
+    sources.label_columns += [name for name in (data.label_column, data.tags_column) if name is not None]
+    sources.class_names = data.class_names
+    if recipe.model.tokenizer_vocab_size is not None:  # trained here, on the public text
+        sources.preprocessing = [one for one in sources.preprocessing if one != OWN_TOKENIZER]
+    sources.public += start.public
 
 
 def note_start(recipe: Recipe, trainer: DPTrainer, output: Path) -> None:

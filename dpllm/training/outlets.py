@@ -27,6 +27,8 @@ from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.rounding import epsilon_to_log
 from dpllm.report.disclosures import (
     DESTINATIONS,
+    EVALUATION_DURING,
+    EVALUATION_OUTSIDE,
     GRADIENT_NORM,
     PREDICTION,
     Evaluating,
@@ -40,6 +42,7 @@ from dpllm.report.model_card import CARD_FILE, keep_own_card, write_model_card
 from dpllm.report.models import PrivacyReport
 from dpllm.report.publishing import PublishError, files_to_publish, note_uploaded, require_publishable, upload
 from dpllm.report.statement import ReleaseNotes, notes_in, write_report
+from dpllm.training.noted import PrivateSources
 from dpllm.training.shared_ledger import SharedLedger
 
 logger = logging.get_logger(__name__)
@@ -98,8 +101,11 @@ class Outlets(Trainer):
     hub_model_id: Any
     declared_points: Sequence[str] = ()
     """Open points of the report that follow from declarations outside of the Trainer; set them before ``train()``."""
+    sources: PrivateSources
+    """What the run was given beside its rows; a program that read the records adds to it before ``train()``."""
     _start: StartingModel
     _evaluating: Evaluating | None = None
+    _predictions: int = 0  # calls of `predict` that run
 
     # ------------------------------------------- parts of the run, which DPTrainer has
 
@@ -184,10 +190,24 @@ class Outlets(Trainer):
         """Predict as ``Trainer`` does; the ledger counts it, unless the rows were declared public."""
         if not (test_dataset is self.eval_dataset and self._eval_is_public):
             self._note(PREDICTION, 1)
+        self._predictions += 1
         try:
             return super().predict(test_dataset, ignore_keys, metric_key_prefix)
         finally:
+            self._predictions -= 1
             self._renew_report()
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate or predict as ``Trainer`` does; a call by a program counts as an evaluation."""
+        outer = self._evaluating is None and not self._predictions
+        public = self._eval_is_public and getattr(dataloader, "dataset", None) is self.eval_dataset
+        if outer and not public:
+            self._note(EVALUATION_DURING if self.is_in_train else EVALUATION_OUTSIDE, 1)
+        try:
+            return super().evaluation_loop(dataloader, *args, **kwargs)
+        finally:
+            if outer:
+                self._renew_report()
 
     @property
     def _eval_is_public(self) -> bool:
@@ -207,6 +227,7 @@ class Outlets(Trainer):
     def _note_outlets(self, ledger: SharedLedger) -> None:
         """Write the destinations of figures, the declarations and the earlier outputs into an open ledger."""
         ledger.append_fact(DESTINATIONS, receivers(self.callback_handler.callbacks))
+        self.sources.note(ledger, self.model, self.plan)
         for point in self.declared_points:
             ledger.append_open_point(point)
         for name in own_callbacks(self.callback_handler.callbacks):

@@ -50,7 +50,7 @@ from dpllm.training.checks.randomness import SecretStreams
 from dpllm.training.choose_clipper import FROZEN, freeze_unused, in_parts
 from dpllm.training.draws import LEFT_OUT, DrawError, Draws, mode_now
 from dpllm.training.microbatches import StepBatch, microbatches
-from dpllm.training.noted import note_units, note_users
+from dpllm.training.noted import PrivateSources, note_units, note_users
 from dpllm.training.restarting import require_shared_folder
 from dpllm.training.rows import LossOf, TrainingRows
 from dpllm.training.shared_ledger import SharedLedger
@@ -314,6 +314,9 @@ class PrivateRun:
                 inside = model_inside(model)
                 for point in self.processes.from_main(lambda: edited_start(inside, start_is_independent)):
                     self.ledger.append_open_point(point)
+            if own_loop:
+                given = PrivateSources(training=[getattr(self.rows.fetch, "dataset", None)])
+                given.note(self.ledger, self._attached.model, self.plan)
             if own_loop and schedule_is_independent:
                 self.ledger.append_fact(DECLARED, INDEPENDENT)
             elif own_loop:

@@ -76,7 +76,7 @@ class DPSFTTrainer(DPTrainer):
             max_length=args.max_length,
             keep_end=args.truncation_mode == "keep_end",
         )
-        keep = [privacy.unit_column] if privacy.unit_column else []
+        keep, given = [privacy.unit_column] if privacy.unit_column else [], train_dataset
         if not self._skips:
             train_dataset = Processes().together(lambda: self._supervised.rows(train_dataset, keep=keep))
         super().__init__(
@@ -88,6 +88,7 @@ class DPSFTTrainer(DPTrainer):
             processing_class=tokenizer,
             **options,
         )
+        self.sources.training.append(given)
 
     def row_maker(self, model: Any, tokenizer: Any, keys: Mapping[str, Any]) -> None:
         """Return None: the rows are made before."""

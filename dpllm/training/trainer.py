@@ -62,6 +62,7 @@ from dpllm.training.arguments import refuse_changed
 from dpllm.training.averaging import checked_average
 from dpllm.training.corrected_adamw import optimizer_for
 from dpllm.training.fetching import refuse_ignored
+from dpllm.training.noted import PrivateSources, own_parts, tokens_of_others
 from dpllm.training.outlets import StartingModel
 from dpllm.training.preflight import refuse_unusable_model
 from dpllm.training.prepared import Prepared, agreed_arguments
@@ -379,6 +380,17 @@ class DPTrainer(RowsTrainer):
         self._merges = merge_adapter
         self.public, self.eval_is_public = list(public), eval_is_public
         self.notes = ReleaseNotes()  # facts about the release that only people know; set them before save_model()
+        self.sources = PrivateSources(
+            training=[train_dataset],
+            held_out=[one for one in private[1:] if not isinstance(one, Mapping)],
+            label_columns=["label", "labels", *(keys[one] for one in ("label_column", "tags_column") if one in keys)],
+            class_names=keys.get("class_names"),
+            preprocessing=[
+                *own_parts(loss=compute_loss_func, collator=data_collator),
+                *tokens_of_others(processing_class, model),
+            ],
+            public=[*public, str(getattr(processing_class, "name_or_path", ""))],
+        )
         if pack_rows:
             refuse_unpackable(model, task_of(model), data_collator, compute_loss_func)
         check_start(model, args.output_dir, start_is_independent)
@@ -593,6 +605,12 @@ class DPTrainer(RowsTrainer):
         everywhere = self.processes.gather(self._sample.changed(self._module))
         changed = sorted({name for names in everywhere for name in names})
         self._start_points += refuse_changed_start(changed, when, self._prepared.start_is_independent)
+
+    def num_examples(self, dataloader: Any) -> int:
+        """Return the public number of units, or of rows that are drawn singly, which ``Trainer`` logs."""
+        if isinstance(dataloader, LogicalBatches):
+            return self.plan.num_examples or self.plan.num_units
+        return super().num_examples(dataloader)
 
     def attach(self) -> None:
         """Hook the model after the Trainer has distributed it, and before the first draw is charged."""

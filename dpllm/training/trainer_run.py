@@ -21,6 +21,7 @@ from dpllm.engines.weights import NonfiniteSteps
 from dpllm.privacy.checkpoints import publish
 from dpllm.privacy.identity import COMPLETED, STOPPED_AT_BUDGET
 from dpllm.privacy.ledger import read_ledger
+from dpllm.privacy.not_for_release import DIAGNOSTICS_FILE
 from dpllm.report.statement import ReleaseNotes, write_report
 from dpllm.training.prepared import Prepared
 from dpllm.training.rows import LossOf
@@ -142,9 +143,10 @@ class TrainerRun:
             )
         if done.num_nonfinite:
             logger.warning_once(
-                "Some units have a non-finite gradient and contribute nothing; the report counts them. If the loss "
+                "Some units have a non-finite gradient and contribute nothing; %s counts them. If the loss "
                 "does not fall, look for "
-                "overflow: a lower learning rate, bf16 instead of fp16 weights."
+                "overflow: a lower learning rate, bf16 instead of fp16 weights.",
+                DIAGNOSTICS_FILE,
             )
         return done
 

@@ -21,6 +21,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from dpllm.privacy.checkpoints import CheckpointError
+from dpllm.privacy.not_for_release import private_path
 from dpllm.report.disclosures import LOG_FILE, LOGGED, ON_PRIVATE_ROWS
 from dpllm.training.outlets import Outlets
 
@@ -92,7 +93,7 @@ class TrainingLog:
 
     def __init__(self, folder: str | Path) -> None:
         """Store the path of the file."""
-        self.path = Path(folder) / LOG_FILE
+        self._folder, self.path = folder, Path(folder) / LOG_FILE
 
     def begin(self, step: int) -> list[dict[str, Any]]:
         """Mark the step at which a run begins or continues.
@@ -131,7 +132,7 @@ class TrainingLog:
         return entries
 
     def _append(self, entry: dict[str, Any]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        private_path(self._folder, LOG_FILE)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry, default=str) + "\n")
 

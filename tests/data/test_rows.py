@@ -1,5 +1,6 @@
 """Rows, units and tensors: the training loop receives exactly the contents of the data set."""
 
+import json
 from dataclasses import replace
 
 import datasets
@@ -24,6 +25,7 @@ from dpllm.data.rows import (
 )
 from dpllm.mechanism.sampling import seeded_rng
 from dpllm.privacy.ledger import Ledger, read_ledger
+from dpllm.privacy.not_for_release import DATA_FILES_FILE
 from dpllm.privacy.plan import make_plan
 from dpllm.report.definition import define
 from dpllm.report.release_notes import ReleaseNotes
@@ -560,12 +562,12 @@ class TestNotes:
         records, _ = load_train_and_eval(config(path=str(tmp_path / "a.jsonl")))
         return records, tokenize_records(records, tokenizer, config(), keep=("who",))
 
-    def test_files_are_facts_and_copies_an_open_point(self, tmp_path, tokenizer):
-        """The report lists the files, and asks about records that are copies."""
+    def test_files_are_not_for_release_and_copies_are_an_open_point(self, tmp_path, tokenizer):
+        """No published file names a file of records or counts its records; the report asks about copies."""
         texts = [(str(number), "a text that is long enough") for number in range(10)]
         records, rows = self.rows(tmp_path, tokenizer, texts)
         notes = self.note(tmp_path, records, rows)
-        assert notes.facts == {"files of training records": ["a.jsonl (10 records)"]}
+        assert notes.facts == {} and json.loads((tmp_path / DATA_FILES_FILE).read_text()) == {"a.jsonl": 10}
         assert len(notes.open_points) == 1 and "exact copies of other records" in notes.open_points[0]
 
     def test_at_user_level_no_count_is_printed_and_case_is_an_open_point(self, tmp_path, tokenizer):
@@ -573,7 +575,7 @@ class TestNotes:
         texts = [("Ann", "a text that is long enough"), ("ann", "another text")] * 5
         records, rows = self.rows(tmp_path, tokenizer, texts)
         notes = self.note(tmp_path, records, rows, unit="user", unit_column="who", max_rows_per_unit=2)
-        assert notes.facts == {"files of training records": ["a.jsonl"]}
+        assert notes.facts == {}
         assert len(notes.open_points) == 1 and "differ only in upper and lower case" in notes.open_points[0]
 
     def test_ids_that_are_each_in_one_row_are_an_open_point(self, tmp_path, tokenizer):
@@ -634,7 +636,7 @@ def test_the_ledger_says_how_units_were_made_and_doubts_rows_of_one_length(tmp_p
         with Ledger.create(tmp_path / name, plan) as ledger:
             note_units(ledger, unit_index_of(rows, privacy), lengths)
         contents = read_ledger(tmp_path / name)
-        assert any("same 128 tokens" in point for point in contents.notes.open_points) == doubted
+        assert any("same number of tokens" in point for point in contents.notes.open_points) == doubted
         unit = define(plan, contents, ReleaseNotes()).unit
         assert ("one row of the training data, as it was given" in unit) == doubted
         assert ("cut into several rows is still one unit" in unit) == (not doubted)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
+from dpllm.privacy.not_for_release import read_diagnostics
 from tests.distributed import world
 from tests.distributed.shortage import LIMITS, STEPS
 
@@ -30,7 +30,7 @@ def test_every_process_ends_with_the_undisturbed_parameters(ranks, folder, name,
         assert (seen["divided"][0] > 0) == (name != "never") and seen["divided"][1:] == [0, 0]
         assert seen["max_tokens"] == ranks[0][f"{name}, {direction}"]["max_tokens"]
         assert (seen["max_tokens"] < 2000) == (name != "never")
-    counted = read_ledger(folder / f"{name} {direction}" / LEDGER_FILE).diagnostics
+    counted = read_diagnostics(folder / f"{name} {direction}")
     assert sum(counted.values()) == ranks[0][f"{name}, {direction}"]["divided"][0]
 
 

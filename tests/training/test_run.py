@@ -22,6 +22,7 @@ from dpllm.mechanism.noise import IndependentStream
 from dpllm.mechanism.sampling import seeded_rng
 from dpllm.privacy.budget import create_budget, read_budget
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
+from dpllm.privacy.not_for_release import read_diagnostics
 from dpllm.privacy.plan import PrivacyPlan, make_plan
 from dpllm.report.verify import verify
 from dpllm.training.checks.watch import WatchError
@@ -233,7 +234,7 @@ def test_a_unit_with_a_gradient_that_is_not_finite_is_counted(tmp_path):
     done = run.step(run.choose(np.arange(8)), broken, shares.append)
     assert shares[0] == 0 and shares == sorted(shares) and shares[-1] == pytest.approx(1)  # for the screen
     assert done.num_nonfinite == 1 and all(torch.isfinite(p.grad).all() for p in model.parameters())
-    assert read_ledger(run.ledger.path).diagnostics == {"units with a non-finite gradient, which contributes zero": 1}
+    assert read_diagnostics(run.ledger.path.parent) == {"units with a non-finite gradient, which contributes zero": 1}
 
 
 def test_a_model_is_as_before_after_detach(tmp_path):
@@ -577,7 +578,7 @@ def test_a_model_that_a_loop_of_ones_own_saved_is_known_to_verify(tmp_path):
 @pytest.mark.parametrize(
     ("units", "unit", "doubt"),
     [
-        (UnitIndex.one_row_per_unit(UNITS), "sequence", "Nearly all rows have the same 8 tokens"),
+        (UnitIndex.one_row_per_unit(UNITS), "sequence", "Nearly all rows have the same number of tokens"),
         (UnitIndex.from_ids([f"message {n}" for n in range(UNITS)], 3), "user", "No id in column 'who' occurs twice"),
         (UnitIndex.from_ids([*(f"u{n}" for n in range(UNITS - 1)), "U1", "U1"], 3), "user", "upper and lower case"),
         (dataclasses.replace(UnitIndex.one_row_per_unit(UNITS), many_copies=True), "sequence", "exact copies"),

@@ -7,6 +7,7 @@ import pytest
 from dpllm.engines.processes import Processes
 from dpllm.privacy.budget import BudgetError, create_budget, read_budget
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerError, read_ledger
+from dpllm.privacy.not_for_release import read_diagnostics
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.training.shared_ledger import SharedLedger
 from tests.engines.test_guard import plan_of
@@ -37,7 +38,7 @@ def test_a_new_ledger_has_its_plan_beside_it_and_counts_what_is_charged(path):
     contents = read_ledger(path)
     assert ledger.num_steps == contents.num_steps == 3 and contents.history == [(PLAN.event, 3)]
     assert contents.disclosures == {"training loss": 2} and contents.public == ["a public corpus"]
-    assert contents.diagnostics == {"units with a non-finite gradient": 4} and contents.end == "stopped early"
+    assert read_diagnostics(path.parent) == {"units with a non-finite gradient": 4} and contents.end == "stopped early"
     assert contents.notes.facts == {"rows compared": [12]} and contents.notes.open_points == ["the folder was copied"]
 
 

@@ -57,7 +57,11 @@ from dpllm.methods.attacks.released import (
     starting_point,
 )
 from dpllm.privacy.accounting import History, epsilon
+from dpllm.privacy.checkpoints import MANIFEST_FILE
+from dpllm.privacy.ledger import LEDGER_FILE
 from dpllm.privacy.rounding import format_delta, format_epsilon
+from dpllm.report.disclosures import ATTACK
+from dpllm.report.model_card import add_disclosure
 
 ATTACKS_FILE = "attacks.json"
 PICTURE_FILE = "attacks.png"
@@ -178,10 +182,16 @@ class AttackReport:
         return path
 
 
+def _note_attack(folder: Path) -> None:
+    """Write into the ledger of a run that its records were attacked; a folder without a guarantee has none."""
+    if (folder / LEDGER_FILE).is_file() and not (folder / MANIFEST_FILE).is_file():
+        add_disclosure(folder, ATTACK)
+
+
 def attack_folder(
     folder: str | Path, settings: AttackSettings | None = None, progress: Progress = lambda text: None
 ) -> AttackReport:
-    """Attack the model of a folder.
+    """Attack the model of a folder; the ledger of its run, if there is one, lists that this was done.
 
     Canaries that `dpllm audit prepare` put into its data count neither as members nor as non-members here: they have
     their own audit.
@@ -198,6 +208,7 @@ def attack_folder(
     settings = settings or AttackSettings()
     progress("reading the model")
     released = load_released(folder)
+    _note_attack(Path(folder))  # before there is a result
     progress("drawing records")
     recipe = released.recipe
     sample = draw_sample(recipe, settings.num_records, settings.seed, _canaries_in(recipe))

@@ -29,7 +29,7 @@ from dpllm.privacy.rounding import up
 from dpllm.training.draws import Charges, Outstanding
 
 GIVEN_UP = "rounds given up because too few clients answered; each stays charged"
-"""The ledger's diagnostic of that name."""
+"""The diagnostic of that name."""
 TOO_MANY_LEFT = (
     "A round was given up, because too few clients answered. With the dropouts that the plan declares this almost "
     "never happens: δ counts on it. Find out how many clients left on average. If it was a larger share than "

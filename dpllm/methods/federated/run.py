@@ -58,9 +58,9 @@ from dpllm.report.release_notes import keep_utility
 from dpllm.report.statement import MARKDOWN_FILE, write_report
 from dpllm.training.arguments import training_arguments
 from dpllm.training.evaluation import Measurement
-from dpllm.training.finetune import Start, console, evaluated, noted, public_start, show
+from dpllm.training.finetune import Start, add_sources, console, evaluated, noted, public_start, show
 from dpllm.training.held_out import HeldOut, HeldOutRows
-from dpllm.training.noted import note_data, note_units
+from dpllm.training.noted import PrivateSources, note_data, note_units
 from dpllm.training.preflight import PLAIN, check_recipe
 from dpllm.training.screen import Phases
 from dpllm.training.shared_ledger import SharedLedger
@@ -163,6 +163,9 @@ def run(recipe: Recipe) -> int:
     def note(ledger: SharedLedger) -> None:
         note_units(ledger, units)
         note_data(ledger, rows, units, recipe.privacy)
+        sources = PrivateSources()
+        add_sources(sources, recipe, start, records.train, records.held_out)
+        sources.note(ledger, model, records.plan)
         if (contents := contents_of(records.train)) is not None:
             ledger.remember_records(contents)
 

@@ -25,6 +25,7 @@ from dpllm.privacy import checkpoints
 from dpllm.privacy.budget import new_entry_id, read_budget
 from dpllm.privacy.identity import COMPLETED, STOPPED_EARLY
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerError, read_ledger
+from dpllm.privacy.not_for_release import PRIVATE_FOLDER, private_path
 from dpllm.privacy.plan import PLAN_FILE
 from dpllm.privacy.query_budget import charge_queries, settle_queries
 from dpllm.privacy.query_plan import QueryPlan
@@ -34,8 +35,6 @@ from dpllm.report.model_card import write_release_card
 from dpllm.report.release_notes import ReleaseNotes
 from dpllm.report.statement import write_report
 
-NOT_FOR_RELEASE = "not_for_release"
-"""Folder, inside the run's folder, of files that ε does not cover; readable by its owner only."""
 FAILED = "failed"
 """The reason of an end by an error."""
 
@@ -187,10 +186,7 @@ class QueryRun:
     @property
     def private_folder(self) -> Path:
         """The folder for files that are not for release; it is made, readable by its owner only."""
-        path = self.folder / NOT_FOR_RELEASE
-        path.mkdir(mode=0o700, exist_ok=True)
-        path.chmod(0o700)
-        return path
+        return private_path(self.folder, f"{PRIVATE_FOLDER}/any").parent
 
     def release(self, *files: str | Path) -> None:
         """Note files of the folder that may be published, by size and hash; they must not change afterwards.
@@ -218,8 +214,8 @@ class QueryRun:
             raise ValueError(f"{file} is not in {self.folder}: only files of the run's folder are released") from error
         if not (self.folder / name).is_file() or (self.folder / name).is_symlink():
             raise ValueError(f"{file} is no file of {self.folder}: write it before it is released")
-        if name.split("/")[0] == NOT_FOR_RELEASE:
-            raise ValueError(f"{file} is in {NOT_FOR_RELEASE}/, which ε does not cover. Release other files")
+        if name.split("/")[0] == PRIVATE_FOLDER:
+            raise ValueError(f"{file} is in {PRIVATE_FOLDER}/, which ε does not cover. Release other files")
         return name
 
     def finish(self, independent: bool = False) -> None:

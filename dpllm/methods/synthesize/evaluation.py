@@ -29,6 +29,7 @@ from dpllm.methods.synthesize.filters import words_of
 from dpllm.methods.synthesize.overlap import Overlap, overlap
 from dpllm.methods.synthesize.texts import LabelledTexts
 from dpllm.privacy.ledger import LEDGER_FILE
+from dpllm.privacy.not_for_release import private_path
 from dpllm.report.model_card import add_disclosure
 
 if TYPE_CHECKING:
@@ -401,6 +402,4 @@ def note_evaluation(folder: str | Path) -> None:
     folder = Path(folder)
     if (folder / LEDGER_FILE).is_file():
         add_disclosure(folder, DISCLOSED)
-    private = folder / Path(EVALUATION_FILE).parent
-    private.mkdir(mode=0o700, exist_ok=True)
-    private.chmod(0o700)
+    private_path(folder, EVALUATION_FILE)

@@ -1,0 +1,273 @@
+"""Find labels, unit ids and file names of the private data in the files that are published with a model.
+
+Place in the flow: when a training starts, its strings are hashed into a file that is not for release; `dpllm verify`,
+and so `dpllm push`, compares the texts of a folder with them. The data may be gone by then.
+
+A string is compared as a sequence of words without case, accents and punctuation, so ``records_of_Anna_K.csv`` is found
+in "Records of Anna K". Strings that any report may hold are not compared: ordinary words ("positive", "train"), small
+numbers, and what people named as public (`PrivateStrings.save`, and their notes in the report).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import itertools
+import json
+import os
+import re
+import secrets
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from dpllm.privacy.ledger import LEDGER_FILE
+from dpllm.privacy.ledger import REPORT_FILE as JSON_FILE
+from dpllm.privacy.not_for_release import PRIVATE_FOLDER, private_path
+
+STRINGS_FILE = f"{PRIVATE_FOLDER}/private_strings.json"
+"""Relative to the run's folder: keyed hashes of the strings."""
+FEW = 10
+"""A label of at least so many units is not compared: the report asks where the names of classes are from."""
+LABEL, ID, FILE = "a label", "a unit id", "a file name"
+
+_WORD = re.compile(r"\d+(?:[.,]\d+)+|[^\W_]+")
+_TAG = re.compile(r"<(?:style|script)\b.*?</(?:style|script)>|<[^>]*>", re.DOTALL)
+_DOCUMENTED = re.compile(r'""".*?"""|#[^\n]*', re.DOTALL)
+_LONGEST = 8  # words of a string that are compared, its first ones
+_LEAST = 4  # letters and digits of a string
+_DIGITS = 7  # of a number, which is otherwise small
+_MOST = 2_000_000  # strings of a run
+TEXTS = (
+    *("config.json", "generation_config.json", "adapter_config.json", "*/adapter_config.json", "tokenizer.json"),
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "processor_config.json"),
+    *("preprocessor_config.json", "chat_template.jinja", "additional_chat_templates/*.jinja", "README.md"),
+    *("privacy_report.md", "privacy_report.html", JSON_FILE, "privacy_plan.json", LEDGER_FILE),
+)
+"""The published files whose texts are compared; the vocabulary of a tokenizer is the base model's, or asked about."""
+_VOCABULARY = ("vocab", "merges")  # keys of a tokenizer's model
+_USUAL_NAMES = """
+    train training test dev eval valid validation val held out heldout private public raw clean cleaned final new old
+    all part shard split sample samples records record rows row data dataset datasets corpus corpora text texts notes
+    note documents docs messages chats chat reviews questions answers prompts labels labelled pairs instructions
+    english german french of the and for with by from in to on a an my our home users tmp temp work runs run output
+    outputs input inputs files file folder csv tsv json jsonl ndjson txt parquet arrow gz zst xlsx export dump latest
+"""
+
+
+@dataclass
+class PrivateStrings:
+    """Strings of the private data of a run.
+
+    Attributes:
+        kinds: string -> `LABEL`, `ID` or `FILE`.
+    """
+
+    kinds: dict[str, str] = field(default_factory=dict)
+
+    def add(self, kind: str, texts: Iterable[Any]) -> None:
+        """Add strings of one kind; those that are no text or number, and those beyond the first 2 million, are not."""
+        for text in texts:
+            if isinstance(text, str) or (isinstance(text, int) and abs(text) >= 10 ** (_DIGITS - 1)):
+                if len(self.kinds) >= _MOST:
+                    return
+                self.kinds.setdefault(str(text), kind)
+
+    def add_labels(self, labels: Iterable[tuple[Any, Any]]) -> None:
+        """Add the labels that fewer than `FEW` units have.
+
+        Args:
+            labels: pairs of a label and its unit.
+        """
+        units: dict[Any, set[Any]] = {}
+        for label, unit in labels:
+            own = units.setdefault(label, set())
+            if len(own) < FEW:
+                own.add(unit)
+        self.add(LABEL, (label for label, own in units.items() if len(own) < FEW))
+
+    def add_path(self, path: str | Path, run: str | Path) -> None:
+        """Add the names of a file and of the two folders above it, without folders that the run lies in as well.
+
+        Args:
+            path: of the file, or of a folder of files.
+            run: folder of the run.
+        """
+        parts, others = Path(path).expanduser().resolve().parts, Path(run).resolve().parts
+        own = itertools.dropwhile(lambda pair: pair[0] == pair[1], itertools.zip_longest(parts, others))
+        self.add(FILE, [part for part, _ in own if part is not None][-3:])
+
+    def save(self, folder: str | Path, public: Iterable[str] = ()) -> None:
+        """Write the hashes of the strings that are compared, under a new key; for one process.
+
+        Args:
+            folder: folder of the run.
+            public: texts that were declared public, such as names of classes; strings in them are not compared.
+        """
+        key = secrets.token_bytes(16)
+        # A run may be called like its data, as in runs/alpaca; two words may be a person's name.
+        own = set(_forms(Path(folder).resolve().name, [1]))
+        wanted = {
+            form
+            for text, kind in self.kinds.items()
+            for form in _compared(text, kind)
+            if not (kind == FILE and form in own)
+        }
+        wanted -= {form for text in public for form in _forms(text, range(1, _LONGEST + 1))}
+        lengths = sorted({len(_WORD.findall(form)) for form in wanted})
+        stored = {"key": key.hex(), "lengths": lengths, "hashes": sorted(_hash(form, key) for form in wanted)}
+        path = private_path(folder, STRINGS_FILE)
+        path.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+            json.dump(stored, file)
+
+
+def check_strings(folder: str | Path) -> tuple[str, bool | None, str] | None:
+    """Return whether the texts of a folder hold no private string: what was checked, the result, and its words.
+
+    Args:
+        folder: of a run, of a checkpoint in it, or of a merged model in it.
+
+    Returns:
+        The result None: it could not be checked. None in place of all three: it is no folder of the machine that
+        trained, such as a copy of the published files.
+    """
+    folder = Path(folder)
+    what = "no text to publish holds a label, a unit id or a file name of the private data"
+    run = next((place for place in (folder, folder.resolve().parent) if (place / PRIVATE_FOLDER).is_dir()), None)
+    if run is None:
+        return None
+    try:
+        stored = json.loads((run / STRINGS_FILE).read_text(encoding="ascii"))
+        key, lengths, hashes = bytes.fromhex(stored["key"]), list(stored["lengths"]), set(stored["hashes"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return what, None, f"{STRINGS_FILE} of the run is missing or damaged"
+    known = hashes - {_hash(form, key) for text in _noted(folder) for form in _forms(text, lengths)}
+
+    def is_private(text: str) -> bool:
+        return any(_hash(form, key) in known for form in _forms(text, lengths))
+
+    files = sorted({path for pattern in TEXTS for path in folder.glob(pattern) if path.is_file()} if known else ())
+    found = [
+        f"{path.relative_to(folder)}{f' ({place})' if place and not is_private(place) else ''}"
+        for path in files
+        for place in dict.fromkeys(place for place, text in _strings(path) if is_private(text))
+    ]
+    if not found:
+        return what, True, f"{len(hashes):,} strings compared"
+    more = f" and {len(found) - 1} more places" if len(found) > 1 else ""
+    return (
+        what,
+        False,
+        f"{found[0]}{more}. Take it out: rename the class, the token or the folder, and save again. If it is public, "
+        'name it in `dpllm report . --preprocessing "…"`',
+    )
+
+
+def _strings(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield the texts of a file, each once, with the key of the file that holds it."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if path.suffix == ".html":
+        yield "", html.unescape(_TAG.sub(" ", text))
+        return
+    if path.suffix not in (".json", ".jsonl"):
+        yield "", text
+        return
+    seen: set[str] = set()
+    for line in text.splitlines() if path.suffix == ".jsonl" else [text]:
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError):
+            yield "", line
+            continue
+        if path.name == "adapter_config.json" and isinstance(values, dict):  # is uploaded without the place of its base
+            values["base_model_name_or_path"] = Path(str(values.get("base_model_name_or_path"))).name
+        for place, one in _leaves(values):
+            if one not in seen:
+                seen.add(one)
+                yield place, one
+
+
+def _leaves(value: Any, above: str = "") -> Iterator[tuple[str, str]]:
+    """Yield keys and texts of a JSON value, each with the key of the outermost mapping above it."""
+    if isinstance(value, str):
+        yield above, value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            if not (above == "model" and name in _VOCABULARY):
+                yield above, str(name)
+                yield from _leaves(inner, above or str(name))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _leaves(inner, above)
+
+
+def _noted(folder: Path) -> Iterator[str]:
+    """Yield what people wrote about the release: they say so in public."""
+    try:
+        report = json.loads((folder / JSON_FILE).read_text(encoding="utf-8"))
+        told = [report["setting"]["data_holder"], report["setting"]["audience"], report["noted"], report["utility"]]
+        told += [report["definition"]["dataset"], report["definition"]["other_uses_of_the_data"]]
+        told += [[settled["answer"], settled["by"]] for settled in report["settled_points"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    yield from (text for _, text in _leaves(told))
+
+
+def _forms(text: str, lengths: Iterable[int]) -> Iterator[str]:
+    """Yield each run of so many words of a text, as it is written and as words only."""
+    plain = _plain(text)
+    spans = [match.span() for match in _WORD.finditer(plain)]
+    words = [plain[start:end] for start, end in spans]
+    for length in lengths:
+        for at in range(len(words) - length + 1):
+            yield " ".join(words[at : at + length])
+            if length > 1:
+                yield plain[spans[at][0] : spans[at + length - 1][1]]
+
+
+def _compared(text: str, kind: str) -> Iterator[str]:
+    """Yield the forms of a private string that are compared; none if any text may hold it."""
+    plain = _plain(Path(text).name.partition(".")[0] if kind == FILE else text)
+    spans = [match.span() for match in _WORD.finditer(plain)][:_LONGEST]
+    words = [plain[start:end] for start, end in spans]
+    usual = _ordinary() | set(_USUAL_NAMES.split()) if kind == FILE else _ordinary()
+    if kind == FILE:  # "records_of_anna_k" is about anna k
+        while words and (words[0] in usual or words[0].isdigit()):
+            del words[0], spans[0]
+        while words and words[-1] in usual:
+            del words[-1], spans[-1]
+    if sum(map(len, words)) < _LEAST:
+        return
+    letters, digits = [word for word in words if not _is_number(word)], sum(c.isdigit() for c in "".join(words))
+    if any(word not in usual for word in letters) or (not letters and digits >= _DIGITS):
+        yield " ".join(words)
+    elif kind == ID and letters and digits and " " not in plain[spans[0][0] : spans[-1][1]]:
+        yield plain[spans[0][0] : spans[-1][1]]  # such as "patient-0017": only as it is written
+
+
+def _is_number(word: str) -> bool:
+    return word.replace(".", "").replace(",", "").isdigit()
+
+
+def _plain(text: str) -> str:
+    """Return a text without case and accents, with single spaces."""
+    if not text.isascii():
+        text = "".join(c for c in unicodedata.normalize("NFKD", text) if not unicodedata.combining(c))
+    return " ".join(text.casefold().split())
+
+
+def _hash(form: str, key: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(form.encode(), key=key, digest_size=8).digest(), "little")
+
+
+@cache
+def _ordinary() -> frozenset[str]:
+    """Return the words of dpllm's own sentences and keys, which any report may hold."""
+    root = Path(__file__).parent.parent
+    files = [file for file in root.rglob("*") if file.suffix in (".py", ".md", ".html") and "clinic" not in file.name]
+    texts = (_DOCUMENTED.sub(" ", file.read_text(encoding="utf-8")) for file in files)
+    return frozenset(word for text in texts for word in re.findall(r"[^\W\d_]+", text.casefold()))
