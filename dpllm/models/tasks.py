@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import transformers
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 
@@ -62,6 +63,12 @@ def task_of_class(name: str, config: Any) -> str | None:
     if not found and name in _WRITERS:
         found = ["seq2seq_lm" if getattr(config, "is_encoder_decoder", False) else "causal_lm"]
     return found[0] if found else None
+
+
+def is_of_transformers(model: Any) -> bool:
+    """Whether a model's class is one of transformers, which anybody can load; otherwise it takes its maker's code."""
+    kind = getattr(transformers, type(model).__name__.removeprefix("FSDP"), None)  # FSDP2 makes a class of its own
+    return isinstance(kind, type) and isinstance(model, kind)
 
 
 _IN_WORDS = {

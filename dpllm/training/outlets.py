@@ -21,7 +21,8 @@ from transformers.utils import logging
 
 from dpllm.config import TASKS, ConfigError
 from dpllm.engines.processes import Processes
-from dpllm.models.tasks import task_of
+from dpllm.models.loading import changes_of_base
+from dpllm.models.tasks import is_of_transformers, task_of
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.rounding import epsilon_to_log
@@ -79,14 +80,21 @@ class StartingModel:
             base_model: the base model's Hub id. None: `name`.
             metadata: other arguments of `dpllm.report.model_card.write_model_card`.
         """
-        config = getattr(trained, "config", None)
+        config, adapter = getattr(trained, "config", None), isinstance(trained, PeftModel)
+        arguments, rows = changes_of_base(trained) if adapter else ({}, None)
+        name = trained.active_adapter if adapter else "default"
+        inner = trained.get_base_model() if adapter else trained
         write_model_card(
             folder,
             report,
             base_model=base_model or self.name or None,
             task=self.task,
-            adapter=isinstance(trained, PeftModel),
+            adapter=adapter,
             num_labels=getattr(config, "num_labels", None) if self.task and TASKS[self.task].needs_labels else None,
+            base_arguments=arguments,
+            embedding_rows=rows,
+            subfolder=name if isinstance(name, str) and name != "default" else None,
+            own_class=None if is_of_transformers(inner) else type(inner).__name__,
             **metadata,
         )
 

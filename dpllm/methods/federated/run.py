@@ -16,7 +16,6 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
-from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, TrainingArguments, get_scheduler
 
 from dpllm.config import RECIPE_FILE, ConfigError, Recipe, save_recipe
@@ -53,7 +52,6 @@ from dpllm.privacy.rounding import format_delta, format_epsilon
 from dpllm.privacy.unfinished import is_used
 from dpllm.report.definition import FEDERATED, SECURE, TRUSTED, WHO_SEES
 from dpllm.report.disclosures import HELD_OUT
-from dpllm.report.model_card import write_model_card
 from dpllm.report.release_notes import keep_utility
 from dpllm.report.statement import MARKDOWN_FILE, write_report
 from dpllm.training.arguments import training_arguments
@@ -61,6 +59,7 @@ from dpllm.training.evaluation import Measurement
 from dpllm.training.finetune import Start, console, evaluated, noted, public_start, show
 from dpllm.training.held_out import HeldOut, HeldOutRows
 from dpllm.training.noted import note_data, note_units
+from dpllm.training.outlets import StartingModel
 from dpllm.training.preflight import PLAIN, check_recipe
 from dpllm.training.screen import Phases
 from dpllm.training.shared_ledger import SharedLedger
@@ -348,10 +347,8 @@ class Server:
         elsewhere = () if public else tuple(figures)
         notes = dataclasses.replace(noted(self._recipe), utility=figures if public else {}, utility_elsewhere=elsewhere)
         report = write_report(self.folder, self._plan, read_ledger(ledger.path), notes, opened=ledger)
-        base = self._recipe.model.name
-        adapter = isinstance(self.model, PeftModel)
-        task = self._recipe.model.task
-        write_model_card(self.folder, report, base_model=base, task=task, adapter=adapter, ledger=ledger)
+        start = StartingModel(self._recipe.model.name, self._recipe.model.task)
+        start.write_card(self.folder, report, self.model, ledger=ledger)
         phases.end()
 
     def _figures(self, before: Measurement | None, after: Measurement | None) -> dict[str, str]:
