@@ -71,6 +71,23 @@ def is_of_transformers(model: Any) -> bool:
     return isinstance(kind, type) and isinstance(model, kind)
 
 
+def loading_class(model: Any) -> str:
+    """Return the name of the class of transformers that loads a model: that of its task, or its own.
+
+    The class of a task may load another class for this configuration, or none: a decoder of sounds, for instance.
+
+    Args:
+        model: without an adapter; of transformers.
+    """
+    own, task = type(model).__name__.removeprefix("FSDP"), task_of(model)
+    if task is None:
+        return own
+    mapping = getattr(transformers, f"MODEL_FOR_{TASKS[task].mapping}_MAPPING")
+    kinds = mapping.get(type(model.config), None)
+    kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+    return TASKS[task].auto_class if own in (getattr(kind, "__name__", None) for kind in kinds) else own
+
+
 _IN_WORDS = {
     "causal_lm": "a language model",
     "seq2seq_lm": "a language model that turns a text into another",

@@ -73,6 +73,7 @@ def write_model_card(
     base_arguments: Mapping[str, Any] | None = None,
     embedding_rows: int | None = None,
     subfolder: str | None = None,
+    loading_class: str | None = None,
     own_class: str | None = None,
     language: str | Sequence[str] | None = None,
     license: str | None = None,
@@ -99,6 +100,8 @@ def write_model_card(
             classes.
         embedding_rows: number of tokens of an adapter's embedding, if tokens were added to the base model.
         subfolder: the folder of the adapter inside ``folder``; None: it is in ``folder``.
+        loading_class: name of the class of transformers that loads the model, or the base model of an adapter; None:
+            that of the task.
         own_class: name of the model's class if it is not one of transformers, so that its own code must load it.
         language: ISO codes; None: those that people noted in the report, or left out.
         license: the Hub's identifier, or the name of another license; None: as for the language.
@@ -141,7 +144,7 @@ def write_model_card(
         base=base,
         task=task,
         adapter=adapter,
-        auto_class=TASKS[task].auto_class if task else None,
+        auto_class=(loading_class or TASKS[task].auto_class) if task else None,
         arguments={"num_labels": num_labels} if base_arguments is None and num_labels else base_arguments or {},
         embedding_rows=embedding_rows,
         within={} if subfolder is None else {"subfolder": subfolder},

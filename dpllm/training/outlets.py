@@ -22,7 +22,7 @@ from transformers.utils import logging
 from dpllm.config import TASKS, ConfigError
 from dpllm.engines.processes import Processes
 from dpllm.models.loading import changes_of_base
-from dpllm.models.tasks import is_of_transformers, task_of
+from dpllm.models.tasks import is_of_transformers, loading_class, task_of
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.rounding import epsilon_to_log
@@ -84,6 +84,7 @@ class StartingModel:
         arguments, rows = changes_of_base(trained) if adapter else ({}, None)
         name = trained.active_adapter if adapter else "default"
         inner = trained.get_base_model() if adapter else trained
+        known = is_of_transformers(inner)
         write_model_card(
             folder,
             report,
@@ -94,7 +95,8 @@ class StartingModel:
             base_arguments=arguments,
             embedding_rows=rows,
             subfolder=name if isinstance(name, str) and name != "default" else None,
-            own_class=None if is_of_transformers(inner) else type(inner).__name__,
+            loading_class=loading_class(inner) if known else None,
+            own_class=None if known else type(inner).__name__,
             **metadata,
         )
 

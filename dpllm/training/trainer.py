@@ -73,7 +73,7 @@ from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.signals import StopRequest, end_with_the_launcher
 from dpllm.training.trainer_run import LogicalBatches, TrainerRun
 from dpllm.training.training_log import LogKeeper
-from dpllm.training.way_out import bytes_to_write, rehearse, until_there_is_room
+from dpllm.training.way_out import bytes_to_write, is_whole, rehearse, until_there_is_room
 from dpllm.training.workload import UpdateRule
 
 
@@ -693,10 +693,12 @@ class DPTrainer(RowsTrainer):
         self, write: Callable[[], None], folder: Path, spare: Callable[[Path], None] | None = None
     ) -> None:
         """Write results on this process; while the run still steps, a full disk is an error, as ever."""
-        if not self.args.should_save or self._run is None or self._run.is_attached or self._checkpoints.is_writing:
+        stepping = self._run is None or self._run.is_attached or self._checkpoints.is_writing
+        if not self.args.should_save or stepping:
             return write()
-        needed = bytes_to_write(self._module, self.args, 0, self._merges)
-        until_there_is_room(write, folder, needed, spare)
+        if spare is None and is_whole(self._module):
+            spare = super()._save  # type: ignore[assignment]
+        until_there_is_room(write, folder, bytes_to_write(self._module, self.args, 0, self._merges), spare)
 
     def _save_weights(self, folder: Path, whole: bool) -> None:
         if not self.is_fsdp_enabled:

@@ -29,18 +29,26 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+import transformers
 from peft import PeftModel, get_peft_model_state_dict
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+)
 from transformers.utils import logging as transformers_logging
 
 from dpllm.config import TASKS, ConfigError
 from dpllm.config.output_folder import REPORTS, size_in_words
-from dpllm.models.load import AUTO_MODEL
+from dpllm.models.inputs import num_positions
 from dpllm.models.loading import changes_of_base, load_adapter, one_line
 from dpllm.models.merging import merged
-from dpllm.models.tasks import is_of_transformers, task_of
+from dpllm.models.tasks import is_of_transformers, loading_class, task_of
 
 logger = transformers_logging.get_logger(__name__)
 
@@ -48,7 +56,7 @@ WHOLE_UP_TO = 256 * 1024**2
 """A model of at most so many bytes is saved and loaded whole; of a larger one, layers of so many bytes are saved."""
 SAVED_STATE = {"adamw_torch": 2, "adamw_torch_fused": 2, "adafactor": 0, "sgd": 0}
 """Numbers that a checkpoint holds for each trained parameter, by ``args.optim``; for others none are counted."""
-_TEXT = "The people in this house read."
+_TEXT = "The people read."
 _PAUSE = 10.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 Save = Callable[[str, dict[str, Any] | None], None]
@@ -80,7 +88,7 @@ def rehearse(
         ConfigError: a part of the way out fails; the message has the cause and the remedy.
     """
     model = getattr(model, "_orig_mod", model)
-    if not _is_whole(model):
+    if not is_whole(model):
         return "the way out was not rehearsed, since the model is divided over processes"
     folder = Path(str(args.output_dir))
     folder.mkdir(parents=True, exist_ok=True)
@@ -106,10 +114,8 @@ def rehearse(
         if isinstance(tokenizer, PreTrainedTokenizerBase):
             with _stage(lambda error: (f"the saved tokenizer cannot be loaded: {_words(error)}", _OTHER_TOKENIZER)):
                 _load_tokenizer(tokenizer, saved)
-        with _stage(lambda error: (f"the model gives no output: {_words(error)}", _AS_PUBLISHED)), context():
-            output = _one_output(model, tokenizer)
-        if output is not None:
-            done.append(output)
+        with context():
+            done.append(_one_output(model, tokenizer))
     return f"rehearsal: {', '.join(done)}"
 
 
@@ -161,7 +167,8 @@ def _cause(error: Exception, model: Any, tokenizer: Any, args: Any, place: Path)
 # ------------------------------------------------------------------------ saving
 
 
-def _is_whole(model: nn.Module) -> bool:
+def is_whole(model: nn.Module) -> bool:
+    """Whether this process holds all weights of a model."""
     return not any(
         isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") or parameter.is_meta
         for parameter in model.parameters()
@@ -253,13 +260,13 @@ def _loads(model: Any, folder: Path, whole: bool) -> bool:
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     if not isinstance(inner, PreTrainedModel) or not is_of_transformers(inner):
         return False
-    kind: Any = AUTO_MODEL[task] if (task := task_of(model)) is not None else type(inner)
+    kind: Any = getattr(transformers, loading_class(inner))
     if isinstance(model, PeftModel):
         return _loads_adapter(model, kind, folder)
     if not whole:
         config = AutoConfig.from_pretrained(str(folder))
         with torch.device("meta"):
-            made = kind.from_config(config) if task is not None else kind(config)
+            made = _made_of(kind, config)
         _require_same_names(model.state_dict(), made.state_dict())
         return True
     loaded, info = kind.from_pretrained(str(folder), dtype="auto", output_loading_info=True)
@@ -268,7 +275,9 @@ def _loads(model: Any, folder: Path, whole: bool) -> bool:
         raise ValueError(f"the files of the model lack {wrong[0]}, which would be random after loading")
     _require_same_names(model.state_dict(), loaded.state_dict())
     if getattr(model, "hf_quantizer", None) is None:
-        _require_equal(model.state_dict(), loaded.state_dict())
+        trained = {name for name, one in model.named_parameters(remove_duplicate=False) if one.requires_grad}
+        state = {name: value for name, value in model.state_dict().items() if name in trained}
+        _require_equal(state, loaded.state_dict(), getattr(model.config.get_text_config(), "pad_token_id", None))
     return True
 
 
@@ -286,7 +295,7 @@ def _loads_adapter(model: PeftModel, kind: Any, folder: Path) -> bool:
     except Exception:  # any: made from a configuration, or moved; then its own configuration is all there is
         base_config = inner.config
     with torch.device("meta"):
-        base = kind.from_config(base_config) if hasattr(kind, "from_config") else kind(base_config)
+        base = _made_of(kind, base_config)
     place = folder if name == "default" else folder / str(name)
     loaded = load_adapter(base, place, torch_device="cpu", low_cpu_mem_usage=True)
     rows = [getattr(one.get_input_embeddings(), "num_embeddings", None) for one in (inner, loaded.get_base_model())]
@@ -299,6 +308,10 @@ def _loads_adapter(model: PeftModel, kind: Any, folder: Path) -> bool:
     return True
 
 
+def _made_of(kind: Any, config: Any) -> Any:
+    return kind.from_config(config) if kind.__name__.startswith("Auto") else kind(config)
+
+
 def _require_same_names(saved: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
     other = [name for name in saved if name not in loaded] + [name for name in loaded if name not in saved]
     if other:
@@ -308,15 +321,18 @@ def _require_same_names(saved: Mapping[str, Any], loaded: Mapping[str, Any]) -> 
             raise ValueError(f"{name} has the shape {tuple(value.shape)} here and {tuple(loaded[name].shape)} there")
 
 
-def _require_equal(saved: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
+def _require_equal(saved: Mapping[str, Any], loaded: Mapping[str, Any], padding: int | None = None) -> None:
+    """Compare weights; some classes set an embedding's row of the padding to zero when they are loaded."""
     for name, value in saved.items():
         if not isinstance(value, Tensor):
             continue
         other = loaded.get(name)
         if other is None or other.is_meta:
             raise ValueError(f"{name} is not loaded")
-        same = torch.equal(value.detach().to(device="cpu", dtype=other.dtype), other.detach().cpu())
-        if not same and not value.isnan().any():
+        differs = value.detach().to(device="cpu", dtype=other.dtype) != other.detach().cpu()
+        if differs.dim() == 2 and padding is not None and 0 <= padding < len(differs):
+            differs[padding] = False
+        if differs.any():
             raise ValueError(f"{name} has other values after loading")
 
 
@@ -332,24 +348,55 @@ def _load_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 @torch.no_grad()
-def _one_output(model: Any, tokenizer: Any) -> str | None:
-    """Let the model answer a public text; None: it needs another input than a text, or has no known task."""
+def _one_output(model: Any, tokenizer: Any) -> str:
+    """Let the model answer a public text, and return what it did in words.
+
+    Some models need more than a text, such as an image, and a program of one's own gives it to them. So a model that
+    gives no output is only named; it is refused if its own generation configuration is the reason.
+
+    Raises:
+        ConfigError: it writes text, but not with its generation configuration.
+    """
     inner, task = model.get_base_model() if isinstance(model, PeftModel) else model, task_of(model)
     if task is None or getattr(inner, "main_input_name", "input_ids") != "input_ids":
-        return None
-    ids = tokenizer(_TEXT)["input_ids"][:8] if isinstance(tokenizer, PreTrainedTokenizerBase) else []
-    table = inner.get_input_embeddings()
-    ids = [number for number in ids if number < getattr(table, "num_embeddings", number)] or [0]
-    ids_1T = torch.tensor([ids], device=getattr(table, "weight", next(model.parameters())).device)
+        return "no output tried"
+    ends = getattr(inner.config, "eos_token_id", None)
+    ids = tokenizer(_TEXT)["input_ids"] if isinstance(tokenizer, PreTrainedTokenizerBase) else []
+    ids = ids or [0, *(ends if isinstance(ends, list) else [] if ends is None else [ends])[:1]]
+    ids = ids[-((num_positions(inner) or len(ids) + 1) - 1) :]  # leaves room for a token
+    ids_1T = torch.tensor([ids], device=next(model.parameters()).device)
     inputs = {"input_ids": ids_1T, "attention_mask": torch.ones_like(ids_1T)}
     model.eval()
-    if TASKS[task].labels != "text":
+    writes = TASKS[task].labels == "text"
+    if writes and not inner.can_generate():
+        return "no token generated, since its class cannot"
+    try:
+        if writes:
+            model.generate(**inputs, max_new_tokens=1, disable_compile=True)
+            return "one token generated"
         model(**inputs)
-        return "one row classified" if TASKS[task].needs_labels else "one row answered"
-    if not inner.can_generate():
-        return None
-    model.generate(**inputs, max_new_tokens=1, disable_compile=True)
-    return "one token generated"
+        return "one row classified"
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # any, as above
+        if writes and _writes_by_default(model, inputs):
+            raise ConfigError(
+                f"The run would have no result: with its model.generation_config the model writes no text: "
+                f"{_words(error)}. Correct this value of it. Nothing was charged"
+            ) from error
+        return f"no output for a text ({_words(error)[:120]})"
+
+
+def _writes_by_default(model: Any, inputs: Mapping[str, Tensor]) -> bool:
+    """Whether a model writes text with a generation configuration that only names its tokens."""
+    own = model.generation_config
+    names = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+    tokens = {name: getattr(own, name, None) for name in names}
+    config = GenerationConfig(max_new_tokens=1, do_sample=False, num_beams=1, **tokens)
+    with contextlib.suppress(Exception):  # any: then its configuration is not the reason
+        model.generate(**inputs, generation_config=config)
+        return True
+    return False
 
 
 @contextlib.contextmanager
@@ -411,7 +458,7 @@ def bytes_to_write(model: nn.Module, args: TrainingArguments, num_steps: int, me
 
 
 def until_there_is_room(
-    write: Callable[[], None], folder: Path, needed: int, spare: Callable[[Path], None] | None = None
+    write: Callable[[], None], folder: Path, needed: int, spare: Callable[[Path], None] | None
 ) -> None:
     """Write the results of a run; where the disk is full, keep a copy elsewhere and try again until there is room.
 
@@ -421,9 +468,9 @@ def until_there_is_room(
         write: writes the results; it may be called again after it failed.
         folder: the folder that is written to.
         needed: bytes that will be written there.
-        spare: writes the weights into another folder; None: ``write`` writes no weights of its own.
+        spare: writes the weights into another folder; None: this process does not have them all.
     """
-    copy, told = None, False
+    copy, told, before = None, False, _weights_in(folder)
     try:
         while True:
             try:
@@ -432,27 +479,33 @@ def until_there_is_room(
             except Exception as error:  # any: safetensors raises its own error on a full disk
                 if not is_full(error):
                     raise
-                if spare is not None:
-                    _remove_unfinished(folder)
-                if not told:
-                    copy, told = None if spare is None else _spare_copy(folder, needed, spare), True
-                    kept = (
-                        f"A copy of the trained weights is in {copy}"
-                        if copy is not None
-                        else "The trained weights are only in the memory of this process, and ending it loses them"
-                    )
-                    logger.error(
-                        "The disk of %s is full, and %s are needed. All steps of the run are charged. %s. Make room: "
-                        "the save is tried again every %g s",
-                        *(folder, size_in_words(needed), kept, _PAUSE),
-                    )
-                time.sleep(_PAUSE)
+            for path, state in _weights_in(folder).items():
+                if before.get(path) != state:  # it is not complete, and fills the disk
+                    path.unlink(missing_ok=True)
+            if not told:
+                copy, told = _spare_copy(folder, needed, spare), True
+                kept = (
+                    f"A copy of the trained weights is in {copy}"
+                    if copy is not None
+                    else "The trained weights are only in the memory of this process, and ending it loses them"
+                )
+                logger.error(
+                    "The disk of %s is full, and %s are needed. All steps of the run are charged. %s. Make room: the "
+                    "files are then written by themselves",
+                    *(folder, size_in_words(needed), kept),
+                )
+            time.sleep(_PAUSE)
     except BaseException:
         copy = None  # it is all there is
         raise
     finally:
         if copy is not None:
             shutil.rmtree(copy, ignore_errors=True)
+
+
+def _weights_in(folder: Path) -> dict[Path, tuple[int, int]]:
+    paths = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    return {path: ((status := path.stat()).st_mtime_ns, status.st_size) for path in paths}
 
 
 def is_full(error: BaseException) -> bool:
@@ -463,15 +516,10 @@ def is_full(error: BaseException) -> bool:
     return any(f"os error {number}" in words or os.strerror(number) in words for number in _FULL)
 
 
-def _remove_unfinished(folder: Path) -> None:
-    """Remove the weights of a save that failed: the file is not complete, and it fills the disk."""
-    for path in [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
-        with contextlib.suppress(OSError):
-            path.unlink()
-
-
-def _spare_copy(folder: Path, needed: int, spare: Callable[[Path], None]) -> Path | None:
+def _spare_copy(folder: Path, needed: int, spare: Callable[[Path], None] | None) -> Path | None:
     """Write the weights to another disk, and return the place; None: no other disk has room for them."""
+    if spare is None:
+        return None
     disk = os.stat(folder).st_dev
     in_memory = {part.mountpoint for part in psutil.disk_partitions(all=True) if part.fstype in ("tmpfs", "ramfs")}
     for parent in (Path(tempfile.gettempdir()), Path.home(), Path.cwd()):
