@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
+from huggingface_hub.constants import HF_HUB_OFFLINE
+from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
+from huggingface_hub.utils import validate_repo_id
 from peft import PeftModel
 from transformers import Trainer
 from transformers.utils import logging
@@ -344,15 +347,34 @@ class Outlets(Trainer):
     # ------------------------------------------------------------------ uploads
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Create the repository of ``hub_model_id`` if it does not exist."""
+        """Create the repository of ``hub_model_id`` if it does not exist; with ``push_to_hub`` before any step.
+
+        Raises:
+            ConfigError: its name cannot be one of the Hub's, or there is no token.
+        """
         if not self.is_world_process_zero():
             return
-        url = HfApi().create_repo(
-            self.args.hub_model_id or Path(str(self.args.output_dir)).absolute().name,
-            token=token if token is not None else self.args.hub_token,
-            private=private if private is not None else self.args.hub_private_repo,
-            exist_ok=True,
-        )
+        name = self.args.hub_model_id or Path(str(self.args.output_dir)).absolute().name
+        try:
+            validate_repo_id(name)
+            if HF_HUB_OFFLINE and self.ledger is None:  # an upload comes later, if ever
+                logger.warning("HF_HUB_OFFLINE is set: whether %s can be uploaded to was not checked", name)
+                return
+            url = HfApi().create_repo(
+                name,
+                token=token if token is not None else self.args.hub_token,
+                private=private if private is not None else self.args.hub_private_repo,
+                exist_ok=True,
+            )
+        except HFValidationError as error:
+            raise ConfigError(
+                f"train.hub_model_id: {name!r} is no name of the Hub: write owner/name, of letters, digits, '-', '_' "
+                "and '.'"
+            ) from error
+        except LocalTokenNotFoundError as error:
+            raise ConfigError(
+                f"train.push_to_hub: there is no token for {name}: log in with `hf auth login`, or set HF_TOKEN"
+            ) from error
         self.hub_model_id, self.push_in_progress = url.repo_id, None
 
     def push_to_hub(  # type: ignore[override]  # the Trainer swallows any keyword

@@ -564,7 +564,10 @@ class DPTrainer(RowsTrainer):
             return result
         finally:
             run.detach()
-            self._until_there_is_room(lambda: run.end(folder, reason, self.notes), folder)
+            if reason in ("failed", "interrupted"):  # what is saved of it are its checkpoints
+                run.end(folder, reason, self.notes)
+            else:
+                self._until_there_is_room(lambda: run.end(folder, reason, self.notes), folder)
 
     @property
     def _module(self) -> nn.Module:

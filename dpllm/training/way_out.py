@@ -304,7 +304,7 @@ def _loads_adapter(model: PeftModel, kind: Any, folder: Path) -> bool:
             f"the embedding has {rows[0]} rows here and {rows[1]} in the base model's files, and the adapter does not "
             "hold the added ones (name the embedding in modules_to_save)"
         )
-    _require_equal(get_peft_model_state_dict(model, adapter_name=str(name)), get_peft_model_state_dict(loaded))
+    _require_same_names(get_peft_model_state_dict(model, adapter_name=str(name)), get_peft_model_state_dict(loaded))
     return True
 
 
