@@ -104,6 +104,7 @@ def rehearse(
         state = _part_of_state(model)
         with _stage(lambda error: _cause(error, model, tokenizer, args, Path(place) / "cause")):
             save(str(saved), state)
+        with _stage(lambda error: (f"the adapter cannot be merged: {_words(error)}", "Leave merge_adapter out")):
             if merges:
                 _save_merged(model, tokenizer, Path(place) / "merged")
         done.append("saved")

@@ -34,6 +34,7 @@ from dpllm import DPTrainer, PrivacyConfig
 from dpllm.cli.program import app
 from dpllm.config import ConfigError
 from dpllm.models.generation import load_generator
+from dpllm.models.losses import END, START
 from dpllm.privacy.ledger import LEDGER_FILE
 from dpllm.report.verify import verify
 from dpllm.training import finetune, way_out
@@ -378,7 +379,7 @@ def test_adapters_load_by_the_code_of_their_own_card(base, tmp_path):
         ),
         "answers": (
             of_task(AutoModelForQuestionAnswering, "QUESTION_ANS", answering),
-            lambda n, ids: {"labels": [1, 2]},
+            lambda n, ids: {"labels": [START, END, *[0] * (len(ids) - 2)]},
         ),
         "text": (of_task(AutoModelForCausalLM, "CAUSAL_LM", base), None),
         "added tokens": (get_peft_model(longer, LoraConfig(**whole, task_type="CAUSAL_LM")), None),
