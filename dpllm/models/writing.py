@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from dpllm.engines.processes import Processes
 from dpllm.models.inputs import num_positions
@@ -24,10 +25,12 @@ _SAMPLING: Mapping[str, Any] = {
 }
 _BEAMS: Mapping[str, Any] = {"early_stopping": False, "length_penalty": 1.0}
 """Settings of a generation configuration that apply to samples and to beams, with their neutral values."""
+_COMPLETED = "The model's generation configuration is completed, so that it can be saved: %s"
+logger = logging.get_logger(__name__)
 
 
-def complete_generation_config(model: Any) -> str | None:
-    """Make a model's generation configuration one that ``save_pretrained`` writes; return the changes in words.
+def complete_generation_config(model: Any) -> None:
+    """Make a model's generation configuration one that ``save_pretrained`` writes, and log the changes.
 
     Llama 2, Vicuna and others were published with a temperature and without ``do_sample``. transformers reads such a
     configuration, but refuses to write it once a token in it was changed. Their authors meant samples, and later
@@ -36,14 +39,11 @@ def complete_generation_config(model: Any) -> str | None:
 
     Args:
         model: of any kind; one without a generation configuration is left alone.
-
-    Returns:
-        The changes; None: there were none.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = getattr(inner, "generation_config", None)
     if not isinstance(config, GenerationConfig):
-        return None
+        return
 
     def stated(neutral: Mapping[str, Any]) -> list[str]:
         return [name for name, value in neutral.items() if getattr(config, name, None) not in (None, value)]
@@ -52,7 +52,8 @@ def complete_generation_config(model: Any) -> str | None:
     samples = [] if config.do_sample else stated(_SAMPLING)
     if samples and config.do_sample is None and one_beam:
         config.do_sample = True
-        return f"do_sample is true, as {', '.join(samples)} need it"
+        logger.warning_once(_COMPLETED, f"do_sample is true, as {', '.join(samples)} need it")
+        return
     removed = samples + (stated(_BEAMS) if one_beam else [])
     if not config.return_dict_in_generate:
         removed += [name for name in config.extra_output_flags if getattr(config, name, None) is True]
@@ -60,7 +61,8 @@ def complete_generation_config(model: Any) -> str | None:
         removed.append("pad_token_id")
     for name in removed:
         setattr(config, name, None)
-    return f"{', '.join(removed)} had no effect and are removed" if removed else None
+    if removed:
+        logger.warning_once(_COMPLETED, f"{', '.join(removed)} had no effect and are removed")
 
 
 @torch.no_grad()

@@ -504,9 +504,7 @@ class DPTrainer(RowsTrainer):
 
     def _rehearse_way_out(self, folder: Path, continues: bool) -> None:
         """Find out before any charge whether the model can be saved, loaded and used; on all processes together."""
-        changes = complete_generation_config(self._module)
-        if changes is not None and self.processes.is_main:
-            logger.warning("The model's generation configuration is completed, so that it can be saved: %s", changes)
+        complete_generation_config(self._module)
 
         def on_main() -> str:
             new = bytes_to_write(self._module, self.args, self.plan.num_steps, self._merges)

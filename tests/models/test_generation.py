@@ -201,7 +201,7 @@ def test_a_classifier_makes_no_text(llama, tmp_path):
 )
 @pytest.mark.parametrize("kind", ["SEQ_CLS", "TOKEN_CLS", "FEATURE_EXTRACTION", "", "MaskedLM"])
 def test_an_adapter_of_another_task_makes_no_text(llama, tmp_path, kind):
-    """Its base is a language model, and only the adapter says what it was trained for; or nothing does but its class."""
+    """Its base is a language model; only the adapter, or its class, says what it was trained for."""
     if kind == "MaskedLM":
         BertForMaskedLM(BertConfig(hidden_size=8, num_attention_heads=1, num_hidden_layers=1)).save_pretrained(tmp_path)
     else:

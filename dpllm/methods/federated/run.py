@@ -64,6 +64,7 @@ from dpllm.training.preflight import PLAIN, check_recipe
 from dpllm.training.screen import Phases
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.signals import StopRequest, exit_code
+from dpllm.training.way_out import bytes_to_write, rehearse, until_there_is_room
 
 TRAIN_KEYS = (
     *("output_dir", "max_steps", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
@@ -283,6 +284,7 @@ class Server:
             num_training_steps=plan.num_steps,
         )
         require_rounds(plan, clients, weights)  # before anything is charged
+        phases.say(rehearse(self.model, self._save, self._args, self._start.tokenizer))
         ledger = SharedLedger.create(
             self.folder / LEDGER_FILE, plan, Processes(), self._start.public, recipe.privacy.budget_file
         )
@@ -340,8 +342,8 @@ class Server:
             ledger.append_disclosure(HELD_OUT, len(figures))
             keep_utility(self.folder, figures)
         files = snapshot(self.folder)
-        self.model.save_pretrained(self.folder)
-        self._start.tokenizer.save_pretrained(self.folder)
+        needed = bytes_to_write(self.model, self._args, 0, merges=False)
+        until_there_is_room(lambda: self._save(self.folder), self.folder, needed, self._save)
         note_release(ledger, self.folder, files)
         ledger.append_end(COMPLETED, independent=self._recipe.privacy.stop == "independent")
         elsewhere = () if public else tuple(figures)
@@ -350,6 +352,10 @@ class Server:
         start = StartingModel(self._recipe.model.name, self._recipe.model.task)
         start.write_card(self.folder, report, self.model, ledger=ledger)
         phases.end()
+
+    def _save(self, folder: str | Path, state: dict[str, Any] | None = None) -> None:
+        self.model.save_pretrained(folder, state_dict=state)
+        self._start.tokenizer.save_pretrained(folder)
 
     def _figures(self, before: Measurement | None, after: Measurement | None) -> dict[str, str]:
         found = {"before": before, "after": after}
