@@ -261,19 +261,13 @@ def load(
     folder: Path, max_new_tokens: int, temperature: float, top_p: float, seed: int | None
 ) -> tuple[TextGenerator, Sampling]:
     """Return the model of a folder, and how its texts are drawn."""
-    from transformers.utils import logging as transformers_logging
-
     from dpllm.models.generation import Sampling, load_generator
-    from dpllm.planning.rehearsal import quiet
+    from dpllm.training.way_out import quiet
 
     sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
     _say("loading the model")
-    transformers_logging.disable_progress_bar()
-    try:
-        with quiet():
-            return load_generator(folder), sampling
-    finally:
-        transformers_logging.enable_progress_bar()
+    with quiet():
+        return load_generator(folder), sampling
 
 
 def uses_template(folder: Path, model: TextGenerator, wanted: bool | None) -> bool:

@@ -189,9 +189,10 @@ def _before_the_stage(recipe: Recipe) -> tuple[str, ...]:
 def _rehearse(run: Suggested, section: Any, options: SuggestOptions) -> tuple[Suggestion, Rehearsal]:
     """Rehearse, with a progress bar on the error stream; the private records are not opened."""
     from dpllm.planning.public_text import load_material
-    from dpllm.planning.rehearsal import Steps, quiet, rehearse, shorten
+    from dpllm.planning.rehearsal import Steps, rehearse, shorten
     from dpllm.planning.suggest import Setting
     from dpllm.planning.suggested import RATE
+    from dpllm.training.way_out import quiet
 
     with tempfile.TemporaryDirectory(prefix="dpllm-rehearsal-") as name, _bars() as bar:
         folder = Path(name)

@@ -92,7 +92,7 @@ def _words_of_system(error: OSError) -> str:
     if error.errno in _DISK_FULL:
         return (
             f"{where}there is no room left on the disk. Make room in train.output_dir (or in the folder of the cache, "
-            "HF_HOME), then start again; a run that had begun is continued with train.resume_from_checkpoint=true"
+            "HF_HOME), then start again; a run that has a checkpoint goes on with train.resume_from_checkpoint=true"
         )
     return f"{where}{error.strerror or _one_line(error)}"
 

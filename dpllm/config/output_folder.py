@@ -41,8 +41,8 @@ def check_output_folder(name: str, path: str | Path, needed: int = REPORTS) -> N
                 raise ConfigError(f"{name}={_short(Path(path))} cannot be used: {_reason(error)}") from error
     if free < needed:
         raise ConfigError(
-            f"{name}={_short(Path(path))} has {_size(free)} of free space, but the model and its reports need "
-            f"{_size(needed)}: make room there, or name a folder on another disk"
+            f"{name}={_short(Path(path))} has {size_in_words(free)} of free space, but the model, its checkpoints and "
+            f"its reports need {size_in_words(needed)}: make room there, or name a folder on another disk"
         )
 
 
@@ -99,10 +99,10 @@ def _reason(error: OSError) -> str:
     return words.get(error.errno or 0, f"{error.strerror or error}. Name a folder that can be written to")
 
 
-def _size(count: float) -> str:
+def size_in_words(count: float) -> str:
     """Return a number of bytes in a readable unit.
 
-    >>> _size(3 * 1024**2)
+    >>> size_in_words(3 * 1024**2)
     '3 MiB'
     """
     for unit in ("bytes", "KiB", "MiB", "GiB"):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -25,11 +25,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from dpllm.config import PRETRAINED_FOLDER, ConfigError, ModelConfig
+from dpllm.config import PRETRAINED_FOLDER, TASKS, ConfigError, ModelConfig
 from dpllm.config.values import between, integer
 from dpllm.data.chat import prompt_of_chat
 from dpllm.models.load import load_tokenizer
-from dpllm.models.loading import NO_CODE, not_loaded
+from dpllm.models.loading import NO_CODE, load_adapter, load_pretrained, not_loaded
+from dpllm.models.tasks import task_of_class
 from dpllm.privacy.ledger import LEDGER_FILE
 
 Prompt = str | Sequence[Mapping[str, Any]]
@@ -38,6 +39,15 @@ Prompt = str | Sequence[Mapping[str, Any]]
 ADAPTER_FILE = "adapter_config.json"
 _CONFIG = "config.json"
 _MOST_TOKENS = 1_000_000
+_WRITERS = ("CAUSAL_LM", "SEQ_2_SEQ_LM")
+"""PEFT's names of the tasks whose models write text."""
+_ADAPTER_TASKS = {
+    "SEQ_CLS": "the classification of texts, or a score for them",
+    "TOKEN_CLS": "the classification of words",
+    "QUESTION_ANS": "the answers that stand in a text",
+    "FEATURE_EXTRACTION": "embeddings",
+}
+_OTHER_HEADS = ("Classification", "QuestionAnswering", "MultipleChoice", "MaskedLM", "NextSentencePrediction")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,9 +211,9 @@ def load_generator(folder: str | Path, device: str | torch.device | None = None)
         config: Any = AutoConfig.from_pretrained(base, **NO_CODE)
         _refuse_heads(config, folder)
         auto: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        model = auto.from_pretrained(base, dtype="auto", **NO_CODE)
+        model = load_pretrained(auto, base, new_head=False, dtype="auto")
         if adapter:
-            model = PeftModel.from_pretrained(model, str(folder))
+            model = load_adapter(model, folder)
     except ConfigError:
         raise
     except (torch.OutOfMemoryError, MemoryError):
@@ -217,18 +227,35 @@ def load_generator(folder: str | Path, device: str | torch.device | None = None)
 def _base_of(folder: Path) -> str:
     """Return the model below an adapter; one that the run itself pretrained lies in its folder."""
     try:
-        named = str(PeftConfig.from_pretrained(str(folder)).base_model_name_or_path)
+        config = PeftConfig.from_pretrained(str(folder))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{folder / ADAPTER_FILE} cannot be read ({error}): restore it") from error
+    named, kind = str(config.base_model_name_or_path), config.task_type
+    trained = (config.auto_mapping or {}).get("base_model_class")
+    if kind is not None and str(getattr(kind, "value", kind)) not in _WRITERS:
+        raise _no_text(folder, f"an adapter that was trained for {_ADAPTER_TASKS.get(kind, kind)}")
+    if kind is None and trained is not None and not _writes(str(trained), None):
+        raise _no_text(folder, f"an adapter of a {trained}")
     beside = folder / PRETRAINED_FOLDER
     return str(beside) if not Path(named).is_dir() and (beside / "config.json").is_file() else named
 
 
 def _refuse_heads(config: Any, folder: Path) -> None:
-    kinds = [str(name) for name in config.architectures or ()]
-    other = [name for name in kinds if name.endswith(("Classification", "QuestionAnswering", "MultipleChoice"))]
+    other = [str(name) for name in config.architectures or () if not _writes(str(name), config)]
     if other:
-        raise ConfigError(f"{folder} holds a {other[0]}, which gives classes and no text: give a language model")
+        raise _no_text(folder, f"a {other[0]}")
+
+
+def _writes(name: str, config: Any) -> bool:
+    """Whether a class, by its name, can write text; a class of somebody's own is given the benefit of the doubt."""
+    task = task_of_class(name, config)
+    return not name.endswith(_OTHER_HEADS) if task is None else TASKS[task].peft in _WRITERS
+
+
+def _no_text(folder: Path, what: str) -> ConfigError:
+    return ConfigError(
+        f"{folder} holds {what}, which writes no text. Load it as its model card says, or give a language model"
+    )
 
 
 def _positions(model: Any, has_decoder: bool) -> int | None:

@@ -34,6 +34,7 @@ from dpllm.models.inputs import align_padding
 from dpllm.models.loading import NO_CODE, check_adapter_names, load_pretrained, needs_code, not_loaded, one_line
 from dpllm.models.quantization import config_for, make_ready, refuse_other_form, stored_as
 from dpllm.models.starting_point import DATA_DRIVEN_INIT
+from dpllm.models.writing import complete_generation_config
 
 AUTO_MODEL: dict[str, Any] = {task: getattr(transformers, about.auto_class) for task, about in TASKS.items()}
 _CLASSES: dict[str, Any] = {
@@ -133,6 +134,7 @@ def load_base_model(
             "model's own tokenizer"
         )
     align_padding(base, tokenizer)
+    complete_generation_config(base)
     return base
 
 

@@ -13,10 +13,15 @@ from typing import Any
 
 import torch
 from huggingface_hub.constants import HF_HUB_OFFLINE
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors import safe_open
 from torch import nn
+from transformers import AutoConfig, PreTrainedConfig
 
+from dpllm.config import TASKS
 from dpllm.config.values import ConfigError, nearest
+from dpllm.models.tasks import task_of
 
 NO_CODE = {"trust_remote_code": False}
 """Argument of every ``from_pretrained``: by default transformers asks on a terminal whether to run a folder's code."""
@@ -86,6 +91,71 @@ def refuse_mismatch(model: nn.Module, info: Mapping[str, Any], name: str, new_he
             f"the model {name!r} does not match its config.json ({type(model).__name__}): {'; '.join(found)}. Give a "
             "folder whose config.json belongs to its weights, or the task that it was saved for (model.task)"
         )
+
+
+def load_adapter(base: Any, folder: str | Path, **options: Any) -> PeftModel:
+    """Return a model with the adapter of a folder, also where the adapter was trained with added tokens.
+
+    Args:
+        base: the model below the adapter, with the tokens that it was published with; it is changed.
+        folder: of the adapter.
+        options: of ``PeftModel.from_pretrained``.
+    """
+    rows, table = _embedding_rows(base, Path(folder)), base.get_input_embeddings()
+    if rows is not None and rows != table.num_embeddings:
+        base.resize_token_embeddings(rows, mean_resizing=False)  # the adapter has all rows
+    adapted: PeftModel = PeftModel.from_pretrained(base, str(folder), **options)
+    return adapted
+
+
+def _embedding_rows(base: nn.Module, folder: Path) -> int | None:
+    """Return the number of tokens in the embedding that an adapter's file holds; None: it holds none."""
+    path, table = folder / SAFETENSORS_WEIGHTS_NAME, base.get_input_embeddings()  # type: ignore[operator]
+    place = next((name for name, module in base.named_modules() if module is table), None)
+    if place is None or not path.is_file():
+        return None
+    with safe_open(path, framework="pt") as file:
+        names = {f"base_model.model.{place}{part}" for part in (".weight", ".base_layer.weight")} & set(file.keys())
+        return int(file.get_slice(min(names)).get_shape()[0]) if names else None
+
+
+def changes_of_base(model: Any) -> tuple[dict[str, Any], int | None]:
+    """Return what an adapter's files lack and its model card states: how the model below it differs from its files.
+
+    Args:
+        model: with an adapter.
+
+    Returns:
+        The arguments of ``from_pretrained`` that give the base model its head, its classes and its padding, and the
+        number of rows of its embedding if tokens were added (None: there are as many as in its files).
+    """
+    inner = model.get_base_model()
+    config = getattr(inner, "config", None)
+    if not isinstance(config, PreTrainedConfig):
+        return {}, None
+    name = model.active_peft_config.base_model_name_or_path
+    try:
+        saved: Any = AutoConfig.from_pretrained(name) if name else None
+    except Exception:  # any: the model is not there, or its configuration is that of somebody's own class
+        saved = None
+    changes: dict[str, Any] = {}
+    task = task_of(inner)
+    if task is not None and TASKS[task].needs_labels:
+        changes["num_labels"] = config.num_labels
+        if config.id2label != {number: f"LABEL_{number}" for number in range(config.num_labels)}:
+            changes |= {"id2label": dict(config.id2label), "label2id": dict(config.label2id)}
+        if config.problem_type is not None:
+            changes["problem_type"] = config.problem_type
+        if getattr(config, "pad_token_id", None) != getattr(saved, "pad_token_id", None):
+            changes["pad_token_id"] = config.pad_token_id  # a decoder's head reads the last token before the padding
+    had, table = _vocabulary(saved), inner.get_input_embeddings()
+    rows = getattr(table, "num_embeddings", None)
+    return changes, rows if had is not None and had != rows else None
+
+
+def _vocabulary(config: Any) -> int | None:
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(text, "vocab_size", None)
 
 
 def is_path(name: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import transformers
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 
@@ -65,6 +66,29 @@ def task_of_class(name: str, config: Any) -> str | None:
     if not found and name in _WRITERS:
         found = ["seq2seq_lm" if getattr(config, "is_encoder_decoder", False) else "causal_lm"]
     return found[0] if found else None
+
+
+def is_of_transformers(model: Any) -> bool:
+    """Whether a model's class is one of transformers, which anybody can load; otherwise it takes its maker's code."""
+    kind = getattr(transformers, type(model).__name__.removeprefix("FSDP"), None)  # FSDP2 makes a class of its own
+    return isinstance(kind, type) and isinstance(model, kind)
+
+
+def loading_class(model: Any) -> str:
+    """Return the name of the class of transformers that loads a model: that of its task, or its own.
+
+    The class of a task may load another class for this configuration, or none: a decoder of sounds, for instance.
+
+    Args:
+        model: without an adapter; of transformers.
+    """
+    own, task = type(model).__name__.removeprefix("FSDP"), task_of(model)
+    if task is None:
+        return own
+    mapping = getattr(transformers, f"MODEL_FOR_{TASKS[task].mapping}_MAPPING")
+    kinds = mapping.get(type(model.config), None)
+    kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+    return TASKS[task].auto_class if own in (getattr(kind, "__name__", None) for kind in kinds) else own
 
 
 _IN_WORDS = {

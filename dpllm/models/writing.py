@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from dpllm.engines.processes import Processes
 from dpllm.models.inputs import num_positions
@@ -18,6 +19,50 @@ BATCH = 50
 """Prompts that are continued together."""
 LIKELIEST: Mapping[str, Any] = {"do_sample": False, "num_beams": 1}
 """Always the likeliest token."""
+_SAMPLING: Mapping[str, Any] = {
+    **{"temperature": 1.0, "top_k": 50, "top_p": 1.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0},
+    **{"min_p": None, "top_h": None},
+}
+_BEAMS: Mapping[str, Any] = {"early_stopping": False, "length_penalty": 1.0}
+"""Settings of a generation configuration that apply to samples and to beams, with their neutral values."""
+_COMPLETED = "The model's generation configuration is completed, so that it can be saved: %s"
+logger = logging.get_logger(__name__)
+
+
+def complete_generation_config(model: Any) -> None:
+    """Make a model's generation configuration one that ``save_pretrained`` writes, and log the changes.
+
+    Llama 2, Vicuna and others were published with a temperature and without ``do_sample``. transformers reads such a
+    configuration, but refuses to write it once a token in it was changed. Their authors meant samples, and later
+    versions of these models say so: ``do_sample`` becomes true where it is missing. Where it is false, or the model
+    searches with beams, settings that have no effect are removed. Anything else stays as it is.
+
+    Args:
+        model: of any kind; one without a generation configuration is left alone.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config = getattr(inner, "generation_config", None)
+    if not isinstance(config, GenerationConfig):
+        return
+
+    def stated(neutral: Mapping[str, Any]) -> list[str]:
+        return [name for name, value in neutral.items() if getattr(config, name, None) not in (None, value)]
+
+    one_beam = config.num_beams in (None, 1)
+    samples = [] if config.do_sample else stated(_SAMPLING)
+    if samples and config.do_sample is None and one_beam:
+        config.do_sample = True
+        logger.warning_once(_COMPLETED, f"do_sample is true, as {', '.join(samples)} need it")
+        return
+    removed = samples + (stated(_BEAMS) if one_beam else [])
+    if not config.return_dict_in_generate:
+        removed += [name for name in config.extra_output_flags if getattr(config, name, None) is True]
+    if isinstance(config.pad_token_id, int) and config.pad_token_id < 0:
+        removed.append("pad_token_id")
+    for name in removed:
+        setattr(config, name, None)
+    if removed:
+        logger.warning_once(_COMPLETED, f"{', '.join(removed)} had no effect and are removed")
 
 
 @torch.no_grad()

@@ -20,16 +20,13 @@ from __future__ import annotations
 
 import copy
 import gc
-import logging
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PrinterCallback, TrainerCallback
-from transformers.utils import logging as transformers_logging
 
 from dpllm.config import PrivacyConfig
 from dpllm.data.records import DataError
@@ -43,6 +40,7 @@ from dpllm.training.arguments import training_arguments
 from dpllm.training.evaluation import measure
 from dpllm.training.preflight import PLAIN
 from dpllm.training.trainer import DPTrainer
+from dpllm.training.way_out import quiet
 from dpllm.training.workload import UpdateRule
 
 STEP = 2.0
@@ -317,17 +315,3 @@ class Steps(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Call it."""
         self._moved(state.global_step)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence the notices of trainings whose files are deleted, and restore the levels."""
-    own = logging.getLogger("dpllm")
-    level, verbosity = own.level, transformers_logging.get_verbosity()
-    own.setLevel(logging.ERROR)
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        own.setLevel(level)
-        transformers_logging.set_verbosity(verbosity)

@@ -70,6 +70,11 @@ def write_model_card(
     task: str | None,
     adapter: bool,
     num_labels: int | None = None,
+    base_arguments: Mapping[str, Any] | None = None,
+    embedding_rows: int | None = None,
+    subfolder: str | None = None,
+    loading_class: str | None = None,
+    own_class: str | None = None,
     language: str | Sequence[str] | None = None,
     license: str | None = None,
     tags: Sequence[str] = (),
@@ -91,6 +96,13 @@ def write_model_card(
         task: of `dpllm.config.TASKS`; None: another, whose class the configuration names.
         adapter: whether the folder holds a PEFT adapter rather than a model.
         num_labels: number of classes; needed for an adapter of a classifier, whose base model has no such head.
+        base_arguments: arguments with which the base model of an adapter is loaded, by name; None: the number of
+            classes.
+        embedding_rows: number of tokens of an adapter's embedding, if tokens were added to the base model.
+        subfolder: the folder of the adapter inside ``folder``; None: it is in ``folder``.
+        loading_class: name of the class of transformers that loads the model, or the base model of an adapter; None:
+            that of the task.
+        own_class: name of the model's class if it is not one of transformers, so that its own code must load it.
         language: ISO codes; None: those that people noted in the report, or left out.
         license: the Hub's identifier, or the name of another license; None: as for the language.
         tags: for the metadata, beside those of dpllm and those of the earlier card.
@@ -132,8 +144,11 @@ def write_model_card(
         base=base,
         task=task,
         adapter=adapter,
-        auto_class=TASKS[task].auto_class if task else None,
-        num_labels=num_labels,
+        auto_class=(loading_class or TASKS[task].auto_class) if task else None,
+        arguments={"num_labels": num_labels} if base_arguments is None and num_labels else base_arguments or {},
+        embedding_rows=embedding_rows,
+        within={} if subfolder is None else {"subfolder": subfolder},
+        own_class=own_class,
         has_tokenizer=(folder / "tokenizer_config.json").is_file(),
     )
     write_pages(folder, {CARD_FILE: card}, ledger)

@@ -72,6 +72,7 @@ def template(name: str) -> jinja2.Template:
         **{"epsilon": _epsilon, "delta": format_delta, "one_in": one_in, "chance": _chance, "share": _share},
         **{"rho": _rho, "cell": _cell, "verbatim": _Verbatim, "width": _width, "code": _code, "ceiling": _ceiling},
         **{"command": _command, "words": _words, "percent": format_percent},
+        **{"literal": lambda value: _Verbatim(repr(value))},
     )
     environment.globals.update(method_of=method_of)
     environment.globals.update(not_filled=NOT_FILLED, sections=SECTIONS, glossary=glossary(), utility_file=UTILITY_FILE)

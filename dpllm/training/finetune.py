@@ -193,6 +193,7 @@ def run(recipe: Recipe) -> int:
     trainer, held_out = trainer_of(recipe, args, start, (train_records, eval_records), num_labels, before)
     before.held_out = held_out if not resume else None
     trainer.add_callback(End(phases))
+    trainer.add_callback(WhenAttached(lambda: phases.say(trainer.rehearsal or "")))
     trainer.declared_points, trainer.notes = start.declared, noted(recipe)
     add_sources(trainer.sources, recipe, start, train_records, eval_records)
     if args.should_save:  # not earlier: a refused resume leaves the folder unchanged

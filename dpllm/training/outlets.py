@@ -15,13 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
+from huggingface_hub.constants import HF_HUB_OFFLINE
+from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
+from huggingface_hub.utils import validate_repo_id
 from peft import PeftModel
 from transformers import Trainer
 from transformers.utils import logging
 
 from dpllm.config import TASKS, ConfigError
 from dpllm.engines.processes import Processes
-from dpllm.models.tasks import task_of
+from dpllm.models.loading import changes_of_base
+from dpllm.models.tasks import is_of_transformers, loading_class, task_of
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.rounding import epsilon_to_log
@@ -82,14 +86,23 @@ class StartingModel:
             base_model: the base model's Hub id. None: `name`.
             metadata: other arguments of `dpllm.report.model_card.write_model_card`.
         """
-        config = getattr(trained, "config", None)
+        config, adapter = getattr(trained, "config", None), isinstance(trained, PeftModel)
+        arguments, rows = changes_of_base(trained) if adapter else ({}, None)
+        name = trained.active_adapter if adapter else "default"
+        inner = trained.get_base_model() if adapter else trained
+        known = is_of_transformers(inner)
         write_model_card(
             folder,
             report,
             base_model=base_model or self.name or None,
             task=self.task,
-            adapter=isinstance(trained, PeftModel),
+            adapter=adapter,
             num_labels=getattr(config, "num_labels", None) if self.task and TASKS[self.task].needs_labels else None,
+            base_arguments=arguments,
+            embedding_rows=rows,
+            subfolder=name if isinstance(name, str) and name != "default" else None,
+            loading_class=loading_class(inner) if known else None,
+            own_class=None if known else type(inner).__name__,
             **metadata,
         )
 
@@ -355,15 +368,34 @@ class Outlets(Trainer):
     # ------------------------------------------------------------------ uploads
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Create the repository of ``hub_model_id`` if it does not exist."""
+        """Create the repository of ``hub_model_id`` if it does not exist; with ``push_to_hub`` before any step.
+
+        Raises:
+            ConfigError: its name cannot be one of the Hub's, or there is no token.
+        """
         if not self.is_world_process_zero():
             return
-        url = HfApi().create_repo(
-            self.args.hub_model_id or Path(str(self.args.output_dir)).absolute().name,
-            token=token if token is not None else self.args.hub_token,
-            private=private if private is not None else self.args.hub_private_repo,
-            exist_ok=True,
-        )
+        name = self.args.hub_model_id or Path(str(self.args.output_dir)).absolute().name
+        try:
+            validate_repo_id(name)
+            if HF_HUB_OFFLINE and self.ledger is None:  # an upload comes later, if ever
+                logger.warning("HF_HUB_OFFLINE is set: whether %s can be uploaded to was not checked", name)
+                return
+            url = HfApi().create_repo(
+                name,
+                token=token if token is not None else self.args.hub_token,
+                private=private if private is not None else self.args.hub_private_repo,
+                exist_ok=True,
+            )
+        except HFValidationError as error:
+            raise ConfigError(
+                f"train.hub_model_id: {name!r} is no name of the Hub: write owner/name, of letters, digits, '-', '_' "
+                "and '.'"
+            ) from error
+        except LocalTokenNotFoundError as error:
+            raise ConfigError(
+                f"train.push_to_hub: there is no token for {name}: log in with `hf auth login`, or set HF_TOKEN"
+            ) from error
         self.hub_model_id, self.push_in_progress = url.repo_id, None
 
     def push_to_hub(  # type: ignore[override]  # the Trainer swallows any keyword

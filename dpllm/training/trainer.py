@@ -21,7 +21,7 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
 from dpllm.config import ConfigError, PrivacyConfig, refuse_drawn_pieces
-from dpllm.config.output_folder import check_output_folder
+from dpllm.config.output_folder import REPORTS, check_output_folder
 from dpllm.config.values import choice
 from dpllm.data.lengths import refuse_other_classes
 from dpllm.data.own_rows import refuse_own_rows
@@ -40,6 +40,7 @@ from dpllm.models.packing import refuse_unpackable
 from dpllm.models.start_weights import WeightSample
 from dpllm.models.starting_point import check_start, edited_start, refuse_changed_start, refuse_steering
 from dpllm.models.tasks import RowLoss, default_row_loss, task_of
+from dpllm.models.writing import complete_generation_config
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.checkpoints import (
     STAGING_FOLDER,
@@ -81,6 +82,7 @@ from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.signals import StopRequest, end_with_the_launcher
 from dpllm.training.trainer_run import LogicalBatches, TrainerRun
 from dpllm.training.training_log import LogKeeper
+from dpllm.training.way_out import bytes_to_write, is_whole, rehearse, until_there_is_room
 from dpllm.training.workload import UpdateRule
 
 
@@ -324,6 +326,8 @@ class DPTrainer(RowsTrainer):
         ConfigError, ValueError: an option would make the guarantee untrue; raised before any training.
     """
 
+    rehearsal: str | None = None
+    """What was rehearsed before the first step of the present or the last run, in words."""
     argument_table: ClassVar[Mapping[str, Argument]] = ARGUMENTS
     """The options of ``args`` that this trainer knows; one for a subclass of ``TrainingArguments`` adds its own."""
 
@@ -519,7 +523,7 @@ class DPTrainer(RowsTrainer):
         checkpoint = checkpoint_to_resume(folder, restart.checkpoint, self.processes)
         if self._run is None or not self._run.is_attached:
             prepared.refuse_unclippable(self._module)
-        self.processes.from_main(lambda: check_output_folder("train.output_dir", folder))
+        self._rehearse_way_out(folder, restart.continues)
         ledger = prepared.open_ledger(folder, restart.continues, self.public, self.optimizer)
         with ledger.ended_on_failure():
             self._note_outlets(ledger)
@@ -539,6 +543,25 @@ class DPTrainer(RowsTrainer):
             ConfigError: always; `dpllm tune` searches on public data, or charges its runs.
         """
         raise ConfigError(_SEARCH)
+
+    def _rehearse_way_out(self, folder: Path, continues: bool) -> None:
+        """Find out before any charge whether the model can be saved, loaded and used; on all processes together."""
+        complete_generation_config(self._module)
+
+        def on_main() -> str:
+            new = bytes_to_write(self._module, self.args, self.plan.num_steps, self._merges)
+            check_output_folder("train.output_dir", folder, REPORTS if continues else new)
+            return rehearse(
+                self._module,
+                super(DPTrainer, self)._save,
+                self.args,
+                self.processing_class,
+                self._merges,
+                self.compute_loss_context_manager,
+            )
+
+        self.rehearsal = self.processes.from_main(on_main)
+        logger.info("%s", self.rehearsal)
 
     def _freeze_unused(self) -> None:
         with self._losses.attention(self._module):
@@ -581,7 +604,10 @@ class DPTrainer(RowsTrainer):
             return result
         finally:
             run.detach()
-            run.end(folder, reason, self.notes)
+            if reason in ("failed", "interrupted"):  # what is saved of it are its checkpoints
+                run.end(folder, reason, self.notes)
+            else:
+                self._until_there_is_room(lambda: run.end(folder, reason, self.notes), folder)
 
     @property
     def _module(self) -> nn.Module:
@@ -708,10 +734,34 @@ class DPTrainer(RowsTrainer):
             return None
         with self.weights_to_release():
             whole = merged(self._module)
-        whole.save_pretrained(folder)
-        if self.processing_class is not None:
-            self.processing_class.save_pretrained(folder)
+
+        def write() -> None:
+            whole.save_pretrained(folder)
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(folder)
+
+        self._until_there_is_room(write, folder)
         return whole
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Write the model's files; at the end of a run, again until the disk has room for them."""
+
+        def save(folder: Path) -> None:  # which takes weights out of the dictionary
+            super(DPTrainer, self)._save(str(folder), None if state_dict is None else dict(state_dict))
+
+        folder = Path(output_dir or str(self.args.output_dir))
+        self._until_there_is_room(lambda: save(folder), folder, save)
+
+    def _until_there_is_room(
+        self, write: Callable[[], None], folder: Path, spare: Callable[[Path], None] | None = None
+    ) -> None:
+        """Write results on this process; while the run still steps, a full disk is an error, as ever."""
+        stepping = self._run is None or self._run.is_attached or self._checkpoints.is_writing
+        if not self.args.should_save or stepping:
+            return write()
+        if spare is None and is_whole(self._module):
+            spare = super()._save  # type: ignore[assignment]
+        until_there_is_room(write, folder, bytes_to_write(self._module, self.args, 0, self._merges), spare)
 
     def _save_weights(self, folder: Path, whole: bool) -> None:
         if not self.is_fsdp_enabled:

@@ -11,9 +11,13 @@ from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
     TextStreamer,
@@ -185,6 +189,37 @@ def test_a_classifier_makes_no_text(llama, tmp_path):
     AutoModelForSequenceClassification.from_pretrained(llama, num_labels=2).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(llama).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="ForSequenceClassification"):
+        load_generator(tmp_path, "cpu")
+
+
+@kills(
+    "an adapter of a classifier writes text",
+    "dpllm/models/generation.py",
+    'if kind is not None and str(getattr(kind, "value", kind)) not in _WRITERS:',
+    "if False:",
+    case="SEQ_CLS",
+)
+@pytest.mark.parametrize("kind", ["SEQ_CLS", "TOKEN_CLS", "FEATURE_EXTRACTION", "", "MaskedLM"])
+def test_an_adapter_of_another_task_makes_no_text(llama, tmp_path, kind):
+    """Its base is a language model; only the adapter, or its class, says what it was trained for."""
+    if kind == "MaskedLM":
+        BertForMaskedLM(BertConfig(hidden_size=8, num_attention_heads=1, num_hidden_layers=1)).save_pretrained(tmp_path)
+    else:
+        auto = AutoModelForTokenClassification if kind == "TOKEN_CLS" else AutoModelForSequenceClassification
+        config = LoraConfig(r=2, target_modules=["q_proj"], task_type=kind or None)
+        get_peft_model(auto.from_pretrained(llama, num_labels=2), config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(llama).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="writes no text"):
+        load_generator(tmp_path, "cpu")
+
+
+def test_a_base_without_the_weights_of_its_head_makes_no_text(llama, tmp_path):
+    """transformers would draw them at random."""
+    model = LlamaForCausalLM.from_pretrained(llama, tie_word_embeddings=False)
+    state = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
+    model.save_pretrained(tmp_path, state_dict=state)
+    AutoTokenizer.from_pretrained(llama).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="lm_head"):
         load_generator(tmp_path, "cpu")
 
 

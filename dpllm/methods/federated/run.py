@@ -16,7 +16,6 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
-from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, TrainingArguments, get_scheduler
 
 from dpllm.config import RECIPE_FILE, ConfigError, Recipe, save_recipe
@@ -53,7 +52,6 @@ from dpllm.privacy.rounding import format_delta, format_epsilon
 from dpllm.privacy.unfinished import is_used
 from dpllm.report.definition import FEDERATED, SECURE, TRUSTED, WHO_SEES
 from dpllm.report.disclosures import HELD_OUT
-from dpllm.report.model_card import write_model_card
 from dpllm.report.release_notes import keep_utility
 from dpllm.report.statement import MARKDOWN_FILE, write_report
 from dpllm.training.arguments import training_arguments
@@ -61,10 +59,12 @@ from dpllm.training.evaluation import Measurement
 from dpllm.training.finetune import Start, add_sources, console, evaluated, noted, public_start, show
 from dpllm.training.held_out import HeldOut, HeldOutRows
 from dpllm.training.noted import PrivateSources, note_data, note_units
+from dpllm.training.outlets import StartingModel
 from dpllm.training.preflight import PLAIN, check_recipe
 from dpllm.training.screen import Phases
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.signals import StopRequest, exit_code
+from dpllm.training.way_out import bytes_to_write, rehearse, until_there_is_room
 
 TRAIN_KEYS = (
     *("output_dir", "max_steps", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
@@ -287,6 +287,7 @@ class Server:
             num_training_steps=plan.num_steps,
         )
         require_rounds(plan, clients, weights)  # before anything is charged
+        phases.say(rehearse(self.model, self._save, self._args, self._start.tokenizer))
         ledger = SharedLedger.create(
             self.folder / LEDGER_FILE, plan, Processes(), self._start.public, recipe.privacy.budget_file
         )
@@ -344,18 +345,20 @@ class Server:
             ledger.append_disclosure(HELD_OUT, len(figures))
             keep_utility(self.folder, figures)
         files = snapshot(self.folder)
-        self.model.save_pretrained(self.folder)
-        self._start.tokenizer.save_pretrained(self.folder)
+        needed = bytes_to_write(self.model, self._args, 0, merges=False)
+        until_there_is_room(lambda: self._save(self.folder), self.folder, needed, self._save)
         note_release(ledger, self.folder, files)
         ledger.append_end(COMPLETED, independent=self._recipe.privacy.stop == "independent")
         elsewhere = () if public else tuple(figures)
         notes = dataclasses.replace(noted(self._recipe), utility=figures if public else {}, utility_elsewhere=elsewhere)
         report = write_report(self.folder, self._plan, read_ledger(ledger.path), notes, opened=ledger)
-        base = self._recipe.model.name
-        adapter = isinstance(self.model, PeftModel)
-        task = self._recipe.model.task
-        write_model_card(self.folder, report, base_model=base, task=task, adapter=adapter, ledger=ledger)
+        start = StartingModel(self._recipe.model.name, self._recipe.model.task)
+        start.write_card(self.folder, report, self.model, ledger=ledger)
         phases.end()
+
+    def _save(self, folder: str | Path, state: dict[str, Any] | None = None) -> None:
+        self.model.save_pretrained(folder, state_dict=state)
+        self._start.tokenizer.save_pretrained(folder)
 
     def _figures(self, before: Measurement | None, after: Measurement | None) -> dict[str, str]:
         found = {"before": before, "after": after}
