@@ -7,6 +7,7 @@ same keys.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from dpllm.config import values
 from dpllm.config.metrics import check_names
@@ -100,7 +101,9 @@ class RecordFormat(PreferenceColumns):
     completion_column: str = "completion"
     """Column with the part of a record that has loss ("prompt_completion")."""
     messages_column: str = "messages"
-    """Column with a list of {role, content} ("chat")."""
+    """Column with a list of {role, content}, or of {from, value} ("chat")."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template for all records, such as {enable_thinking: false} ("chat", "preference")."""
     label_column: str = "label"
     """Column with the class, a list of classes, or numbers ("classification")."""
     words_column: str = "words"
@@ -121,6 +124,11 @@ class RecordFormat(PreferenceColumns):
             if item.name.endswith("_column"):
                 values.text(item.name, getattr(self, item.name))
         values.choice("format", self.format, FORMATS)
+        given = self.chat_template_kwargs
+        if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
+            raise ConfigError(
+                f"chat_template_kwargs must be names and values, such as {{enable_thinking: false}}, got {given!r}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,15 @@ from transformers import PreTrainedTokenizerBase
 from dpllm.config import TASKS, ConfigError, DataConfig, RecordFormat, read_section
 from dpllm.config.tasks import labels_of
 from dpllm.data.lengths import TOKENS
-from dpllm.data.records import DataError, check_column, check_records, required_columns, with_class_numbers
+from dpllm.data.messages import CONVERSATIONS
+from dpllm.data.records import (
+    DataError,
+    check_column,
+    check_records,
+    columns_read,
+    required_columns,
+    with_class_numbers,
+)
 from dpllm.data.tokenization import tokenize_records
 from dpllm.data.values import ColumnKinds
 
@@ -104,7 +112,7 @@ class RowMaker:
         tokenizer = self._require_tokenizer(words, columns)
         for name in keep:
             check_column(columns, name, words)
-        records = _table(dataset, [*required_columns(config), *keep], words)
+        records = _table(dataset, [*columns_read(config, columns), *keep], words)
         if config.format == "classification":
             records = with_class_numbers(records, self._named(records, config), words)
         config = self._named(records, config)
@@ -113,7 +121,7 @@ class RowMaker:
 
     def _config(self, columns: Sequence[str], words: str) -> DataConfig:
         limit = min(LONGEST, self.longest, int(getattr(self.tokenizer, "model_max_length", LONGEST)))
-        given = {"path": words, "max_length": limit, **self.keys}
+        given = {"path": words, "max_length": limit, **self._keys(columns)}
         if "format" not in given:
             given["format"] = self._format(columns, words)
         return read_section(DataConfig, given, "DPTrainer", "data")
@@ -121,11 +129,11 @@ class RowMaker:
     def _format(self, columns: Sequence[str], words: str) -> str:
         """Return the form of the records whose columns are all there."""
         forms = [form for form in TASKS[str(self.task)].formats if form != _PAIRS]
-        names = {form: required_columns(self._of(form)) for form in forms}
+        names = {form: required_columns(self._of(form, columns)) for form in forms}
         found = [form for form in forms if set(names[form]) <= set(columns)]
         if len(found) == 1:
             return found[0]
-        if set(required_columns(self._of(_PAIRS))) <= set(columns):
+        if set(required_columns(self._of(_PAIRS, columns))) <= set(columns):
             raise ConfigError(f"{words} has two answers for each prompt: use dpllm.DPDPOTrainer, which compares them")
         if found:
             raise ConfigError(
@@ -139,8 +147,13 @@ class RowMaker:
             "another task (model={'name': ..., 'task': ...})"
         )
 
-    def _of(self, form: str) -> RecordFormat:
-        return RecordFormat(**{k: v for k, v in self.keys.items() if k.endswith("_column")}, format=form)
+    def _of(self, form: str, columns: Sequence[str]) -> RecordFormat:
+        return RecordFormat(**{k: v for k, v in self._keys(columns).items() if k.endswith("_column")}, format=form)
+
+    def _keys(self, columns: Sequence[str]) -> dict[str, Any]:
+        """Return the keys, with the name that ShareGPT and TRL give a column of conversations."""
+        named = "messages" not in columns and CONVERSATIONS in columns
+        return {**({"messages_column": CONVERSATIONS} if named else {}), **self.keys}
 
     def _named(self, records: datasets.Dataset, config: DataConfig) -> DataConfig:
         """Return the description with the model's class names where labels are text and no names were given."""

@@ -25,9 +25,9 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from dpllm.config import TASKS, ConfigError, DataConfig
 from dpllm.config.data_section import FORMATS
 from dpllm.data.aligned import aligned, answer_of
-from dpllm.data.chat import encode_chats
+from dpllm.data.chat import SILENT, encode_chats
 from dpllm.data.labels import IGNORE
-from dpllm.data.records import DataError, check_column, check_records, keep_notes
+from dpllm.data.records import CHATS, DataError, check_column, check_records, keep_notes
 from dpllm.data.scratch import store
 
 logger = logging.getLogger(__name__)
@@ -120,8 +120,9 @@ def tokenize_records(
         "records_truncated": maker.counts["truncated"],
         "records_split": maker.counts["split"],
         "max_length": config.max_length,
+        **({SILENT: maker.counts[SILENT]} if config.format == "chat" else {}),
     }
-    keep_notes(records, rows, tokenization=info)
+    keep_notes(records, rows, tokenization=info, **({CHATS: "turns"} if config.format == "chat" else {}))
     logger.info("tokenized %s", info)
     return rows
 
@@ -157,6 +158,7 @@ def _features(records: datasets.Dataset, keep: Sequence[str], task: str, with_ty
 def tokenization_info(rows: datasets.Dataset) -> dict[str, int]:
     """Return the counts of `tokenize_records`: records, rows, records_truncated, records_split, max_length.
 
+    Those of chats also have the number of an assistant's turns that have no loss (`dpllm.data.chat.SILENT`).
     The counts are properties of the private text; ε does not cover them when they are written out.
 
     Raises:
@@ -255,7 +257,8 @@ class _RowMaker:
         """Return one whole example per record."""
         config = self.config
         if config.format == "chat":
-            return encode_chats(batch[config.messages_column], self.tokenizer, record_numbers)
+            chats, options = batch[config.messages_column], config.chat_template_kwargs
+            return encode_chats(chats, self.tokenizer, record_numbers, batch, options, self.counts)
         if config.format == "classification":
             labels = [self._label(*pair) for pair in zip(batch[config.label_column], record_numbers, strict=True)]
             return list(zip(self._ids(batch[config.text_column]), labels, strict=True))
