@@ -334,7 +334,7 @@ def encode_chats(
     chats: Sequence[Any],
     tokenizer: PreTrainedTokenizerBase,
     record_numbers: Sequence[int],
-    columns: Mapping[str, Sequence[Any]] | None = None,
+    records: Sequence[Mapping[str, Any]] | None = None,
     options: Mapping[str, Any] | None = None,
     counts: Counter[str] | None = None,
 ) -> list[tuple[list[int], list[int]]]:
@@ -344,7 +344,7 @@ def encode_chats(
         chats: conversations, in a form of `dpllm.data.messages`.
         tokenizer: a fast one with a chat template.
         record_numbers: the chats' record numbers, for error messages.
-        columns: of the records, of which those beside a conversation are read.
+        records: columns of each record, of which those beside its conversation are read.
         options: variables of the template for all records.
         counts: gets the number of turns `SILENT`, a property of the private text.
 
@@ -358,9 +358,8 @@ def encode_chats(
     if not tokenizer.is_fast:
         raise ConfigError("data.format='chat' needs a fast tokenizer (one with tokenizer.json); this model has none")
     examples = []
-    for place, (messages, number) in enumerate(zip(chats, record_numbers, strict=True)):
-        beside = {name: values[place] for name, values in (columns or {}).items()}
-        chat = read_chat(messages, template, f"record {number}", beside, options)
+    for messages, number, record in zip(chats, record_numbers, records or [{}] * len(chats), strict=True):
+        chat = read_chat(messages, template, f"record {number}", record, options)
         try:
             examples.append(_encode(chat, template, f"record {number}", Counter() if counts is None else counts))
         except (DataError, ConfigError):

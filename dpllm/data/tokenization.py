@@ -258,7 +258,8 @@ class _RowMaker:
         config = self.config
         if config.format == "chat":
             chats, options = batch[config.messages_column], config.chat_template_kwargs
-            return encode_chats(chats, self.tokenizer, record_numbers, batch, options, self.counts)
+            records = [dict(zip(batch, cells, strict=True)) for cells in zip(*batch.values(), strict=True)]
+            return encode_chats(chats, self.tokenizer, record_numbers, records, options, self.counts)
         if config.format == "classification":
             labels = [self._label(*pair) for pair in zip(batch[config.label_column], record_numbers, strict=True)]
             return list(zip(self._ids(batch[config.text_column]), labels, strict=True))
