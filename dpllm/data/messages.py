@@ -195,7 +195,8 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     if isinstance(arguments, str) and (isinstance(decoded, Mapping) or not arguments.strip()):
         arguments = decoded or {}
     others = {k: v for k, v in call.items() if k == "id" or ("function" in call and k not in ("type", "function"))}
-    return {"type": "function", "function": {**function, "arguments": arguments}, **others}
+    rest = {key: function[key] for key in function if key not in ("name", "arguments")}
+    return {"type": "function", "function": {"name": function["name"], "arguments": arguments, **rest}, **others}
 
 
 def _tool(tool: Any, where: str) -> Any:
