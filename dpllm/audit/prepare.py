@@ -165,6 +165,7 @@ def prepare(recipe: Recipe, folder: str | Path, options: CanaryOptions | None = 
     num_more = options.num if options.num_candidates is None else options.num_candidates
     _check_size((options.num + num_more) * per_unit, recipe, options)
     train, held_out = load_train_and_eval(recipe.data, recipe.privacy)
+    _refuse_other_chats(train, recipe.data)
     public = load_records(recipe.public_pretrain.data) if recipe.public_pretrain else None
     public_texts = public[recipe.public_pretrain.data.text_column] if public and recipe.public_pretrain else None
     tokenizer = load_tokenizer(recipe.model, public_texts)
@@ -345,6 +346,19 @@ def _new_users(train: datasets.Dataset, column: str | None, num: int) -> list[An
         return list(found)
     first = int(max(present)) + 1
     return [first + int(number) for number in secret_rng().permutation(num)]
+
+
+def _refuse_other_chats(train: datasets.Dataset, config: RecordFormat) -> None:
+    """Refuse conversations in a form that a canary, which has messages with a role and a content, does not fit."""
+    if config.format != "chat":
+        return
+    message = getattr(train.features[config.messages_column], "feature", None)
+    kinds = [getattr((message or {}).get(key), "dtype", None) for key in ("role", "content")]
+    if not {*kinds} <= {"string", "large_string"}:
+        raise AuditError(
+            f"data.messages_column={config.messages_column!r} holds chats in another form than {{role, content}}, which "
+            "a canary does not fit: write role and content, as texts, into a copy of the data for the audit"
+        )
 
 
 def _insert(train: datasets.Dataset, canaries: Sequence[Canary], recipe: Recipe, repetitions: int) -> datasets.Dataset:
