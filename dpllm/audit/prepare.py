@@ -356,8 +356,8 @@ def _refuse_other_chats(train: datasets.Dataset, config: RecordFormat) -> None:
     kinds = [getattr((message or {}).get(key), "dtype", None) for key in ("role", "content")]
     if not {*kinds} <= {"string", "large_string"}:
         raise AuditError(
-            f"data.messages_column={config.messages_column!r} holds chats in another form than {{role, content}}, which "
-            "a canary does not fit: write role and content, as texts, into a copy of the data for the audit"
+            f"data.messages_column={config.messages_column!r} holds chats in another form than {{role, content}}, "
+            "which a canary does not fit: write role and content, as texts, into a copy of the data for the audit"
         )
 
 

@@ -45,6 +45,7 @@ _CLOCK = (  # the empty expression keeps a line break at the beginning of the te
 _MARKS_ASSISTANT = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DRAWS = re.compile(r"\|\s*random\b|['\"]random['\"]|\blipsum\b")  # all that Jinja has
 _OWN = ("messages", "tools", "documents", "add_generation_prompt")  # no variables of a record
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # texts of a message beside its content
 _LONG = 24  # characters: a shorter text may be in the rendering by chance
 _PROBE = ("Where is the lighthouse?", "Behind the dunes.", "And the harbour?", "South of the town.")
 
@@ -173,8 +174,9 @@ class ChatTemplate:
             DataError: the template leaves a message, tool calls, tools or documents out.
         """
         whole = self.text(chat) if text is None else text
-        for name in ("tools", "documents"):
-            if getattr(chat, name) and self._is_same(replace(chat, **{name: None}), whole):
+        without = {"tools": replace(chat, tools=None), "documents": replace(chat, documents=None)}
+        for name, other in without.items():
+            if getattr(chat, name) and self._is_same(other, whole):
                 raise DataError(
                     f"{where} has {name}, and the chat template leaves them out: choose a model whose template writes "
                     f"{name}, or remove the column '{name}'"
@@ -186,14 +188,22 @@ class ChatTemplate:
                     f"{where} has tool calls, and the chat template leaves them out: choose a model whose template "
                     "writes them, or write the calls into the content of the message"
                 )
+        for name in _REASONING:
+            if any(message.get(name) for message in chat.messages) and name not in self.source(chat.tools):
+                raise DataError(
+                    f"{where} has '{name}' in a message, and the chat template leaves it out: write it into the "
+                    "content, as the model marks it, or leave it out of the data"
+                )
         for position, message in enumerate(chat.messages):
             said = message["content"].strip()
-            if message["role"] == "assistant" or not said or (len(said) >= _LONG and said in whole):
+            if not said or (len(said) >= _LONG and said in whole):
                 continue
-            other = [*chat.messages]
-            other[position] = {**message, "content": "0" if said != "0" else "1"}
-            if self._is_same(replace(chat, messages=other), whole):
-                raise DataError(f"{where}: the chat template leaves message {position} out: {_remedy(message)}")
+            changed = [*chat.messages]
+            changed[position] = {**message, "content": "0" if said != "0" else "1"}
+            if self._is_same(replace(chat, messages=changed), whole):
+                raise DataError(
+                    f"{where}: the chat template leaves the text of message {position} out: {_remedy(message)}"
+                )
 
     def _is_same(self, chat: Chat, whole: str) -> bool:
         try:
@@ -432,4 +442,6 @@ def _made_up(texts: Sequence[str]) -> Chat:
 def _remedy(message: Mapping[str, Any]) -> str:
     if message["role"] in (SYSTEM, "developer"):
         return "put its text at the beginning of the first message of the user, or choose a model that takes it"
+    if "tool_calls" in message:
+        return "put it into a message of its own before the tool calls, or leave it out of the data"
     return "choose a model whose template writes messages of this role, or write their text into another message"

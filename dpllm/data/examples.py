@@ -110,7 +110,8 @@ class Tokens:
 
     def refusal(self, number: int, example: Mapping[str, Any], error: Exception) -> DataError:
         """Return the error for an example that the chat template, or the tokenizer, does not accept."""
-        messages = [one for name in _PARTS for one in (example.get(name) if is_conversation(example.get(name)) else ())]
+        parts = [example[name] for name in _PARTS if is_conversation(example.get(name))]
+        messages = [message for part in parts for message in part]
         return self.chats.refusal(error, _chat(example, messages), f"row {number}")
 
 

@@ -240,7 +240,7 @@ SYSTEM = [*trl_data.says("system", "Be kind."), *TALK]
     ("style", "record", "error", "says"),
     [
         ("gemma", {"messages": SYSTEM}, DataError, "takes no system turn.*first message of the user"),
-        (DROPS, {"messages": SYSTEM}, DataError, "leaves message 0 out.*first message of the user"),
+        (DROPS, {"messages": SYSTEM}, DataError, "leaves the text of message 0 out.*first message of the user"),
         ("gemma", {"messages": [*TALK, *TALK[1:]]}, DataError, "roles must alternate.*their order"),
         ("chatml", {"messages": CALLED}, DataError, "has tool calls, and the chat template leaves them out"),
         ("chatml", {"messages": TALK, "tools": [FERRY]}, DataError, "has tools, and the chat template leaves"),
@@ -262,6 +262,18 @@ SYSTEM = [*trl_data.says("system", "Be kind."), *TALK]
             "message 0 has a part that is no text",
         ),
         ("chatml", {"messages": [TALK[0], {"role": "assistant", "content": None}]}, DataError, "no text in 'content'"),
+        (
+            "llama",
+            {"messages": [TALK[0], {**CALLED[1], "content": "I look at the timetable first."}, *CALLED[2:]]},
+            DataError,
+            "leaves the text of message 1 out.*message of its own",
+        ),
+        (
+            "chatml",
+            {"messages": [TALK[0], {**TALK[1], "reasoning_content": "The pier has moved."}]},
+            DataError,
+            "has 'reasoning_content' in a message",
+        ),
         (None, {"messages": TALK}, ConfigError, "needs a tokenizer with a chat template"),
     ],
 )
@@ -397,5 +409,9 @@ def test_the_released_model_ends_where_a_turn_ends(way, tmp_path):
     run.save_model()
     saved = GenerationConfig.from_pretrained(tmp_path / "run").eos_token_id
     assert saved == [made.eos_token_id, made.convert_tokens_to_ids("<|im_end|>")]
-    assert set(saved) <= set(load_generator(tmp_path / "run").ends)
+    generator = load_generator(tmp_path / "run")
+    assert (
+        set(saved) <= set(generator.ends)
+        and generator.encode(TALK[:1]) == made(prompt_of_chat(TALK[:1], made)).input_ids[1:]
+    )
     assert (str(saved) in (tmp_path / "run" / "README.md").read_text()) == (way == "adapter")
