@@ -267,10 +267,12 @@ class ChatTemplate:
         found = []
         if self._changes(_PROBE):
             found.append("The chat template renders an assistant's earlier turns differently from its last one")
+            silent = "earlier turns"
         elif self._changes([_PROBE[0], f"<think>\nIt is near.\n</think>\n\n{_PROBE[1]}", *_PROBE[2:]]):
             found.append("The chat template leaves the reasoning (<think>) of an assistant's earlier turns out")
+            silent = "earlier turns with reasoning"
         if found and masked:
-            found[0] += ", so these earlier turns have no loss. To train on each turn, make one record up to each"
+            found[0] += f", so {silent} have no loss. To train on each turn, make one record up to each"
         text = self._probe(_PROBE[:2])
         if text is not None and self.turn_end() is None:
             found.append(
