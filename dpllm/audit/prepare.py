@@ -44,7 +44,7 @@ from dpllm.audit.kinds import KINDS, RANDOM_TOKENS, RARE_SUFFIX, SAMPLED, Pair, 
 from dpllm.audit.kinds import sampled as sampled_texts
 from dpllm.audit.power import power
 from dpllm.config import RECIPE_FILE, DataConfig, ModelConfig, Recipe, nearest, recipe_to_dict, save_recipe
-from dpllm.config.formats.record_format import Text
+from dpllm.config.formats.record_format import Chat, Text
 from dpllm.config.recipe import refuse_trainer
 from dpllm.data.rows import load_records, load_train_and_eval, tokenization_info, tokenize_records, unit_index_of
 from dpllm.data.units import UnitIndex
@@ -166,6 +166,7 @@ def prepare(recipe: Recipe, folder: str | Path, options: CanaryOptions | None = 
     num_more = options.num if options.num_candidates is None else options.num_candidates
     _check_size((options.num + num_more) * per_unit, recipe, options)
     train, held_out = load_train_and_eval(recipe.data, recipe.privacy)
+    _refuse_other_chats(train, recipe.data)
     public = load_records(recipe.public_pretrain.data) if recipe.public_pretrain else None
     public_texts = public[recipe.public_pretrain.data.text_column] if public and recipe.public_pretrain else None
     tokenizer = load_tokenizer(recipe.model, public_texts)
@@ -346,6 +347,19 @@ def _new_users(train: datasets.Dataset, column: str | None, num: int) -> list[An
         return list(found)
     first = int(max(present)) + 1
     return [first + int(number) for number in secret_rng().permutation(num)]
+
+
+def _refuse_other_chats(train: datasets.Dataset, config: DataConfig) -> None:
+    """Refuse conversations in a form that a canary, which has messages with a role and a content, does not fit."""
+    if config.form.holds is not Chat:
+        return
+    message = getattr(train.features[config.messages_column], "feature", None)
+    kinds = [getattr((message or {}).get(key), "dtype", None) for key in ("role", "content")]
+    if not {*kinds} <= {"string", "large_string"}:
+        raise AuditError(
+            f"data.messages_column={config.messages_column!r} holds chats in another form than {{role, content}}, "
+            "which a canary does not fit: write role and content, as texts, into a copy of the data for the audit"
+        )
 
 
 def _insert(train: datasets.Dataset, canaries: Sequence[Canary], recipe: Recipe, repetitions: int) -> datasets.Dataset:

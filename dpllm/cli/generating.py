@@ -319,7 +319,8 @@ def _read(path: Path, column: str | None) -> list[Prompt]:
 
 def _is_prompt(value: Any) -> bool:
     if isinstance(value, list):
-        return bool(value) and all(isinstance(one, dict) and {"role", "content"} <= set(one) for one in value)
+        forms = {"role", "content"}, {"from", "value"}
+        return bool(value) and all(isinstance(one, dict) and any(form <= set(one) for form in forms) for one in value)
     return isinstance(value, str)
 
 

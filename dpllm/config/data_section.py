@@ -7,6 +7,7 @@ same keys.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from dpllm.config import values
 from dpllm.config.formats.catalogue import COLUMNS, FORMATS, RecordColumns
@@ -82,7 +83,7 @@ class HeldOutData(Topic):
 class DataConfig(RecordColumns, HeldOutData, DataSource):
     """Where the records are, and how a record becomes rows.
 
-    Its keywords are those of `DataSource`, `HeldOutData` and `RecordColumns`, and these five.
+    Its keywords are those of `DataSource`, `HeldOutData` and `RecordColumns`, and these six.
 
     Raises:
         ConfigError: a value is of the wrong kind or out of range, or two values contradict each other.
@@ -98,6 +99,8 @@ class DataConfig(RecordColumns, HeldOutData, DataSource):
     """Encoding of .jsonl, .json, .csv, .tsv and .txt files, such as "latin-1" or "cp1252"."""
     class_names: list[str] | None = None
     """Names of all classes, in order ("classification", "tokens"): public facts, never collected from the records."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template for all records, such as {enable_thinking: false} ("chat", "preference")."""
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -115,6 +118,11 @@ class DataConfig(RecordColumns, HeldOutData, DataSource):
             raise ConfigError(
                 f"encoding={self.encoding!r} is unknown; usual: utf-8, latin-1, cp1252, utf-16"
             ) from error
+        given = self.chat_template_kwargs
+        if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
+            raise ConfigError(
+                f"chat_template_kwargs must be names and values, such as {{enable_thinking: false}}, got {given!r}"
+            )
         classes = self.class_names
         if classes is not None and not (
             isinstance(classes, list)

@@ -1,14 +1,13 @@
 """Examples in the shapes that TRL documents, and their tokens: texts, prompts with completions, conversations.
 
 Place in the flow: below `dpllm.data.supervised` and `dpllm.data.preferences`, which make rows of examples. TRL decides
-which values are conversations, and renames their keys; a tokenizer of transformers makes the tokens, with the calls
-that TRL makes. Each example is read by itself: TRL takes the shape of all examples from the first one, and here an
-example of another shape is an error.
+which values are conversations; a tokenizer of transformers makes the tokens, with the calls that TRL makes. Each
+example is read by itself: TRL takes the shape of all examples from the first one, and here an example of another shape
+is an error.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,18 +15,26 @@ from typing import Any
 import datasets
 import pyarrow as pa
 from datasets.utils import tqdm
-from jinja2.exceptions import TemplateError
 
 from dpllm.config import ConfigError
 from dpllm.config.extras import require
-from dpllm.data.chat import refuse_random, with_fixed_date
-from dpllm.data.records import DataError, check_column
+from dpllm.data.chat import Chat, ChatTemplate
+from dpllm.data.messages import (
+    BESIDE,
+    CONVERSATIONS,
+    OPTIONS,
+    SYSTEM,
+    is_conversation,
+    read_beside,
+    read_messages,
+    refuse_weights,
+    with_system,
+)
+from dpllm.data.records import CHATS, DataError, check_column
 from dpllm.data.scratch import store
 from dpllm.data.values import own_value
 
 _AT_A_TIME = 256  # rows of a table that is written
-REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""Errors that a template, which is a program, or a tokenizer raises for an example that it cannot use."""
 
 
 def require_trl(purpose: str) -> Any:
@@ -58,14 +65,17 @@ class Tokens:
     template: str | None = None
 
     def __post_init__(self) -> None:
-        """Give the template a fixed date: rows must be the same on every process, and after a resume.
+        """Check the template.
 
         Raises:
             ConfigError: the template draws random numbers.
         """
-        refuse_random(self.template or self.tokenizer.chat_template)
-        if self.template or self.tokenizer.chat_template:
-            object.__setattr__(self, "template", with_fixed_date(self.tokenizer, self.template))
+        self.chats  # noqa: B018 (checks it)
+
+    @property
+    def chats(self) -> ChatTemplate:
+        """The template that conversations are rendered with."""
+        return ChatTemplate(self.tokenizer, self.template)
 
     def of(
         self, example: Mapping[str, Any], part: str | list[Any], opened: bool = False, said: bool = False
@@ -73,44 +83,76 @@ class Tokens:
         """Return "input_ids" of a text or a conversation; and "assistant_masks", if they are asked for.
 
         Args:
-            example: may have "tools" and "chat_template_kwargs" for the template.
+            example: of `read_examples`.
             part: of the example.
             opened: whether the opening of the assistant's next turn follows.
             said: whether to mark the assistant's words.
         """
         if isinstance(part, str):
             return self.tokenizer(text=part, verbose=False)
-        tools = example.get("tools")
         options: dict[str, Any] = {"return_assistant_tokens_mask": True} if said else {}
-        return self.tokenizer.apply_chat_template(
-            part,
-            tokenize=True,
-            return_dict=True,
-            chat_template=self.template,
-            tools=(json.loads(tools) if isinstance(tools, str) else tools) or None,
-            add_generation_prompt=opened,
-            **options,
-            **(example.get("chat_template_kwargs") or {}),
-        )
+        chat = _chat(example, part)
+        return self.chats.apply(chat, tokenize=True, return_dict=True, add_generation_prompt=opened, **options)
+
+    def refuse_omissions(self, number: int, example: Mapping[str, Any], messages: list[Any]) -> None:
+        """Check that the template writes all that an example has.
+
+        Args:
+            number: of the example.
+            example: of `read_examples`.
+            messages: its whole conversation.
+
+        Raises:
+            DataError: it leaves something out, or a message has the weight 0.
+        """
+        refuse_weights(messages, f"row {number}")
+        self.chats.refuse_omissions(_chat(example, messages), f"row {number}")
+
+    def refusal(self, number: int, example: Mapping[str, Any], error: Exception) -> DataError:
+        """Return the error for an example that the chat template, or the tokenizer, does not accept."""
+        parts = [example[name] for name in _PARTS if is_conversation(example.get(name))]
+        messages = [message for part in parts for message in part]
+        return self.chats.refusal(error, _chat(example, messages), f"row {number}")
 
 
-def read_examples(dataset: Any, words: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the number and the columns of each example, with the keys "role" and "content" in its conversations.
+def _chat(example: Mapping[str, Any], messages: list[Any]) -> Chat:
+    return Chat(messages, example.get("tools"), example.get("documents"), example.get(OPTIONS) or {})
+
+
+_PARTS = ("messages", "prompt", "completion", "chosen", "rejected")
+_FIRST = (("messages",), ("prompt",), ("chosen", "rejected"))  # parts that begin with a system prompt
+
+
+def read_examples(dataset: Any, words: str, tokens: Tokens) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number and the columns of each example, with its conversations in the form of `dpllm.data.messages`.
 
     Objects in a column are as no other example has changed them (`dpllm.data.values.own_value`).
 
     Args:
         dataset: a `datasets.Dataset`.
         words: name of the data set, for messages.
+        tokens: decides which roles there are.
     """
-    trl = require_trl("this data set")
     for number, row in enumerate(tqdm(dataset.with_format(None), f"tokenizing {words}")):
-        example = {name: own_value(value) if _has_objects(value) else value for name, value in row.items()}
-        yield number, trl.maybe_convert_to_chatml(example)
+        where = f"row {number}"
+        example = {name: own_value(value) if is_conversation(value) else value for name, value in row.items()}
+        if CONVERSATIONS in example:
+            example["messages"] = example.pop(CONVERSATIONS)
+        chats = [name for name in _PARTS if is_conversation(example.get(name))]
+        if chats:
+            example |= {name: read_messages(example[name], where, tokens.chats.names) for name in chats}
+            beside = read_beside(example, where)
+            tokens.chats.refuse_unused(beside.get(OPTIONS, {}), where, beside.get("tools"))
+            for name in next((names for names in _FIRST if names[0] in chats), ()):
+                example[name] = with_system(example[name], beside.get(SYSTEM), where)
+            example |= {name: beside.get(name) for name in BESIDE if name != SYSTEM}
+        yield number, example
 
 
-def _has_objects(value: Any) -> bool:
-    return isinstance(value, Mapping) or (isinstance(value, list) and bool(value) and isinstance(value[0], Mapping))
+def chats_note(dataset: Any) -> dict[str, str]:
+    """Return the note `CHATS` of the rows of examples, if they are conversations."""
+    first = dataset.with_format(None)[0]
+    return {CHATS: "all"} if any(is_conversation(first.get(name)) for name in (*_PARTS, CONVERSATIONS)) else {}
 
 
 def is_chat(number: int, example: Mapping[str, Any], parts: Sequence[str], conversational: bool | None) -> bool:
@@ -212,11 +254,3 @@ def refuse_unprepared(dataset: Any, words: str) -> None:
             f"{words} has the column '{images[0]}', and only texts are prepared here. Use dpllm.DPTrainer with a "
             "collator that calls the model's processor"
         )
-
-
-def template_refused(number: int, error: Exception) -> DataError:
-    """Return the error for an example that a chat template, or the tokenizer, does not accept."""
-    return DataError(
-        f"row {number}: the chat template refuses these messages ({' '.join(str(error).split())[:300]}): correct their "
-        "roles or their order, or leave the record out before N is counted"
-    )

@@ -20,16 +20,8 @@ import torch
 from torch import Tensor
 
 from dpllm.config import ConfigError
-from dpllm.data.examples import (
-    REFUSALS,
-    Tokens,
-    is_chat,
-    read_examples,
-    refuse_unprepared,
-    require_trl,
-    store_rows,
-    template_refused,
-)
+from dpllm.data.chat import REFUSALS
+from dpllm.data.examples import Tokens, chats_note, is_chat, read_examples, refuse_unprepared, require_trl, store_rows
 from dpllm.data.labels import IGNORE
 from dpllm.data.lengths import Limits, row_lengths
 from dpllm.data.records import DataError, keep_notes
@@ -87,22 +79,24 @@ class Preferences:
         columns: dict[str, Any] = {f"{side}_{name}": whole for side in SIDES for name in ("input_ids", "labels")}
         columns[PAIR] = datasets.Value("int64")
         rows = store_rows(self._rows(dataset, words, first), columns, dataset, keep)
-        keep_notes(dataset, rows)
+        keep_notes(dataset, rows, **chats_note(dataset))
         return rows
 
     def _rows(self, dataset: Any, words: str, first: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         trl = require_trl("this data set")
         chat: bool | None = None
         without: list[int] = []
-        for number, example in read_examples(dataset, words):
+        for number, example in read_examples(dataset, words, self.tokens):
             chat = is_chat(number, example, SIDES, chat)
             try:
                 pair = example if "prompt" in dataset.column_names else trl.extract_prompt(example)
                 row = self._of(number, pair, chat)
-            except DataError:
+                for side in SIDES if chat else ():
+                    self.tokens.refuse_omissions(number, pair, pair["prompt"] + pair[side])
+            except (DataError, ConfigError):
                 raise
             except REFUSALS as error:
-                raise template_refused(number, error) from error
+                raise self.tokens.refusal(number, example, error) from error
             if any(all(label == IGNORE for label in row[f"{side}_labels"][1:]) for side in SIDES):
                 without.append(number)
             yield {**row, PAIR: first + number}, example

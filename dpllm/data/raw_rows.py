@@ -20,11 +20,12 @@ from dpllm.config.formats.catalogue import COLUMNS, FORMATS
 from dpllm.config.formats.record_format import TextLabel, columns_in
 from dpllm.config.tasks import labels_of
 from dpllm.data.lengths import TOKENS
+from dpllm.data.messages import CONVERSATIONS
 from dpllm.data.records import DataError, check_column, check_records, with_class_numbers
 from dpllm.data.tokenization import tokenize_records
 from dpllm.data.values import ColumnKinds
 
-KEYS = (*COLUMNS, "format", "max_length", "long_records", "class_names")
+KEYS = (*COLUMNS, "format", "max_length", "long_records", "class_names", "chat_template_kwargs")
 """Keys of a recipe's section ``data`` that say how a record becomes rows, and not where it is."""
 LONGEST = 1024
 """The most tokens of a row, if nobody says and the model has room for as many."""
@@ -115,19 +116,19 @@ class RowMaker:
 
     def _config(self, columns: Sequence[str], words: str) -> DataConfig:
         limit = min(LONGEST, self.longest, int(getattr(self.tokenizer, "model_max_length", LONGEST)))
-        given = {"path": words, "max_length": limit, **self.keys}
+        given = {"path": words, "max_length": limit, **self._keys(columns)}
         if "format" not in given:
             given["format"] = self._format(columns, words)
         return read_section(DataConfig, given, "DPTrainer", "data")
 
     def _format(self, columns: Sequence[str], words: str) -> str:
         """Return the form of the records whose columns are all there."""
-        forms = [self._of(FORMATS[name]) for name in TASKS[str(self.task)].formats]
+        forms = [self._of(FORMATS[name], columns) for name in TASKS[str(self.task)].formats]
         forms = [form for form in forms if None in form.trainers]
         found = [form.name for form in forms if set(form.required) <= set(columns)]
         if len(found) == 1:
             return found[0]
-        pairs = [self._of(kind) for kind in FORMATS.values() if "dpo" in kind.trainers]
+        pairs = [self._of(kind, columns) for kind in FORMATS.values() if "dpo" in kind.trainers]
         if any(set(form.required) <= set(columns) for form in pairs):
             raise ConfigError(f"{words} has two answers for each prompt: use dpllm.DPDPOTrainer, which compares them")
         if found:
@@ -143,8 +144,14 @@ class RowMaker:
             "another task (model={'name': ..., 'task': ...})"
         )
 
-    def _of(self, kind: type[RecordFormat]) -> RecordFormat:
-        return kind(**{key: self.keys[key] for key in columns_in(kind) if key in self.keys})
+    def _of(self, kind: type[RecordFormat], columns: Sequence[str]) -> RecordFormat:
+        keys = self._keys(columns)
+        return kind(**{key: keys[key] for key in columns_in(kind) if key in keys})
+
+    def _keys(self, columns: Sequence[str]) -> dict[str, Any]:
+        """Return the keys, with the name that ShareGPT and TRL give a column of conversations."""
+        named = "messages" not in columns and CONVERSATIONS in columns
+        return {**({"messages_column": CONVERSATIONS} if named else {}), **self.keys}
 
     def _named(self, records: datasets.Dataset, config: DataConfig) -> DataConfig:
         """Return the description with the model's class names where labels are text and no names were given."""

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from dpllm.config import ConfigError, DataConfig, PrivacyUnit, nearest
 from dpllm.config.formats.record_format import Cells, TextLabel, columns_in
 from dpllm.data.corpora import BUILTIN
+from dpllm.data.messages import read_messages
 from dpllm.data.readers import (
     READERS,
     content_hash,
@@ -45,6 +46,9 @@ PARQUET_BRANCH = "refs/convert/parquet"
 
 HELD_OUT_SEED = 20240229
 """Public constant that fixes which record numbers `eval_fraction` holds out."""
+
+CHATS = "chats"
+"""Note of rows that were made of conversations: "turns" if the assistant's turns alone have loss, "all" otherwise."""
 
 MANY_COPIES = 0.01
 """Above this share of records that are exact copies of others, the report has an open point."""
@@ -223,31 +227,15 @@ def _is_text(kind: pa.DataType) -> bool:
 def _check_chats(column: pa.ChunkedArray, name: str, source: str) -> None:
     kind = column.type
     lists = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    if not lists or not (pa.types.is_struct(kind.value_type) or pa.types.is_null(kind.value_type)):
-        raise DataError(
-            f"{source}: column '{name}' holds {kind}, but a chat is a list of {{role, content}}: store it so, or set "
-            "data.messages_column"
-        )
+    objects = lists and (pa.types.is_struct(kind.value_type) or pa.types.is_null(kind.value_type))
     for start in range(0, len(column), _ROWS):
         for number, chat in enumerate(column.slice(start, _ROWS).to_pylist(), start=start):
-            check_chat(chat, number)
-
-
-def check_chat(chat: Sequence[Mapping[str, Any] | None], number: int) -> None:
-    """Raise unless a chat is a list of messages, each with a role and a content that are text.
-
-    Raises:
-        DataError: gives the number of the record and of the message.
-    """
-    if not chat:
-        raise DataError(f"record {number}: the chat has no message: {_REMEDY}")
-    for position, message in enumerate(chat):
-        for key in ("role", "content"):
-            if not isinstance(message, Mapping) or not isinstance(message.get(key), str):
+            if not objects and not (isinstance(chat, str) and chat.lstrip().startswith("[")):
                 raise DataError(
-                    f"record {number}: message {position} has no text in '{key}'; a chat is a list of "
-                    f"{{role, content}}: {_REMEDY}"
+                    f"{source}: column '{name}' holds {kind}, but a chat is a list of {{role, content}}: store it so, "
+                    "or set data.messages_column"
                 )
+            read_messages(chat, f"record {number}")
 
 
 def check_column(present: list[str], name: str, source: str) -> None:
@@ -269,6 +257,12 @@ def sources_of(records: datasets.Dataset) -> dict[str, int]:
 def has_many_copies(records: datasets.Dataset) -> bool:
     """Return whether more than `MANY_COPIES` of the loaded records are exact copies of others."""
     return bool(_notes(records).get("copies", False))
+
+
+def chats_in(rows: Any) -> str | None:
+    """Return the note `CHATS` of rows; None for rows that were made of something else."""
+    found = _notes(rows).get(CHATS)
+    return None if found is None else str(found)
 
 
 def keep_notes(records: datasets.Dataset, rows: datasets.Dataset, **more: Any) -> None:

@@ -16,16 +16,8 @@ from typing import Any
 import datasets
 
 from dpllm.config import ConfigError
-from dpllm.data.examples import (
-    REFUSALS,
-    REMEDY,
-    Tokens,
-    is_chat,
-    read_examples,
-    refuse_unprepared,
-    store_rows,
-    template_refused,
-)
+from dpllm.data.chat import REFUSALS
+from dpllm.data.examples import REMEDY, Tokens, chats_note, is_chat, read_examples, refuse_unprepared, store_rows
 from dpllm.data.labels import IGNORE
 from dpllm.data.records import DataError, keep_notes
 from dpllm.data.rows import MARKS_OF_UNITS
@@ -74,7 +66,7 @@ class Supervised:
         whole = datasets.List(datasets.Value("int32"))
         columns = {"input_ids": whole, "labels": whole}
         rows = store_rows(self._rows(dataset, parts, words), columns, dataset, keep)
-        keep_notes(dataset, rows)
+        keep_notes(dataset, rows, **chats_note(dataset))
         return rows
 
     def _parts(self, columns: Sequence[str], words: str) -> tuple[str, ...] | None:
@@ -105,7 +97,7 @@ class Supervised:
     ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         chat: bool | None = None
         without: list[int] = []
-        for number, example in read_examples(dataset, words):
+        for number, example in read_examples(dataset, words, self.tokens):
             if parts is None:
                 row = self._of_tokens(number, example)
             else:
@@ -113,10 +105,12 @@ class Supervised:
                 self._refuse_said(number, chat)
                 try:
                     row = self._of_texts(example, chat)
-                except DataError:
+                    if chat:
+                        self.tokens.refuse_omissions(number, example, [one for name in parts for one in example[name]])
+                except (DataError, ConfigError):
                     raise
                 except REFUSALS as error:
-                    raise template_refused(number, error) from error
+                    raise self.tokens.refusal(number, example, error) from error
                 if self.assistant_only and 1 not in row["assistant_masks"]:
                     raise DataError(
                         f"row {number}: the chat template marks no word of the assistant, so assistant_only_loss=True "

@@ -25,9 +25,9 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from dpllm.config import TASKS, ConfigError, DataConfig
 from dpllm.config.formats.record_format import Chat, Completion, Question, Text, TextLabel, WordTags
 from dpllm.data.aligned import aligned, answer_of
-from dpllm.data.chat import encode_chats
+from dpllm.data.chat import SILENT, encode_chats
 from dpllm.data.labels import IGNORE
-from dpllm.data.records import DataError, check_column, check_records, keep_notes
+from dpllm.data.records import CHATS, DataError, check_column, check_records, keep_notes
 from dpllm.data.scratch import store
 
 logger = logging.getLogger(__name__)
@@ -118,8 +118,9 @@ def tokenize_records(
         "records_truncated": maker.counts["truncated"],
         "records_split": maker.counts["split"],
         "max_length": config.max_length,
+        **({SILENT: maker.counts[SILENT]} if maker.form.holds is Chat else {}),
     }
-    keep_notes(records, rows, tokenization=info)
+    keep_notes(records, rows, tokenization=info, **({CHATS: "turns"} if maker.form.holds is Chat else {}))
     logger.info("tokenized %s", info)
     return rows
 
@@ -155,6 +156,7 @@ def _features(records: datasets.Dataset, keep: Sequence[str], task: str, with_ty
 def tokenization_info(rows: datasets.Dataset) -> dict[str, int]:
     """Return the counts of `tokenize_records`: records, rows, records_truncated, records_split, max_length.
 
+    Those of chats also have the number of an assistant's turns that have no loss (`dpllm.data.chat.SILENT`).
     The counts are properties of the private text; ε does not cover them when they are written out.
 
     Raises:
@@ -281,7 +283,9 @@ class _RowMaker:
         return [(p + c, [IGNORE] * len(p) + c) for p, c in zip(prompts, ends, strict=True)]
 
     def _chats(self, chats: list[Chat], numbers: list[int]) -> list[Example]:
-        return list(encode_chats([one.messages for one in chats], self.tokenizer, numbers))
+        messages, beside = [one.messages for one in chats], [one.beside for one in chats]
+        options = self.config.chat_template_kwargs
+        return encode_chats(messages, self.tokenizer, numbers, beside, options, self.counts)
 
     def _labelled(self, pairs: list[TextLabel], numbers: list[int]) -> list[Example]:
         labels = [self._label(one.label, number) for one, number in zip(pairs, numbers, strict=True)]

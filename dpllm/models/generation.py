@@ -25,12 +25,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from dpllm.config import PRETRAINED_FOLDER, TASKS, ConfigError, ModelConfig
+from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, TASKS, ConfigError, ModelConfig, load_recipe
 from dpllm.config.values import between, integer
 from dpllm.data.chat import prompt_of_chat
 from dpllm.models.load import load_tokenizer
 from dpllm.models.loading import NO_CODE, load_adapter, load_pretrained, not_loaded
 from dpllm.models.tasks import task_of_class
+from dpllm.models.writing import also_end_with, saved_ends
 from dpllm.privacy.ledger import LEDGER_FILE
 
 Prompt = str | Sequence[Mapping[str, Any]]
@@ -84,11 +85,14 @@ class TextGenerator:
         tokenizer: its own.
         sees: the most tokens of prompt and new text together; None: no limit.
         ends: tokens that end a text.
+        options: variables of the chat template, as in the training.
     """
 
-    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, model: Any, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None
+    ) -> None:
         """Take a loaded model."""
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer, self.options = model, tokenizer, dict(options or {})
         self.has_decoder = bool(model.config.is_encoder_decoder)
         self.sees = _positions(model, self.has_decoder)
         ends = model.generation_config.eos_token_id
@@ -106,7 +110,7 @@ class TextGenerator:
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the tokens of a prompt; of an empty one the token that begins or ends a text."""
         if not isinstance(prompt, str):
-            text = prompt_of_chat(prompt, self.tokenizer)
+            text = prompt_of_chat(prompt, self.tokenizer, self.options)
             return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         ids = list(self.tokenizer(prompt, verbose=False)["input_ids"])
         ids = ids[: len(ids) - self._tail] if self._tail else ids
@@ -220,8 +224,12 @@ def load_generator(folder: str | Path, device: str | torch.device | None = None)
         raise
     except Exception as error:  # any: damage raises SafetensorError, UnpicklingError, ...
         raise not_loaded("model", base, error) from error
+    if adapter:
+        also_end_with(model, saved_ends(folder))
+    recipe = folder / RECIPE_FILE
+    options = load_recipe(recipe).data.chat_template_kwargs if recipe.is_file() else {}
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return TextGenerator(model.to(device or accelerator or "cpu").eval(), tokenizer)
+    return TextGenerator(model.to(device or accelerator or "cpu").eval(), tokenizer, options)
 
 
 def _base_of(folder: Path) -> str:

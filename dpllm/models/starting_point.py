@@ -24,6 +24,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArgumen
 
 from dpllm.config import RECIPE_FILE, ConfigError, DataConfig
 from dpllm.config.recipe import PRETRAINED_FOLDER
+from dpllm.data.messages import SYSTEM
 from dpllm.data.records import DataError, text_columns
 from dpllm.engines.checksums import Checksum, values
 from dpllm.engines.optimizers import innermost
@@ -521,7 +522,8 @@ def _remedy(what: str) -> str:
 
 def _texts(records: Any, config: DataConfig) -> Iterator[list[str]]:
     """Yield the texts of each record."""
-    columns = text_columns(config)
+    beside = [SYSTEM] if config.format in ("chat", "preference") and SYSTEM in records.column_names else []
+    columns = [*text_columns(config), *beside]
     for batch in records.select_columns(columns).iter(_READ_TOGETHER):
         for record in zip(*(batch[name] for name in columns), strict=True):
             yield [text for value in record for text in _strings(value)]
@@ -531,7 +533,8 @@ def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
-        yield from _strings(value.get("content"))
+        for name in ("content", "value", "text"):  # of a message, of a turn of ShareGPT, and of a part
+            yield from _strings(value.get(name))
     elif isinstance(value, Sequence) and value and all(isinstance(word, str) for word in value):
         yield " ".join(value)
     elif isinstance(value, Sequence):

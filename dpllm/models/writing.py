@@ -6,11 +6,12 @@ Place in the flow: used by the metrics of held-out text (`dpllm.training.held_ou
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
-from transformers.utils import logging
+from transformers.utils import GENERATION_CONFIG_NAME, logging
 
 from dpllm.engines.processes import Processes
 from dpllm.models.inputs import num_positions
@@ -149,3 +150,26 @@ def _continue(
     end = config.eos_token_id
     texts = [row[:limit] for row, limit in zip(written[:, 1 if encodes else width :].tolist(), limits, strict=True)]
     return [text[: text.index(end) + 1] if end in text else text for text in texts]
+
+
+def also_end_with(model: Any, tokens: Sequence[int]) -> list[int]:
+    """Have a model end its texts with these tokens too; return all tokens that end one.
+
+    Args:
+        model: with a generation configuration, which is saved with it; one without is left as it is.
+        tokens: such as the one that closes an assistant's turn (`dpllm.data.chat.ChatTemplate.turn_end`).
+    """
+    config = getattr(model, "generation_config", None)
+    known = getattr(config, "eos_token_id", None)
+    ends = list(dict.fromkeys([*(known if isinstance(known, list) else [] if known is None else [known]), *tokens]))
+    if config is not None and ends != known and ends != [known]:
+        config.eos_token_id = ends
+    return ends
+
+
+def saved_ends(folder: Path) -> list[int]:
+    """Return the tokens that end a text by the generation configuration in a folder; none if there is no such file."""
+    if not (folder / GENERATION_CONFIG_NAME).is_file():
+        return []
+    ends = GenerationConfig.from_pretrained(str(folder)).eos_token_id
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]

@@ -20,6 +20,7 @@ import numpy as np
 from dpllm.config import ConfigError, DataConfig, ModelConfig, PrivacyConfig, Recipe
 from dpllm.config.formats.catalogue import formats_for
 from dpllm.config.formats.record_format import Chat, TextLabel, columns_in
+from dpllm.config.tasks import TASKS
 from dpllm.data.columns import texts_of
 from dpllm.data.records import DataError, load_records
 from dpllm.data.rows import unit_index_of

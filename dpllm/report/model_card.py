@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import json
 import math
 import re
 import shutil
@@ -150,9 +151,16 @@ def write_model_card(
         within={} if subfolder is None else {"subfolder": subfolder},
         own_class=own_class,
         has_tokenizer=(folder / "tokenizer_config.json").is_file(),
+        ends=_ends_in(folder) if adapter else None,
     )
     write_pages(folder, {CARD_FILE: card}, ledger)
     return path
+
+
+def _ends_in(folder: Path) -> Any:
+    """Return the tokens that end a text, which loading an adapter does not read from its folder; None: unknown."""
+    path = folder / "generation_config.json"
+    return json.loads(path.read_bytes()).get("eos_token_id") if path.is_file() else None
 
 
 def write_release_card(folder: str | Path, report: PrivacyReport) -> Path:

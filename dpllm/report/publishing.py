@@ -39,7 +39,10 @@ GUARANTEE_FILES = (CARD_FILE, MARKDOWN_FILE, HTML_FILE, JSON_FILE, PLAN_FILE, LE
 public parameters, and counts of what was written out; it holds no loss and no realised batch size."""
 
 _MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json")
-_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.safetensors.index.json")
+_ADAPTER_FILES = (
+    *("adapter_config.json", "adapter_model.safetensors", "adapter_model.safetensors.index.json"),
+    "generation_config.json",  # with the token that closes a turn, which the base model may not end with
+)
 _INDICES = ("model.safetensors.index.json", "adapter_model.safetensors.index.json")
 _WEIGHTS = ("model.safetensors", *_INDICES, "adapter_model.safetensors")
 _TOKENIZER_FILES = (

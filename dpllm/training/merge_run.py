@@ -20,6 +20,7 @@ from dpllm.models.load import load_base_model
 from dpllm.models.merging import MERGED_FOLDER, merged
 from dpllm.models.start_files import refuse_other_start
 from dpllm.models.starting_point import refuse_private_start
+from dpllm.models.writing import also_end_with, saved_ends
 from dpllm.privacy import checkpoints
 from dpllm.privacy.identity import is_finished, released_files
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
@@ -65,6 +66,7 @@ def merge_run(run: str | Path, output: str | Path | None = None, num_labels: int
     if class_names is not None:
         name_classes(base, class_names, own=True)
     whole = merged(PeftModel.from_pretrained(base, str(run)))
+    also_end_with(whole, saved_ends(run))
     whole.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     _write_guarantee(run, folder, whole, model)

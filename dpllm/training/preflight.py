@@ -20,8 +20,10 @@ from transformers.integrations import integration_utils
 
 from dpllm.config import PRETRAINED_FOLDER, ConfigError, Recipe, nearest
 from dpllm.config.extras import require
+from dpllm.config.formats.record_format import Chat
 from dpllm.config.metrics import METRICS
 from dpllm.config.output_folder import REPORTS, check_output_folder
+from dpllm.data.chat import ChatTemplate
 from dpllm.engines.errors import no_totals
 from dpllm.mechanism.catalogue import clipping_of, noise_of, with_randomness
 from dpllm.mechanism.parts import Noise, Spec, require_entries
@@ -57,7 +59,7 @@ def check_recipe(recipe: Recipe, to_train: bool = True) -> list[str]:
             installed. If false (`dpllm plan`), nothing is downloaded.
 
     Returns:
-        The parts that were not checked, one line each.
+        The parts that were not checked, and what the chat template does that people do not expect, one line each.
 
     Raises:
         ConfigError, EngineError: training would fail; the message has the remedy.
@@ -101,7 +103,12 @@ def check_recipe(recipe: Recipe, to_train: bool = True) -> list[str]:
                 "section: add one, or name a tokenizer with model.tokenizer"
             )
     elif to_train or Path(recipe.model.tokenizer or recipe.model.name or "/dev/null").is_dir():
-        load_tokenizer(recipe.model)
+        tokenizer = load_tokenizer(recipe.model)
+        if recipe.data.form.holds is Chat:
+            template = ChatTemplate(tokenizer)
+            template.source()
+            template.refuse_unused(recipe.data.chat_template_kwargs, "data")
+            unchecked += template.notes(masked=recipe.train.get("trainer") is None)
     else:
         unchecked.append("the tokenizer is not checked: model.tokenizer names no folder here")
     _check_positions(recipe, model)

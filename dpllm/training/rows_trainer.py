@@ -15,21 +15,27 @@ from typing import Any, Never, TypedDict
 
 from torch import nn
 from torch.utils.data import IterableDataset
-from transformers import TrainingArguments
+from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers.utils import logging
 
 from dpllm.config import ConfigError, PrivacyConfig, nearest, read_section
 from dpllm.config.values import shown
+from dpllm.data.chat import ChatTemplate
 from dpllm.data.lengths import input_of
 from dpllm.data.raw_rows import LONGEST, RowMaker, is_raw, is_stored
+from dpllm.data.records import chats_in
 from dpllm.engines.processes import Processes
 from dpllm.models.given import names_of_classes
 from dpllm.models.inputs import num_positions
 from dpllm.models.tasks import task_of
+from dpllm.models.writing import also_end_with
 from dpllm.training.averaging import Averaging
 from dpllm.training.checks.row_sample import refuse_reading
 from dpllm.training.fetching import refuse_unreadable
 from dpllm.training.trainer_run import TrainerRun
 from dpllm.training.training_log import CoveredTrainer
+
+logger = logging.get_logger(__name__)
 
 
 class AveragedTrainer(CoveredTrainer):
@@ -218,6 +224,23 @@ class RowsTrainer(AveragedTrainer):
         self._made += tuple((evaluation[key], held_out[key]) for key in evaluation) if several else ()
         self._made += ((evaluation, held_out),)
         return rows, held_out
+
+    def _end_with_turns(self, model: Any, tokenizer: Any, rows: Any) -> list[int]:
+        """Have a model that is trained on conversations end its texts where a turn ends.
+
+        The template is described in the log, where it does what people do not expect.
+
+        Returns:
+            The tokens that end a text; none if the rows were made of something else.
+        """
+        made = chats_in(rows)
+        if made is None or not isinstance(tokenizer, PreTrainedTokenizerBase):
+            return []
+        template = ChatTemplate(tokenizer)
+        for note in template.notes(masked=made == "turns") if Processes().is_main else ():
+            logger.warning("%s.", note)
+        end = template.turn_end()
+        return also_end_with(model, [] if end is None else [end])
 
     def _rows_of_raw(self, dataset: Any, words: str, keep: Sequence[str] = ()) -> Any:
         """Return rows; those that need no change, names of data sets and None are returned as they are."""

@@ -16,7 +16,14 @@ from typing import Any, ClassVar, Protocol, Unpack
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    GenerationConfig,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
@@ -405,6 +412,7 @@ class DPTrainer(RowsTrainer):
         if keys and self._maker is None:
             raise ConfigError(f"data is for dpllm.DPTrainer; the options of {type(self).__name__} are in args")
         rows, held_out = self._make_rows(train_dataset, eval_dataset, privacy, data_collator)
+        self._ends = self._end_with_turns(model, processing_class, rows)
         self._prepared = Prepared.of(
             model,
             arguments,
@@ -768,6 +776,8 @@ class DPTrainer(RowsTrainer):
             super().save_model(str(folder), _internal_call=True)
         elif whole:
             self._save(str(folder), state_dict=whole_state(self._module, self.processes, _is_adapter(self.model)))
+        if self._ends and self.args.should_save and _is_adapter(self.model):  # PEFT saves no such configuration
+            GenerationConfig(eos_token_id=self._ends).save_pretrained(str(folder))
 
     def _shards_suffice(self) -> bool:
         kind = str(self.accelerator.state.fsdp_plugin.state_dict_type)

@@ -202,6 +202,8 @@ In a recipe, `train.trainer: sft` or `dpo` adds the names of these configuration
 - **Data**: texts, prompts with completions, conversations and preferences, in TRL's columns. Each row is made of one
   example. TRL reads the shape of all examples from the first one, and here another shape is an error. Examples without
   a target are an error too, because N would depend on them.
+- **Conversations**: in the forms of OpenAI, ShareGPT and LLaMA-Factory, with the columns `system`, `tools`, `documents`
+  and `chat_template_kwargs` beside them. What the chat template would leave out of an example is an error.
 - **Loss of SFT**: the mean over a row's own targets. TRL divides by the targets of the batch.
 - **Loss of DPO**: one for each pair, with TRL's formulas. Losses that sort or average over the batch are refused.
 - **Unit of DPO**: one pair, with its prompt and both answers. A prompt in several pairs needs `privacy.unit: user` and

@@ -6,11 +6,13 @@ that the recipe names get the names that TRL gives them; the rest is in `dpllm.D
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import datasets
 
 from dpllm.config import ConfigError, DataConfig, Recipe
+from dpllm.data.messages import BESIDE, OPTIONS, read_beside
 from dpllm.data.rows import RowCollator
 from dpllm.training.dpo_trainer import DPDPOTrainer
 from dpllm.training.held_out import HeldOut, HeldOutRows
@@ -78,8 +80,16 @@ def renamed(records: datasets.Dataset, config: DataConfig, unit_column: str | No
             f"privacy.unit_column={unit_column!r} has the name of a column of texts ({', '.join(names)}): give the ids "
             "another column"
         )
-    for name in ("tools", "chat_template_kwargs", "ref_chosen_logps", "ref_rejected_logps", unit_column):
+    for name in (*BESIDE, "ref_chosen_logps", "ref_rejected_logps", unit_column):
         if name is not None and name in records.column_names:
             names[name] = name
     taken = records.select_columns(list(names))
-    return taken.rename_columns({own: its for own, its in names.items() if own != its})
+    taken = taken.rename_columns({own: its for own, its in names.items() if own != its})
+    if not config.chat_template_kwargs:
+        return taken
+    own = taken[OPTIONS] if OPTIONS in names else [None] * len(taken)
+    merged = [
+        json.dumps(config.chat_template_kwargs | read_beside({OPTIONS: one}, f"record {number}").get(OPTIONS, {}))
+        for number, one in enumerate(own)
+    ]
+    return (taken.remove_columns(OPTIONS) if OPTIONS in names else taken).add_column(OPTIONS, merged)

@@ -226,9 +226,9 @@ class TestChat:
 
     @kills(
         "a chat has the keys of other chats",
-        "dpllm/data/chat.py",
-        "return [own_value(message) for message in chat]",
-        "return [{k: v for k, v in message.items() if v is not None} for message in chat]",
+        "dpllm/data/messages.py",
+        "message = dict(own_value(raw))",
+        "message = {k: v for k, v in raw.items() if v is not None}",
     )
     @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["unmarked", "marked"])
     def test_no_chat_has_keys_or_kinds_of_numbers_of_another(self, chatty, template):

@@ -95,7 +95,7 @@ TOOLS = (
 @kills(
     "an example has the keys of other examples",
     "dpllm/data/examples.py",
-    "own_value(value) if _has_objects(value) else value",
+    "own_value(value) if is_conversation(value) else value",
     "value",
 )
 def test_no_row_has_keys_or_kinds_of_numbers_of_another_example():

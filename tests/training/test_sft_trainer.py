@@ -183,13 +183,13 @@ def test_plain_arguments_are_refused(tmp_path):
 
 def test_tokens_and_templates_of_the_arguments_are_those_of_tokenizer_and_model(tmp_path):
     """As in TRL."""
-    (tmp_path / "own.jinja").write_text("{{ messages[-1]['content'] }}{{ eos_token }}")
+    (tmp_path / "own.jinja").write_text("{% for one in messages %}{{ one['content'] }} {% endfor %}{{ eos_token }}")
     config = {"chat_template_path": str(tmp_path / "own.jinja"), "eos_token": "<pad>"}
     run = sft(tmp_path / "run", config=config)
     assert run.model.config.eos_token_id == run.processing_class.eos_token_id == run.processing_class.pad_token_id
     assert run.model.generation_config.eos_token_id[0] == run.processing_class.eos_token_id
-    text = SHAPES["messages"][0]["messages"][-1]["content"]
-    assert run.processing_class.decode(run.train_dataset[0]["input_ids"]) == f"{text}<pad>"
+    text = " ".join(one["content"] for one in SHAPES["messages"][0]["messages"])
+    assert run.processing_class.decode(run.train_dataset[0]["input_ids"]) == f"{text} <pad>"
 
 
 def test_a_template_in_another_encoding_is_named(tmp_path):

@@ -9,6 +9,10 @@ from typing import Any
 from dpllm.config.formats.record_format import Cells, Chat, RecordFormat, column
 from dpllm.config.topics import Topic
 
+SYSTEM, OPTIONS = "system", "chat_template_kwargs"
+BESIDE = (SYSTEM, "tools", "documents", OPTIONS)
+"""Columns beside a conversation: a system prompt, and what a chat template takes in addition to the messages."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MessagesColumn(Topic):
@@ -24,15 +28,20 @@ class ChatFormat(MessagesColumn, RecordFormat):
     name = "chat"
     about = "a list of messages"
     table = (
-        "`messages_column`: list of `{role, content}`, through the tokenizer's chat template; a template that writes "
-        "the date gets 26 July 2024, so that a run can be resumed on another day",
+        "`messages_column`: list of `{role, content}` or of `{from, value}`, through the tokenizer's chat template; "
+        "see [Chats](#chats)",
         "the assistant's turns",
     )
     holds = Chat
     tasks = ("causal_lm",)
     trainers = (None, "sft")
     aliases = ("messages",)
+    beside = BESIDE
     long_records = "split"
+
+    def content(self, record: Mapping[str, Any]) -> Chat:
+        """Return the conversation, and the columns `BESIDE` it that the record has."""
+        return Chat(record.get(self.messages_column), {name: record[name] for name in BESIDE if name in record})
 
     def record(self, prompt: str, text: str, gap: str = "") -> dict[str, Any]:
         """Return a user's turn and the assistant's."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dpllm.config.formats.chat import BESIDE
 from dpllm.config.formats.record_format import Cells, Pair, RecordFormat, column
 from dpllm.config.topics import Topic
 
@@ -38,3 +39,4 @@ class PreferenceFormat(AnswerColumns, PairPrompt, RecordFormat):
     tasks = ("causal_lm",)
     trainers = ("dpo",)
     asked = False
+    beside = BESIDE

@@ -79,9 +79,10 @@ class Completion(NamedTuple):
 
 
 class Chat(NamedTuple):
-    """Messages, of which the assistant's are learnt."""
+    """A conversation, whose assistant's turns are learnt, and the columns beside it that a chat template takes."""
 
-    messages: Sequence[Mapping[str, Any]]
+    messages: Any
+    beside: Mapping[str, Any]
 
 
 class Pair(NamedTuple):
@@ -134,6 +135,8 @@ class RecordFormat(Topic):
     """Whether `dpllm init` writes recipes for it."""
     aliases: ClassVar[tuple[str, ...]] = ()
     """Other names that `dpllm init` takes."""
+    beside: ClassVar[tuple[str, ...]] = ()
+    """Columns that are read under these names, if records have them."""
     long_records: ClassVar[str] = "truncate"
     """The value of ``data.long_records`` in a recipe of `dpllm init` for a causal language model."""
 
@@ -145,7 +148,7 @@ class RecordFormat(Topic):
     @cached_property
     def names(self) -> list[str]:
         """All columns that are read, if records have them."""
-        return self._where()
+        return [*self._where(), *self.beside]
 
     @property
     def texts(self) -> list[str]:
@@ -168,7 +171,7 @@ class RecordFormat(Topic):
         Args:
             record: column -> value. It is the only record that is read, so that no other one can change its rows.
         """
-        return self.holds(*(record.get(name) for name in self.names))
+        return self.holds(*(record.get(name) for name in self._where()))
 
     def record(self, prompt: str, text: str, gap: str = "") -> dict[str, Any] | None:
         """Return a record with a text that a model would write after a prompt, such as a canary of an audit.

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from dpllm.audit.bounds import AuditError
 from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE, DataConfig, Recipe, load_recipe
 from dpllm.config.recipe import refuse_trainer
+from dpllm.data.messages import is_conversation, read_messages
 from dpllm.data.records import required_columns
 from dpllm.data.rows import RowCollator, load_train_and_eval, tokenize_records, unit_index_of
 from dpllm.models.load import DTYPES, load_tokenizer
@@ -228,7 +229,8 @@ def record_key(values: Collection[Any]) -> str:
     Args:
         values: values of the columns of `dpllm.data.records.required_columns`.
     """
-    return json.dumps(list(values), sort_keys=True, ensure_ascii=False)
+    plain = [read_messages(value, "a record") if is_conversation(value) else value for value in values]
+    return json.dumps(plain, sort_keys=True, ensure_ascii=False)
 
 
 def _keys(records: datasets.Dataset, config: DataConfig) -> list[str]:
