@@ -17,6 +17,7 @@ from typing import Any
 from dpllm.config import ConfigError
 from dpllm.config.query_recipe import QueryRecipe
 from dpllm.data.rows import DataError, load_records, unit_index_of
+from dpllm.data.shared_records import refuse_private_parts
 from dpllm.data.units import UnitIndex
 from dpllm.mechanism.events import Event
 from dpllm.mechanism.query import Query
@@ -79,7 +80,8 @@ def read_units(recipe: QueryRecipe) -> LabelledUnits:
         )
     if data.format != "classification":
         raise ConfigError(f"data.format={data.format!r} has no labels to count: set data.format=classification")
-    records = load_records(data)
+    records = load_records(data, recipe.privacy)
+    refuse_private_parts(recipe, records)
     index = unit_index_of(records, recipe.privacy, secret_rng())
     return LabelledUnits(tuple(data.class_names), records[data.label_column], index)
 
