@@ -9,15 +9,14 @@ Tibetan, count as one word, and their n-grams begin at every character.
 
 A record *occurs* in other text if that text has
 
-- at least half of its n-grams near each other; all of its own where fewer than half are its own; a run of about 25
-  words of a longer record; or
+- at least half of its own n-grams near each other, or a run of about 25 words of a longer record; or
 - the whole record, or one of its lines or messages of 8 words or more that no other unit has, as a text, a line or a
   sentence.
 
 An n-gram that more than a hundredth of the units have (more than 2 to 10 units) is nobody's own, such as a template or
 a common system prompt, and is left out. A record with fewer than 8 words can only occur as a whole. "Half" finds
-records that were cut, joined, prefixed or wrapped; of the notes of different patients that were written by one template,
-fewer than 1 in 1,000 have so much in common.
+records that were cut, joined, prefixed or wrapped. Of templated notes of different patients, about 1 in 300 share
+so much.
 
 Above `MOST_NGRAMS` the index keeps those with the smallest hashes: copies of one text keep the same. It then finds most
 records and not every one. Hashes are of private text: they are never written or sent.
@@ -470,16 +469,17 @@ class ContentIndex:
         units_of_each = np.diff(self._whole.begins)
         own_line = (kind == 2) & (units_of_each == 1)
         self._counts = own_line | (kind < 2)
-        self._rare = own_line | ((kind == 1) & (units_of_each <= most))
-        """Whether a whole record is long enough to be one person's own, and few units have it, or one unit a line."""
+        self._records = (kind == 1) & (units_of_each <= most)
+        """(num_different,): whether a whole record is long enough to be one person's own, and few units have it."""
+        self._rare = self._records | own_line
         self._table.without_common()
         own = np.bincount(self._table.owners, minlength=self.num_records)
         self._window = np.where(own > 2 * (_RUN >> self._shift), _RUN * 4 // 3, 2 * totals + NGRAM)
         """(num_records,): words between the first and the last n-gram of an occurrence, at most."""
         run = max(4, _RUN >> self._shift)
-        self._need = np.minimum(np.where(2 * own >= totals >> self._shift, (own + 1) // 2, own), run)
+        self._need = np.maximum(np.minimum((own + 1) // 2, run), 1)
         """(num_records,): n-grams of an occurrence, at least."""
-        self._nearly_all = np.minimum(own - own // 8, run)
+        self._nearly_all = np.maximum(np.minimum(own - own // 8, run), 1)
 
     def found_in(self, others: datasets.Dataset, columns: Sequence[str], nearly_all: bool = False) -> NDArray[np.bool_]:
         """Return (num_records,) whether each record occurs in other records, which are read in chunks.
@@ -491,13 +491,13 @@ class ContentIndex:
                 has `FEWEST_WORDS` words, and few units have it. Texts about one topic, by different people, share less.
         """
         if nearly_all:
-            return self._found(_chunks(others, columns), self._rare, self._nearly_all)
+            return self._found(_chunks(others, columns), self._records, self._nearly_all)
         return self._found(_chunks(others, columns), self._counts, self._need)
 
-    def occurs_in(self, text: str) -> bool:
-        """Return whether a record of at least `FEWEST_WORDS` words that few units have occurs in a text."""
-        one = datasets.Dataset.from_dict({"text": [text]})
-        return bool(self._found(_chunks(one, ["text"]), self._rare, self._need).any())
+    def occurs_in(self, *texts: str) -> bool:
+        """Return whether a record of at least `FEWEST_WORDS` words that few units have occurs in one of some texts."""
+        others = datasets.Dataset.from_dict({"text": texts})
+        return bool(self._found(_chunks(others, ["text"]), self._rare, self._need).any())
 
     def _found(self, chunks: Iterable[_Chunk], wholes: NDArray[np.bool_], need: Numbers) -> NDArray[np.bool_]:
         found = np.zeros(self.num_records, dtype=bool)
@@ -587,7 +587,7 @@ def count_copies(records: datasets.Dataset, columns: Sequence[str], units: NDArr
         columns: those with texts.
         units: (num_records,) the unit of each; None: a record is a unit.
 
-    >>> texts = ["A long walk in the park today", "a long walk -- in the park today!", "Note: A long walk in the park today"]
+    >>> texts = ["A walk in the big park today", "a walk -- in the big PARK today!", "Al: a walk in the big park today"]
     >>> count_copies(datasets.Dataset.from_dict({"text": texts}), ["text"])
     2
     """

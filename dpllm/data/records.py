@@ -433,7 +433,7 @@ def _refuse_shared_records(
 ) -> None:
     """Raise when most of the held-out records are training records, in any file."""
     index = index_of(held_out, config)
-    shared = int((index.found_in(records, text_columns(config)) & index.long).sum())
+    shared = int(index.found_in(records, text_columns(config), nearly_all=True).sum())
     if shared and shared >= _SAME_RECORDS * index.long.sum():
         raise DataError(
             f"{source}: {shared} of {index.long.sum()} held-out records are training records, so nothing is held "

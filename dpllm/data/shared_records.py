@@ -1,8 +1,8 @@
 """Refusal of public text that holds private records: text to train on, prompts, and all public parts of a recipe.
 
-Place in the flow: after the private records are read, before anything is charged. A record in public training text would
-be learnt without noise, and one in a prompt or context is published word for word; ε covers neither. What counts as the
-same text is decided by `dpllm.data.content_index`.
+Place in the flow: after the private records are read, before anything is charged. A record in public training text
+would be learnt without noise, and one in a prompt or context is published word for word; ε covers neither. What counts
+as the same text is decided by `dpllm.data.content_index`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,16 @@ from typing import Any
 
 import datasets
 
-from dpllm.config import DataConfig, PrivacyUnit, RecordFormat
+from dpllm.config import DataConfig, PrivacyUnit, Recipe, RecordFormat
 from dpllm.data.content_index import FEWEST_WORDS
-from dpllm.data.records import DataError, index_of, text_columns, unit_column_of
+from dpllm.data.records import (
+    DataError,
+    index_of,
+    load_train_and_eval,
+    local_files,
+    text_columns,
+    unit_column_of,
+)
 
 PUBLIC_TRAINING = ("public_pretrain.data.path", "public_pretrain.max_shared_records")
 """Keys of a recipe: the public text, and the largest number of private records that it may share."""
@@ -141,9 +148,11 @@ def refuse_private_texts(
     Raises:
         DataError: a text holds one; the message names its key, and neither the text nor the record.
     """
-    for key, text in texts.items():
-        words = len(text.split()) if text.isascii() else len(text)  # other scripts may have no spaces
-        if words >= FEWEST_WORDS and index_of(records, data, unit_column_of(privacy)).occurs_in(text):
+    long = {key: text for key, text in texts.items() if _is_long(text)}
+    if not long or not (index := index_of(records, data, unit_column_of(privacy))).occurs_in(*long.values()):
+        return
+    for key, text in long.items():
+        if index.occurs_in(text):
             raise DataError(
                 f"{key} holds a record of data.path={data.path}, or most of one: it is used without noise and may be "
                 "published word for word, and epsilon does not cover that. Write a text of your own there"
@@ -168,6 +177,34 @@ def refuse_private_parts(recipe: Any, records: datasets.Dataset, held_out: datas
     refuse_private_texts(texts, records, recipe.data, recipe.privacy)
     if held_out is not None and not recipe.data.eval_is_public:
         refuse_private_texts(texts, held_out, recipe.data)
+
+
+def refuse_private_prompts(recipe: Recipe, prompts: Mapping[str, str]) -> None:
+    """Make sure that no prompt for a released model holds a private record of its run, if these are at hand.
+
+    Args:
+        recipe: of the run.
+        prompts: option -> its text.
+
+    Raises:
+        DataError: a prompt holds one; the message names its option.
+    """
+    data = recipe.data
+    if not any(map(_is_long, prompts.values())):
+        return
+    try:
+        if not data.path.startswith("builtin:") and not local_files(data.path):
+            return  # it would be downloaded
+        records, held_out = load_train_and_eval(data, recipe.privacy)
+    except ValueError:  # the records are elsewhere, or changed
+        return
+    refuse_private_texts(prompts, records, data, recipe.privacy)
+    if held_out is not None and not data.eval_is_public:
+        refuse_private_texts(prompts, held_out, data)
+
+
+def _is_long(text: str) -> bool:
+    return (len(text.split()) if text.isascii() else len(text)) >= FEWEST_WORDS  # other scripts may have no spaces
 
 
 def _strings(value: Any, key: str) -> Iterator[tuple[str, str]]:
