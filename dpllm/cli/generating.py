@@ -96,6 +96,7 @@ def generate(
     asked = prompts_of(prompt, prompts, prompt_column)
     _say(f"checking {folder}")
     check(folder, unverified)
+    refuse_private_prompts(folder, asked)
     model, sampling = load(folder, max_new_tokens, temperature, top_p, seed)
     in_chat = uses_template(folder, model, template)
     ready = [as_chat(one) if in_chat and isinstance(one, str) and one else one for one in asked]
@@ -282,6 +283,27 @@ def uses_template(folder: Path, model: TextGenerator, wanted: bool | None) -> bo
     if not model.has_template or not (folder / RECIPE_FILE).is_file():
         return model.has_template
     return load_recipe(folder / RECIPE_FILE).data.form.holds is Chat
+
+
+def refuse_private_prompts(folder: Path, prompts: Sequence[Prompt]) -> None:
+    """Make sure that no prompt holds a private record of the run, if its recipe and its records are at hand.
+
+    Raises:
+        DataError: a prompt holds one; the message gives its number.
+    """
+    from dpllm.config import RECIPE_FILE, load_recipe
+    from dpllm.data.shared_records import refuse_private_prompts
+
+    recipe = next(
+        (place / RECIPE_FILE for place in (folder, folder.resolve().parent) if (place / RECIPE_FILE).is_file()), None
+    )
+    if recipe is None:
+        return
+    texts = {}
+    for number, prompt in enumerate(prompts, 1):
+        parts = [prompt] if isinstance(prompt, str) else [str(message.get("content") or "") for message in prompt]
+        texts[f"prompt {number}"] = "\n".join(parts)
+    refuse_private_prompts(load_recipe(recipe), texts)
 
 
 def as_chat(prompt: str) -> list[dict[str, str]]:

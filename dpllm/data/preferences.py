@@ -24,7 +24,7 @@ from dpllm.data.chat import REFUSALS
 from dpllm.data.examples import Tokens, chats_note, is_chat, read_examples, refuse_unprepared, require_trl, store_rows
 from dpllm.data.labels import IGNORE
 from dpllm.data.lengths import Limits, row_lengths
-from dpllm.data.records import DataError, keep_notes
+from dpllm.data.records import DataError, keep_notes, note_copies
 from dpllm.data.rows import RowCollator
 from dpllm.data.supervised import common_length
 
@@ -79,7 +79,11 @@ class Preferences:
         columns: dict[str, Any] = {f"{side}_{name}": whole for side in SIDES for name in ("input_ids", "labels")}
         columns[PAIR] = datasets.Value("int64")
         rows = store_rows(self._rows(dataset, words, first), columns, dataset, keep)
-        keep_notes(dataset, rows, **chats_note(dataset))
+        texts = [name for name in ("prompt", *SIDES) if name in dataset.column_names]
+        noted = dataset.select_columns([*texts, *(name for name in keep if name in dataset.column_names)])
+        if words == "train_dataset":
+            note_copies(noted, texts, keep[0] if keep else None)
+        keep_notes(noted, rows, **chats_note(dataset))
         return rows
 
     def _rows(self, dataset: Any, words: str, first: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:

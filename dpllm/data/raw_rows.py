@@ -21,7 +21,18 @@ from dpllm.config.formats.record_format import TextLabel, columns_in
 from dpllm.config.tasks import labels_of
 from dpllm.data.lengths import TOKENS
 from dpllm.data.messages import CONVERSATIONS
-from dpllm.data.records import DataError, check_column, check_records, with_class_numbers
+from dpllm.data.records import (
+    DataError,
+    check_column,
+    check_records,
+    has_public_rows,
+    keep_notes,
+    note_copies,
+    note_public_rows,
+    required_columns,
+    text_columns,
+    with_class_numbers,
+)
 from dpllm.data.tokenization import tokenize_records
 from dpllm.data.values import ColumnKinds
 
@@ -112,7 +123,25 @@ class RowMaker:
         if config.form.holds is TextLabel:
             records = with_class_numbers(records, str(config.form.labels), config.class_names, words)
         check_records(records, config, words)
+        if words == "train_dataset":
+            note_copies(records, text_columns(config), keep[0] if keep else None)
         return tokenize_records(records, tokenizer, config, keep, self.task, self.num_labels)
+
+    def note_public_rows(self, rows: datasets.Dataset, train: Any, public: Any, keep: Sequence[str] = ()) -> None:
+        """Note in training rows whether raw rows for evaluation that are declared public hold training records.
+
+        Args:
+            rows: made of the training data by `rows`.
+            train: the raw training data.
+            public: the raw rows for evaluation.
+            keep: the column of the users' ids, if a unit is a user.
+        """
+        config = self._config(_columns(train), "train_dataset")
+        records = _table(train, [*required_columns(config), *keep], "train_dataset")
+        others = _table(public, required_columns(config), "eval_dataset")
+        note_public_rows(records, others, config, keep[0] if keep else None)
+        if has_public_rows(records):
+            keep_notes(rows, rows, public_rows=True)
 
     def _config(self, columns: Sequence[str], words: str) -> DataConfig:
         limit = min(LONGEST, self.longest, int(getattr(self.tokenizer, "model_max_length", LONGEST)))

@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import re
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from numpy.typing import NDArray
 
 from dpllm.config import ConfigError, DataConfig, PrivacyUnit, nearest
 from dpllm.config.formats.record_format import Cells, TextLabel, columns_in
+from dpllm.data.content_index import ContentIndex, count_copies
 from dpllm.data.corpora import BUILTIN
 from dpllm.data.messages import read_messages
 from dpllm.data.readers import (
@@ -51,13 +53,15 @@ CHATS = "chats"
 """Note of rows that were made of conversations: "turns" if the assistant's turns alone have loss, "all" otherwise."""
 
 MANY_COPIES = 0.01
-"""Above this share of records that are exact copies of others, the report has an open point."""
+"""Above this share of records that are copies of others, the report has an open point."""
 
 _EMPTY = "empty data set: there is no record to train on; check path, split and limit"
+_PUBLIC_ROWS = 0.04  # of public rows; those of the same kind by others, such as E2E's or speeches, hold up to 3 %
 _SAME_RECORDS = 0.5  # held-out records are refused when at least this share of them is in the training data
-_LONG_ENOUGH = 20  # characters: two people hardly ever write the same text of this length
 _NUMBER = re.compile("0|[1-9][0-9]{0,17}")
 _ROWS = 4096  # number of rows read together
+_INDEXES: weakref.WeakKeyDictionary[datasets.Dataset, tuple[Any, ContentIndex]] = weakref.WeakKeyDictionary()
+"""Content indexes of records, with their columns and units."""
 
 
 def required_columns(config: DataConfig) -> list[str]:
@@ -69,7 +73,7 @@ def required_columns(config: DataConfig) -> list[str]:
     return config.form.required
 
 
-def load_records(config: DataConfig) -> datasets.Dataset:
+def load_records(config: DataConfig, privacy: PrivacyUnit | None = None) -> datasets.Dataset:
     """Return the training records, one row each, unchanged and in their order.
 
     Cells of CSV and TSV files are text; only the labels of a classification become whole numbers, strictly. Local files
@@ -77,6 +81,7 @@ def load_records(config: DataConfig) -> datasets.Dataset:
 
     Args:
         config: source of the records. `limit` keeps only that number of records, from the first on.
+        privacy: definition of a unit. None: a unit is one record.
 
     Raises:
         ConfigError: the path, split or builtin corpus does not exist or cannot be reached.
@@ -84,7 +89,7 @@ def load_records(config: DataConfig) -> datasets.Dataset:
             two equal files.
     """
     records = _finish(read_unchecked(config), config, config.path, config.limit)
-    _note_copies(records, config)
+    note_copies(records, text_columns(config), unit_column_of(privacy))
     return records
 
 
@@ -115,7 +120,24 @@ def load_train_and_eval(
     train, held_out = _train_and_eval(config, privacy)
     ids = [] if privacy is None or privacy.unit_column is None else [privacy.unit_column]
     keep_notes(train, train, contents=hash_of_records(train, [*config.form.names, *ids]))
+    if held_out is not None and config.eval_is_public:
+        note_public_rows(train, held_out, config, unit_column_of(privacy))
     return train, held_out
+
+
+def note_public_rows(
+    records: datasets.Dataset, public: datasets.Dataset, config: RecordFormat, unit_column: str | None
+) -> None:
+    """Note whether rows for evaluation that are declared public hold training records.
+
+    Args:
+        records: to train on.
+        public: the rows for evaluation.
+        config: of the form of both.
+        unit_column: column of the users' ids; None: a unit is a record.
+    """
+    found = index_of(records, config, unit_column).found_in(public, text_columns(config), nearly_all=True)
+    keep_notes(records, records, public_rows=bool(found.sum() > _PUBLIC_ROWS * len(public)))
 
 
 def contents_of(records: datasets.Dataset) -> str | None:
@@ -137,7 +159,7 @@ def _train_and_eval(
         raise ConfigError(
             f"eval_split={config.eval_split!r} is also the training split: name another split, or set eval_fraction"
         )
-    records = load_records(config)
+    records = load_records(config, privacy)
     if config.eval_path is not None:
         held_out = _finish(_load(config.eval_path, config, config.eval_split or "train"), config, config.eval_path)
         _refuse_shared_records(records, held_out, config, config.eval_path)
@@ -254,9 +276,20 @@ def sources_of(records: datasets.Dataset) -> dict[str, int]:
     return dict(_notes(records).get("files", {}))
 
 
-def has_many_copies(records: datasets.Dataset) -> bool:
-    """Return whether more than `MANY_COPIES` of the loaded records are exact copies of others."""
-    return bool(_notes(records).get("copies", False))
+def has_many_copies(records: datasets.Dataset, unit_column: str | None = None) -> bool:
+    """Return whether more than `MANY_COPIES` of the loaded records are copies of others, or of other users' records.
+
+    Args:
+        records: the records, or rows made of them.
+        unit_column: column of the users' ids; None: a unit is a record.
+    """
+    notes = _notes(records)
+    return bool(notes.get("copies", False)) and notes.get("copies_of") == unit_column
+
+
+def has_public_rows(records: datasets.Dataset) -> bool:
+    """Return whether rows for evaluation that are declared public hold some of the loaded training records."""
+    return bool(_notes(records).get("public_rows", False))
 
 
 def chats_in(rows: Any) -> str | None:
@@ -333,36 +366,65 @@ def with_class_numbers(
     return numbered
 
 
-def _note_copies(records: datasets.Dataset, config: DataConfig) -> None:
-    """Note whether many records have exactly the text of another record."""
-    prints = _fingerprints(records, config)
-    copies = len(prints) - len(np.unique(prints))
-    if copies > MANY_COPIES * len(records):
-        keep_notes(records, records, copies=True)
+def note_copies(records: datasets.Dataset, columns: Sequence[str], unit_column: str | None = None) -> None:
+    """Note whether many records are copies of other records; at user level, of those of other users.
+
+    Args:
+        records: the records; one that has the note for these units already is not read again.
+        columns: those with texts.
+        unit_column: column of the users' ids; None: a unit is a record.
+    """
+    if _notes(records).get("copies_of", "") != unit_column:
+        copies = count_copies(records, columns, units_of(records, unit_column))
+        keep_notes(records, records, copies=copies > MANY_COPIES * len(records), copies_of=unit_column)
 
 
-def _fingerprints(records: datasets.Dataset, config: DataConfig) -> np.ndarray:
-    """Return one number for each record that is long enough that two people would not write the same text."""
-    names = required_columns(config)
-    found: list[int] = []
-    for table in records.select_columns(names).with_format("arrow").iter(batch_size=_ROWS):
-        columns = [table[name].to_pylist() for name in names]
-        for cells in zip(*columns, strict=True):
-            text = cells[0] if len(cells) == 1 and isinstance(cells[0], str) else json.dumps(cells)
-            if len(text) >= _LONG_ENOUGH:
-                found.append(hash(text))
-    return np.array(found, dtype=np.int64)
+def index_of(records: datasets.Dataset, config: DataConfig, unit_column: str | None = None) -> ContentIndex:
+    """Return the content index of records, which is made when it is first needed.
+
+    Args:
+        records: the records; an index belongs to this object.
+        config: of their form.
+        unit_column: column of the users' ids; None: a unit is a record.
+    """
+    wanted = (tuple(text_columns(config)), unit_column)
+    known = _INDEXES.get(records)
+    if known is None or known[0] != wanted:
+        known = _INDEXES[records] = wanted, ContentIndex(records, wanted[0], units_of(records, unit_column))
+    return known[1]
+
+
+def unit_column_of(privacy: PrivacyUnit | None) -> str | None:
+    """Return the column of the users' ids; None if a unit is a record."""
+    return privacy.unit_column if privacy is not None and privacy.unit == "user" else None
+
+
+def units_of(records: datasets.Dataset, unit_column: str | None) -> NDArray[np.int64] | None:
+    """Return (num_records,) unit numbers; None if each record is a unit, or ids cannot be used, which is refused later.
+
+    Args:
+        records: the records.
+        unit_column: column of the users' ids.
+    """
+    if unit_column is None or unit_column not in records.column_names:
+        return None
+    with contextlib.suppress(pa.ArrowException):
+        ids = records.with_format("arrow")[:][unit_column].dictionary_encode()
+        codes = ids.unify_dictionaries().combine_chunks()
+        codes = codes.chunk(0) if isinstance(codes, pa.ChunkedArray) else codes
+        return codes.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+    return None
 
 
 def _refuse_shared_records(
     records: datasets.Dataset, held_out: datasets.Dataset, config: DataConfig, source: str
 ) -> None:
     """Raise when most of the held-out records are training records, in any file."""
-    others = np.unique(_fingerprints(held_out, config))
-    shared = int(np.isin(others, _fingerprints(records, config)).sum())
-    if len(others) and shared >= _SAME_RECORDS * len(others):
+    index = index_of(held_out, config)
+    shared = int(index.found_in(records, text_columns(config), nearly_all=True).sum())
+    if shared and shared >= _SAME_RECORDS * index.long.sum():
         raise DataError(
-            f"{source}: {shared} of {len(others)} different held-out records are training records, so nothing is held "
+            f"{source}: {shared} of {index.long.sum()} held-out records are training records, so nothing is held "
             "out: give records that are not in data.path, or set eval_fraction"
         )
 

@@ -20,7 +20,7 @@ from dpllm.config import DataConfig, PrivacyUnit
 from dpllm.config.tasks import labels_of
 from dpllm.data.labels import BOUNDARIES, IGNORE, KEY_BOUNDARIES
 from dpllm.data.records import DataError as DataError
-from dpllm.data.records import check_column, has_many_copies
+from dpllm.data.records import check_column, has_many_copies, has_public_rows
 from dpllm.data.records import load_records as load_records
 from dpllm.data.records import load_train_and_eval as load_train_and_eval
 from dpllm.data.records import sources_of as sources_of
@@ -72,13 +72,20 @@ def unit_index_of(dataset: Any, privacy: PrivacyUnit, rng: np.random.Generator |
         check_column(present, column, "privacy.unit_column")
         draw = rng if privacy.rows_kept == "random" else None
         ids = column_of(dataset, column)
-        return UnitIndex.from_ids(ids, privacy.max_rows_per_unit, draw, privacy.normalize_ids, column)
+        units = UnitIndex.from_ids(ids, privacy.max_rows_per_unit, draw, privacy.normalize_ids, column)
+        return _with_notes(units, dataset, column)
     _refuse_pieces(dataset, present)
     if "input_ids" in present and RECORD in present:  # in raw records a column of that name is the user's own
         units = UnitIndex.from_ids(column_of(dataset, RECORD), column=RECORD)
     else:
         units = UnitIndex.one_row_per_unit(len(dataset))
-    return replace(units, many_copies=True) if has_many_copies(dataset) else units
+    return _with_notes(units, dataset, None)
+
+
+def _with_notes(units: UnitIndex, dataset: Any, unit_column: str | None) -> UnitIndex:
+    """Return an index with what was noted about the texts when the records were read."""
+    copies, public = has_many_copies(dataset, unit_column), has_public_rows(dataset)
+    return replace(units, many_copies=copies, in_public_rows=public) if copies or public else units
 
 
 def _refuse_pieces(dataset: Any, present: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ from dpllm.config import ConfigError
 from dpllm.data.chat import REFUSALS
 from dpllm.data.examples import REMEDY, Tokens, chats_note, is_chat, read_examples, refuse_unprepared, store_rows
 from dpllm.data.labels import IGNORE
-from dpllm.data.records import DataError, keep_notes
+from dpllm.data.records import DataError, keep_notes, note_copies
 from dpllm.data.rows import MARKS_OF_UNITS
 
 _MASKS = ("completion_mask", "assistant_masks")
@@ -61,12 +61,17 @@ class Supervised:
         """
         refuse_unprepared(dataset, words)
         parts = self._parts(dataset.column_names, words)
+        noted = dataset
+        if parts is not None and words == "train_dataset":
+            texts = [name for name in (*parts, "conversations") if name in dataset.column_names]
+            noted = dataset.select_columns([*texts, *(name for name in keep if name in dataset.column_names)])
+            note_copies(noted, texts, keep[0] if keep else None)
         if parts is None:  # tokenized rows may be pieces of one record
             keep = [*keep, *(name for name in MARKS_OF_UNITS if name in dataset.column_names and name not in keep)]
         whole = datasets.List(datasets.Value("int32"))
         columns = {"input_ids": whole, "labels": whole}
         rows = store_rows(self._rows(dataset, parts, words), columns, dataset, keep)
-        keep_notes(dataset, rows, **chats_note(dataset))
+        keep_notes(noted, rows, **chats_note(dataset))
         return rows
 
     def _parts(self, columns: Sequence[str], words: str) -> tuple[str, ...] | None:

@@ -75,7 +75,9 @@ class UnitIndex:
     made_of: str | None = None
     """How the units were made, in words for the report: `ONE_ROW`, or `SAME_ID` with its column. None: from arrays."""
     many_copies: bool = False
-    """Whether many records, each a unit, are exact copies of others (`dpllm.data.records.has_many_copies`)."""
+    """Whether many records are copies of other units' records (`dpllm.data.records.has_many_copies`)."""
+    in_public_rows: bool = False
+    """Whether rows for evaluation that are declared public hold training records."""
     ids: RowIds | None = field(default=None, repr=False)
     """The ids that the units were made of, as hashes. None: they were made without ids."""
 
@@ -191,11 +193,23 @@ class UnitIndex:
             column: column of the users' ids; None: a unit is a record.
         """
         found = []
-        if self.many_copies:
+        if self.many_copies and column is None:
             found.append(
-                "More than 1% of the records that were read are exact copies of other records. Each is a unit of its "
-                "own here, so a text that is in k records is protected k times less. Remove the copies, or confirm "
-                "that they are of different people."
+                "More than 1% of the records that were read are copies of other records, apart from case, punctuation, "
+                "spaces or a label before them. Each is a unit of its own here, so a text that is in k records is "
+                "protected k times less. Remove the copies, or confirm that they are of different people."
+            )
+        elif self.many_copies:
+            found.append(
+                "More than 1% of the records that were read are copies of other users' records, apart from case, "
+                "punctuation, spaces or a label before them. A text that k users have is protected k times less. "
+                "Remove the copies, or confirm that they are of different people."
+            )
+        if self.in_public_rows:
+            found.append(
+                "The rows for evaluation, which are declared public (eval_is_public), hold records that were trained "
+                "on. Results on them, and what follows these results, are not covered by ε. Take the records out of "
+                "the rows, or confirm that they are public."
             )
         if column is None:
             return found

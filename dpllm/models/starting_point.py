@@ -1,18 +1,16 @@
 """Checks for dependence on private rows without noise: the start of a run, and the schedules that steer it.
 
 Place in the flow: before the run. ε covers the noisy gradients. It does not cover an adapter that was initialised from
-activations of the private rows, starting weights of an earlier private run on the same data, a schedule that follows
-exact losses of private rows, or public text that contains the private records. Each is refused here, unless the user
-declares that it is independent of the private data.
+activations of the private rows, starting weights of an earlier private run on the same data, or a schedule that follows
+exact losses of private rows. Each is refused here, unless the user declares that it is independent of the private data.
+Public text that contains private records is refused by `dpllm.data.shared_records`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import inspect
 import re
-import unicodedata
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,10 +20,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
-from dpllm.config import RECIPE_FILE, ConfigError, DataConfig
+from dpllm.config import RECIPE_FILE, ConfigError
 from dpllm.config.recipe import PRETRAINED_FOLDER
-from dpllm.data.messages import SYSTEM
-from dpllm.data.records import DataError, text_columns
 from dpllm.engines.checksums import Checksum, values
 from dpllm.engines.optimizers import innermost
 from dpllm.models.ended import earlier_run
@@ -42,10 +38,6 @@ DATA_DRIVEN_INIT = ("eva", "corda", "lora_ga")
 _NOTHING = {"LORA": {"lora_B": 0, "lora_embedding_A": 0}, "ADALORA": {"lora_E": 0}, "IA3": {"ia3_l": 1}}
 """Parts of PEFT's layers, and the value of all their entries in a new adapter, which does not change the model."""
 _FOLLOWING = ("reduce_lr_on_plateau", "greedy")  # names of schedules that receive evaluation results
-_SHORTEST_LINE = 40  # characters of a line within a private text that is compared separately; any text has shorter ones
-PUBLIC_TRAINING = ("public_pretrain.data.path", "public_pretrain.max_shared_records")
-"""Keys of a recipe: the public text, and the largest number of private records that it may share."""
-_READ_TOGETHER = 256  # records; one by one they would take four times as long
 _GUARANTEE = re.compile(r"^\W*differential_privacy\b", re.MULTILINE)  # the key of a card's guarantee
 _TRAINED: weakref.WeakKeyDictionary[torch.nn.Module, set[RunName]] = weakref.WeakKeyDictionary()
 """Modules that a private run of this process trained, with the runs."""
@@ -202,75 +194,6 @@ def note_trained(model: torch.nn.Module, run: RunName, begins: bool = False) -> 
     frozen = [module for module in model.modules() if module not in _FROZEN and _is_frozen_whole(module)]
     for module, checksum in zip(frozen, _checksums_of(frozen), strict=True):
         _FROZEN[module] = run, checksum
-
-
-def refuse_shared_records(
-    private: Any,
-    private_data: DataConfig,
-    public: Any,
-    public_data: DataConfig,
-    allowed: int = 0,
-    keys: tuple[str, str] = PUBLIC_TRAINING,
-) -> int:
-    """Make sure that public text does not contain the private records (`shared_records`).
-
-    The user may declare a bound on the number of shared records, which is a public constant.
-
-    Args:
-        private: the private records.
-        private_data: the configuration with which they are read.
-        public: the public records.
-        public_data: the configuration with which they are read.
-        allowed: the declared largest number of shared records (`shared_records_point`).
-        keys: of the recipe, for the message: the public text, and the declared number.
-
-    Returns:
-        The number of shared private records.
-
-    Raises:
-        DataError: more than ``allowed`` are shared; the message gives the number, never the text.
-    """
-    shared = shared_records(private, private_data, public, public_data)
-    if shared > allowed:
-        raise DataError(
-            f"{keys[0]}={public_data.path} shares {shared} of {len(private)} records with "
-            f"data.path={private_data.path}: training on them without noise would reveal them, and {allowed} are "
-            f"declared ({keys[1]}). Take the private records out of the public text, or, if "
-            f"these texts are public (greetings), declare {keys[1]}={shared}; the "
-            "report then says that epsilon does not cover them"
-        )
-    return shared
-
-
-def shared_records(private: Any, private_data: DataConfig, public: Any, public_data: DataConfig) -> int:
-    """Return the number of private records that public text contains; they are compared by content.
-
-    A private record is shared if its text, of any length, or one of its lines of at least 40 characters is a text or a
-    line of the public data. Case, spaces and the encoding of accents are ignored. A shared record would be learnt
-    without noise, so ε does not cover it. The number depends on the private records.
-
-    Args:
-        private: the private records.
-        private_data: the configuration with which they are read.
-        public: the public records.
-        public_data: the configuration with which they are read.
-    """
-    known = {key for texts in _texts(public, public_data) for key in _keys(texts, shortest_line=1)}
-    return sum(any(key in known for key in _keys(texts, _SHORTEST_LINE)) for texts in _texts(private, private_data))
-
-
-def shared_records_point(allowed: int, public_data: DataConfig, keys: tuple[str, str] = PUBLIC_TRAINING) -> list[str]:
-    """Return the open point of a declared overlap of public text and private records; an empty list without one.
-
-    It names the declared bound, which is public, not the number found, which depends on the private data.
-    """
-    if allowed == 0:
-        return []
-    return [
-        f"Up to {allowed} of the private records may occur in the public text {public_data.path} "
-        f"({keys[1]}), from which they are learnt without noise: epsilon does not cover these "
-        "records. Confirm that their texts are public (greetings, boilerplate), or take them out of the public text."
-    ]
 
 
 def takes_metrics(scheduler: Any) -> bool:
@@ -518,39 +441,3 @@ def _remedy(what: str) -> str:
     if what.startswith("The weights"):
         return "Start from the weights that the earlier run started from"
     return "Initialise the adapter from weights only (True, 'gaussian', 'pissa', 'olora')"
-
-
-def _texts(records: Any, config: DataConfig) -> Iterator[list[str]]:
-    """Yield the texts of each record."""
-    beside = [SYSTEM] if config.format in ("chat", "preference") and SYSTEM in records.column_names else []
-    columns = [*text_columns(config), *beside]
-    for batch in records.select_columns(columns).iter(_READ_TOGETHER):
-        for record in zip(*(batch[name] for name in columns), strict=True):
-            yield [text for value in record for text in _strings(value)]
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for name in ("content", "value", "text"):  # of a message, of a turn of ShareGPT, and of a part
-            yield from _strings(value.get(name))
-    elif isinstance(value, Sequence) and value and all(isinstance(word, str) for word in value):
-        yield " ".join(value)
-    elif isinstance(value, Sequence):
-        for inner in value:
-            yield from _strings(inner)
-
-
-def _keys(texts: Iterable[str], shortest_line: int) -> Iterator[bytes]:
-    """Yield hashes of whole texts and of their lines of at least ``shortest_line`` characters."""
-    for text in texts:
-        lines = text.splitlines()
-        plain = [_plain(line) for line in lines] if len(lines) > 1 else []  # one line is the whole text
-        for part in {_plain(text), *(line for line in plain if len(line) >= shortest_line)}:
-            if part:
-                yield hashlib.blake2b(part.encode("utf-8", errors="replace"), digest_size=16).digest()
-
-
-def _plain(text: str) -> str:
-    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())

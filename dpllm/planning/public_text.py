@@ -21,9 +21,9 @@ from transformers import TrainerCallback
 from dpllm.config import DataConfig, Recipe
 from dpllm.data.records import DataError, load_records, load_train_and_eval, shared_source
 from dpllm.data.rows import RowCollator, num_labels_of, tokenize_records
+from dpllm.data.shared_records import shared_records
 from dpllm.data.tokenization import RECORD
 from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
-from dpllm.models.starting_point import shared_records
 from dpllm.planning.weight_size import WeightSize, size_of_parameters
 from dpllm.training.public_stage import start_in, train_on_public_text
 

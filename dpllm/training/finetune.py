@@ -46,11 +46,16 @@ from dpllm.data.rows import (
     unit_index_of,
 )
 from dpllm.data.scratch import remove_private_folder
+from dpllm.data.shared_records import (
+    refuse_private_parts,
+    refuse_shared_held_out,
+    refuse_shared_records,
+    shared_records_point,
+)
 from dpllm.engines.processes import Processes
 from dpllm.models.given import name_classes
 from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
 from dpllm.models.start_files import START_FILES, refuse_other_start, start_files
-from dpllm.models.starting_point import refuse_shared_records, shared_records_point
 from dpllm.privacy.budget import require_room
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PrivacyPlan, format_plan
@@ -185,7 +190,7 @@ def run(recipe: Recipe) -> int:
         require_room(recipe.privacy.budget_file, plan, str(recipe.privacy.dataset))
 
     num_labels = num_labels_of(train_records, recipe.data)
-    start = public_start(recipe, train_records, num_labels, restart.continues, phases)
+    start = public_start(recipe, train_records, eval_records, num_labels, restart.continues, phases)
     if recipe.public_pretrain:
         args = training_arguments({**PLAIN, **recipe.train})  # again: the engine was set up for the other training
     phases.begin("loading the model, tokenizing the records")
@@ -320,6 +325,7 @@ def read(
     phases.begin("reading the records")
     with args.main_process_first(desc="reading the records"):
         train_records, eval_records = load_train_and_eval(recipe.data, recipe.privacy)
+        refuse_private_parts(recipe, train_records, eval_records)
     units = unit_index_of(train_records, recipe.privacy)
     phases.end(read_words(units.num_units, eval_records, recipe.privacy))
     phases.begin("planning", "the noise that ε needs" if recipe.privacy.target_epsilon else "")
@@ -368,13 +374,19 @@ class Start:
 
 
 def public_start(
-    recipe: Recipe, private: datasets.Dataset, num_labels: int | None, continues: bool, phases: Phases
+    recipe: Recipe,
+    private: datasets.Dataset,
+    held_out: datasets.Dataset | None,
+    num_labels: int | None,
+    continues: bool,
+    phases: Phases,
 ) -> Start:
     """Load the starting weights, or train them on public text, without privacy.
 
     Args:
         recipe: the recipe.
         private: the private records, which may not be in the public text.
+        held_out: those held out, which may not be in it either, unless they are public.
         num_labels: number of classes, if the model is a classifier.
         continues: whether a run is continued.
         phases: of the run.
@@ -386,7 +398,8 @@ def public_start(
     text = recipe.public_pretrain.data
     phases.begin("reading the public text", text.path)
     records, shared = load_records(text), recipe.public_pretrain.max_shared_records
-    refuse_shared_records(private, recipe.data, records, text, shared)
+    refuse_shared_records(private, recipe.data, records, text, shared, privacy=recipe.privacy)
+    refuse_shared_held_out(held_out, recipe.data, records, text, shared)
     public.append(f"pretraining text: {_without_place(text.path)}")
     if recipe.model.tokenizer_vocab_size:
         public.append(f"text that the tokenizer was trained on: {_without_place(text.path)}")

@@ -180,6 +180,7 @@ def require_functions(**given: Any) -> None:
 class RowsTrainer(AveragedTrainer):
     """A Trainer that may be given raw columns."""
 
+    eval_is_public: bool
     _maker: RowMaker | None = None
     _made: Sequence[tuple[Any, Any]] = ()
     """The data sets of the constructor with the rows that were made of them."""
@@ -223,6 +224,9 @@ class RowsTrainer(AveragedTrainer):
         several = isinstance(evaluation, Mapping)
         self._made += tuple((evaluation[key], held_out[key]) for key in evaluation) if several else ()
         self._made += ((evaluation, held_out),)
+        if self.eval_is_public and is_raw(train, rows):
+            public = [raw for raw, made in self._made[1:] if _is_made_of(raw, made)]
+            Processes().together(lambda: self._note_public_rows(rows, train, public, keep))
         return rows, held_out
 
     def _end_with_turns(self, model: Any, tokenizer: Any, rows: Any) -> list[int]:
@@ -241,6 +245,11 @@ class RowsTrainer(AveragedTrainer):
             logger.warning("%s.", note)
         end = template.turn_end()
         return also_end_with(model, [] if end is None else [end])
+
+    def _note_public_rows(self, rows: Any, train: Any, public: Sequence[Any], keep: Sequence[str]) -> None:
+        for raw in public:
+            if self._maker is not None:
+                self._maker.note_public_rows(rows, train, raw, keep)
 
     def _rows_of_raw(self, dataset: Any, words: str, keep: Sequence[str] = ()) -> Any:
         """Return rows; those that need no change, names of data sets and None are returned as they are."""
@@ -272,6 +281,11 @@ class RowsTrainer(AveragedTrainer):
         """Predict as ``Trainer`` does, also on raw columns; the ledger counts it, unless the rows are public."""
         self._make_later_rows()
         return super().predict(self._rows_of_raw(test_dataset, "test_dataset"), ignore_keys, metric_key_prefix)
+
+
+def _is_made_of(raw: Any, rows: Any) -> bool:
+    """Whether rows were made of the raw columns of one data set."""
+    return raw is not None and not isinstance(raw, str | Mapping) and _has_columns(raw) and is_raw(raw, rows)
 
 
 def _has_columns(dataset: Any) -> bool:

@@ -477,7 +477,7 @@ class TestFolders:
             with pytest.raises(ConfigError, match=r"data\.path="):
                 load_train_and_eval(config(path=str(data), eval_path=str(place)))
         write(other / "same.csv", [{"text": text} for text in texts[8:]])
-        with pytest.raises(DataError, match="12 different"):
+        with pytest.raises(DataError, match="12 of 12 held-out"):
             load_train_and_eval(config(path=str(data), eval_path=str(other / "same.csv")))
         train, held_out = load_train_and_eval(config(path=str(data / "train.jsonl"), eval_path=str(test)))
         assert held_out is not None and (len(train), len(held_out)) == (10, 10)

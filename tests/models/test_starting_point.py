@@ -6,13 +6,12 @@ import shutil
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftModel, get_peft_model
 from transformers import EarlyStoppingCallback, LlamaForCausalLM, TrainerCallback
 
 from dpllm.config import ConfigError, DataConfig
-from dpllm.data.records import DataError
-from dpllm.models.starting_point import check_start, refuse_shared_records, shared_records_point
+from dpllm.data.shared_records import shared_records_point
+from dpllm.models.starting_point import check_start
 from dpllm.privacy.ledger import read_ledger
 from dpllm.training.run import PrivateRun
 from tests.conftest import tiny_llama_config
@@ -181,48 +180,7 @@ def test_weights_that_were_trained_on_private_records_are_known_without_a_ledger
     trainer(tmp_path / "third", warm, start_is_independent=True)
 
 
-def texts(*records):
-    return Dataset.from_dict({"text": list(records)})
-
-
-DATA = DataConfig(path="private.jsonl", max_length=8)
 PUBLIC = DataConfig(path="public.txt", max_length=8)
-LINE = "The patient was seen on the ward on Tuesday, and again on Friday."
-
-
-@pytest.mark.parametrize(
-    ("public", "shared"),
-    [
-        (["one", "two", "three"], 2),
-        (["ONE ", "t\u0077o"], 2),
-        (["four"], 0),
-        ([f"Notes.\n{LINE.upper()}\nEnd."], 1),
-        (["on Tuesday"], 0),
-        (["Counting:\none\nfour"], 1),
-    ],
-)
-def test_shared_records_are_counted_by_content(public, shared):
-    """Not by path: case, spaces, long lines of a longer text, and short records that are a line of the public text."""
-    private = texts("one", "two", f"Report\n{LINE}")
-    arguments = (private, DATA, texts(*public), PUBLIC)
-    assert refuse_shared_records(*arguments, allowed=3) == shared
-    if shared:
-        with pytest.raises(DataError, match=f"shares {shared} of 3 records with data.path=private.jsonl") as error:
-            refuse_shared_records(*arguments, allowed=shared - 1)
-        assert "patient" not in str(error.value).lower()
-
-
-@kills(
-    "private records in the public text are not counted",
-    "dpllm/models/starting_point.py",
-    "return sum(any(key in known for key in _keys(texts, _SHORTEST_LINE))",
-    "return sum(False",
-)
-def test_one_of_many_records_in_the_public_text_is_refused():
-    """Even a tiny share of the records is refused."""
-    private = texts(*(f"record {number}" for number in range(1000)))
-    with pytest.raises(DataError, match="max_shared_records=1"):
-        refuse_shared_records(private, DATA, texts("record 7"), PUBLIC)
 
 
 def test_a_declared_overlap_is_an_open_point_of_the_report(tmp_path):
@@ -233,13 +191,6 @@ def test_a_declared_overlap_is_an_open_point_of_the_report(tmp_path):
     (point,) = [one for one in run.privacy_report()["open_points"] if "max_shared_records" in str(one)]
     assert "Up to 30 of the private records may occur in the public text public.txt" in str(point)
     assert shared_records_point(0, PUBLIC) == []
-
-
-def test_messages_of_chats_are_compared_too():
-    """For every format of the private records."""
-    chat = Dataset.from_dict({"messages": [[{"role": "user", "content": LINE}, {"role": "assistant", "content": "?"}]]})
-    config = DataConfig(path="chats.jsonl", max_length=8, format="chat")
-    assert refuse_shared_records(chat, config, texts(LINE), PUBLIC, allowed=1) == 1
 
 
 def test_a_model_that_a_private_run_of_this_process_trained_is_refused_or_declared(tmp_path):

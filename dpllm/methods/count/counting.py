@@ -19,6 +19,7 @@ from dpllm.config.formats.catalogue import formats_of
 from dpllm.config.formats.record_format import TextLabel
 from dpllm.config.query_recipe import QueryRecipe
 from dpllm.data.rows import DataError, load_records, unit_index_of
+from dpllm.data.shared_records import refuse_private_parts
 from dpllm.data.units import UnitIndex
 from dpllm.mechanism.events import Event
 from dpllm.mechanism.query import Query
@@ -83,7 +84,8 @@ def read_units(recipe: QueryRecipe) -> LabelledUnits:
     if form.holds is not TextLabel:
         fitting = " or ".join(formats_of(TextLabel))
         raise ConfigError(f"data.format={data.format!r} has no labels to count: set data.format={fitting}")
-    records = load_records(data)
+    records = load_records(data, recipe.privacy)
+    refuse_private_parts(recipe, records)
     index = unit_index_of(records, recipe.privacy, secret_rng())
     return LabelledUnits(tuple(data.class_names), records[str(form.labels)], index)
 

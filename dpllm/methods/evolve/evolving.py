@@ -18,6 +18,7 @@ from dpllm.config.formats.record_format import Completion, Text, TextLabel
 from dpllm.config.query_recipe import QueryRecipe
 from dpllm.data.records import check_column, load_records
 from dpllm.data.rows import unit_index_of
+from dpllm.data.shared_records import refuse_private_parts
 from dpllm.data.units import UnitIndex
 from dpllm.mechanism.events import Event
 from dpllm.mechanism.sampling import secret_rng
@@ -66,7 +67,8 @@ def read_voters(recipe: QueryRecipe) -> Voters:
     for name in _models(recipe):
         refuse_private_start(name, recipe.model is not None and recipe.model.start_is_independent)
     column = text_column(recipe.data)
-    records = load_records(recipe.data)
+    records = load_records(recipe.data, recipe.privacy)
+    refuse_private_parts(recipe, records)
     units = unit_index_of(records, recipe.privacy, secret_rng())
     labels = None
     if options.classes is not None:

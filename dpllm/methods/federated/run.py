@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments, get_schedul
 from dpllm.config import RECIPE_FILE, ConfigError, Recipe, save_recipe
 from dpllm.data.records import contents_of
 from dpllm.data.rows import RowCollator, load_train_and_eval, tokenize_records, unit_index_of
+from dpllm.data.shared_records import refuse_private_parts
 from dpllm.data.units import UnitIndex
 from dpllm.engines.processes import Processes
 from dpllm.mechanism.catalogue import noise_of
@@ -130,6 +131,7 @@ def read(recipe: Recipe, args: TrainingArguments, phases: Phases) -> Records:
     """Read the records, and compute and print the plan: clients are users, and rounds are steps."""
     phases.begin("reading the records")
     train, held_out = load_train_and_eval(recipe.data, recipe.privacy)
+    refuse_private_parts(recipe, train, held_out)
     num_clients = unit_index_of(train, recipe.privacy).num_units
     phases.end(f"{num_clients:,} clients{f', {len(held_out):,} records held out' if held_out else ''}")
     phases.begin("planning", "the noise that ε needs" if recipe.privacy.target_epsilon else "")
@@ -153,7 +155,7 @@ def run(recipe: Recipe) -> int:
     records = read(recipe, args, phases)
     if recipe.privacy.budget_file:
         require_room(recipe.privacy.budget_file, records.plan, str(recipe.privacy.dataset))
-    start = public_start(recipe, records.train, None, False, phases)
+    start = public_start(recipe, records.train, records.held_out, None, False, phases)
     phases.begin("loading the model, tokenizing the records")
     model = prepare_model(load_base_model(start.model, start.tokenizer, None), recipe.model)
     rows, units = rows_of_clients(recipe, records.train, start.tokenizer)

@@ -5,7 +5,6 @@ Place in the flow: first, in `dpllm plan` and `dpllm teach`. Nothing is trained 
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from dataclasses import dataclass
 
@@ -18,11 +17,17 @@ from dpllm.config.formats.text import TextFormat
 from dpllm.config.query_recipe import QueryRecipe
 from dpllm.data.records import load_records, load_train_and_eval
 from dpllm.data.rows import num_labels_of, unit_index_of
+from dpllm.data.shared_records import (
+    refuse_private_parts,
+    refuse_shared_held_out,
+    refuse_shared_records,
+    shared_records_point,
+)
 from dpllm.methods.pate.section import TeachConfig
 from dpllm.methods.pate.trainings import QUIET
 from dpllm.methods.pate.votes import LABELS, TOKENS, Vote
 from dpllm.methods.queries.planned import plan_from
-from dpllm.models.starting_point import refuse_private_start, refuse_shared_records, shared_records_point
+from dpllm.models.starting_point import refuse_private_start
 from dpllm.privacy.query_plan import QueryPlan, Value
 from dpllm.training.arguments import check_optimizer, training_arguments
 
@@ -151,11 +156,10 @@ def prepare(recipe: QueryRecipe) -> Prepared:
         )
     prompts_data = prompts_of(recipe)
     prompts = load_records(prompts_data)
-    refuse_shared_records(private, recipe.data, prompts, prompts_data, options.max_shared_records, _KEYS)
-    if held_out is not None and not recipe.data.eval_is_public:  # they would be published with their labels
-        refuse_shared_records(
-            held_out, _held_out_data(recipe), prompts, prompts_data, options.max_shared_records, _KEYS
-        )
+    most = options.max_shared_records  # they would be published with their labels
+    refuse_shared_records(private, recipe.data, prompts, prompts_data, most, _KEYS, recipe.privacy)
+    refuse_shared_held_out(held_out, recipe.data, prompts, prompts_data, most, _KEYS)
+    refuse_private_parts(recipe, private, held_out)
     places, answers = len(prompts), LABELS
     if num_classes is None:
         places, answers = len(prompts) * (options.max_new_tokens or 0), TOKENS
@@ -181,14 +185,6 @@ def _num_classes(model: ModelConfig, private: datasets.Dataset, data: DataConfig
             "are public facts; the private labels are not counted"
         )
     return found
-
-
-def _held_out_data(recipe: QueryRecipe) -> DataConfig:
-    """Return the section of the held-out records, which names their file in a message."""
-    data = recipe.data
-    return dataclasses.replace(
-        data, path=data.eval_path or data.path, eval_path=None, eval_split=None, eval_fraction=0.0
-    )
 
 
 def prompts_of(recipe: QueryRecipe) -> DataConfig:

@@ -18,6 +18,7 @@ from dpllm.config.formats.record_format import Completion, Text, TextLabel
 from dpllm.config.query_recipe import QueryRecipe
 from dpllm.data.records import DataError, load_records
 from dpllm.data.rows import unit_index_of
+from dpllm.data.shared_records import refuse_private_parts
 from dpllm.data.units import Int64Array, UnitIndex
 from dpllm.mechanism.sampling import secret_rng
 from dpllm.methods.predict.prompts import Template
@@ -57,7 +58,8 @@ def read_records(recipe: QueryRecipe) -> PrivateRecords:
     """
     name = f"{recipe.method}.context"
     context = recipe.options.context or _usual_context(recipe, name)
-    records = load_records(recipe.data)
+    records = load_records(recipe.data, recipe.privacy)
+    refuse_private_parts(recipe, records)
     template = Template(context, records.column_names, name)
     for column in template.columns if records.info.builder_name in ("csv", "json") else ():
         if getattr(records.features[column], "dtype", None) not in ("string", "large_string"):

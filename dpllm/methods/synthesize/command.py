@@ -95,6 +95,7 @@ def synthesize(
     asked = texts.prompts_of(prompt, prompts, prompt_column)
     _say(f"checking {folder}")
     texts.check(folder)
+    texts.refuse_private_prompts(folder, asked)
     planned = prepare(folder, wishes, prompt)
     model, sampling = texts.load(folder, max_new_tokens, temperature, top_p, seed)
     to_model = texts.as_chat if texts.uses_template(folder, model, template) else None

@@ -1,0 +1,219 @@
+"""Refusal of public text that holds private records: text to train on, prompts, and all public parts of a recipe.
+
+Place in the flow: after the private records are read, before anything is charged. A record in public training text
+would be learnt without noise, and one in a prompt or context is published word for word; ε covers neither. What counts
+as the same text is decided by `dpllm.data.content_index`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import datasets
+
+from dpllm.config import DataConfig, PrivacyUnit, Recipe, RecordFormat
+from dpllm.data.content_index import FEWEST_WORDS
+from dpllm.data.records import (
+    DataError,
+    index_of,
+    load_train_and_eval,
+    local_files,
+    text_columns,
+    unit_column_of,
+)
+
+PUBLIC_TRAINING = ("public_pretrain.data.path", "public_pretrain.max_shared_records")
+"""Keys of a recipe: the public text, and the largest number of private records that it may share."""
+
+
+def shared_records(
+    private: datasets.Dataset,
+    private_data: RecordFormat,
+    public: datasets.Dataset,
+    public_data: RecordFormat,
+    privacy: PrivacyUnit | None = None,
+) -> int:
+    """Return the number of private records that occur in public text (`dpllm.data.content_index`).
+
+    The number depends on the private records.
+
+    Args:
+        private: the private records.
+        private_data: of their form.
+        public: the public records.
+        public_data: of their form.
+        privacy: definition of a unit. None: a unit is one record.
+    """
+    index = index_of(private, private_data, unit_column_of(privacy))
+    return int(index.found_in(public, text_columns(public_data)).sum())
+
+
+def refuse_shared_records(
+    private: datasets.Dataset,
+    private_data: DataConfig,
+    public: datasets.Dataset,
+    public_data: DataConfig,
+    allowed: int = 0,
+    keys: tuple[str, str] = PUBLIC_TRAINING,
+    privacy: PrivacyUnit | None = None,
+) -> int:
+    """Make sure that public text does not contain the private records (`shared_records`).
+
+    The user may declare a bound on the number of shared records, which is a public constant.
+
+    Args:
+        private: the private records.
+        private_data: the configuration with which they are read.
+        public: the public records.
+        public_data: the configuration with which they are read.
+        allowed: the declared largest number of shared records (`shared_records_point`).
+        keys: of the recipe, for the message: the public text, and the declared number.
+        privacy: definition of a unit. None: a unit is one record.
+
+    Returns:
+        The number of shared private records.
+
+    Raises:
+        DataError: more than ``allowed`` are shared; the message gives the number, never the text.
+    """
+    shared = shared_records(private, private_data, public, public_data, privacy)
+    if shared > allowed:
+        raise DataError(
+            f"{keys[0]}={public_data.path} shares {shared} of {len(private)} records with "
+            f"data.path={private_data.path}: training on them without noise would reveal them, and {allowed} are "
+            f"declared ({keys[1]}). Take the private records out of the public text, or, if "
+            f"these texts are public (greetings), declare {keys[1]}={shared}; the "
+            "report then says that epsilon does not cover them"
+        )
+    return shared
+
+
+def refuse_shared_held_out(
+    held_out: datasets.Dataset | None,
+    data: DataConfig,
+    public: datasets.Dataset,
+    public_data: DataConfig,
+    allowed: int = 0,
+    keys: tuple[str, str] = PUBLIC_TRAINING,
+) -> None:
+    """Make sure that public text does not contain the held-out records, unless these are public; N does not count them.
+
+    Args:
+        held_out: the held-out records; None: there are none.
+        data: the section that names them.
+        public: as for `refuse_shared_records`, as are the other arguments.
+        public_data: the configuration with which they are read.
+        allowed: the declared largest number of shared records.
+        keys: of the recipe.
+
+    Raises:
+        DataError: more than ``allowed`` are shared.
+    """
+    if held_out is not None and not data.eval_is_public:
+        own = dataclasses.replace(
+            data, path=data.eval_path or data.path, eval_path=None, eval_split=None, eval_fraction=0.0
+        )
+        refuse_shared_records(held_out, own, public, public_data, allowed, keys)
+
+
+def shared_records_point(allowed: int, public_data: DataConfig, keys: tuple[str, str] = PUBLIC_TRAINING) -> list[str]:
+    """Return the open point of a declared overlap of public text and private records; an empty list without one.
+
+    It names the declared bound, which is public, not the number found, which depends on the private data.
+    """
+    if allowed == 0:
+        return []
+    return [
+        f"Up to {allowed} of the private records may occur in the public text {public_data.path} "
+        f"({keys[1]}), from which they are learnt without noise: epsilon does not cover these "
+        "records. Confirm that their texts are public (greetings, boilerplate), or take them out of the public text."
+    ]
+
+
+def refuse_private_texts(
+    texts: Mapping[str, str], records: datasets.Dataset, data: DataConfig, privacy: PrivacyUnit | None = None
+) -> None:
+    """Make sure that no public text, such as a prompt, holds a private record of `FEWEST_WORDS` words or more.
+
+    Texts that many units have, such as a common system prompt, may occur.
+
+    Args:
+        texts: key or option -> its text.
+        records: the private records.
+        data: the configuration with which they are read.
+        privacy: definition of a unit. None: a unit is one record.
+
+    Raises:
+        DataError: a text holds one; the message names its key, and neither the text nor the record.
+    """
+    long = {key: text for key, text in texts.items() if _is_long(text)}
+    if not long or not (index := index_of(records, data, unit_column_of(privacy))).occurs_in(*long.values()):
+        return
+    for key, text in long.items():
+        if index.occurs_in(text):
+            raise DataError(
+                f"{key} holds a record of data.path={data.path}, or most of one: it is used without noise and may be "
+                "published word for word, and epsilon does not cover that. Write a text of your own there"
+            )
+
+
+def refuse_private_parts(recipe: Any, records: datasets.Dataset, held_out: datasets.Dataset | None = None) -> None:
+    """Make sure that no text in a recipe holds a private record: prompts, contexts, questions, notes of the release.
+
+    Args:
+        recipe: a `dpllm.config.Recipe` or `dpllm.config.query_recipe.QueryRecipe`.
+        records: the private records, as its section ``data`` reads them.
+        held_out: those held out, which count unless they are declared public.
+
+    Raises:
+        DataError: a value holds one; the message names its key.
+    """
+    values = dataclasses.asdict(recipe)
+    if "method" in values:
+        values[values.pop("method")] = values.pop("options")
+    texts = dict(_strings(values, ""))
+    refuse_private_texts(texts, records, recipe.data, recipe.privacy)
+    if held_out is not None and not recipe.data.eval_is_public:
+        refuse_private_texts(texts, held_out, recipe.data)
+
+
+def refuse_private_prompts(recipe: Recipe, prompts: Mapping[str, str]) -> None:
+    """Make sure that no prompt for a released model holds a private record of its run, if these are at hand.
+
+    Args:
+        recipe: of the run.
+        prompts: option -> its text.
+
+    Raises:
+        DataError: a prompt holds one; the message names its option.
+    """
+    data = recipe.data
+    if not any(map(_is_long, prompts.values())):
+        return
+    try:
+        if not data.path.startswith("builtin:") and not local_files(data.path):
+            return  # it would be downloaded
+        records, held_out = load_train_and_eval(data, recipe.privacy)
+    except ValueError:  # the records are elsewhere, or changed
+        return
+    refuse_private_texts(prompts, records, data, recipe.privacy)
+    if held_out is not None and not data.eval_is_public:
+        refuse_private_texts(prompts, held_out, data)
+
+
+def _is_long(text: str) -> bool:
+    return (len(text.split()) if text.isascii() else len(text)) >= FEWEST_WORDS  # other scripts may have no spaces
+
+
+def _strings(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Yield all texts in nested values, with their keys."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _strings(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, Sequence):
+        for number, inner in enumerate(value):
+            yield from _strings(inner, f"{key}[{number}]")
