@@ -72,7 +72,7 @@ Rank = Annotated[int | None, typer.Option(help="Rank of the adapter; by default 
 Epsilon = Annotated[float | None, typer.Option(help="ε of the whole run; by default 8.")]
 MaxLength = Annotated[int | None, typer.Option(help="The most tokens of a row; by default at most 512.")]
 HeldOut = Annotated[float | None, typer.Option(help="Share of the units to hold out; 0 holds out none.")]
-Encoding = Annotated[str, typer.Option(help="Encoding of a text file, such as latin-1.")]
+Encoding = Annotated[str | None, typer.Option(help="Encoding of a text file; by default found by looking.")]
 StartIsIndependent = Annotated[
     bool,
     typer.Option("--start-is-independent", help="Declare that the model holds nothing of the private records."),
@@ -112,7 +112,7 @@ def init(
     epsilon: Epsilon = None,
     max_length: MaxLength = None,
     held_out: HeldOut = None,
-    encoding: Encoding = "utf-8",
+    encoding: Encoding = None,
     start_is_independent: StartIsIndependent = False,
     output: Output = None,
     yes: Yes = False,
@@ -276,7 +276,7 @@ class _Questions:
                 typer.echo(f"  {error}")
 
 
-def _records(ask: _Questions, given: str | None, encoding: str) -> tuple[str, Columns]:
+def _records(ask: _Questions, given: str | None, encoding: str | None) -> tuple[str, Columns]:
     """Return the place of the records, and the columns of the file."""
 
     def check(name: str) -> tuple[str, Columns]:
@@ -292,7 +292,7 @@ def _records(ask: _Questions, given: str | None, encoding: str) -> tuple[str, Co
 
 
 def _data(
-    ask: _Questions, path: str, found: Columns, encoding: str, form: str | None, given: dict[str, str | None]
+    ask: _Questions, path: str, found: Columns, encoding: str | None, form: str | None, given: dict[str, str | None]
 ) -> DataConfig:
     """Return the section ``data`` without its length."""
     from dpllm.config import DataConfig

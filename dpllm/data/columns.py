@@ -15,8 +15,9 @@ from typing import Any
 import pyarrow as pa
 
 from dpllm.config import ConfigError, DataConfig
-from dpllm.data.readers import DataError, read_tables
-from dpllm.data.records import local_files, read_unchecked
+from dpllm.data.local_files import local_files
+from dpllm.data.readers import NOTHING, DataError, Reading, read_tables
+from dpllm.data.records import read_unchecked
 
 TEXT, MESSAGES, LIST, NUMBER, OTHER = "text", "messages", "list", "number", "other"
 
@@ -83,21 +84,20 @@ class Columns:
         return known or next(iter(texts), None)
 
 
-def columns_of(path: str, encoding: str = "utf-8") -> Columns:
+def columns_of(path: str, encoding: str | None = None) -> Columns:
     """Return the columns of a data set, from the first records of its first file.
 
     Args:
         path: as `DataConfig.path`. A data set of the Hub is loaded as a whole.
-        encoding: of text files.
+        encoding: of text files; None: found by looking.
 
     Raises:
         ConfigError: there is no such file, folder or data set.
         DataError: the file cannot be read as its ending says, or holds no record.
     """
-    files = local_files(path)
+    files, reading = local_files(path), Reading(encoding=encoding, needed=("messages", "conversations"))
     if files:
-        first = Path(sorted(files)[0])
-        table = next((one for one in read_tables(first, encoding) if one.num_rows), None)
+        table = next((one for file in files for one in read_tables(Path(file), reading) if one.num_rows), None)
     else:
         if not path.startswith("builtin:") and "/" not in path:
             raise ConfigError(
@@ -106,9 +106,11 @@ def columns_of(path: str, encoding: str = "utf-8") -> Columns:
             )
         records = read_unchecked(DataConfig(path=path, max_length=2, encoding=encoding))
         table = records.select(range(min(_ROWS, len(records)))).with_format("arrow")[:] if len(records) else None
+    if table is not None and table.column_names == [NOTHING]:
+        raise DataError(next(iter(reading.faults.values())))
     if table is None:
         raise DataError(f"{path}: there is no record in it: check the file")
-    kinds = {field.name: _kind(field.type) for field in table.schema}
+    kinds = {field.name: _kind(field.type) for field in table.schema if field.name != NOTHING}
     people = tuple(name for name in kinds if _PERSON.search(name) and _repeats(table.column(name)))
     return Columns(kinds, people)
 

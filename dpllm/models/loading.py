@@ -16,9 +16,11 @@ from huggingface_hub.constants import HF_HUB_OFFLINE
 from peft import LoraConfig
 from torch import nn
 
+from dpllm.config.hub import refuse_lfs_pointer
 from dpllm.config.values import ConfigError, nearest
 
 _SHOWN = 3
+_POINTER = 1024  # bytes: a git-lfs pointer has fewer
 _ADAPTER, _CONFIG = "adapter_config.json", "config.json"
 
 
@@ -103,7 +105,7 @@ def require_folder(what: str, name: str) -> None:
         name: of a recipe.
 
     Raises:
-        ConfigError: there is no such folder, it is a file, or it holds only an adapter.
+        ConfigError: there is no such folder, it is a file, or it holds only an adapter or git-lfs pointers.
     """
     folder = Path(name)
     if folder.is_file():
@@ -119,6 +121,9 @@ def require_folder(what: str, name: str) -> None:
             f"the model {name!r} cannot be loaded: the folder holds a LoRA adapter and not a whole model. Give the "
             "model that it was trained on"
         )
+    for file in sorted(folder.glob("*")):
+        if file.is_file() and file.stat().st_size < _POINTER:
+            refuse_lfs_pointer(file, ConfigError)
 
 
 def not_loaded(what: str, name: str, error: Exception) -> ConfigError:

@@ -305,7 +305,7 @@ def _data_settings(data: DataConfig, max_length: Setting, held_out: float | None
     path = "Your records. A relative path is seen from the folder in which the training is started."
     found = [Setting("data.path", data.path, path, None)]
     for key in ("split", "encoding"):
-        default = {"split": "train", "encoding": "utf-8"}[key]
+        default = {"split": "train", "encoding": None}[key]
         if getattr(data, key) != default:
             found.append(Setting(f"data.{key}", getattr(data, key), "", default))
     found.append(Setting("data.format", data.format, "", None))

@@ -35,6 +35,7 @@ from dpllm.config import (
 from dpllm.config.launched import check_numbers, note_exit_code, process_number
 from dpllm.config.mistakes import print_any_character, tell, words_of
 from dpllm.config.shipped import shipped_root
+from dpllm.data.records import reading_remarks
 from dpllm.data.rows import (
     RowCollator,
     load_records,
@@ -286,6 +287,8 @@ def read(
         train_records, eval_records = load_train_and_eval(recipe.data, recipe.privacy)
     units = unit_index_of(train_records, recipe.privacy)
     phases.end(read_words(units.num_units, eval_records, recipe.privacy))
+    for line in reading_remarks(train_records):
+        phases.say(line)
     phases.begin("planning", "the noise that ε needs" if recipe.privacy.target_epsilon else "")
     plan = plan_for(args, recipe.privacy, units, average=recipe.train.get("average"))
     phases.end()

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from dpllm.config import PrivacyUnit
-from dpllm.data.records import sources_of
+from dpllm.data.records import DOCUMENTS, may_be_documents, record_words, sources_of
 from dpllm.data.tokenization import RECORD
 from dpllm.data.units import ONE_ROW, UnitIndex
 from dpllm.privacy.ledger import Ledger
-from dpllm.report.definition import UNITS_MADE_OF
+from dpllm.report.definition import RECORDS_ARE, UNITS_MADE_OF
 from dpllm.training.shared_ledger import SharedLedger
 
 _BLOCKS, _FEWEST_BLOCKS = 0.95, 20  # this share, of at least this many rows, has the largest length
@@ -64,6 +64,11 @@ def note_data(ledger: Ledger | SharedLedger, dataset: Any, units: UnitIndex, pri
         units: units of the rows.
         privacy: definition of a unit. At user level the numbers of records are left out: only N is public.
     """
+    words = record_words(dataset)
+    if words is not None:
+        ledger.append_fact(RECORDS_ARE, words)
+    if may_be_documents(dataset):
+        ledger.append_open_point(DOCUMENTS)
     files = sources_of(dataset)
     counted = privacy.unit == "sequence"
     if len(files) > _MOST_NAMES:
