@@ -41,7 +41,7 @@ def _column_option(what: str) -> Any:
     return typer.Option(help=f"The column of the {what}; by default found by its name.", show_default=False)
 
 
-_RECORDS = "The private records: .jsonl, .json, .csv, .tsv, .parquet or .txt; a file, a folder or a pattern."
+_RECORDS = "The private records: .jsonl, .csv, .parquet, .xlsx, .txt and more; a file, a folder or a pattern."
 Records = Annotated[
     str | None, typer.Argument(metavar="DATA", help=f"{_RECORDS} The same as --data.", show_default=False)
 ]
@@ -404,6 +404,7 @@ def _show(target: Path, wishes: Wishes, made: NewRecipe, notes: Sequence[str]) -
         ("learning rate", f"{made.value('train.learning_rate'):g}"),
         ("trained", "an adapter" if any(item.key == "model.peft" for item in made.settings) else "all weights"),
         ("row", f"at most {made.value('data.max_length')} tokens"),
+        *(("read", line) for line in look.read),
     ]
     console.print(f"\n[bold]{escape(str(target))}[/bold]")
     for name, value in rows:

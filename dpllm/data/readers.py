@@ -18,6 +18,7 @@ import dataclasses
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import lzma
 import os
@@ -33,6 +34,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dpllm.config.extras import require
 from dpllm.config.hub import refuse_lfs_pointer
 
 CHUNK_BYTES = 1 << 25
@@ -95,6 +97,11 @@ class Reading:
         if sentence not in self.remarks:
             self.remarks.append(sentence)
 
+    def with_json(self, schema: pa.Schema) -> pa.Schema:
+        """Return the schema in which the text at `json_places` is JSON, which `datasets` reads."""
+        fields = [one.with_type(_json_type(one.type, one.name, self.json_places)) for one in schema]
+        return pa.schema(fields, metadata=schema.metadata)
+
     def see(self, column: str, place: str, kind: str, where: str) -> None:
         """Note the kind of a value at a place of a column; a second kind there is a fault of the column.
 
@@ -114,6 +121,15 @@ class Reading:
             f"column '{place}' holds {first} ({seen}) and {kind} ({where}): write all its values in one form. "
             "Converting them here could give one person two ids, or two people one id",
         )
+
+
+def _json_type(kind: pa.DataType, place: str, places: Collection[str]) -> pa.DataType:
+    """Return the type of `_with_json`'s values: `datasets` reads the JSON at these places."""
+    if place in places:
+        return pa.json_()
+    if pa.types.is_struct(kind):
+        return pa.struct([(one.name, _json_type(one.type, f"{place}.{one.name}", places)) for one in kind])
+    return pa.list_(_json_type(kind.value_type, f"{place}[]", places)) if pa.types.is_list(kind) else kind
 
 
 def read_tables(file: Path, reading: Reading | None = None) -> Iterator[pa.Table]:
@@ -242,13 +258,14 @@ def _read_csv(file: Path, reading: Reading) -> Iterator[pa.Table]:
         if not header:
             return
         _check_header(header, file, reading, delimiter)
-        schema = pa.schema([(name, pa.string()) for name in header])
+        once = [header.count(name) == 1 for name in header]
+        schema = pa.schema([(name, pa.string()) for name in itertools.compress(header, once)])
         waiting: list[list[str]] = []
         size = 0
         for line, row in cells:
             if len(row) != len(header):
                 raise DataError(_ragged(file, line, row, header, delimiter))
-            waiting.append(row)
+            waiting.append(row if all(once) else list(itertools.compress(row, once)))
             size += sum(map(len, row))
             if size >= CHUNK_BYTES:
                 yield _text_table(waiting, schema)
@@ -272,9 +289,9 @@ def _delimiter(file: Path, reading: Reading) -> tuple[int, str]:
 
 
 def _check_header(header: list[str], file: Path, reading: Reading, delimiter: str) -> None:
-    twice = [name for number, name in enumerate(header) if name in header[:number]]
-    if twice:
-        raise DataError(f"{file}: two columns are named '{twice[0]}': give every column a different name")
+    for name in header:
+        if header.count(name) > 1:
+            reading.fault(name, f"{file}: two columns are named '{name}': give them different names")
     looks_like_values = any(len(name) > _LONG_NAME or re.fullmatch(r"[-+]?[\d.,]+", name) for name in header)
     if reading.needed and not set(reading.needed) & set(header) and looks_like_values:
         raise DataError(
@@ -285,7 +302,7 @@ def _check_header(header: list[str], file: Path, reading: Reading, delimiter: st
 
 def _ragged(file: Path, line: int, row: list[str], header: list[str], delimiter: str) -> str:
     other = next((one for one in ",;\t|" if one != delimiter and one in "".join(header)), None)
-    if len(row) == 1 and other:
+    if other and 1 in (len(row), len(header)):
         remedy = f"if the separator is {other!r}, set data.delimiter"
     elif len(row) == len(header) + 1 and line == 2:
         remedy = "if the first column has no name, write one into the header"
@@ -321,6 +338,8 @@ def _text_table(rows: list[list[str]], schema: pa.Schema) -> pa.Table:
     # Only an empty cell is a missing value: the texts "NA" and "null" are texts.
     columns = list(zip(*rows, strict=True)) if rows else [()] * len(schema)
     arrays = [pa.array([cell or None for cell in column], pa.string()) for column in columns]
+    if not arrays:
+        return pa.table({NOTHING: pa.nulls(len(rows))})
     return pa.Table.from_arrays(arrays, schema=schema)
 
 
@@ -498,15 +517,6 @@ def _with_json(cell: Any, place: str, places: Collection[str]) -> Any:
     return [_with_json(one, f"{place}[]", places) for one in cell] if isinstance(cell, list) else cell
 
 
-def _json_type(kind: pa.DataType, place: str, places: Collection[str]) -> pa.DataType:
-    """Return the type of `_with_json`'s values: `datasets` reads the JSON at these places."""
-    if place in places:
-        return pa.json_()
-    if pa.types.is_struct(kind):
-        return pa.struct([(one.name, _json_type(one.type, f"{place}.{one.name}", places)) for one in kind])
-    return pa.list_(_json_type(kind.value_type, f"{place}[]", places)) if pa.types.is_list(kind) else kind
-
-
 def _object_table(objects: list[dict[str, Any]], file: Path, where: str, reading: Reading) -> pa.Table:
     names = list(dict.fromkeys(name for value in objects for name in value))
     columns: dict[str, pa.Array] = {}
@@ -524,8 +534,6 @@ def _object_table(objects: list[dict[str, Any]], file: Path, where: str, reading
             continue
         try:
             columns[name] = pa.array(cells)
-            if reading.json_places:
-                columns[name] = columns[name].cast(_json_type(columns[name].type, name, reading.json_places))
         except UnicodeEncodeError as error:
             raise DataError(f"{file}: column '{name}', {where}: {_SURROGATE}") from error
         except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
@@ -582,12 +590,9 @@ def _size(value: Any) -> int:
 def _read_xlsx(file: Path, reading: Reading) -> Iterator[pa.Table]:
     """Read one sheet of a workbook; the kind of a value is that of its cell, and a date is text."""
     reading.records_are.add("one row of a sheet")
-    try:
-        import openpyxl
-    except ImportError as error:
-        raise DataError(
-            f"{file}: workbooks need the package openpyxl: pip install 'dpllm[excel]', or save the sheet as .csv"
-        ) from error
+    require("excel", f"{file}: save the sheet as .csv. To read a workbook, dpllm")
+    import openpyxl
+
     try:
         book = openpyxl.load_workbook(file, read_only=True, data_only=True)
     except (zipfile.BadZipFile, KeyError, ValueError) as error:

@@ -72,7 +72,7 @@ def required_columns(config: RecordFormat) -> list[str]:
     }[config.format]
 
 
-def load_records(config: DataConfig) -> datasets.Dataset:
+def load_records(config: DataConfig, privacy: PrivacyUnit | None = None) -> datasets.Dataset:
     """Return the training records, one row each, unchanged and in their order.
 
     Cells of CSV and TSV files are text; only the labels of a classification become whole numbers, strictly. Local files
@@ -80,13 +80,14 @@ def load_records(config: DataConfig) -> datasets.Dataset:
 
     Args:
         config: source of the records. `limit` keeps only that number of records, from the first on.
+        privacy: definition of a unit; with ``missing="drop"`` a record without an id is left out, too.
 
     Raises:
         ConfigError: the path, split or builtin corpus does not exist or cannot be reached.
         DataError: no record, a missing column, a null, a column of the wrong kind, a file that cannot be decoded, or
             two equal files.
     """
-    records = _finish(read_unchecked(config), config, config.path, config.limit)
+    records = _finish(read_unchecked(config), config, config.path, config.limit, privacy)
     _note_copies(records, config)
     return records
 
@@ -140,7 +141,7 @@ def _train_and_eval(
         raise ConfigError(
             f"eval_split={config.eval_split!r} is also the training split: name another split, or set eval_fraction"
         )
-    records = load_records(config)
+    records = load_records(config, privacy)
     if config.eval_path is not None:
         held_out = _finish(_load(config.eval_path, config, _eval_split(config)), config, config.eval_path)
         _refuse_shared_records(records, held_out, config, config.eval_path)
@@ -181,6 +182,8 @@ def _eval_split(config: DataConfig) -> str:
     """Return the split of ``eval_path``: a folder with one split only is that split."""
     path = str(config.eval_path)
     local = None if config.eval_split or path.startswith("builtin:") else find_files(path)
+    if local and len(local.splits) > 1:
+        raise ConfigError(f"eval_path={path} has the splits {', '.join(local.splits)}: name one with data.eval_split")
     return next(iter(local.splits)) if local and len(local.splits) == 1 else config.eval_split or "train"
 
 
@@ -285,7 +288,7 @@ def check_column(present: list[str], name: str, source: str, records: Any = None
         source: of the records, for the message.
         records: the data set; its notes have the reason why a column of its files cannot be used.
     """
-    if name not in present and name in (faults := _notes(records).get("faults", {})):
+    if name not in present and name in (faults := column_faults(records)):
         raise DataError(faults[name])
     if name not in present:
         raise DataError(
@@ -299,6 +302,11 @@ def sources_of(records: datasets.Dataset) -> dict[str, int]:
     Empty for a data set that was not read from local files.
     """
     return dict(_notes(records).get("files", {}))
+
+
+def column_faults(records: Any) -> dict[str, str]:
+    """Return the columns of the local files that cannot be used, each with the reason."""
+    return dict(_notes(records).get("faults", {}))
 
 
 def reading_remarks(records: datasets.Dataset) -> list[str]:
@@ -338,11 +346,18 @@ def _notes(records: Any) -> dict[str, Any]:
     return {}
 
 
-def _finish(records: datasets.Dataset, config: DataConfig, source: str, limit: int | None = None) -> datasets.Dataset:
+def _finish(
+    records: datasets.Dataset,
+    config: DataConfig,
+    source: str,
+    limit: int | None = None,
+    privacy: PrivacyUnit | None = None,
+) -> datasets.Dataset:
     if limit is not None:
         records = records.select(range(min(limit, len(records))))
     if config.missing == "drop":
-        records = _without_missing(records, required_columns(config))
+        ids = [] if privacy is None or privacy.unit_column is None else [privacy.unit_column]
+        records = _without_missing(records, [*required_columns(config), *ids])
     if config.format == "classification" and config.label_column in records.column_names:
         records = with_class_numbers(records, config, source)
     check_records(records, config, source)
@@ -365,7 +380,7 @@ def _without_missing(records: datasets.Dataset, columns: Sequence[str]) -> datas
     files = {name: int(next(places).sum()) for name in notes.get("files", {})}
     remark = f"{int((~kept).sum()):,} records have no value in {' or '.join(columns)}: left out (data.missing=drop)"
     records = records.select(np.flatnonzero(kept))
-    keep_notes(records, records, **notes, **{"files": files, "read": [*notes.get("read", []), remark]})
+    keep_notes(records, records, **{**notes, "files": files, "read": [*notes.get("read", []), remark]})
     return records
 
 
@@ -587,7 +602,7 @@ def _stored(path: str, files: Sequence[Path], reading: Reading) -> tuple[dataset
                 yield table
 
     try:
-        records = store(tables())
+        records = store(tables(), reading.with_json)
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise DataError(
             f"{path}: its files hold different kinds of values in one column: {_one_line(error)}: write the column in "

@@ -20,7 +20,7 @@ import numpy as np
 from dpllm.config import ConfigError, DataConfig, ModelConfig, PrivacyConfig, Recipe
 from dpllm.config.tasks import TASKS
 from dpllm.data.columns import texts_of
-from dpllm.data.records import DataError, load_records, required_columns
+from dpllm.data.records import DataError, load_records, reading_remarks, required_columns
 from dpllm.data.rows import unit_index_of
 from dpllm.data.units import UnitIndex
 from dpllm.models.at_hand import ModelAtHand
@@ -85,6 +85,7 @@ class Look:
         measured: whether the model's tokenizer counted them; otherwise four characters are a token.
         cut: the share of records longer than a row.
         rows: the median and the 95th percentile of the records of a user; None: records are the units.
+        read: what was found when the files were read (`dpllm.data.records.reading_remarks`).
     """
 
     records: int
@@ -92,6 +93,7 @@ class Look:
     measured: bool
     cut: float
     rows: tuple[int, int] | None
+    read: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,7 @@ def new_recipe(wishes: Wishes, at_hand: ModelAtHand | None) -> NewRecipe:
             "computes the learning rate from its weights."
         )
     look = _look(records, data, at_hand, None if unit["unit"] == "sequence" else index)
+    look = dataclasses.replace(look, read=tuple(reading_remarks(records)))
     return NewRecipe(_each_once(settings), tuple(notes), run.plan, look, population)
 
 

@@ -196,9 +196,9 @@ def _unit(plan: PlannedUnit, contents: LedgerContents) -> str:
     which = f", which is {words[-1]}" if words else ""
     if plan.unit == "sequence":
         return (
-            f"one record of the training data{which}. A record longer than the model's context that was cut into several rows "
-            "is still one unit. A text that is in several records is that many units, and is protected less. "
-            f"{OTHER_PEOPLE}"
+            f"one record of the training data{which}. A record longer than the model's context that was cut into "
+            "several rows is still one unit. A text that is in several records is that many units, and is protected "
+            f"less. {OTHER_PEOPLE}"
         )
     which = {
         "first": ", the first ones in the order of the data",

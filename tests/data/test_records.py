@@ -438,7 +438,8 @@ class TestFaults:
             ("text,id\nx,1\ny\n", r"line 3: 1 cells, but the header has 2"),
             ("text,id\nx,1\ny,2,3\n", r"line 3: 3 cells, but the header has 2"),
             ('text,id\n"x,1\ny,2\n', r"line 3: unexpected end of data"),
-            ("id,id\nx,1\n", r"two columns are named 'id'"),
+            ("text,text\nx,1\n", r"two columns are named 'text'"),
+            ("text,text,id\nx,1,2\n", r"two columns are named 'text'"),
         ],
     )
     def test_a_damaged_csv_names_the_line(self, tmp_path, content, message):
