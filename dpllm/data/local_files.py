@@ -149,7 +149,7 @@ def _of_folder(path: str, folder: Path) -> LocalFiles:
     if _is_saved(folder):
         return LocalFiles(path, _saved_files(folder))
     files: list[Path] = []
-    seen = set()
+    seen = {folder.resolve()}
 
     def not_listed(error: OSError) -> None:
         raise ConfigError(f"{error.filename}: the folder cannot be listed: {error.strerror}") from error

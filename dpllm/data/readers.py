@@ -304,7 +304,7 @@ def _ragged(file: Path, line: int, row: list[str], header: list[str], delimiter:
     other = next((one for one in ",;\t|" if one != delimiter and one in "".join(header)), None)
     if other and 1 in (len(row), len(header)):
         remedy = f"if the separator is {other!r}, set data.delimiter"
-    elif len(row) == len(header) + 1 and line == 2:
+    elif len(row) == len(header) + 1 > 2 and line == 2:
         remedy = "if the first column has no name, write one into the header"
     else:
         remedy = "put cells that hold the separator, a quote or a line break into quotes, or correct the line"
@@ -820,7 +820,7 @@ READERS: dict[str, Callable[[Path, Reading], Iterator[pa.Table]]] = {
 """Kinds of files that can be read, by their usual ending."""
 
 _ALIASES = {".ndjson": ".jsonl", ".jsonlines": ".jsonl", ".tab": ".tsv", ".feather": ".arrow", ".xlsm": ".xlsx"}
-_OPENERS: dict[str, Callable[[Any], IO[bytes]]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zstd}
+_OPENERS: dict[str, Callable[[Any], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zstd}
 _OF_TEXT = (".jsonl", ".json", ".csv", ".tsv", ".txt")
 ENDINGS = f"{', '.join((*READERS, *_ALIASES))}; text files also with {', '.join(_OPENERS)}"
 """The endings that can be read, in words."""

@@ -1,9 +1,9 @@
 """Loading of records: from a Hub data set, local files, or a corpus of a pip package.
 
 Place in the flow: first of the data stages; local files are read by `dpllm.data.readers`. A *record* is the
-unit of the sequence level, so nothing here filters, deduplicates or reorders: the number of records is the N of the
-guarantee. A faulty record is an error here, before any training; the message gives its number (counted from 0) and
-never its text.
+unit of the sequence level, so nothing here deduplicates or reorders, and only ``data.missing`` filters: the number of
+records is the N of the guarantee. A faulty record is an error here, before any training; the message gives its number
+(counted from 0) and never its text.
 """
 
 from __future__ import annotations

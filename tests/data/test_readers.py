@@ -17,6 +17,7 @@ import pytest
 
 from dpllm.config import ConfigError, DataConfig, PrivacyUnit
 from dpllm.data.records import DataError, load_records, load_train_and_eval, reading_remarks, sources_of
+from dpllm.models.at_hand import model_at_hand
 
 TEXTS = ["The first note, naïve.", 'A second one, with "quotes"\nand a break.', "00017"]
 FRAME = pd.DataFrame({"text": TEXTS, "id": ["007", "008", "009"], "n": [1, 2, 3]})
@@ -367,6 +368,21 @@ def test_columns_of_one_name_fail_only_where_they_are_named(tmp_path):
     assert records.column_names == ["text"] and records["text"][:] == ["x"]
     with pytest.raises(DataError, match="two columns are named 'more'"):
         texts(tmp_path / "a.csv", text_column="more")
+
+
+def test_weights_that_are_git_lfs_pointers_are_named(tmp_path):
+    """By the sentence that data get."""
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 1, "n_head": 1, "n_embd": 4}')
+    (tmp_path / "model.safetensors").write_text(POINTER)
+    with pytest.raises(ConfigError, match=r"model\.safetensors: it is a git-lfs pointer.*git lfs pull"):
+        model_at_hand(str(tmp_path))
+
+
+def test_a_link_to_its_own_folder_is_not_followed(tmp_path):
+    """The files are read once."""
+    (tmp_path / "a.csv").write_text("text\nx\n")
+    (tmp_path / "again").symlink_to(tmp_path)
+    assert texts(tmp_path) == ["x"]
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may read every file")
