@@ -492,7 +492,7 @@ def _tables_of_objects(
         if reading.json_places:
             value = {name: _with_json(cell, name, reading.json_places) for name, cell in value.items()}
         for name, cell in value.items():
-            if name not in reading.faults:
+            if name not in reading.faults or reading.mixed_as_json:  # all such places are found in one reading
                 for place, kind in nested_kinds({name: cell}):
                     if kind != "nothing":
                         reading.see(name, place, kind, f"{file}, {noun} {number}")

@@ -339,7 +339,7 @@ def test_a_record_of_text_files_is_what_the_key_says(tmp_path, part, expected):
 
 def test_arguments_of_tools_may_be_of_any_kind(tmp_path):
     """They come back as they were written, in whichever order and file the kinds are."""
-    arguments = [{"q": "x"}, {"q": 3, "deep": {"a": [1, "b"]}}, {"q": None}, {"q": ["y", 2.5]}, {}]
+    arguments = [{"q": "x", "n": 1}, {"q": 3, "deep": {"a": [1, "b"]}}, {"n": "1"}, {"q": ["y", 2.5]}, {}]
     chats = [
         {
             "messages": [
