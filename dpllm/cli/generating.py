@@ -317,14 +317,12 @@ def _read(path: Path, column: str | None) -> list[Prompt]:
     Raises:
         ValueError: the file cannot be read, has no such column, or a row has no prompt.
     """
-    from dpllm.data.readers import READERS, read_tables
+    from dpllm.data.readers import Reading, read_tables
 
-    if path.suffix not in READERS:
-        raise ValueError(f"--prompts {path}: its ending is none of {', '.join(READERS)}")
     if not path.is_file():
         raise ValueError(f"--prompts {path}: there is no such file")
     found: list[Prompt] = []
-    for table in read_tables(path, "utf-8"):
+    for table in read_tables(path, Reading(needed=("prompt", "messages"))):
         names = table.column_names
         known = [name for name in ("prompt", "messages", "text") if name in names]
         chosen = column or (names[0] if len(names) == 1 else next(iter(known), None))

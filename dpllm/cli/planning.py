@@ -241,6 +241,7 @@ class _Planned:
     Attributes:
         plan: the plan.
         files: the local files that were read, each with its number of records.
+        read: what a record is in them, and what was found when they were read.
         rule: the optimizer, the schedule and the average of the run.
         predicted: the predicted noise; None: the noise is independent.
         second_moment: that of the optimizer, without the known noise; None: its own.
@@ -251,6 +252,7 @@ class _Planned:
 
     plan: PrivacyPlan
     files: dict[str, int]
+    read: list[str]
     rule: UpdateRule
     predicted: Prediction | None
     second_moment: str | None
@@ -261,6 +263,7 @@ class _Planned:
 
 def _plan_of(recipe: Recipe) -> _Planned:
     # These import torch, for which the other commands need not wait.
+    from dpllm.data.records import reading_remarks, record_words
     from dpllm.data.rows import load_train_and_eval, sources_of, unit_index_of
     from dpllm.privacy.noise_choice import prediction
     from dpllm.training.advice import advice
@@ -282,6 +285,7 @@ def _plan_of(recipe: Recipe) -> _Planned:
     return _Planned(
         plan=plan,
         files=sources_of(records),
+        read=[*([f"a record is {words}"] if (words := record_words(records)) else []), *reading_remarks(records)],
         rule=rule,
         predicted=predicted,
         second_moment=asked_second_moment(arguments),
@@ -321,6 +325,7 @@ def _show_plan(path: Path, planned: _Planned, as_json: bool) -> None:
         **planned.rates,
         "advice": planned.advice,
         "files": planned.files,
+        "read": planned.read,
     }
     noise = []
     if predicted is not None:
@@ -329,6 +334,7 @@ def _show_plan(path: Path, planned: _Planned, as_json: bool) -> None:
             ("noise of a step", predicted.step_words(planned.rule.divides)),
         ]
     read = [(f"records of {name}", f"{count:,}") for name, count in planned.files.items()]
+    read += [("read", line) for line in planned.read]
     if planned.second_moment is not None:
         words = f"{planned.second_moment}: less the known variance of the noise in it"
         noise.append(("second moment of the optimizer", words))

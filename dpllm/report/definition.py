@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 UNITS_MADE_OF = "a unit is made of"
 """The ledger's fact of that name: `dpllm.data.units.UnitIndex.made_of`."""
+RECORDS_ARE = "a record is"
+"""The ledger's fact of that name: what one record is in the files, such as "one line of a text file"."""
 RELEASED_WEIGHTS = "released weights"
 """The ledger's fact of that name: an average of the weights; without it, the weights after the last step."""
 SELECTED = "selected by a private tuning"
@@ -202,11 +204,13 @@ def _unit(plan: PlannedUnit, contents: LedgerContents) -> str:
             "record was cut into several rows, each of them is a unit by itself, and the record is protected less. A "
             f"text that is in several rows is that many units. {OTHER_PEOPLE}"
         )
+    words = contents.notes.facts.get(RECORDS_ARE)
+    which = f", which is {words[-1]}" if words else ""
     if plan.unit == "sequence":
         return (
-            "one record of the training data. A record longer than the model's context that was cut into several rows "
-            "is still one unit. A text that is in several records is that many units, and is protected less. "
-            f"{OTHER_PEOPLE}"
+            f"one record of the training data{which}. A record longer than the model's context that was cut into "
+            "several rows is still one unit. A text that is in several records is that many units, and is protected "
+            f"less. {OTHER_PEOPLE}"
         )
     which = {
         "first": ", the first ones in the order of the data",

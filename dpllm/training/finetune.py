@@ -36,7 +36,7 @@ from dpllm.config.launched import check_numbers, note_exit_code, process_number
 from dpllm.config.mistakes import print_any_character, tell, words_of
 from dpllm.config.shipped import shipped_root
 from dpllm.data.columns import columns_of
-from dpllm.data.records import local_files
+from dpllm.data.records import local_files, reading_remarks
 from dpllm.data.rows import (
     RowCollator,
     load_records,
@@ -328,6 +328,8 @@ def read(
         refuse_private_parts(recipe, train_records, eval_records)
     units = unit_index_of(train_records, recipe.privacy)
     phases.end(read_words(units.num_units, eval_records, recipe.privacy))
+    for line in reading_remarks(train_records):
+        phases.say(line)
     phases.begin("planning", "the noise that ε needs" if recipe.privacy.target_epsilon else "")
     plan = plan_for(args, recipe.privacy, units, average=recipe.train.get("average"))
     phases.end()

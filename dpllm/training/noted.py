@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from dpllm.config import PrivacyUnit
 from dpllm.config.tasks import labels_of
 from dpllm.data.columns import names_in, names_people, people_in, values_in
-from dpllm.data.records import sources_of
+from dpllm.data.records import DOCUMENTS, may_be_documents, record_words, sources_of
 from dpllm.data.tokenization import RECORD
 from dpllm.data.units import ONE_ROW, UnitIndex
 from dpllm.engines.processes import Processes
@@ -30,7 +30,7 @@ from dpllm.models.tasks import task_of
 from dpllm.privacy.ledger import Ledger
 from dpllm.privacy.not_for_release import DATA_FILES_FILE, private_path
 from dpllm.privacy.plan import PrivacyPlan
-from dpllm.report.definition import CLASS_NAMES, DECLARED_NAMES, OTHER_NAMES, PREPROCESSING, UNITS_MADE_OF
+from dpllm.report.definition import CLASS_NAMES, DECLARED_NAMES, OTHER_NAMES, PREPROCESSING, RECORDS_ARE, UNITS_MADE_OF
 from dpllm.report.private_strings import FILE, ID, PrivateStrings
 from dpllm.training.shared_ledger import SharedLedger
 
@@ -254,6 +254,11 @@ def note_data(ledger: Ledger | SharedLedger, dataset: Any, units: UnitIndex, pri
         units: units of the rows.
         privacy: definition of a unit.
     """
+    words = record_words(dataset)
+    if words is not None:
+        ledger.append_fact(RECORDS_ARE, words)
+    if may_be_documents(dataset):
+        ledger.append_open_point(DOCUMENTS)
     if (files := sources_of(dataset)) and Processes().is_main:
         path = private_path(ledger.path.parent, DATA_FILES_FILE)
         path.write_text(json.dumps(files, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

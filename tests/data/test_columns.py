@@ -133,7 +133,7 @@ def test_every_kind_of_file(tmp_path, ending):
         ("nowhere.jsonl", ConfigError, "no such file or folder"),
         ("nowhere", ConfigError, "no such file or folder here, and a data set of the Hub is written owner/name"),
         ("empty.jsonl", DataError, "there is no record in it"),
-        ("mixed.jsonl", DataError, "column 'text' holds text, and in line 2 a number"),
+        ("mixed.jsonl", DataError, "column 'text' holds text .*line 2"),
         ("builtin:none", ConfigError, "unknown corpus"),
     ],
 )

@@ -18,7 +18,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from dpllm.config import ConfigError, DataConfig, PrivacyConfig
-from dpllm.data.records import DataError, has_many_copies, load_records, load_train_and_eval, sources_of
+from dpllm.data.records import (
+    DataError,
+    has_many_copies,
+    load_records,
+    load_train_and_eval,
+    reading_remarks,
+    sources_of,
+)
 from dpllm.data.rows import unit_index_of
 from dpllm.data.scratch import PREFIX, private_folder, remove_private_folder
 from tests.mutations import kills
@@ -97,7 +104,7 @@ class TestLoading:
             ("builtin:sotou", "unknown corpus 'builtin:sotou'; did you mean 'sotu'"),
             ("empty", "the folder has no file that ends in"),
             ("mixed", "files of different kinds"),
-            ("notes.docx", "cannot read files that end in '.docx'"),
+            ("notes.docx", r"notes\.docx: cannot be read: .*save its text as \.txt"),
         ],
     )
     def test_a_path_that_leads_nowhere_is_named(self, tmp_path, monkeypatch, path, message):
@@ -313,25 +320,15 @@ class TestText:
         """Converting either could merge two people into one, or split one person into two."""
         write(tmp_path / f"a{ending}", [{"text": "x", "id": "00017"}])
         write(tmp_path / f"b{ending}", [{"text": "y", "id": 17}])
-        with pytest.raises(DataError, match="holds text"):
-            load_records(config(path=str(tmp_path)))
+        records = load_records(config(path=str(tmp_path)))
+        assert records["text"][:] == ["x", "y"]
+        with pytest.raises(DataError, match=r"column 'id' holds text .*a\..* and a number .*b\."):
+            unit_index_of(records, by_user("id", 2))
 
     @pytest.mark.parametrize(
         ("content", "options", "message"),
         [
             ('{"text": "fine"}\n{"text": \n', {}, "data.jsonl: cannot be read as json"),
-            # In any chunk of one file as well.
-            (
-                '{"text": "x", "id": "00017"}\n\n{"text": "y", "id": 17}\n',
-                {},
-                "column 'id' holds text, and in line 3 a number: write all its values",
-            ),
-            # Two large ids would become one beside a fraction.
-            (
-                '{"text": "x", "id": 9007199254740993}\n{"text": "y", "id": 0.5}\n',
-                {},
-                r"column 'id' mixes fractions and whole numbers above 2\^53",
-            ),
             (
                 '{"prompt": "a", "completion": ["b", "c"]}\n',
                 {"format": "prompt_completion"},
@@ -343,7 +340,7 @@ class TestText:
                 "column 'label' holds int64, but text is needed",
             ),
         ],
-        ids=["broken", "mixed kinds", "large numbers", "lists", "the column of labels"],
+        ids=["broken", "lists", "the column of labels"],
     )
     def test_json_lines_that_are_not_text_of_one_kind_are_refused(self, tmp_path, content, options, message):
         """Nothing is written as Python would print it; the error comes before the public training."""
@@ -359,12 +356,38 @@ class TestText:
         records = [{"text": "x", "more": cells[first]}, {"text": "y", "more": cells[1 - first]}]
         together = tmp_path / "data.jsonl"
         together.write_text("".join(json.dumps(record) + "\n" for record in records))
-        with pytest.raises(DataError, match=r"column 'more.+' holds .*, and in line 2 "):
-            load_records(config(path=str(together)))
         for number, record in enumerate(records):
             (tmp_path / f"{number}.json").write_text(json.dumps([record]))
-        with pytest.raises(DataError, match=r"column 'more.+' holds .* in .*0\.json and .* in .*1\.json"):
-            load_records(config(path=str(tmp_path / "*.json")))
+        for path, where in ((together, r"line 1\).*line 2\)"), (tmp_path / "*.json", r"0\.json.*1\.json")):
+            loaded = load_records(config(path=str(path)))
+            assert loaded["text"][:] == ["x", "y"]
+            with pytest.raises(DataError, match=f"column 'more.+' holds .*{where}"):
+                unit_index_of(loaded, by_user("more", 2))
+
+    @pytest.mark.parametrize(
+        ("lines", "message"),
+        [
+            (
+                ['{"text": "x", "id": "00017"}', "", '{"text": "y", "id": 17}'],
+                r"column 'id' holds text \(.*line 1\) and a number \(.*line 3\)",
+            ),
+            # Two large ids would become one beside a fraction.
+            (
+                ['{"text": "x", "id": 9007199254740993}', '{"text": "y", "id": 0.5}'],
+                r"column 'id' mixes fractions and whole numbers above 2\^53",
+            ),
+        ],
+    )
+    def test_a_column_of_two_kinds_fails_only_where_it_is_named(self, tmp_path, lines, message):
+        """Another column of the same records is read as it is; in any chunk of the file."""
+        path = tmp_path / "data.jsonl"
+        path.write_text("\n".join(lines))
+        records = load_records(config(path=str(path)))
+        assert records["text"][:] == ["x", "y"] and "id" not in records.column_names
+        with pytest.raises(DataError, match=message):
+            unit_index_of(records, by_user("id", 2))
+        with pytest.raises(DataError, match=message):
+            load_records(config(path=str(path), text_column="id"))
 
     def test_fields_that_only_some_records_have_are_null_in_the_others(self, tmp_path, monkeypatch):
         """Pieces of a file that differ in their fields are one data set."""
@@ -394,14 +417,18 @@ class TestFaults:
 
     @pytest.mark.parametrize("ending", [".csv", ".jsonl", ".txt", ".tsv"])
     def test_a_byte_in_another_encoding_names_file_and_line(self, tmp_path, ending):
-        """With the right `data.encoding` the file is read."""
+        """With the right `data.encoding` the file is read; of Western letters it is found by looking."""
         path = tmp_path / f"data{ending}"
         lines = ['{"text": "na\u00efve"}'] * 3 if ending == ".jsonl" else ["text", "one", "na\u00efve"]
         path.write_bytes("\n".join(lines).encode("latin-1"))
-        line = 1 if ending == ".jsonl" else 3
+        records = load_records(config(path=str(path)))
+        assert records["text"][-1] == "na\u00efve" and any("cp1252" in line for line in reading_remarks(records))
+        lines[-1] = lines[-1].replace("na\u00efve", "\u043f\u0440\u0438\u0432\u0435\u0442")
+        path.write_bytes("\n".join(lines).encode("cp1251", errors="ignore"))
+        line = 3
         with pytest.raises(DataError, match=rf"data\{ending}: line {line} is not utf-8 text: .*data\.encoding"):
             load_records(config(path=str(path)))
-        assert load_records(config(path=str(path), encoding="latin-1"))["text"][-1] == "na\u00efve"
+        assert load_records(config(path=str(path), encoding="cp1251"))["text"][-1].startswith("\u043f\u0440")
         with pytest.raises(ConfigError, match="encoding='latin-99"):
             config(encoding="latin-99")
 
@@ -411,7 +438,8 @@ class TestFaults:
             ("text,id\nx,1\ny\n", r"line 3: 1 cells, but the header has 2"),
             ("text,id\nx,1\ny,2,3\n", r"line 3: 3 cells, but the header has 2"),
             ('text,id\n"x,1\ny,2\n', r"line 3: unexpected end of data"),
-            ("id,id\nx,1\n", r"two columns are named 'id'"),
+            ("text,text\nx,1\n", r"two columns are named 'text'"),
+            ("text,text,id\nx,1,2\n", r"two columns are named 'text'"),
         ],
     )
     def test_a_damaged_csv_names_the_line(self, tmp_path, content, message):
@@ -469,8 +497,8 @@ class TestFolders:
         data.mkdir()
         other.mkdir()
         texts = [f"a long enough note of number {number}" for number in range(20)]
-        write(data / "train.jsonl", [{"text": text} for text in texts[:10]])
-        test = write(data / "test.jsonl", [{"text": text} for text in texts[10:]])
+        write(data / "one.jsonl", [{"text": text} for text in texts[:10]])
+        test = write(data / "two.jsonl", [{"text": text} for text in texts[10:]])
         (other / "copy.jsonl").write_bytes(test.read_bytes())
         (other / "link.jsonl").symlink_to(test)
         for place in (data, test, other / "copy.jsonl", other / "link.jsonl"):
@@ -479,7 +507,7 @@ class TestFolders:
         write(other / "same.csv", [{"text": text} for text in texts[8:]])
         with pytest.raises(DataError, match="12 of 12 held-out"):
             load_train_and_eval(config(path=str(data), eval_path=str(other / "same.csv")))
-        train, held_out = load_train_and_eval(config(path=str(data / "train.jsonl"), eval_path=str(test)))
+        train, held_out = load_train_and_eval(config(path=str(data / "one.jsonl"), eval_path=str(test)))
         assert held_out is not None and (len(train), len(held_out)) == (10, 10)
 
     def test_the_split_that_is_trained_on_is_not_held_out(self):

@@ -567,7 +567,8 @@ class TestNotes:
         texts = [(str(number), "a text that is long enough") for number in range(10)]
         records, rows = self.rows(tmp_path, tokenizer, texts)
         notes = self.note(tmp_path, records, rows)
-        assert notes.facts == {} and json.loads((tmp_path / DATA_FILES_FILE).read_text()) == {"a.jsonl": 10}
+        assert notes.facts == {"a record is": ["one JSON object"]}
+        assert json.loads((tmp_path / DATA_FILES_FILE).read_text()) == {"a.jsonl": 10}
         assert len(notes.open_points) == 1 and "exact copies of other records" in notes.open_points[0]
 
     def test_at_user_level_no_count_is_printed_and_case_is_an_open_point(self, tmp_path, tokenizer):
@@ -575,7 +576,7 @@ class TestNotes:
         texts = [("Ann", "a text that is long enough"), ("ann", "another text")] * 5
         records, rows = self.rows(tmp_path, tokenizer, texts)
         notes = self.note(tmp_path, records, rows, unit="user", unit_column="who", max_rows_per_unit=2)
-        assert notes.facts == {}
+        assert notes.facts == {"a record is": ["one JSON object"]}
         assert len(notes.open_points) == 1 and "differ only in upper and lower case" in notes.open_points[0]
 
     def test_ids_that_are_each_in_one_row_are_an_open_point(self, tmp_path, tokenizer):

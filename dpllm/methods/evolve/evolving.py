@@ -72,7 +72,7 @@ def read_voters(recipe: QueryRecipe) -> Voters:
     units = unit_index_of(records, recipe.privacy, secret_rng())
     labels = None
     if options.classes is not None:
-        check_column(records.column_names, str(options.label_column), recipe.data.path)
+        check_column(records.column_names, str(options.label_column), recipe.data.path, records)
         labels = [str(label) for label in records[str(options.label_column)]]
         if set(labels) - set(options.classes):
             raise ConfigError(

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from dpllm.config import ConfigError, ModelConfig
 from dpllm.config.formats.record_format import Completion, Text, TextLabel
 from dpllm.config.query_recipe import QueryRecipe
-from dpllm.data.records import DataError, load_records
+from dpllm.data.records import DataError, check_column, column_faults, load_records
 from dpllm.data.rows import unit_index_of
 from dpllm.data.shared_records import refuse_private_parts
 from dpllm.data.units import Int64Array, UnitIndex
@@ -60,7 +60,9 @@ def read_records(recipe: QueryRecipe) -> PrivateRecords:
     context = recipe.options.context or _usual_context(recipe, name)
     records = load_records(recipe.data, recipe.privacy)
     refuse_private_parts(recipe, records)
-    template = Template(context, records.column_names, name)
+    template = Template(context, [*records.column_names, *column_faults(records)], name)
+    for column in template.columns:
+        check_column(records.column_names, column, recipe.data.path, records)
     for column in template.columns if records.info.builder_name in ("csv", "json") else ():
         if getattr(records.features[column], "dtype", None) not in ("string", "large_string"):
             raise DataError(

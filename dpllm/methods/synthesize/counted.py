@@ -89,7 +89,7 @@ def read_labels(folder: str | Path, plan: QueryPlan, counted: CountedLabels) -> 
         )
     recipe = load_recipe(path)
     records, _ = load_train_and_eval(recipe.data, recipe.privacy)
-    check_column(records.column_names, counted.column, recipe.data.path)
+    check_column(records.column_names, counted.column, recipe.data.path, records)
     units = unit_index_of(records, recipe.privacy, secret_rng())
     if units.num_units != plan.num_units or units.max_rows > (plan.max_rows_per_unit or 1):
         raise ConfigError(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.config.values import ConfigError, nearest
-from dpllm.data.readers import READERS, read_tables
+from dpllm.data.readers import read_tables, why_unreadable
 
 TEXTS_NAMES = ("texts.jsonl", "texts.parquet")
 """Names of the file with the texts in the folder of a synthetic data set."""
@@ -59,8 +59,9 @@ def texts_file(path: str | Path) -> Path:
         return found
     if not path.is_file():
         raise ConfigError(f"{path}: there is no such file or folder")
-    if path.suffix not in READERS:
-        raise ConfigError(f"{path}: its ending is none of {', '.join(READERS)}")
+    reason = why_unreadable(path)
+    if reason is not None:
+        raise ConfigError(f"{path}: cannot be read: {reason}")
     return path
 
 
@@ -81,7 +82,7 @@ def read_texts(
     file = texts_file(path)
     texts: list[Any] = []
     labels: list[Any] = []
-    for table in read_tables(file, "utf-8"):
+    for table in read_tables(file):
         names = table.column_names
         chosen = text_column or next((one for one in _TEXT_COLUMNS if one in names), None)
         chosen = chosen or (names[0] if len(names) == 1 else None)
