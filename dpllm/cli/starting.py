@@ -312,10 +312,10 @@ def _data(
             f"columns above are, such as {option}"
         )
     chosen = ask.value("format", form, f"Format: {', '.join(ASKED_FORMATS)}", proposal, _format)
-    other = [key for key, name in given.items() if name is not None and key not in _COLUMNS[chosen]]
-    if other:
+    strange = [key for key, name in given.items() if name is not None and key not in _COLUMNS[chosen]]
+    if strange:
         raise ValueError(
-            f"--{other[0].replace('_', '-')} does not belong to the format {chosen}, whose columns are "
+            f"--{strange[0].replace('_', '-')} does not belong to the format {chosen}, whose columns are "
             f"{' and '.join('--' + key.replace('_', '-') for key in _COLUMNS[chosen])}"
         )
     names: dict[str, Any] = {}

@@ -13,7 +13,7 @@ from typing import Any
 
 import datasets
 
-from dpllm.config import DataConfig, PrivacyUnit, Recipe, RecordFormat
+from dpllm.config import DataConfig, PrivacyUnit, Recipe
 from dpllm.data.content_index import FEWEST_WORDS
 from dpllm.data.records import (
     DataError,
@@ -30,9 +30,9 @@ PUBLIC_TRAINING = ("public_pretrain.data.path", "public_pretrain.max_shared_reco
 
 def shared_records(
     private: datasets.Dataset,
-    private_data: RecordFormat,
+    private_data: DataConfig,
     public: datasets.Dataset,
-    public_data: RecordFormat,
+    public_data: DataConfig,
     privacy: PrivacyUnit | None = None,
 ) -> int:
     """Return the number of private records that occur in public text (`dpllm.data.content_index`).

@@ -132,12 +132,12 @@ def changes_of_base(model: Any) -> tuple[dict[str, Any], int | None]:
         number of rows of its embedding if tokens were added (None: there are as many as in its files).
     """
     inner = model.get_base_model()
-    config = getattr(inner, "config", None)
+    config: Any = getattr(inner, "config", None)
     if not isinstance(config, PreTrainedConfig):
         return {}, None
     name = model.active_peft_config.base_model_name_or_path
     try:
-        saved: Any = AutoConfig.from_pretrained(name) if name else None
+        saved: Any = AutoConfig.from_pretrained(name, **NO_CODE) if name else None
     except Exception:  # any: the model is not there, or its configuration is that of somebody's own class
         saved = None
     changes: dict[str, Any] = {}

@@ -46,7 +46,7 @@ from transformers.utils import logging as transformers_logging
 from dpllm.config import TASKS, ConfigError
 from dpllm.config.output_folder import REPORTS, size_in_words
 from dpllm.models.inputs import num_positions
-from dpllm.models.loading import changes_of_base, load_adapter, one_line
+from dpllm.models.loading import NO_CODE, changes_of_base, load_adapter, one_line
 from dpllm.models.merging import merged
 from dpllm.models.tasks import is_of_transformers, loading_class, task_of
 
@@ -265,12 +265,12 @@ def _loads(model: Any, folder: Path, whole: bool) -> bool:
     if isinstance(model, PeftModel):
         return _loads_adapter(model, kind, folder)
     if not whole:
-        config = AutoConfig.from_pretrained(str(folder))
+        config = AutoConfig.from_pretrained(str(folder), **NO_CODE)
         with torch.device("meta"):
             made = _made_of(kind, config)
         _require_same_names(model.state_dict(), made.state_dict())
         return True
-    loaded, info = kind.from_pretrained(str(folder), dtype="auto", output_loading_info=True)
+    loaded, info = kind.from_pretrained(str(folder), dtype="auto", output_loading_info=True, **NO_CODE)
     wrong = [str(key) for name in ("missing_keys", "mismatched_keys") for key in sorted(info.get(name) or (), key=str)]
     if wrong:
         raise ValueError(f"the files of the model lack {wrong[0]}, which would be random after loading")
@@ -287,12 +287,12 @@ def _loads_adapter(model: PeftModel, kind: Any, folder: Path) -> bool:
     config: Any = model.peft_config.get(name) if isinstance(name, str) else None
     if config is None or len(model.peft_config) > 1 or config.is_prompt_learning:
         return False
-    inner = model.get_base_model()
+    inner: Any = model.get_base_model()
     if getattr(inner, "hf_quantizer", None) is not None:
         return False  # its layers cannot be made without a device
     arguments, _ = changes_of_base(model)
     try:
-        base_config = AutoConfig.from_pretrained(config.base_model_name_or_path or "", **arguments)
+        base_config = AutoConfig.from_pretrained(config.base_model_name_or_path or "", **NO_CODE, **arguments)
     except Exception:  # any: made from a configuration, or moved; then its own configuration is all there is
         base_config = inner.config
     with torch.device("meta"):
@@ -310,7 +310,7 @@ def _loads_adapter(model: PeftModel, kind: Any, folder: Path) -> bool:
 
 
 def _made_of(kind: Any, config: Any) -> Any:
-    return kind.from_config(config) if kind.__name__.startswith("Auto") else kind(config)
+    return kind.from_config(config, **NO_CODE) if kind.__name__.startswith("Auto") else kind(config)
 
 
 def _require_same_names(saved: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
@@ -358,7 +358,8 @@ def _one_output(model: Any, tokenizer: Any) -> str:
     Raises:
         ConfigError: it writes text, but not with its generation configuration.
     """
-    inner, task = model.get_base_model() if isinstance(model, PeftModel) else model, task_of(model)
+    inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    task = task_of(model)
     if task is None or getattr(inner, "main_input_name", "input_ids") != "input_ids":
         return "no output tried"
     ends = getattr(inner.config, "eos_token_id", None)
