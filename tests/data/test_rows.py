@@ -569,7 +569,7 @@ class TestNotes:
         notes = self.note(tmp_path, records, rows)
         assert notes.facts == {"a record is": ["one JSON object"]}
         assert json.loads((tmp_path / DATA_FILES_FILE).read_text()) == {"a.jsonl": 10}
-        assert len(notes.open_points) == 1 and "exact copies of other records" in notes.open_points[0]
+        assert len(notes.open_points) == 1 and "copies of other records" in notes.open_points[0]
 
     def test_at_user_level_no_count_is_printed_and_case_is_an_open_point(self, tmp_path, tokenizer):
         """Only the number of users is public there."""
