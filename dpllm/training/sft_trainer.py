@@ -76,7 +76,8 @@ class DPSFTTrainer(DPTrainer):
             max_length=args.max_length,
             keep_end=args.truncation_mode == "keep_end",
         )
-        keep, given = [privacy.unit_column] if privacy.unit_column else [], train_dataset
+        keep = [privacy.unit_column] if privacy.unit_column else []
+        given = train_dataset
         if not self._skips:
             train_dataset = Processes().together(lambda: self._supervised.rows(train_dataset, keep=keep))
         super().__init__(

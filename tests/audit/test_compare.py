@@ -22,8 +22,11 @@ from dpllm.mechanism.events import dp_sgd
 from dpllm.methods.attacks.attacks import AttackSettings, attack_folder
 from dpllm.methods.attacks.released import record_key
 from dpllm.privacy.calibration import calibrate
+from dpllm.privacy.ledger import read_ledger
 from dpllm.privacy.plan import make_plan
+from dpllm.report.disclosures import ATTACK
 from dpllm.report.release_notes import keep_utility
+from dpllm.report.verify import verify
 from dpllm.training.arguments import training_arguments
 from dpllm.training.workload import workload_of
 from tests.conftest import tiny_llama_config
@@ -192,6 +195,8 @@ def test_a_recipe_with_public_training_is_compared_from_where_that_ended(compare
     assert load_recipe(tmp_path / "plain" / "recipe.yaml").model.name == start
     again = attack_folder(tmp_path / "private", AttackSettings(num_records=60, seed=1, extraction=None))
     assert again.to_dict()["membership"] == values["attacks"]["private"]["membership"]
+    assert read_ledger(tmp_path / "private" / "privacy_ledger.jsonl").disclosures[ATTACK] == 2  # both are listed
+    assert verify(tmp_path / "private").ok
 
 
 @pytest.mark.parametrize(
