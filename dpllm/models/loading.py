@@ -141,11 +141,11 @@ def changes_of_base(model: Any) -> tuple[dict[str, Any], int | None]:
     except Exception:  # any: the model is not there, or its configuration is that of somebody's own class
         saved = None
     changes: dict[str, Any] = {}
-    task = task_of(inner)
+    task, names = task_of(inner), dict(config.id2label or {})
     if task is not None and TASKS[task].needs_labels:
         changes["num_labels"] = config.num_labels
-        if config.id2label != {number: f"LABEL_{number}" for number in range(config.num_labels)}:
-            changes |= {"id2label": dict(config.id2label), "label2id": dict(config.label2id)}
+        if names != {number: f"LABEL_{number}" for number in range(len(names))}:
+            changes |= {"id2label": names, "label2id": dict(config.label2id or {})}
         if config.problem_type is not None:
             changes["problem_type"] = config.problem_type
         if getattr(config, "pad_token_id", None) != getattr(saved, "pad_token_id", None):

@@ -143,7 +143,7 @@ def _words(error: Exception) -> str:
 
 def _cause(error: Exception, model: Any, tokenizer: Any, args: Any, place: Path) -> tuple[str, str]:
     """Find the part that cannot be saved: each is saved alone."""
-    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    inner = _inside(model)
     parts = [
         ("model.generation_config", getattr(inner, "generation_config", None), "Correct this value of it"),
         ("model.config", getattr(inner, "config", None), "Correct this value of it"),
@@ -174,6 +174,11 @@ def is_whole(model: nn.Module) -> bool:
         isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") or parameter.is_meta
         for parameter in model.parameters()
     )
+
+
+def _inside(model: Any) -> Any:
+    """Return the model below an adapter, or the model itself."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def _size(tensors: Any) -> int:
@@ -258,7 +263,7 @@ def _loads(model: Any, folder: Path, whole: bool) -> bool:
     Raises:
         ConfigError: other weights are loaded than were saved.
     """
-    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    inner = _inside(model)
     if not isinstance(inner, PreTrainedModel) or not is_of_transformers(inner):
         return False
     kind: Any = getattr(transformers, loading_class(inner))
@@ -268,26 +273,29 @@ def _loads(model: Any, folder: Path, whole: bool) -> bool:
         config = AutoConfig.from_pretrained(str(folder), **NO_CODE)
         with torch.device("meta"):
             made = _made_of(kind, config)
-        _require_same_names(model.state_dict(), made.state_dict())
+        _require_same_names(_trained(model), made.state_dict())
         return True
     loaded, info = kind.from_pretrained(str(folder), dtype="auto", output_loading_info=True, **NO_CODE)
     wrong = [str(key) for name in ("missing_keys", "mismatched_keys") for key in sorted(info.get(name) or (), key=str)]
     if wrong:
         raise ValueError(f"the files of the model lack {wrong[0]}, which would be random after loading")
-    _require_same_names(model.state_dict(), loaded.state_dict())
     if getattr(model, "hf_quantizer", None) is None:
-        trained = {name for name, one in model.named_parameters(remove_duplicate=False) if one.requires_grad}
-        state = {name: value for name, value in model.state_dict().items() if name in trained}
-        _require_equal(state, loaded.state_dict(), getattr(model.config.get_text_config(), "pad_token_id", None))
+        padding = getattr(model.config.get_text_config(), "pad_token_id", None)
+        _require_equal(_trained(model), loaded.state_dict(), padding)
     return True
 
 
+def _trained(model: nn.Module) -> dict[str, Tensor]:
+    """Return the trained weights, also those with two names; others are those of the public start."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: value.detach() for name, value in named if value.requires_grad}
+
+
 def _loads_adapter(model: PeftModel, kind: Any, folder: Path) -> bool:
-    name = model.active_adapter
+    name, inner = model.active_adapter, _inside(model)
     config: Any = model.peft_config.get(name) if isinstance(name, str) else None
     if config is None or len(model.peft_config) > 1 or config.is_prompt_learning:
         return False
-    inner: Any = model.get_base_model()
     if getattr(inner, "hf_quantizer", None) is not None:
         return False  # its layers cannot be made without a device
     arguments, _ = changes_of_base(model)
@@ -299,7 +307,7 @@ def _loads_adapter(model: PeftModel, kind: Any, folder: Path) -> bool:
         base = _made_of(kind, base_config)
     place = folder if name == "default" else folder / str(name)
     loaded = load_adapter(base, place, torch_device="cpu", low_cpu_mem_usage=True)
-    rows = [getattr(one.get_input_embeddings(), "num_embeddings", None) for one in (inner, loaded.get_base_model())]
+    rows = [getattr(one.get_input_embeddings(), "num_embeddings", None) for one in (inner, _inside(loaded))]
     if rows[0] != rows[1]:
         raise ValueError(
             f"the embedding has {rows[0]} rows here and {rows[1]} in the base model's files, and the adapter does not "
@@ -314,10 +322,9 @@ def _made_of(kind: Any, config: Any) -> Any:
 
 
 def _require_same_names(saved: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
-    other = [name for name in saved if name not in loaded] + [name for name in loaded if name not in saved]
-    if other:
-        raise ValueError(f"{other[0]} is a weight of the model here or of the one that its files make, and not of both")
     for name, value in saved.items():
+        if name not in loaded:
+            raise ValueError(f"{name} is not loaded")
         if isinstance(value, Tensor) and value.shape != loaded[name].shape:
             raise ValueError(f"{name} has the shape {tuple(value.shape)} here and {tuple(loaded[name].shape)} there")
 
@@ -358,8 +365,7 @@ def _one_output(model: Any, tokenizer: Any) -> str:
     Raises:
         ConfigError: it writes text, but not with its generation configuration.
     """
-    inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-    task = task_of(model)
+    inner, task = _inside(model), task_of(model)
     if task is None or getattr(inner, "main_input_name", "input_ids") != "input_ids":
         return "no output tried"
     ends = getattr(inner.config, "eos_token_id", None)
