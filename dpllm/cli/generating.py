@@ -317,8 +317,10 @@ def _read(path: Path, column: str | None) -> list[Prompt]:
     Raises:
         ValueError: the file cannot be read, has no such column, or a row has no prompt.
     """
-    from dpllm.data.readers import Reading, read_tables
+    from dpllm.data.readers import Reading, read_tables, why_unreadable
 
+    if (reason := why_unreadable(path)) is not None:
+        raise ValueError(f"--prompts {path}: cannot be read: {reason}")
     if not path.is_file():
         raise ValueError(f"--prompts {path}: there is no such file")
     found: list[Prompt] = []

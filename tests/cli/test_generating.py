@@ -162,7 +162,7 @@ def test_a_run_that_was_stopped_holds_no_model(tmp_path):
         (["--prompt", "a", "--prompts", "p.txt"], "give one of them"),
         (["-n", "0"], "--number must be at least 1"),
         (["--prompts", "absent.txt"], "there is no such file"),
-        (["--prompts", "p.docx"], "its ending is none of"),
+        (["--prompts", "p.docx"], "cannot be read"),
         (["--prompts", "p.csv"], "no column named prompt. It has a, b"),
         (["--prompts", "numbers.jsonl"], "record 1 is neither a text nor a list of messages"),
         (["--prompts", "empty.txt"], "it holds none"),

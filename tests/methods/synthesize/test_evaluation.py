@@ -162,5 +162,5 @@ def test_texts_are_found_in_a_folder(tmp_path):
     with pytest.raises(ConfigError, match="such file"):
         read_texts(tmp_path / "other.jsonl")
     (tmp_path / "t.xyz").write_text("x")
-    with pytest.raises(ConfigError, match="ending is none"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         read_texts(tmp_path / "t.xyz")
