@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from dpllm.config import ConfigError, DataConfig, PrivacyUnit, RecordFormat, nearest
 from dpllm.data.corpora import BUILTIN
-from dpllm.data.messages import BESIDE, read_messages
+from dpllm.data.messages import BESIDE, is_conversation, read_messages
 from dpllm.data.readers import (
     READERS,
     content_hash,
@@ -39,6 +39,7 @@ from dpllm.data.readers import (
 from dpllm.data.readers import DataError as DataError
 from dpllm.data.scratch import store
 from dpllm.data.units import UnitIndex
+from dpllm.data.values import decoded
 
 PARQUET_BRANCH = "refs/convert/parquet"
 """Branch of the Hub with the records of data sets that cannot be read directly."""
@@ -207,7 +208,7 @@ def check_records(records: datasets.Dataset, config: RecordFormat, source: str) 
                 "0: fill them, or remove these records from the data before this run"
             )
         if name == config.messages_column and config.format == "chat":
-            _check_chats(column, name, source)
+            _check_chats(column, name, source, records.features)
         elif config.format == "tokens":
             if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
                 raise DataError(
@@ -243,13 +244,18 @@ def _is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
-def _check_chats(column: pa.ChunkedArray, name: str, source: str) -> None:
+def _check_chats(column: pa.ChunkedArray, name: str, source: str, features: datasets.Features) -> None:
     kind = column.type
     lists = pa.types.is_list(kind) or pa.types.is_large_list(kind)
     objects = lists and (pa.types.is_struct(kind.value_type) or pa.types.is_null(kind.value_type))
     for start in range(0, len(column), _ROWS):
-        for number, chat in enumerate(column.slice(start, _ROWS).to_pylist(), start=start):
-            if not objects and not (isinstance(chat, str) and chat.lstrip().startswith("[")):
+        chats = decoded({name: column.slice(start, _ROWS).to_pylist()}, features)[name]
+        for number, chat in enumerate(chats, start=start):
+            if (
+                not objects
+                and not isinstance(chat, list)
+                and not (isinstance(chat, str) and chat.lstrip().startswith("["))
+            ):
                 raise DataError(
                     f"{source}: column '{name}' holds {kind}, but a chat is a list of {{role, content}}: store it so, "
                     "or set data.messages_column"

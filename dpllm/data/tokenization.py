@@ -29,6 +29,7 @@ from dpllm.data.chat import SILENT, encode_chats
 from dpllm.data.labels import IGNORE
 from dpllm.data.records import CHATS, DataError, check_column, check_records, keep_notes
 from dpllm.data.scratch import store
+from dpllm.data.values import decoded
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,8 @@ def tokenize_records(
         return out
 
     tables = (
-        pa.Table.from_pydict(rows_of(piece.to_pydict(), numbers), schema=schema) for piece, numbers in _pieces(records)
+        pa.Table.from_pydict(rows_of(decoded(piece.to_pydict(), records.features), numbers), schema=schema)
+        for piece, numbers in _pieces(records)
     )
     rows = store(tables)
     assert rows is not None, "a record has at least one row"
