@@ -251,11 +251,8 @@ def _check_chats(column: pa.ChunkedArray, name: str, source: str, features: data
     for start in range(0, len(column), _ROWS):
         chats = decoded({name: column.slice(start, _ROWS).to_pylist()}, features)[name]
         for number, chat in enumerate(chats, start=start):
-            if (
-                not objects
-                and not isinstance(chat, list)
-                and not (isinstance(chat, str) and chat.lstrip().startswith("["))
-            ):
+            text = isinstance(chat, str) and chat.lstrip().startswith("[")
+            if not (objects or text or is_conversation(chat)):
                 raise DataError(
                     f"{source}: column '{name}' holds {kind}, but a chat is a list of {{role, content}}: store it so, "
                     "or set data.messages_column"
