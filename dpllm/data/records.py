@@ -30,11 +30,12 @@ from dpllm.config.formats.record_format import Cells, TextLabel, columns_in
 from dpllm.data.content_index import ContentIndex, count_copies
 from dpllm.data.corpora import BUILTIN
 from dpllm.data.local_files import LocalFiles, find_files, local_files, refuse_several_kinds, split_names
-from dpllm.data.messages import read_messages
+from dpllm.data.messages import is_conversation, read_messages
 from dpllm.data.readers import NOTHING, Reading, content_hash, kind_of, read_tables, refuse_equal_files
 from dpllm.data.readers import DataError as DataError
 from dpllm.data.scratch import store
 from dpllm.data.units import UnitIndex
+from dpllm.data.values import decoded
 
 PARQUET_BRANCH = "refs/convert/parquet"
 """Branch of the Hub with the records of data sets that cannot be read directly."""
@@ -242,7 +243,7 @@ def check_records(records: datasets.Dataset, config: DataConfig, source: str) ->
                 "0: fill them, or leave these records out with data.missing=drop"
             )
         if about.cells is Cells.MESSAGES:
-            _check_chats(column, name, source)
+            _check_chats(column, name, source, records.features)
         elif about.cells is Cells.LIST and not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
             raise DataError(
                 f"{source}: column '{name}' holds {column.type}, but a list is needed, with one entry for each word: "
@@ -262,13 +263,15 @@ def _is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
-def _check_chats(column: pa.ChunkedArray, name: str, source: str) -> None:
+def _check_chats(column: pa.ChunkedArray, name: str, source: str, features: datasets.Features) -> None:
     kind = column.type
     lists = pa.types.is_list(kind) or pa.types.is_large_list(kind)
     objects = lists and (pa.types.is_struct(kind.value_type) or pa.types.is_null(kind.value_type))
     for start in range(0, len(column), _ROWS):
-        for number, chat in enumerate(column.slice(start, _ROWS).to_pylist(), start=start):
-            if not objects and not (isinstance(chat, str) and chat.lstrip().startswith("[")):
+        chats = decoded({name: column.slice(start, _ROWS).to_pylist()}, features)[name]
+        for number, chat in enumerate(chats, start=start):
+            text = isinstance(chat, str) and chat.lstrip().startswith("[")
+            if not (objects or text or is_conversation(chat)):
                 raise DataError(
                     f"{source}: column '{name}' holds {kind}, but a chat is a list of {{role, content}}: store it so, "
                     "or set data.messages_column"

@@ -29,6 +29,7 @@ from dpllm.data.chat import SILENT, encode_chats
 from dpllm.data.labels import IGNORE
 from dpllm.data.records import CHATS, DataError, check_column, check_records, keep_notes
 from dpllm.data.scratch import store
+from dpllm.data.values import decoded
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,8 @@ def tokenize_records(
         return out
 
     tables = (
-        pa.Table.from_pydict(rows_of(piece.to_pylist(), numbers), schema=schema) for piece, numbers in _pieces(records)
+        pa.Table.from_pydict(rows_of(_records_in(piece, records.features), numbers), schema=schema)
+        for piece, numbers in _pieces(records)
     )
     rows = store(tables)
     assert rows is not None, "a record has at least one row"
@@ -137,6 +139,11 @@ def _pieces(records: datasets.Dataset) -> Iterator[tuple[pa.Table, list[int]]]:
                 count //= 2
             yield table.slice(begin, count), list(range(start, start + count))
             begin, start = begin + count, start + count
+
+
+def _records_in(piece: pa.Table, features: datasets.Features) -> list[dict[str, Any]]:
+    columns = decoded(piece.to_pydict(), features)
+    return [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
 
 
 def _features(records: datasets.Dataset, keep: Sequence[str], task: str, with_types: bool) -> datasets.Features:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import datasets
+
 from dpllm.data.readers import DataError, nested_kinds
 
 _WHOLE, _FRACTION = "a whole number", "a fraction"
@@ -30,6 +32,22 @@ def own_value(value: Any) -> Any:
     if isinstance(value, list):
         return [own_value(one) for one in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def decoded(columns: Mapping[str, list[Any]], features: datasets.Features) -> dict[str, list[Any]]:
+    """Return columns of an Arrow table with the values of `datasets.Json` in them, which Arrow has as encoded text.
+
+    Whether a place holds such values depends on other records, and a text in it would be written with quotes.
+
+    Args:
+        columns: names to values, as Arrow returns them.
+        features: of the data set.
+    """
+    found = dict(columns)
+    for name in columns:
+        if "Json(" in str(features.get(name)):
+            found |= datasets.Features({name: features[name]}).decode_batch({name: columns[name]})
+    return found
 
 
 class ColumnKinds:

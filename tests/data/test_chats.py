@@ -2,6 +2,7 @@
 
 import json
 
+import datasets
 import pyarrow as pa
 import pytest
 
@@ -376,6 +377,18 @@ def test_no_row_depends_on_another_record(form):
     assert rows_of(list(together), "qwen")[1]["input_ids"] == alone["input_ids"]
     sft = [Supervised(tokens=Tokens(tokenizer("qwen"))).rows(one)[-1] for one in (together, Dataset.from_list([own]))]
     assert sft[0] == sft[1]
+
+
+@pytest.mark.parametrize("place", ["content", "messages"])
+def test_texts_and_parts_in_one_table_are_read_alike(place):
+    """`datasets` keeps a place of two kinds as JSON, in which Arrow has quotes around a text."""
+    parts = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in TALK]
+    kind = {"role": datasets.Value("string"), "content": datasets.Json()}
+    features = datasets.Features({"messages": [kind] if place == "content" else datasets.Json()})
+    records = Dataset.from_dict({"messages": [TALK, parts]}, features=features)
+    rows = tokenize_records(records, tokenizer(), DataConfig(path="x", format="chat", max_length=2000))
+    assert rows[0]["input_ids"] == rows[1]["input_ids"] == rows_of([{"messages": TALK}])[0]["input_ids"]
+    assert text_of(Supervised(tokens=Tokens(tokenizer())).rows(records)[1]) == text_of(rows[0])
 
 
 def test_a_file_of_conversations_is_loaded(tmp_path):
