@@ -566,7 +566,7 @@ class TestNotes:
         records, rows = self.rows(tmp_path, tokenizer, texts)
         notes = self.note(tmp_path, records, rows)
         assert notes.facts == {"files of training records": ["a.jsonl (10 records)"]}
-        assert len(notes.open_points) == 1 and "exact copies of other records" in notes.open_points[0]
+        assert len(notes.open_points) == 1 and "copies of other records" in notes.open_points[0]
 
     def test_at_user_level_no_count_is_printed_and_case_is_an_open_point(self, tmp_path, tokenizer):
         """Only the number of users is public there."""
