@@ -10,13 +10,13 @@ Tibetan, count as one word, and their n-grams begin at every character.
 A record *occurs* in other text if that text has
 
 - at least half of its own n-grams near each other, or a run of about 25 words of a longer record; or
-- the whole record, or one of its lines or messages of 8 words or more that no other unit has, as a text, a line or a
-  sentence.
+- the whole record, or one of its lines or messages of 8 words or more that no other unit has, as a text or a line. As
+  a sentence of a longer line a record counts from 5 words on, and if few units have it.
 
 An n-gram that more than a hundredth of the units have (more than 2 to 10 units) is nobody's own, such as a template or
-a common system prompt, and is left out. A record with fewer than 8 words can only occur as a whole. "Half" finds
-records that were cut, joined, prefixed or wrapped. Of templated notes of different patients, about 1 in 300 share
-so much.
+a common system prompt, and is left out. A record with fewer than 8 words can only occur as a whole, and one with fewer
+than 5 only if few units have it: "Thank you" is nobody's own. "Half" finds records that were cut, joined, prefixed or
+wrapped. Of templated notes of different patients, about 1 in 300 share so much.
 
 Above `MOST_NGRAMS` the index keeps those with the smallest hashes: copies of one text keep the same. It then finds most
 records and not every one. Hashes are of private text: they are never written or sent.
@@ -468,7 +468,7 @@ class ContentIndex:
         kind = np.minimum.reduceat(kind, self._whole.begins[:-1]) if len(kind) else kind
         units_of_each = np.diff(self._whole.begins)
         own_line = (kind == 2) & (units_of_each == 1)
-        self._counts = own_line | (kind < 2)
+        self._counts = own_line | (kind == 1) | ((kind == 0) & (units_of_each <= most))
         self._records = (kind == 1) & (units_of_each <= most)
         """(num_different,): whether a whole record is long enough to be one person's own, and few units have it."""
         self._rare = self._records | own_line
@@ -506,13 +506,11 @@ class ContentIndex:
             ends = chunk.words.ngram_ends()  # also across the ends of texts: these may be the lines of a record
             places, entries = self._table.find(chunk.words.hashes(np.arange(len(ends)), ends))
             found[self._near(places, entries, need)] = True
-            for bounds in (
-                chunk.bounds,
-                chunk.words.texts,
-                chunk.words.line_bounds(),
-                chunk.words.sentence_bounds(),
-            ):
+            for bounds in (chunk.bounds, chunk.words.texts, chunk.words.line_bounds()):
                 seen[self._whole.find(chunk.words.hashes(bounds[:-1], bounds[1:]))[1]] = True
+            bounds = chunk.words.sentence_bounds()
+            sentences = self._whole.find(chunk.words.hashes(bounds[:-1], bounds[1:]))[1]
+            seen[sentences[self._rare[sentences]]] = True
         _, lines = self._whole.owners_of(np.flatnonzero(seen & wholes))
         found[self._lines[lines]] = True
         return found

@@ -489,10 +489,9 @@ def units_of(records: datasets.Dataset, unit_column: str | None) -> NDArray[np.i
     if unit_column is None or unit_column not in records.column_names:
         return None
     with contextlib.suppress(pa.ArrowException):
-        ids = records.with_format("arrow")[:][unit_column].dictionary_encode()
-        codes = ids.unify_dictionaries().combine_chunks()
-        codes = codes.chunk(0) if isinstance(codes, pa.ChunkedArray) else codes
-        return codes.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+        ids = records.select_columns([unit_column]).with_format("arrow")[:][unit_column]
+        codes = pa.concat_arrays(ids.chunks).dictionary_encode().indices
+        return codes.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
     return None
 
 

@@ -30,7 +30,7 @@ def test_a_format_reads_the_columns_that_a_recipe_names(name):
     keys = columns_in(kind)
     assert keys.keys() <= COLUMNS.keys() <= {item.name for item in dataclasses.fields(DataConfig)}
     form = DataConfig(path="x", max_length=8, format=name, **{key: f"my {key}" for key in keys}).form
-    assert form.names == [f"my {key}" for key in keys]
+    assert form.names == [*(f"my {key}" for key in keys), *kind.beside]
     assert {*form.texts, form.labels} - {None} <= {*form.names}
     held = form.content({column: f"of {column}" for column in form.names})
     assert isinstance(held, kind.holds) and all(text in str(held) for text in (f"of {name}" for name in form.names))

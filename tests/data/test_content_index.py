@@ -106,13 +106,14 @@ def test_scripts_without_spaces(text):
 
 
 def test_short_records_count_as_a_whole_only():
-    """As a text, a line or a sentence; and never in a prompt, where nobody could declare them."""
+    """As a text or a line; in a prompt, where nobody could declare them, and as a sentence from five words on."""
     private = texts("Yes, thanks!", "Good morning", "My test came back positive")
-    assert found(private, ["Well. YES  thanks. And so on", "a good morning to you"]) == [True, False, False]
+    assert found(private, ["YES  thanks.", "a good morning to you", "Well. Good morning. So"]) == [True, False, False]
+    assert found(private, ["Well. My test came back positive. So"]) == [False, False, True]
     assert found(private, ["First\nGood morning\nlast"]) == [False, True, False]
     index = ContentIndex(private, ["text"])
     assert not index.occurs_in("Yes, thanks!", "Good morning")
-    assert index.occurs_in("For example: my test came back positive. So?") is False
+    assert not index.occurs_in("For example: my test came back positive. So?")
     assert index.occurs_in("An example\nMy test came back positive.\n")
 
 

@@ -34,7 +34,7 @@ def test_noise_is_calibrated_to_labels_and_checks(school):
 @kills(
     "the public texts may hold private records",
     "dpllm/methods/pate/prepare.py",
-    "    refuse_shared_records(private, recipe.data, prompts, prompts_data, options.max_shared_records, _KEYS)\n",
+    "    refuse_shared_records(private, recipe.data, prompts, prompts_data, most, _KEYS, recipe.privacy)\n",
     "",
 )
 def test_texts_that_hold_private_records_are_refused(school):
@@ -50,9 +50,9 @@ def test_texts_that_hold_private_records_are_refused(school):
 
 @kills(
     "held-out private records are published with labels of teachers",
-    "dpllm/methods/pate/prepare.py",
-    "    if held_out is not None and not recipe.data.eval_is_public:",
-    "    if False:",
+    "dpllm/data/shared_records.py",
+    "    if held_out is not None and not data.eval_is_public:\n        own",
+    "    if False:\n        own",
 )
 def test_texts_that_hold_held_out_records_are_refused_unless_these_are_public(school, tmp_path):
     """N does not count them, so no ε would cover their publication."""
