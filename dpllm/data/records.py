@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from dpllm.config import ConfigError, DataConfig, PrivacyUnit, nearest
-from dpllm.config.formats.record_format import Cells, TextLabel, columns_in
+from dpllm.config.formats.record_format import Cells, Chat, Pair, TextLabel, columns_in
 from dpllm.data.content_index import ContentIndex, count_copies
 from dpllm.data.corpora import BUILTIN
 from dpllm.data.local_files import LocalFiles, find_files, local_files, refuse_several_kinds, split_names
@@ -638,7 +638,7 @@ def _reading(config: DataConfig, json_places: frozenset[str] = frozenset()) -> R
         field=config.field,
         txt_records=config.txt_records,
         needed=required_columns(config),
-        mixed_as_json=config.format in ("chat", "preference"),
+        mixed_as_json=config.form.holds in (Chat, Pair),
         json_places=json_places,
     )
 
