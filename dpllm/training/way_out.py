@@ -346,7 +346,8 @@ def _require_equal(saved: Mapping[str, Any], loaded: Mapping[str, Any], padding:
 
 def _load_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     own = not type(tokenizer).__module__.startswith("transformers.")
-    loaded = (type(tokenizer) if own else AutoTokenizer).from_pretrained(str(folder), **NO_CODE)
+    kind: Any = type(tokenizer) if own else AutoTokenizer
+    loaded = kind.from_pretrained(str(folder), **NO_CODE)
     ids = [one(_TEXT, add_special_tokens=True)["input_ids"] for one in (tokenizer, loaded)]
     if ids[0] != ids[1] or len(tokenizer) != len(loaded):
         raise ValueError("it makes other tokens of the same text after loading")
