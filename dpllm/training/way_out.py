@@ -41,6 +41,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     TrainingArguments,
 )
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import logging as transformers_logging
 
 from dpllm.config import TASKS, ConfigError
@@ -169,8 +170,8 @@ def _cause(error: Exception, model: Any, tokenizer: Any, args: Any, place: Path)
 
 
 def is_whole(model: nn.Module) -> bool:
-    """Whether this process holds all weights of a model."""
-    return not any(
+    """Whether this process holds all weights of a model; with ZeRO-3 even a model that it loads is divided."""
+    return not is_deepspeed_zero3_enabled() and not any(
         isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") or parameter.is_meta
         for parameter in model.parameters()
     )
