@@ -149,7 +149,7 @@ def tokens_of_others(tokenizer: Any, model: Any) -> list[str]:
         return []
     if own.items() <= known.items():
         return []
-    return ["the tokens that were added to the tokenizer" if known.items() <= own.items() else OWN_TOKENIZER]
+    return ["the tokens that were added to the tokenizer" if known and known.items() <= own.items() else OWN_TOKENIZER]
 
 
 @dataclass

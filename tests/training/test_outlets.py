@@ -146,7 +146,12 @@ def hub(monkeypatch):
 def settled():
     """Notes after which the only open points are outputs, and figures sent elsewhere."""
     return ReleaseNotes(
-        data_holder="a hospital", audience="all", other_uses="none", audit="none", utility={"held-out loss": 3.2}
+        data_holder="a hospital",
+        audience="all",
+        other_uses="none",
+        preprocessing="none",
+        audit="none",
+        utility={"held-out loss": 3.2},
     )
 
 
