@@ -382,12 +382,13 @@ class _Table:
         hashes, self.owners, new = hashes[~again], owners[~again], new[~again]
         begins = np.flatnonzero(new)
         self.hashes = hashes[begins]
-        self.begins = np.append(begins, len(hashes))
+        self.begins = np.append(begins, len(hashes)).astype(np.int32)
         self.common = np.diff(self.begins) > most
         """(num_different,): whether many units have a hash."""
         self._bits = min(26, max(10, len(self.hashes).bit_length() + 3))
-        self._marked = np.zeros(1 << self._bits, dtype=bool)
-        self._marked[self._high(self.hashes)] = True
+        marked = np.zeros(1 << self._bits, dtype=bool)
+        marked[self._high(self.hashes)] = True
+        self._marked = np.packbits(marked)  # most hashes of other text are found to be absent here
 
     def _high(self, hashes: Hashes) -> NDArray[np.int64]:
         return (hashes >> np.uint64(64 - self._bits)).astype(np.int64)
@@ -397,12 +398,13 @@ class _Table:
         counts = np.diff(self.begins)
         self.owners = self.owners[np.repeat(~self.common, counts)]
         self.hashes, counts = self.hashes[~self.common], counts[~self.common]
-        self.begins = np.append(0, np.cumsum(counts))
-        self.common = np.zeros(len(self.hashes), dtype=bool)
+        self.begins = np.append(0, np.cumsum(counts)).astype(np.int32)
+        self.common = self.common[:0]
 
     def find(self, hashes: Hashes) -> tuple[Numbers, Numbers]:
         """Return the places of those hashes that are in the table, and where they are in it."""
-        places = np.flatnonzero(self._marked[self._high(hashes)])
+        high = self._high(hashes)
+        places = np.flatnonzero(self._marked[high >> 3] & (128 >> (high & 7)))
         if not len(self.hashes):
             return places[:0], places[:0]
         found = np.searchsorted(self.hashes, hashes[places])
