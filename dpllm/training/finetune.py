@@ -235,7 +235,7 @@ def add_sources(
     own = [path for path in (data.path, None if data.eval_is_public else data.eval_path) if path is not None]
     sources.paths += [path for path in own if local_files(path)]
     if local_files(data.path):  # also of columns that no key names
-        sources.people += columns_of(data.path, data.encoding).people
+        sources.people += columns_of(data).people
     sources.label_columns += [name for name in (data.label_column, data.tags_column) if name is not None]
     sources.class_names = data.class_names
     if recipe.model.tokenizer_vocab_size is not None:  # trained here, on the public text

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dpllm.config import ConfigError
+from dpllm.config import ConfigError, DataConfig
 from dpllm.data.columns import columns_of, texts_of
 from dpllm.data.readers import DataError
 
@@ -17,7 +17,7 @@ CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"
 def found_in(folder: Path, *records: dict) -> object:
     path = folder / "records.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return columns_of(str(path))
+    return columns_of(DataConfig(path=str(path), max_length=2))
 
 
 SAID = "It rained all day."
@@ -123,8 +123,8 @@ def test_every_kind_of_file(tmp_path, ending):
     text = {".csv": "text,label\nx,1\n", ".tsv": "text\tlabel\nx\t1\n", ".txt": "x\n", ".json": '[{"text": "x"}]'}
     path = tmp_path / f"records{ending}"
     path.write_text(text[ending])
-    assert columns_of(str(path)).kinds["text"] == "text"
-    assert columns_of(str(tmp_path)).kinds == columns_of(str(path)).kinds
+    assert columns_of(DataConfig(path=str(path), max_length=2)).kinds["text"] == "text"
+    assert columns_of(DataConfig(path=str(tmp_path), max_length=2)).kinds == columns_of(DataConfig(path=str(path), max_length=2)).kinds
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_mistakes_name_the_place(tmp_path, monkeypatch, path, error, message):
     Path("empty.jsonl").write_text("")
     Path("mixed.jsonl").write_text('{"text": "secret"}\n{"text": 7}\n')
     with pytest.raises(error, match=message) as caught:
-        columns_of(path)
+        columns_of(DataConfig(path=path, max_length=2))
     assert "secret" not in str(caught.value)
 
 
