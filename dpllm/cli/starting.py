@@ -82,6 +82,7 @@ def register(app: typer.Typer) -> None:
         "init",
         epilog="Example: dpllm init\n\n"
         "Example: dpllm init notes.jsonl --model models/gpt2 --unit-column patient_id --epsilon 8 --yes\n\n"
+        "Example: dpllm init reviews.csv data.missing=drop --classes negative,positive --model models/gpt2 --yes\n\n"
         "Example: dpllm init tickets.csv --format prompt_completion --prompt-column question "
         "--completion-column answer --model openai-community/gpt2 --output tickets.yaml --yes",
     )(init)

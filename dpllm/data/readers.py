@@ -807,7 +807,9 @@ def _encoding_of(file: Path) -> str:
                 pass
     with _bytes_of(file) as source:
         for line in source:
-            if not line.isascii() and (_UTF8.search(line) or not _WESTERN.fullmatch(line)):
+            if not line.isascii() and (
+                _UTF8.search(line) or _OTHER_LETTER.search(line) or not _WESTERN.fullmatch(line)
+            ):
                 raise DataError(_not_decoded(file, "utf-8"))
     return "cp1252"
 
@@ -889,6 +891,10 @@ _UTF8 = re.compile(rb"[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf
 # Letters of Western languages, at most two together, and the signs of print; not the bytes that cp1252 lacks.
 _WESTERN = re.compile(
     rb"(?:[\x00-\x7f]|[\x80\x82-\x8c\x8e\x91-\x9c\x9e-\xbf\xd7\xf7]|[\xc0-\xd6\xd8-\xf6\xf8-\xff]{1,2}(?![\xc0-\xff]))*"
+)
+# A sign or a capital of cp1252 within a word is a letter of another encoding, such as latin-2 or that of old Macs.
+_OTHER_LETTER = re.compile(
+    rb"[A-Za-z\xc0-\xff][\xa1-\xac\xae-\xb3\xb5\xb6\xb8\xb9\xbb-\xbf][A-Za-z\xc0-\xff]|[a-z][\x83\x8a\x8e\x9f]"
 )
 _LONG_NAME = 80  # characters: columns have shorter names
 # pandas and NumPy write NaN for a missing value.

@@ -385,7 +385,7 @@ def _finish(
 def _without_missing(records: datasets.Dataset, columns: Sequence[str]) -> datasets.Dataset:
     """Return the records that have a value in all columns. Each record decides on itself alone.
 
-    An empty text or list is no value, as an empty cell of a CSV file is none.
+    An empty text or list is no value, as an empty cell of a CSV file is none; nor is the class -1 of `datasets`.
 
     The number of those left out is private: the counts of the files become those of the records that are kept.
     """
@@ -393,6 +393,8 @@ def _without_missing(records: datasets.Dataset, columns: Sequence[str]) -> datas
     for name in set(columns) & set(records.column_names):
         column = records.with_format("arrow")[:][name]
         kept &= ~pc.fill_null(_is_empty(column), True).to_numpy(zero_copy_only=False)
+        if isinstance(records.features[name], datasets.ClassLabel):  # -1 is how `datasets` writes that there is none
+            kept &= pc.not_equal(column.fill_null(-1), -1).to_numpy(zero_copy_only=False)
     if kept.all():
         return records
     notes = _notes(records)
