@@ -81,6 +81,17 @@ def test_keys_of_reading_are_given_as_in_a_recipe(model):
     assert "init takes data.delimiter" in refused("reviews.json", "privacy.delta=1e-6", "--yes")
 
 
+def test_a_folder_without_a_split_train_is_trained_on(model):
+    """By the split that the recipe names, in each part of the run that looks at the files."""
+    for name in ("dev", "test"):
+        Path("parts").mkdir(exist_ok=True)
+        lines = Path("notes.jsonl").read_text().splitlines(keepends=True)
+        Path(f"parts/{name}.jsonl").write_text("".join(lines[name == "test" :]))
+    asked([], "parts", "data.split=dev", "--text-column", "note", "--model", str(model), "--held-out", "0", "--yes")
+    run(["train", "recipe.yaml", "train.max_steps=1", "train.use_cpu=true"])
+    assert Path("runs/recipe/privacy_report.md").exists()
+
+
 def test_the_records_are_also_given_by_their_place(model):
     """As --data; both together only if they are equal."""
     shown = asked([], "notes.jsonl", "--model", str(model), "--yes")

@@ -382,5 +382,9 @@ def test_notes_of_a_release_and_prompts_for_its_model_hold_no_private_record(tmp
     refuse_private_prompts(read, {"prompt 1": "Write about a patient who came on a rainy day, please"})
     with pytest.raises(DataError, match="prompt 2"):
         refuse_private_prompts(read, {"prompt 1": "Hello", "prompt 2": f"Go on: {note(9)[:-9]}"})
-    (tmp_path / "t.jsonl").unlink()
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "t.jsonl").rename(tmp_path / "parts" / "dev.jsonl")
+    split = load_recipe(tmp_path / "r.yaml", [f"data.path={tmp_path / 'parts'}", "data.split=dev"])
+    with pytest.raises(DataError, match="prompt 1"):
+        refuse_private_prompts(split, {"prompt 1": note(9)})
     refuse_private_prompts(read, {"prompt 1": note(9)})  # the records are elsewhere
