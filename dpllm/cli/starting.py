@@ -6,7 +6,7 @@ import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -64,6 +64,14 @@ StartIsIndependent = Annotated[
     bool,
     typer.Option("--start-is-independent", help="Declare that the model holds nothing of the private records."),
 ]
+Reading = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="How the records are read, as in a recipe: data.missing=drop, data.split, data.field.",
+        show_default=False,
+    ),
+]
 Output = Annotated[Path | None, typer.Option(help="The recipe to write; by default recipe.yaml.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: take the proposal for each missing option.")]
 
@@ -74,6 +82,7 @@ def register(app: typer.Typer) -> None:
         "init",
         epilog="Example: dpllm init\n\n"
         "Example: dpllm init notes.jsonl --model models/gpt2 --unit-column patient_id --epsilon 8 --yes\n\n"
+        "Example: dpllm init reviews.csv data.missing=drop --classes negative,positive --model models/gpt2 --yes\n\n"
         "Example: dpllm init tickets.csv --format prompt_completion --prompt-column question "
         "--completion-column answer --model openai-community/gpt2 --output tickets.yaml --yes",
     )(init)
@@ -98,6 +107,7 @@ def _with_columns(command: Callable[..., None]) -> Callable[..., None]:
 @_with_columns
 def init(
     records: Records = None,
+    reading: Reading = None,
     data: Data = None,
     format: Format = None,
     classes: Classes = None,
@@ -124,12 +134,17 @@ def init(
     options = _Options(unit_column, unit, max_rows_per_unit, adapter, rank, max_length, held_out, start_is_independent)
     options.check()
     ask = _Questions(yes)
+    keys = [*(reading or ())]
+    if records is not None and data is not None and "=" in records:  # the records are given by --data
+        keys.insert(0, records)
+        records = None
     given = _one_of(records, data)
     if epsilon is not None:
         _epsilon(epsilon)
     target = None if output is None and not yes else _checked_output(output or _OUTPUT)
-    path, found = _records(ask, given, encoding)
-    section = _data(ask, path, found, encoding, format, columns)
+    how = _reading_keys(keys, encoding)
+    path, found = _records(ask, given, {**how, **{key: name for key, name in columns.items() if name is not None}})
+    section = _data(ask, path, found, how, format, columns)
     of_user = _unit(ask, options, found, section)
     used = [*section.form.names, of_user]
     typer.echo(f"read as {section.format}: {', '.join(name for name in used if name in found.kinds)}")
@@ -272,15 +287,42 @@ class _Questions:
                 typer.echo(f"  {error}")
 
 
-def _records(ask: _Questions, given: str | None, encoding: str | None) -> tuple[str, Columns]:
-    """Return the place of the records, and the columns of the file."""
+def _reading_keys(overrides: Sequence[str], encoding: str | None) -> dict[str, Any]:
+    """Return the keys of the section ``data`` that say how records are read, as they are given.
+
+    Raises:
+        ValueError: an override names another key.
+    """
+    from dpllm.config.data_section import DataSource, FileReading
+    from dpllm.config.recipe import apply_override
+
+    raw: dict[str, Any] = {} if encoding is None else {"data": {"encoding": encoding}}
+    known = {f"data.{one.name}" for kind in (DataSource, FileReading) for one in fields(kind)}
+    known -= {"data.path", "data.max_length"}
+    for override in overrides:
+        key = override.partition("=")[0].strip()
+        if "=" in override and key not in known:
+            raise ValueError(f"{key}: init takes {', '.join(sorted(known))}; change other keys in the recipe it writes")
+        apply_override(raw, override)
+    return dict(raw.get("data", {}))
+
+
+def _records(ask: _Questions, given: str | None, how: dict[str, Any]) -> tuple[str, Columns]:
+    """Return the place of the records, and the columns of the file.
+
+    Args:
+        ask: the questions.
+        given: the place.
+        how: keys of the section ``data`` that are known.
+    """
 
     def check(name: str) -> tuple[str, Columns]:
         path = _some_text(name)
         typer.echo(f"reading the first records of {path}")
+        from dpllm.config import DataConfig
         from dpllm.data.columns import columns_of
 
-        return path, columns_of(path, encoding=encoding)
+        return path, columns_of(DataConfig(path=path, max_length=2, **how))
 
     path, found = ask.value("data", given, "The private records (file, folder or pattern)", None, check)
     width = max(map(len, found.facts), default=0)
@@ -291,7 +333,7 @@ def _records(ask: _Questions, given: str | None, encoding: str | None) -> tuple[
 
 
 def _data(
-    ask: _Questions, path: str, found: Columns, encoding: str | None, form: str | None, given: dict[str, str | None]
+    ask: _Questions, path: str, found: Columns, how: dict[str, Any], form: str | None, given: dict[str, str | None]
 ) -> DataConfig:
     """Return the section ``data`` without its length."""
     from dpllm.config import DataConfig
@@ -326,7 +368,7 @@ def _data(
         if about.optional and given[key] is None and proposed is None:
             continue
         names[key] = ask.value(option, given[key], words, proposed, lambda name: _column(path, found, name))
-    return DataConfig(path=path, format=chosen, max_length=2, encoding=encoding, **names)
+    return DataConfig(path=path, format=chosen, max_length=2, **how, **names)
 
 
 def _unit(ask: _Questions, options: _Options, found: Columns, section: DataConfig) -> str | None:

@@ -338,7 +338,7 @@ def read_raw(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: must be a mapping with the sections {', '.join(_names(Recipe))}")
     for override in overrides:
-        _apply_override(raw, override)
+        apply_override(raw, override)
     return raw
 
 
@@ -438,7 +438,12 @@ def _has_default(item: dataclasses.Field[Any]) -> bool:
     return item.default is not dataclasses.MISSING or item.default_factory is not dataclasses.MISSING
 
 
-def _apply_override(raw: dict[str, Any], override: str) -> None:
+def apply_override(raw: dict[str, Any], override: str) -> None:
+    """Write the value of ``key=value`` into the sections of a recipe; see `load_recipe`.
+
+    Raises:
+        ConfigError: it has another form, or its value is no YAML.
+    """
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):

@@ -21,17 +21,22 @@ from dpllm.config import ConfigError, DataConfig
 from dpllm.config.formats.catalogue import COLUMNS, FORMATS
 from dpllm.config.formats.record_format import Cells, Column, RecordFormat, columns_in
 from dpllm.data.local_files import local_files
+from dpllm.data.messages import read_messages
 from dpllm.data.readers import NOTHING, DataError, Reading, read_tables
-from dpllm.data.records import read_unchecked
+from dpllm.data.records import read_unchecked, reading_of
 
 TEXT, MESSAGES, LIST, NUMBER, OTHER = "text", "messages", "list", "number", "other"
 
 _OF_CELLS = {Cells.TEXT: (TEXT,), Cells.LIST: (LIST,), Cells.MESSAGES: (MESSAGES,), Cells.ANY: (TEXT, NUMBER)}
+_ID = "id|no|nr|num|number|nummer|key|hash|code|uuid|guid"
 _PERSON = re.compile(
     r"(?:^|_)(?:user|patient|patienten|person|author|customer|client|subject|sender|member|employee|student|owner|"
-    r"speaker|account|participant|individual|resident|citizen)(?:s|name|_?(?:id|no|nr|num|number|key|hash|name|code))?$|"
-    r"^(?:mrn|uid|pid|ssn|guid|email|e_mail|phone)$|(?:^|_)(?:social_security|insurance|nhs|medical_record)_?"
-    r"(?:id|no|nr|num|number)$"
+    r"speaker|account|participant|individual|resident|citizen|respondent|reviewer|applicant|claimant|donor|pupil|"
+    r"pseudonym|kunde|kunden|nutzer|proband|probanden|paciente|usuario|cliente|utilisateur)"
+    rf"(?:s|name|_?(?:{_ID}|name))?$|"
+    r"(?:^|_)(?:pat|worker|annotator|candidate|player|staff|child|mother|visitor|buyer|tenant|guest|household|"
+    rf"matrikel|social_security|insurance|nhs|medical_record|passport)_?(?:{_ID})$|"
+    r"^(?:mrn(?:_hash)?|screen_name|uid|pid|ssn|guid|(?:e_?mail|sender_e_?mail)(?:_address)?|(?:mobile|phone)(?:_?(?:no|number))?)$"
 )
 _TURNS = ({"role", "content"}, {"from", "value"})  # of OpenAI, of ShareGPT
 _PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
@@ -118,8 +123,13 @@ class Columns:
 
         That of messages comes first, and then the one of which most columns are there.
         """
-        ranks = {name: rank for name, kind in FORMATS.items() if kind.asked and (rank := self._rank(kind))}
-        return max(ranks, key=lambda name: ranks[name], default=None)
+        fitting = {name: found for name, kind in FORMATS.items() if kind.asked and (found := self._columns_for(kind))}
+        chats = [name for name in fitting if any(self.kinds[column] == MESSAGES for column in fitting[name])]
+        best = max(chats or fitting, key=lambda name: len(fitting[name]), default=None)
+        other = self.format_of_others()
+        if best and other and set(fitting[best]) <= set(FORMATS[other]().required):
+            return None  # such as one of the two answers of a preference
+        return best
 
     def format_of_others(self) -> str | None:
         """Return a format for which `dpllm init` writes no recipe and whose columns all have their own names."""
@@ -150,38 +160,40 @@ class Columns:
         ]
         return _usual(about.usual, names) or (next(iter(names), None) if about.cells is Cells.MESSAGES else None)
 
-    def _rank(self, kind: type[RecordFormat]) -> tuple[bool, int] | None:
-        """Return how well a format fits; None: a column is missing."""
+    def _columns_for(self, kind: type[RecordFormat]) -> list[str] | None:
+        """Return the columns that fit a format; None: one is missing."""
         taken: list[str] = []
         for about in columns_in(kind).values():
             name = self._proposed(about, taken)
             if name is None and not about.optional:
                 return None
             taken += [] if name is None else [name]
-        return any(about.cells is Cells.MESSAGES for about in columns_in(kind).values()), len(taken)
+        return taken
 
 
-def columns_of(path: str, encoding: str | None = None) -> Columns:
+def columns_of(data: DataConfig) -> Columns:
     """Return the columns of a data set, from the first records of its first file.
 
     Args:
-        path: as `DataConfig.path`. A data set of the Hub is loaded as a whole.
-        encoding: of text files; None: found by looking.
+        data: where the records are, and how they are read. A data set of the Hub is loaded as a whole.
 
     Raises:
         ConfigError: there is no such file, folder or data set.
         DataError: the file cannot be read as its ending says, or holds no record.
     """
-    files, reading = local_files(path), Reading(encoding=encoding, needed=("messages", "conversations"))
+    path, files = data.path, local_files(data.path, data.split)
     if files:
-        table = next((one for file in files for one in read_tables(Path(file), reading) if one.num_rows), None)
+        reading, table = _first_table(files, data)
+        if reading.mixed_places:  # as `dpllm.data.records` reads chats
+            reading, table = _first_table(files, data, frozenset(reading.mixed_places))
     else:
+        reading = Reading()
         if not path.startswith("builtin:") and "/" not in path:
             raise ConfigError(
                 f"{path}: there is no such file or folder here, and a data set of the Hub is written owner/name: check "
                 "the spelling and the folder"
             )
-        records = read_unchecked(DataConfig(path=path, max_length=2, encoding=encoding))
+        records = read_unchecked(data)
         table = records.select(range(min(_ROWS, len(records)))).with_format("arrow")[:] if len(records) else None
     if table is not None and table.column_names == [NOTHING]:
         raise DataError(next(iter(reading.faults.values())))
@@ -191,6 +203,16 @@ def columns_of(path: str, encoding: str | None = None) -> Columns:
     facts = {field.name: _facts_of(field.type, table.column(field.name)[:_ROWS]) for field in fields}
     named = (name for name in facts if names_people(name))
     return Columns(facts, tuple(name for name in named if _is_shared(table.column(name).to_pylist())))
+
+
+def _first_table(
+    files: Sequence[str], data: DataConfig, json_places: frozenset[str] = frozenset()
+) -> tuple[Reading, pa.Table | None]:
+    """Return the first records of files, and what was found while they were read."""
+    reading = reading_of(data, json_places)
+    reading.needed, reading.mixed_as_json = (*reading.needed, "messages", "conversations"), True
+    tables = (table for file in files for table in read_tables(Path(file), reading))
+    return reading, next((table for table in tables if table.num_rows), None)
 
 
 def names_people(name: str) -> bool:
@@ -263,6 +285,8 @@ def _facts_of(kind: pa.DataType, column: pa.ChunkedArray) -> ColumnFacts:
     values = [value for value in column.to_pylist() if value is not None and value != ""]
     word = _kind(kind)
     texts = [value for value in values if isinstance(value, str)] if word == TEXT else []
+    if texts and all(map(_is_chat, texts[:_FEW])):
+        word, texts = MESSAGES, []
     example = " ".join(str(values[0]).split()) if values else ""
     return ColumnFacts(
         kind=word,
@@ -272,6 +296,16 @@ def _facts_of(kind: pa.DataType, column: pa.ChunkedArray) -> ColumnFacts:
         length=int(statistics.median(map(len, texts))) if texts else 0,
         is_prose=2 * sum(map(_is_prose, texts)) >= max(1, len(texts)),
     )
+
+
+def _is_chat(text: str) -> bool:
+    """Whether a text is the JSON text of a chat."""
+    if text.lstrip()[:1] != "[":
+        return False
+    try:
+        return bool(read_messages(text, "record"))
+    except DataError:
+        return False
 
 
 def _is_prose(text: str) -> bool:

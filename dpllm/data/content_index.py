@@ -55,7 +55,8 @@ _CHUNK = 1 << 20  # bytes
 _LONGEST = 1 << 22  # bytes of a text that is read at once
 _NEWLINE, _LABEL, _STOP = 10, 31, 33  # marks between words, besides the space: of a line, a label, a sentence
 _BLOCK = r"(?i)</?(?:p|div|br|hr|li|ul|ol|dl|dt|dd|h[1-6]|t[dhr]|table|tbody|thead|body|html|head|title|pre|blockquote|section|article|main)\b[^<>]*>"  # noqa: E501
-_TAG = r"</?[a-zA-Z!][^<>]*>"
+_TAG = r"(?i)</?(?:a|abbr|acronym|b|bdi|bdo|big|button|center|cite|code|del|dfn|em|font|form|i|img|input|ins|kbd|label|link|mark|meta|nav|nobr|o:p|q|s|samp|script|small|span|strike|strong|style|sub|sup|svg|time|tt|u|var|wbr)\b[^<>]*>|<!(?:--|doctype)[^<>]*>"  # noqa: E501
+"""Tags of HTML around text. The words of other tags are contents, as in XML with all values in attributes."""
 _ENTITY = r"&(?:#[0-9]+|#[xX][0-9a-fA-F]+|[a-zA-Z][a-zA-Z0-9]+);"
 _UNSPACED = r"([\p{Han}\p{Hiragana}\p{Katakana}ー\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}])"
 

@@ -243,7 +243,7 @@ def content_hash(file: Path) -> bytes:
 
 def _read_csv(file: Path, reading: Reading) -> Iterator[pa.Table]:
     reading.records_are.add("one row of a CSV file")
-    before, delimiter = _delimiter(file, reading)
+    before, delimiter, spaced = _delimiter(file, reading)
     with _opened(file, reading, newline="") as source, _long_cells():
         for _ in range(before):
             source.readline()
@@ -251,7 +251,11 @@ def _read_csv(file: Path, reading: Reading) -> Iterator[pa.Table]:
         # otherwise it would swallow the records after it.
         plain = kind_of(file) == ".tsv" and delimiter == "\t"
         reader = csv.reader(
-            source, delimiter=delimiter, quoting=csv.QUOTE_NONE if plain else csv.QUOTE_MINIMAL, strict=not plain
+            source,
+            delimiter=delimiter,
+            quoting=csv.QUOTE_NONE if plain else csv.QUOTE_MINIMAL,
+            skipinitialspace=spaced,
+            strict=not plain,
         )
         cells = _cells(reader, file, before)
         header = [name or f"Unnamed: {number}" for number, name in enumerate(next(cells, (0, []))[1])]
@@ -273,19 +277,20 @@ def _read_csv(file: Path, reading: Reading) -> Iterator[pa.Table]:
         yield _text_table(waiting, schema)
 
 
-def _delimiter(file: Path, reading: Reading) -> tuple[int, str]:
-    """Return the number of lines to skip, and the delimiter. Only the header decides on it, which is no record."""
+def _delimiter(file: Path, reading: Reading) -> tuple[int, str, bool]:
+    """Return the number of lines to skip, the delimiter, and whether a space follows it.
+
+    Only the header decides on them, which is no record.
+    """
     usual = "\t" if kind_of(file) == ".tsv" else ","
     with _opened(file, reading, newline="") as source:
         header = next((line for line in source if line.strip()), "")
     stated = re.fullmatch(r"sep=(.)\s*", header)  # a first line that Excel writes and reads
-    if reading.delimiter is not None or stated:
-        return int(bool(stated)), reading.delimiter or str(stated and stated[1])
     bare = re.sub(r'"[^"]*"', "", header)
-    most = max((usual, *"\t;|,"), key=bare.count)  # the first of equals
-    if most != usual:
+    most = reading.delimiter or (stated[1] if stated else max((usual, *"\t;|,"), key=bare.count))  # the first of equals
+    if most != usual and reading.delimiter is None and not stated:
         reading.remark(f"{file.name}: cells are separated by {most!r}, as in its header (data.delimiter decides)")
-    return 0, most
+    return int(bool(stated)), most, 0 < bare.count(most) == bare.count(f"{most} ")
 
 
 def _check_header(header: list[str], file: Path, reading: Reading, delimiter: str) -> None:
@@ -293,6 +298,7 @@ def _check_header(header: list[str], file: Path, reading: Reading, delimiter: st
         if header.count(name) > 1:
             reading.fault(name, f"{file}: two columns are named '{name}': give them different names")
     looks_like_values = any(len(name) > _LONG_NAME or re.fullmatch(r"[-+]?[\d.,]+", name) for name in header)
+    looks_like_values &= not any(re.fullmatch(r"[^\W\d]\w*", name) for name in header)
     if reading.needed and not set(reading.needed) & set(header) and looks_like_values:
         raise DataError(
             f"{file}: line 1 looks like a record and not like the names of the columns, and holds none of "
@@ -304,6 +310,10 @@ def _ragged(file: Path, line: int, row: list[str], header: list[str], delimiter:
     other = next((one for one in ",;\t|" if one != delimiter and one in "".join(header)), None)
     if other and 1 in (len(row), len(header)):
         remedy = f"if the separator is {other!r}, set data.delimiter"
+    elif len(header) == 1:
+        remedy = "if line 1 is a title and no column's name, remove it; put a text that holds the separator into quotes"
+    elif kind_of(file) == ".tsv" and delimiter == "\t":
+        remedy = "quotes have no meaning in a .tsv file: if its cells are in quotes, let its name end in .csv"
     elif len(row) == len(header) + 1 > 2 and line == 2:
         remedy = "if the first column has no name, write one into the header"
     else:
@@ -441,7 +451,11 @@ def _refuse_container(whole: dict[str, Any], file: Path, reading: Reading) -> No
             f"{file}: it holds one object with {len(whole)} objects in it, and not a list of records: write a list. In "
             "pandas: to_json(path, orient='records', lines=True)"
         )
-    if set(reading.needed) & set(whole) or kind_of(file) != ".json":
+    if kind_of(file) != ".json":
+        return
+    if {"columns", "data"} <= set(whole) or _are_columns(list(whole.values())):
+        raise DataError(f"{file}: it holds columns and not records. In pandas: to_json(path, orient='records')")
+    if set(reading.needed) & set(whole):
         return
     lists = [key for key, value in whole.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
     if lists:
@@ -449,8 +463,16 @@ def _refuse_container(whole: dict[str, Any], file: Path, reading: Reading) -> No
             f"{file}: it holds one object, with lists in {', '.join(lists)}: set data.field to the key of the list of "
             f"records, such as data.field={lists[0]}"
         )
-    if {"columns", "data"} <= set(whole):
-        raise DataError(f"{file}: it holds columns and not records. In pandas: to_json(path, orient='records')")
+
+
+def _are_columns(values: list[Any]) -> bool:
+    """Whether the values of an object are lists of plain values, all of one length above 1."""
+    lists = [value for value in values if isinstance(value, list) and not any(map(_is_nested, value))]
+    return len(lists) == len(values) > 0 and len({len(value) for value in lists}) == 1 and len(lists[0]) > 1
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, dict | list)
 
 
 def _json(text: str, file: Path, line: int | None) -> Any:
@@ -785,7 +807,9 @@ def _encoding_of(file: Path) -> str:
                 pass
     with _bytes_of(file) as source:
         for line in source:
-            if not line.isascii() and (_UTF8.search(line) or not _WESTERN.fullmatch(line)):
+            if not line.isascii() and (
+                _UTF8.search(line) or _OTHER_LETTER.search(line) or not _WESTERN.fullmatch(line)
+            ):
                 raise DataError(_not_decoded(file, "utf-8"))
     return "cp1252"
 
@@ -867,6 +891,10 @@ _UTF8 = re.compile(rb"[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf
 # Letters of Western languages, at most two together, and the signs of print; not the bytes that cp1252 lacks.
 _WESTERN = re.compile(
     rb"(?:[\x00-\x7f]|[\x80\x82-\x8c\x8e\x91-\x9c\x9e-\xbf\xd7\xf7]|[\xc0-\xd6\xd8-\xf6\xf8-\xff]{1,2}(?![\xc0-\xff]))*"
+)
+# A sign or a capital of cp1252 within a word is a letter of another encoding, such as latin-2 or that of old Macs.
+_OTHER_LETTER = re.compile(
+    rb"[A-Za-z\xc0-\xff][\xa1-\xac\xae-\xb3\xb5\xb6\xb8\xb9\xbb-\xbf][A-Za-z\xc0-\xff]|[a-z][\x83\x8a\x8e\x9f]"
 )
 _LONG_NAME = 80  # characters: columns have shorter names
 # pandas and NumPy write NaN for a missing value.

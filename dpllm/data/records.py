@@ -385,12 +385,16 @@ def _finish(
 def _without_missing(records: datasets.Dataset, columns: Sequence[str]) -> datasets.Dataset:
     """Return the records that have a value in all columns. Each record decides on itself alone.
 
+    An empty text or list is no value, as an empty cell of a CSV file is none; nor is the class -1 of `datasets`.
+
     The number of those left out is private: the counts of the files become those of the records that are kept.
     """
     kept = np.ones(len(records), dtype=bool)
     for name in set(columns) & set(records.column_names):
         column = records.with_format("arrow")[:][name]
-        kept &= pc.is_valid(column).to_numpy()
+        kept &= ~pc.fill_null(_is_empty(column), True).to_numpy(zero_copy_only=False)
+        if isinstance(records.features[name], datasets.ClassLabel):  # -1 is how `datasets` writes that there is none
+            kept &= pc.not_equal(column.fill_null(-1), -1).to_numpy(zero_copy_only=False)
     if kept.all():
         return records
     notes = _notes(records)
@@ -400,6 +404,18 @@ def _without_missing(records: datasets.Dataset, columns: Sequence[str]) -> datas
     records = records.select(np.flatnonzero(kept))
     keep_notes(records, records, **{**notes, "files": files, "read": [*notes.get("read", []), remark]})
     return records
+
+
+def _is_empty(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return (num_records,) whether a cell is missing, a text without a letter or sign, or a list of nothing."""
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        column = column.cast(kind.value_type)
+    if _is_text(kind):
+        return pc.equal(pc.utf8_trim_whitespace(column), "")
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return pc.equal(pc.list_value_length(column), 0)
+    return pc.is_null(column)
 
 
 def with_class_numbers(
@@ -590,10 +606,10 @@ def _load_local(found: LocalFiles, split: str, config: DataConfig) -> datasets.D
     places = [file for files in chosen.values() for file in files]
     refuse_several_kinds(found.path, places)
     refuse_equal_files(places, found.path)
-    reading = _reading(config)
+    reading = reading_of(config)
     records, counts = _stored(found.path, places, reading)
     if reading.mixed_places:  # one reading finds them, and another one keeps them as JSON
-        reading = _reading(config, frozenset(reading.mixed_places))
+        reading = reading_of(config, frozenset(reading.mixed_places))
         records, counts = _stored(found.path, places, reading)
     unused = [name for name in records.column_names if name in reading.faults or name == NOTHING]
     if len(unused) == len(records.column_names):
@@ -631,7 +647,13 @@ def _with_name(part: str, found: LocalFiles) -> str:
     return f"{found.canonical(name.strip())}{bracket}{rest}"
 
 
-def _reading(config: DataConfig, json_places: frozenset[str] = frozenset()) -> Reading:
+def reading_of(config: DataConfig, json_places: frozenset[str] = frozenset()) -> Reading:
+    """Return how the files of a section are read.
+
+    Args:
+        config: the section.
+        json_places: as in `Reading`.
+    """
     return Reading(
         encoding=config.encoding,
         delimiter=config.delimiter,

@@ -15,11 +15,11 @@ import datasets
 
 from dpllm.config import DataConfig, PrivacyUnit, Recipe
 from dpllm.data.content_index import FEWEST_WORDS
+from dpllm.data.local_files import find_files
 from dpllm.data.records import (
     DataError,
     index_of,
     load_train_and_eval,
-    local_files,
     text_columns,
     unit_column_of,
 )
@@ -193,7 +193,7 @@ def refuse_private_prompts(recipe: Recipe, prompts: Mapping[str, str]) -> None:
     if not any(map(_is_long, prompts.values())):
         return
     try:
-        if not data.path.startswith("builtin:") and not local_files(data.path):
+        if not data.path.startswith("builtin:") and not find_files(data.path):
             return  # it would be downloaded
         records, held_out = load_train_and_eval(data, recipe.privacy)
     except ValueError:  # the records are elsewhere, or changed

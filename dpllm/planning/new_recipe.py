@@ -18,6 +18,7 @@ import datasets
 import numpy as np
 
 from dpllm.config import ConfigError, DataConfig, ModelConfig, PrivacyConfig, Recipe
+from dpllm.config.data_section import DataSource, FileReading
 from dpllm.config.formats.catalogue import formats_for
 from dpllm.config.formats.record_format import Chat, TextLabel, columns_in
 from dpllm.config.tasks import TASKS
@@ -310,10 +311,10 @@ def _model_section(wishes: Wishes, task: str, at_hand: ModelAtHand | None) -> li
 def _data_settings(data: DataConfig, max_length: Setting, held_out: float | None, unit: str) -> list[Setting]:
     path = "Your records. A relative path is seen from the folder in which the training is started."
     found = [Setting("data.path", data.path, path, None)]
-    for key in ("split", "encoding"):
-        default = {"split": "train", "encoding": None}[key]
-        if getattr(data, key) != default:
-            found.append(Setting(f"data.{key}", getattr(data, key), "", default))
+    for item in (one for kind in (DataSource, FileReading) for one in dataclasses.fields(kind)):
+        value = getattr(data, item.name)
+        if item.default is not dataclasses.MISSING and value != item.default:
+            found.append(Setting(f"data.{item.name}", value, "", item.default))
     found.append(Setting("data.format", data.format, "", None))
     usual = type(data.form)()
     for key, about in columns_in(type(data.form)).items():

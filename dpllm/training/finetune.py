@@ -36,7 +36,8 @@ from dpllm.config.launched import check_numbers, note_exit_code, process_number
 from dpllm.config.mistakes import print_any_character, tell, words_of
 from dpllm.config.shipped import shipped_root
 from dpllm.data.columns import columns_of
-from dpllm.data.records import local_files, reading_remarks
+from dpllm.data.local_files import find_files
+from dpllm.data.records import reading_remarks
 from dpllm.data.rows import (
     RowCollator,
     load_records,
@@ -233,9 +234,9 @@ def add_sources(
     if eval_records is not None and not data.eval_is_public:
         sources.held_out.append(eval_records)
     own = [path for path in (data.path, None if data.eval_is_public else data.eval_path) if path is not None]
-    sources.paths += [path for path in own if local_files(path)]
-    if local_files(data.path):  # also of columns that no key names
-        sources.people += columns_of(data.path, data.encoding).people
+    sources.paths += [path for path in own if find_files(path)]
+    if find_files(data.path):  # also of columns that no key names
+        sources.people += columns_of(data).people
     sources.label_columns += [name for name in (data.label_column, data.tags_column) if name is not None]
     sources.class_names = data.class_names
     if recipe.model.tokenizer_vocab_size is not None:  # trained here, on the public text

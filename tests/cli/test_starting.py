@@ -68,6 +68,30 @@ def test_without_questions_the_proposals_are_taken(model):
     assert not Path("runs").exists()
 
 
+def test_keys_of_reading_are_given_as_in_a_recipe(model):
+    """So that the remedy of an error can be added to the same command."""
+    records = [{"text": " ".join(WORDS[:9]), "label": ["no", "yes", ""][n % 3]} for n in range(300)]
+    Path("reviews.json").write_text(json.dumps({"version": 1, "data": records}))
+    line = ("--data", "reviews.json", "--classes", "no,yes", "--model", str(model), "--yes")
+    assert "data.field=data" in refused(*line)
+    asked([], "data.field=data", "data.missing=drop", *line)
+    data = load_recipe("recipe.yaml").data
+    assert (data.field, data.missing, data.format) == ("data", "drop", "classification")
+    Path("recipe.yaml").unlink()
+    assert "init takes data.delimiter" in refused("reviews.json", "privacy.delta=1e-6", "--yes")
+
+
+def test_a_folder_without_a_split_train_is_trained_on(model):
+    """By the split that the recipe names, in each part of the run that looks at the files."""
+    for name in ("dev", "test"):
+        Path("parts").mkdir(exist_ok=True)
+        lines = Path("notes.jsonl").read_text().splitlines(keepends=True)
+        Path(f"parts/{name}.jsonl").write_text("".join(lines[name == "test" :]))
+    asked([], "parts", "data.split=dev", "--text-column", "note", "--model", str(model), "--held-out", "0", "--yes")
+    run(["train", "recipe.yaml", "train.max_steps=1", "train.use_cpu=true"])
+    assert Path("runs/recipe/privacy_report.md").exists()
+
+
 def test_the_records_are_also_given_by_their_place(model):
     """As --data; both together only if they are equal."""
     shown = asked([], "notes.jsonl", "--model", str(model), "--yes")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dpllm.config import ConfigError
+from dpllm.config import ConfigError, DataConfig
 from dpllm.data.columns import columns_of, texts_of
 from dpllm.data.readers import DataError
 
@@ -17,7 +17,7 @@ CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"
 def found_in(folder: Path, *records: dict) -> object:
     path = folder / "records.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return columns_of(str(path))
+    return columns_of(DataConfig(path=str(path), max_length=2))
 
 
 SAID = "It rained all day."
@@ -42,7 +42,19 @@ SHAREGPT = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]
             "instruction",
             {"instruction_column": "instruction", "output_column": "output"},
         ),
+        (
+            {"instruction": SAID, "context": SAID, "response": "yes", "category": "open_qa"},
+            "instruction",
+            {"instruction_column": "instruction", "input_column": "context", "output_column": "response"},
+        ),
         ({"messages": CHAT}, "chat", {"messages_column": "messages"}),
+        ({"messages": json.dumps(CHAT)}, "chat", {"messages_column": "messages"}),
+        ({"prompt": SAID, "earlier": CHAT, "messages": CHAT}, "chat", {"messages_column": "messages"}),
+        (
+            {"messages": [*CHAT, {"role": "user", "content": [{"type": "text", "text": "so"}]}]},
+            "chat",
+            {"messages_column": "messages"},
+        ),
         ({"id": "c1", "conversations": SHAREGPT}, "chat", {"messages_column": "conversations"}),
         ({"dialogue": CHAT, "text": SAID}, "chat", {"messages_column": "dialogue"}),
         ({"sentence": SAID, "label": 0}, "classification", {"text_column": "sentence", "label_column": "label"}),
@@ -96,6 +108,7 @@ def test_a_column_of_people_is_no_label_and_no_text(tmp_path):
     ("record", "form"),
     [
         ({"prompt": SAID, "chosen": "yes", "rejected": "no"}, "preference"),
+        ({"chosen": CHAT, "rejected": CHAT}, "preference"),
         ({"words": ["a"], "tags": [0]}, "tokens"),
         (
             {"question": SAID, "context": SAID, "answers": {"text": ["It"], "answer_start": [0]}},
@@ -108,7 +121,10 @@ def test_formats_without_questions_are_named(tmp_path, record, form):
     assert (found.guessed_format(), found.format_of_others()) == (None, form)
 
 
-@pytest.mark.parametrize("name", ["patient_id", "PatientID", "user", "author_name", "mrn", "customer_no", "the_sender"])
+@pytest.mark.parametrize(
+    "name",
+    ["patient_id", "PatientID", "user", "author_name", "mrn", "customer_no", "the_sender", "reviewerID", "PAT_ID"],
+)
 def test_a_column_of_people_has_their_name_and_repeats(tmp_path, name):
     """A number of the record itself is no person, and neither is a column whose name says nothing of one."""
     repeated = found_in(tmp_path, {name: "a", "text": "x"}, {name: "a", "text": "y"})
@@ -123,8 +139,11 @@ def test_every_kind_of_file(tmp_path, ending):
     text = {".csv": "text,label\nx,1\n", ".tsv": "text\tlabel\nx\t1\n", ".txt": "x\n", ".json": '[{"text": "x"}]'}
     path = tmp_path / f"records{ending}"
     path.write_text(text[ending])
-    assert columns_of(str(path)).kinds["text"] == "text"
-    assert columns_of(str(tmp_path)).kinds == columns_of(str(path)).kinds
+    assert columns_of(DataConfig(path=str(path), max_length=2)).kinds["text"] == "text"
+    assert (
+        columns_of(DataConfig(path=str(tmp_path), max_length=2)).kinds
+        == columns_of(DataConfig(path=str(path), max_length=2)).kinds
+    )
 
 
 @pytest.mark.parametrize(
@@ -143,8 +162,19 @@ def test_mistakes_name_the_place(tmp_path, monkeypatch, path, error, message):
     Path("empty.jsonl").write_text("")
     Path("mixed.jsonl").write_text('{"text": "secret"}\n{"text": 7}\n')
     with pytest.raises(error, match=message) as caught:
-        columns_of(path)
+        columns_of(DataConfig(path=path, max_length=2))
     assert "secret" not in str(caught.value)
+
+
+def test_columns_are_read_as_the_recipe_says(tmp_path):
+    """So that a training whose records are read by a key looks at the same columns."""
+    nested = tmp_path / "nested.json"
+    nested.write_text(json.dumps({"version": 1, "data": [{"author": "a", "text": "x"}, {"author": "a", "text": "y"}]}))
+    assert columns_of(DataConfig(path=str(nested), max_length=2, field="data")).people == ("author",)
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "dev.csv").write_text("0;1;note\n5;x;y\n")
+    parts = DataConfig(path=str(tmp_path / "parts"), max_length=2, split="dev", delimiter=";", text_column="1")
+    assert list(columns_of(parts).kinds) == ["0", "1", "note"]
 
 
 def test_texts_of_a_record():

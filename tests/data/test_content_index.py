@@ -133,6 +133,13 @@ def test_templates_and_common_prompts_are_no_records():
     assert not index.occurs_in(system["content"]) and index.occurs_in(f"{system['content']}\n{note(7)}")
 
 
+def test_values_in_tags_are_contents():
+    """XML may have all its values in attributes; tags of HTML are none of a text's words."""
+    assert count_copies(texts(*(f'<pulse value="{n}"/><status value="final"/>' for n in range(50))), ["text"]) == 0
+    marked = texts(*(f'<p class="c{n}">{note(n)} <b>urgent</b> <a href="x{n}">here</a></p>' for n in range(50)))
+    assert all(found(marked, [f"{note(n)} urgent here" for n in range(50)]))
+
+
 def test_notes_by_one_template_and_speeches_are_no_copies_of_each_other():
     """Made-up clinic notes of other patients."""
     records = Dataset.from_list(notes()[:8000])
@@ -375,5 +382,9 @@ def test_notes_of_a_release_and_prompts_for_its_model_hold_no_private_record(tmp
     refuse_private_prompts(read, {"prompt 1": "Write about a patient who came on a rainy day, please"})
     with pytest.raises(DataError, match="prompt 2"):
         refuse_private_prompts(read, {"prompt 1": "Hello", "prompt 2": f"Go on: {note(9)[:-9]}"})
-    (tmp_path / "t.jsonl").unlink()
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "t.jsonl").rename(tmp_path / "parts" / "dev.jsonl")
+    split = load_recipe(tmp_path / "r.yaml", [f"data.path={tmp_path / 'parts'}", "data.split=dev"])
+    with pytest.raises(DataError, match="prompt 1"):
+        refuse_private_prompts(split, {"prompt 1": note(9)})
     refuse_private_prompts(read, {"prompt 1": note(9)})  # the records are elsewhere

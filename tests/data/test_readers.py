@@ -54,6 +54,7 @@ READ = {
     "german.csv": lambda path: FRAME.to_csv(path, index=False, sep=";", decimal=","),
     "pipes.csv": lambda path: FRAME.to_csv(path, index=False, sep="|"),
     "tabs.csv": lambda path: FRAME.to_csv(path, index=False, sep="\t"),
+    "spaced.csv": lambda path: path.write_text(FRAME.to_csv(index=False, quoting=1).replace('","', '", "')),
     "excel.csv": lambda path: path.write_text("sep=;\n" + FRAME.to_csv(index=False, sep=";")),
     "windows.csv": lambda path: FRAME.to_csv(path, index=False, encoding="cp1252", lineterminator="\r\n"),
     "latin.csv": lambda path: FRAME.to_csv(path, index=False, encoding="latin-1"),
@@ -140,6 +141,14 @@ SAID = {
     "columns.json": (r"orient='records'", lambda path: FRAME.to_json(path)),
     "split.json": (r"orient='records'", lambda path: FRAME.to_json(path, orient="split")),
     "squad.json": (r"data\.field=data", lambda path: path.write_text(json.dumps({"version": 1, "data": [{"a": 1}]}))),
+    "lists.json": (r"orient='records'", lambda path: path.write_text(json.dumps(FRAME.to_dict(orient="list")))),
+    "title.csv": ("line 1 is a title", lambda path: path.write_text("Export of May\nid,text\n1,x\n")),
+    "quoted.tsv": (r"end in \.csv", lambda path: path.write_text('id\ttext\n1\t"x\ny"\n')),
+    "czech.csv": (
+        r"line 2 .*data\.encoding",
+        lambda path: path.write_bytes("text\nPříliš žluťoučký kůň\n".encode("iso8859-2")),
+    ),
+    "mac.csv": (r"line 2 .*data\.encoding", lambda path: path.write_bytes("text\nGröße für\n".encode("mac_roman"))),
     "comma.json": ("line 2: a comma before a closing", lambda path: path.write_text('[{"text": "x"},\n]')),
     "comma.jsonl": (
         "line 1: a comma before a closing",
@@ -307,6 +316,12 @@ def test_records_without_a_value_can_be_dropped_before_n_is_counted(tmp_path):
     records = load_records(config(tmp_path, missing="drop"))
     assert len(records) == 12 and all(records["text"]) and sources_of(records) == {"a.jsonl": 6, "b.jsonl": 6}
     assert any("6 records" in line for line in reading_remarks(records))
+    blank = [{"text": text, "chat": chat} for text in ("x", "", " \n", None) for chat in ([], [{"role": "user"}])]
+    (tmp_path / "blank.jsonl").write_text("\n".join(map(json.dumps, blank)))
+    assert texts(tmp_path / "blank.jsonl", missing="drop") == ["x", "x"]
+    labels = datasets.Features(text=datasets.Value("string"), label=datasets.ClassLabel(names=["no", "yes"]))
+    datasets.Dataset.from_dict({"text": ["x", "y"], "label": [-1, 1]}, features=labels).save_to_disk(tmp_path / "hf")
+    assert texts(tmp_path / "hf", missing="drop", format="classification") == ["y"]
     rows = [{"text": "x", "who": f"p{number % 4}" if number else None} for number in range(9)]
     (tmp_path / "ids.jsonl").write_text("\n".join(map(json.dumps, rows)))
     by_user = PrivacyUnit(unit="user", unit_column="who", max_rows_per_unit=9)

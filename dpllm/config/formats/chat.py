@@ -10,6 +10,7 @@ from dpllm.config.formats.record_format import Cells, Chat, RecordFormat, column
 from dpllm.config.topics import Topic
 
 SYSTEM, OPTIONS = "system", "chat_template_kwargs"
+_USUAL = ("messages", "conversations", "conversation")
 BESIDE = (SYSTEM, "tools", "documents", OPTIONS)
 """Columns beside a conversation: a system prompt, and what a chat template takes in addition to the messages."""
 
@@ -18,7 +19,7 @@ BESIDE = (SYSTEM, "tools", "documents", OPTIONS)
 class MessagesColumn(Topic):
     """The column of a chat."""
 
-    messages_column: str = column("messages", "the chat", Cells.MESSAGES, trl="messages")
+    messages_column: str = column("messages", "the chat", Cells.MESSAGES, usual=_USUAL, trl="messages")
 
 
 @dataclass(frozen=True, kw_only=True)

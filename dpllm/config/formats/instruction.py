@@ -10,6 +10,7 @@ from dpllm.config.formats.record_format import Cells, Completion, RecordFormat, 
 from dpllm.config.topics import Topic
 
 _GAP = "\n\n"
+_INPUTS = ("input", "context")  # of Alpaca, of Dolly
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +18,7 @@ class InstructionColumns(Topic):
     """The columns of an instruction, what it is about, and what is to be written."""
 
     instruction_column: str = column("instruction", "the instruction", usual=("instruction",))
-    input_column: str = column("input", "what the instruction is about", Cells.ANY, optional=True, usual=("input",))
+    input_column: str = column("input", "what the instruction is about", Cells.ANY, optional=True, usual=_INPUTS)
     output_column: str = column("output", "the answer, which has loss", usual=("output", "response"), is_answer=True)
 
 
