@@ -91,6 +91,11 @@ class GivenModel:
                 "the model was compiled with torch.compile, which hides its layers: pass the model itself (model = "
                 "compiled._orig_mod), and train it without compilation"
             )
+        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            raise ConfigError(
+                f"the model is wrapped in {type(model).__name__}: pass the model itself (model.module); with several "
+                "GPUs, start one process for each (accelerate launch)"
+            )
         if class_names is not None:
             name_classes(model, class_names)
         if peft_config is not None:

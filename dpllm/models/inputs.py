@@ -83,6 +83,24 @@ def refuse_other_padding(model: Any, tokenizer: Any, collator: Any) -> None:
         )
 
 
+def refuse_padding_outside(pad: Any, tokens: int | None) -> None:
+    """Make sure that the padding token has a row in the model's table of embeddings.
+
+    Args:
+        pad: its id; None: no row is padded.
+        tokens: rows of the table. None: not known.
+
+    Raises:
+        ConfigError: it has none, such as a token that was added to the tokenizer only.
+    """
+    if isinstance(pad, int) and tokens is not None and not 0 <= pad < tokens:
+        raise ConfigError(
+            f"the padding token {pad} is outside 0..{tokens - 1}, the model's table of embeddings: call "
+            "model.resize_token_embeddings(len(tokenizer)) first, or pad with a token that the model knows "
+            "(tokenizer.pad_token = tokenizer.eos_token)"
+        )
+
+
 def align_padding(model: Any, tokenizer: Any) -> None:
     """Set the model's padding token to that of the tokenizer, with which a recipe pads its rows."""
     if tokenizer.pad_token_id is not None:

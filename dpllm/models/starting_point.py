@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft.tuners._buffer_dict import BufferDict
 from torch.distributed.tensor import DTensor
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
@@ -35,8 +36,23 @@ from dpllm.report.model_card import CARD_FILE
 DATA_DRIVEN_INIT = ("eva", "corda", "lora_ga")
 """LoRA initialisations computed from training data. PiSSA, OLoRA and LoftQ compute theirs from the weights only."""
 
-_NOTHING = {"LORA": {"lora_B": 0, "lora_embedding_A": 0}, "ADALORA": {"lora_E": 0}, "IA3": {"ia3_l": 1}}
+_NOTHING = {
+    "LORA": {"lora_B": 0, "lora_embedding_A": 0},
+    "ADALORA": {"lora_E": 0},
+    "IA3": {"ia3_l": 1},
+    "VERA": {"vera_lambda_b": 0},
+    "OFT": {"oft_R": 0, "oft_embedding_R": 0},
+    "BOFT": {"boft_R": 0},
+    "LOHA": {"hada_w2_b": 0},
+    "LOKR": {"lokr_w1": 0, "lokr_w1_a": 0},
+}
 """Parts of PEFT's layers, and the value of all their entries in a new adapter, which does not change the model."""
+_COPIES = {
+    "modules_to_save": "original_module",
+    "ln_tuning_layers": "base_layer",
+    "trainable_tokens_delta": "trainable_tokens_original",
+}
+"""Parts of PEFT's layers that a new adapter copies, and what they are copied from."""
 _FOLLOWING = ("reduce_lr_on_plateau", "greedy")  # names of schedules that receive evaluation results
 _GUARANTEE = re.compile(r"^\W*differential_privacy\b", re.MULTILINE)  # the key of a card's guarantee
 _TRAINED: weakref.WeakKeyDictionary[torch.nn.Module, set[RunName]] = weakref.WeakKeyDictionary()
@@ -46,6 +62,7 @@ _BEGUN: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDiction
 _FROZEN: weakref.WeakKeyDictionary[torch.nn.Module, tuple[RunName, int]] = weakref.WeakKeyDictionary()
 """Modules that a run did not train, with the first such run and a checksum of their parameters then."""
 _DETACHED = "between detach() and attach()"
+_EARLIER = "in an earlier train() of this trainer"
 _DECLARE = (
     "If the weights hold nothing of these records (public data, or a private run on data without any of these units), "
     "declare start_is_independent=True (in a recipe model.start_is_independent: true); the report says so"
@@ -73,6 +90,8 @@ def refuse_steering(
         found.append(f"train.lr_scheduler_type={_word(args.lr_scheduler_type)}")
     if _word(args.save_strategy) == "best":
         found.append("train.save_strategy=best")
+    if args.load_best_model_at_end:
+        found.append("train.load_best_model_at_end=True")
     if args.metric_for_best_model is not None:
         found.append(f"train.metric_for_best_model={args.metric_for_best_model}")
     if takes_metrics(scheduler):
@@ -135,7 +154,8 @@ def refuse_changed_start(changed: Sequence[str], when: str, start_is_independent
         ConfigError: a tensor changed, without a declaration.
     """
     return _settled(
-        [f"{_several(changed)} changed {when}, outside of any private step"] if changed else [], start_is_independent
+        [f"{_several(changed)} changed {when}, outside of any private step of this run"] if changed else [],
+        start_is_independent,
     )
 
 
@@ -230,7 +250,8 @@ def _data_driven_adapters(model: Any) -> list[str]:
 def _settled(found: Sequence[str], start_is_independent: bool) -> list[str]:
     """Return findings as declared open points, or refuse the first of them."""
     if found and not start_is_independent:
-        raise ConfigError(f"{found[0]}, which the epsilon of this run does not cover. {_remedy(found[0])}. {_DECLARE}")
+        declare = "" if _EARLIER in found[0] else f". {_DECLARE}"
+        raise ConfigError(f"{found[0]}, which the epsilon of this run does not cover. {_remedy(found[0])}{declare}")
     return [f"Declared independent of these records, to be confirmed before release: {what}" for what in found]
 
 
@@ -323,25 +344,55 @@ def _trained_before(model: Any, own: RunName | None) -> list[str]:
 def _trained_adapters(model: Any) -> list[str]:
     """Return open points for adapters that are not new; PEFT does not record where they were loaded from.
 
-    A new LoRA, AdaLoRA or IA3 adapter does not change the model. An adapter that does was trained: on public data, or
-    by an earlier private run. Initialisations that change the model immediately (PiSSA, OLoRA, LoftQ) are skipped.
+    A new adapter of most kinds does not change the model. An adapter that does was trained: on public data, or by an
+    earlier private run. Initialisations that change the model immediately (PiSSA, OLoRA, LoftQ) are skipped.
     """
     configs = getattr(model, "peft_config", None)
     points = []
     for name, config in configs.items() if isinstance(configs, dict) else ():
         by_default = getattr(config, "init_lora_weights", True) in (True, "gaussian")
-        if not by_default or not getattr(config, "init_ia3_weights", True):
-            continue
-        for kind, empty in _NOTHING.get(_word(getattr(config, "peft_type", "")), {}).items():
-            held = (getattr(module, kind, None) for module in model.modules())
-            parts = [adapters[name] for adapters in held if adapters is not None and name in adapters]
-            if any(bool((_own_part(p) != empty).any()) for part in parts for p in _parameters(part)):
-                points.append(
-                    f"The adapter {name!r} was trained before this run: its {kind} is not that of a new one. If it was "
-                    "trained on these records, or by a private run on them, epsilon does not cover that: confirm that "
-                    "it was not, or start with a new adapter."
-                )
+        by_default &= getattr(config, "init_weights", True) is True and getattr(config, "init_ia3_weights", True)
+        new = _NOTHING.get(_word(getattr(config, "peft_type", "")), {}) if by_default else {}
+        trained = [
+            kind
+            for kind, empty in new.items()
+            if any(bool((_own_part(p) != empty).any()) for _, part in _parts(model, kind, name) for p in part)
+        ]
+        trained += [
+            kind
+            for kind, source in _COPIES.items()
+            if any(_differ(part, _parameters(_of(module, source, name))) for module, part in _parts(model, kind, name))
+        ]
+        points += [
+            f"The adapter {name!r} was trained before this run: its {kind} is not that of a new one. If it was "
+            "trained on these records, or by a private run on them, epsilon does not cover that: confirm that "
+            "it was not, or start with a new adapter."
+            for kind in trained
+        ]
     return points
+
+
+def _parts(model: Any, kind: str, adapter: str) -> Iterator[tuple[torch.nn.Module, list[torch.Tensor]]]:
+    """Yield the modules with a part of an adapter, and its parameters there."""
+    for module in model.modules():
+        held = getattr(module, kind, None)
+        if held is not None and adapter in held:
+            yield module, _parameters(held[adapter])
+
+
+def _of(module: torch.nn.Module, source: str, adapter: str) -> Any:
+    held = getattr(module, source, None)
+    return held[adapter] if isinstance(held, Mapping | BufferDict) else held
+
+
+def _differ(copies: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> bool:
+    """Return whether copies have other values than their sources; those of another shape are not compared."""
+    pairs = [(_own_part(copy), _own_part(source)) for copy, source in zip(copies, sources, strict=False)]
+    return any(
+        bool((copy != source.to(copy.device, copy.dtype)).any())
+        for copy, source in pairs
+        if copy.shape == source.shape and source.is_floating_point() and not source.is_meta
+    )
 
 
 def _parameters(part: Any) -> list[torch.Tensor]:
@@ -436,6 +487,8 @@ def _remedy(what: str) -> str:
         return "Make a new optimizer for this run"
     if _DETACHED in what:
         return "Attach the run to the weights that it left"
+    if _EARLIER in what:
+        return "Make another trainer, with the model loaded again and another output folder, or resume this run"
     if "outside of any private step" in what:
         return "Remove the code that writes to it, such as on_train_begin of a callback"
     if what.startswith("The weights"):

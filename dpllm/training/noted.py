@@ -61,26 +61,35 @@ def note_users(ledger: Ledger | SharedLedger, units: UnitIndex, column: str | No
         ledger.append_open_point(doubt)
 
 
-def note_units(ledger: Ledger | SharedLedger, units: UnitIndex, lengths: np.ndarray | None = None) -> None:
+def note_units(
+    ledger: Ledger | SharedLedger, units: UnitIndex, lengths: np.ndarray | None = None, dataset: Any = None
+) -> None:
     """Note in the ledger how the units were made, and a doubt if rows look like blocks cut from joined documents.
 
     Args:
         ledger: ledger of the run that begins.
         units: units of the rows.
         lengths: (num_rows,) tokens of every row. None: lengths are not checked.
+        dataset: the rows; padding that their ``attention_mask`` names is not counted.
     """
     if units.made_of is not None:
         ledger.append_fact(UNITS_MADE_OF, units.made_of)
     if lengths is None or units.made_of != ONE_ROW or len(lengths) < _FEWEST_BLOCKS:
         return
-    longest = int(lengths.max())
-    if longest > 1 and float((lengths == longest).mean()) >= _BLOCKS:
+    if _all_as_long(lengths) and "attention_mask" in names_in(dataset):
+        lengths = np.array([np.count_nonzero(mask) for mask in values_in(dataset, "attention_mask")])
+    if _all_as_long(lengths):
         ledger.append_open_point(
             f"Nearly all rows have the same number of tokens, and no column '{RECORD}' says which record they are "
             "from. If documents were joined and cut into blocks, a document is spread over several units and is "
             f"protected less than one: give each row the number of its record in a column '{RECORD}' "
             "(dpllm.data.rows.tokenize_records does it), or confirm that each row is a whole record."
         )
+
+
+def _all_as_long(lengths: np.ndarray) -> bool:
+    longest = int(lengths.max())
+    return longest > 1 and float((lengths == longest).mean()) >= _BLOCKS
 
 
 def note_preprocessing(ledger: Ledger | SharedLedger, model: Any, declared: bool, others: Iterable[str] = ()) -> None:

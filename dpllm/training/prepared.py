@@ -27,7 +27,7 @@ from dpllm.engines.processes import Processes
 from dpllm.ghost import NormMethod
 from dpllm.mechanism.averages import Average
 from dpllm.mechanism.sampling import seeded_rng
-from dpllm.models.inputs import default_collator, refuse_other_padding, row_by_row
+from dpllm.models.inputs import default_collator, refuse_other_padding, refuse_padding_outside, row_by_row
 from dpllm.models.starting_point import takes_metrics
 from dpllm.models.tasks import task_of
 from dpllm.privacy.ledger import LEDGER_FILE
@@ -175,6 +175,8 @@ class Prepared:
         lengths = collate.row_lengths(dataset, limits) if pairs else row_lengths(dataset, task_of(model), limits)
         longest = int(lengths.max()) // (PairCollator.SEQUENCES if pairs else 1)
         require_positions(model, longest, "the longest row has")
+        if not pack_rows:
+            refuse_padding_outside(getattr(single, "pad_token_id", None), limits.tokens)
         rows = TrainingRows(
             units=drawn,
             lengths=lengths,
@@ -250,7 +252,7 @@ class Prepared:
         self.processes.together(self.rows.try_reading)
         ledger = SharedLedger.create(path, self.plan, self.processes, public, budget)
         note_data(ledger, self.dataset, self.units, self.privacy)
-        note_units(ledger, self.units, self.rows.lengths)
+        note_units(ledger, self.units, self.rows.lengths, self.dataset)
         ledger.remember_rows(self.rows.contents)
         if (contents := contents_of(self.dataset)) is not None:
             ledger.remember_records(contents)

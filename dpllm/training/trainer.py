@@ -526,7 +526,9 @@ class DPTrainer(RowsTrainer):
         self._log_advice()
         require_finite(self._module, self.processes, "The model to train has")
         if not restart.continues:
-            self._refuse_changed_start("after the constructor of the trainer and before train()")
+            began = self._run is not None and self._run.ledger.num_steps > 0
+            after = "after the constructor of the trainer and before train()"
+            self._refuse_changed_start("in an earlier train() of this trainer" if began else after)
         self._interrupt.forget()
         checkpoint = checkpoint_to_resume(folder, restart.checkpoint, self.processes)
         if self._run is None or not self._run.is_attached:

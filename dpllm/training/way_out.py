@@ -46,7 +46,7 @@ from transformers.utils import logging as transformers_logging
 
 from dpllm.config import TASKS, ConfigError
 from dpllm.config.output_folder import REPORTS, size_in_words
-from dpllm.models.inputs import num_positions
+from dpllm.models.inputs import model_pad_id, num_positions
 from dpllm.models.loading import NO_CODE, changes_of_base, load_adapter, one_line
 from dpllm.models.merging import merged
 from dpllm.models.tasks import is_of_transformers, loading_class, task_of
@@ -117,7 +117,7 @@ def rehearse(
             with _stage(lambda error: (f"the saved tokenizer cannot be loaded: {_words(error)}", _OTHER_TOKENIZER)):
                 _load_tokenizer(tokenizer, saved)
         with context():
-            done.append(_one_output(model, tokenizer))
+            done.append(_one_output(model, tokenizer, args.per_device_train_batch_size))
     return f"rehearsal: {', '.join(done)}"
 
 
@@ -150,6 +150,8 @@ def _cause(error: Exception, model: Any, tokenizer: Any, args: Any, place: Path)
         ("model.config", getattr(inner, "config", None), "Correct this value of it"),
         ("the tokenizer", tokenizer, _OTHER_TOKENIZER),
     ]
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        return f"processing_class is of type {type(tokenizer).__name__}, without save_pretrained", _OTHER_TOKENIZER
     for name, part, remedy in parts:
         if hasattr(part, "save_pretrained"):
             try:
@@ -358,14 +360,15 @@ def _load_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 @torch.no_grad()
-def _one_output(model: Any, tokenizer: Any) -> str:
+def _one_output(model: Any, tokenizer: Any, rows: int) -> str:
     """Let the model answer a public text, and return what it did in words.
 
     Some models need more than a text, such as an image, and a program of one's own gives it to them. So a model that
     gives no output is only named; it is refused if its own generation configuration is the reason.
 
     Raises:
-        ConfigError: it writes text, but not with its generation configuration.
+        ConfigError: it writes text, but not with its generation configuration; or it classifies one row and not
+            several, since it has no padding token.
     """
     inner, task = _inside(model), task_of(model)
     if task is None or getattr(inner, "main_input_name", "input_ids") != "input_ids":
@@ -385,8 +388,10 @@ def _one_output(model: Any, tokenizer: Any) -> str:
             model.generate(**inputs, max_new_tokens=1, disable_compile=True)
             return "one token generated"
         model(**inputs)
+        if rows > 1 and model_pad_id(inner) is None and getattr(tokenizer, "pad_token_id", None) is None:
+            _classify_two(model, inputs)
         return "one row classified"
-    except (torch.OutOfMemoryError, MemoryError):
+    except (ConfigError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # any, as above
         if writes and _writes_by_default(model, inputs):
@@ -395,6 +400,16 @@ def _one_output(model: Any, tokenizer: Any) -> str:
                 f"{_words(error)}. Correct this value of it. Nothing was charged"
             ) from error
         return f"no output for a text ({_words(error)[:120]})"
+
+
+def _classify_two(model: Any, inputs: Mapping[str, Tensor]) -> None:
+    try:
+        model(**{name: value.repeat(2, 1) for name, value in inputs.items()})
+    except Exception as error:  # any, as above
+        raise ConfigError(
+            "model.config.pad_token_id is None, and the classifier takes several rows only with one "
+            f"({_words(error)}): set model.config.pad_token_id = tokenizer.pad_token_id. Nothing was charged"
+        ) from error
 
 
 def _writes_by_default(model: Any, inputs: Mapping[str, Tensor]) -> bool:

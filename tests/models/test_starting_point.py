@@ -6,7 +6,18 @@ import shutil
 
 import pytest
 import torch
-from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft import (
+    AdaLoraConfig,
+    IA3Config,
+    LNTuningConfig,
+    LoHaConfig,
+    LoKrConfig,
+    LoraConfig,
+    OFTConfig,
+    PeftModel,
+    VeraConfig,
+    get_peft_model,
+)
 from transformers import EarlyStoppingCallback, LlamaForCausalLM, TrainerCallback
 
 from dpllm.config import ConfigError, DataConfig
@@ -29,6 +40,11 @@ EVALUATE = {"eval_strategy": "steps", "eval_steps": 1}
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, {}, "lr_scheduler_type=reduce_lr_on_plateau"),
         ({"save_strategy": "best", "metric_for_best_model": "loss"}, {}, "save_strategy=best"),
         ({"metric_for_best_model": "loss"}, {}, "metric_for_best_model=loss"),
+        (
+            {"save_strategy": "steps", "save_steps": 1, "load_best_model_at_end": True},
+            {},
+            "load_best_model_at_end=True",
+        ),
         ({}, {"callbacks": [EarlyStoppingCallback()]}, "EarlyStoppingCallback"),
         ({"lr_scheduler_type": "greedy"}, {}, "lr_scheduler_type=greedy"),
     ],
@@ -266,9 +282,17 @@ def test_an_adapter_that_was_trained_before_is_an_open_point(tmp_path, monkeypat
         (LoraConfig(r=2, target_modules=["embed_tokens"]), "lora_embedding_A"),
         (AdaLoraConfig(target_modules=["q_proj"], total_step=9, tinit=1, tfinal=1), "lora_E"),
         (IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "ia3_l"),
+        (VeraConfig(target_modules=["q_proj"], r=2), "vera_lambda_b"),
+        (OFTConfig(target_modules=["q_proj"], oft_block_size=4, r=0), "oft_R"),
+        (LoHaConfig(target_modules=["q_proj"], r=2), "hada_w2_b"),
+        (LoKrConfig(target_modules=["q_proj"], r=2), "lokr_w1"),
+        (LNTuningConfig(target_modules=["norm"]), "ln_tuning_layers"),
+        (LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]), "modules_to_save"),
+        (LoraConfig(target_modules=["q_proj"], trainable_token_indices=[3, 4]), "trainable_tokens_delta"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
+@pytest.mark.filterwarnings("ignore:Unsupported layer type")
 def test_only_a_new_adapter_begins_at_nothing(config, part):
     """An open point exactly where the adapter changes the model at its start."""
     model = get_peft_model(LlamaForCausalLM(tiny_llama_config()), config)

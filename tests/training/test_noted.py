@@ -131,6 +131,17 @@ def test_plain_texts_and_chats_with_the_tokenizer_of_the_base_are_not_asked(tmp_
     assert asked(trained(tmp_path / "sft", folder, data, DPSFTTrainer, args)) is None
 
 
+def test_rows_padded_to_one_length_are_no_blocks(tmp_path, folder):
+    """Their masks name the padding; rows without any may be blocks."""
+
+    def doubted(name, masks):
+        data = [{"input_ids": [2 + number, 3, 4, 5, 6, 7], "attention_mask": mask} for number, mask in enumerate(masks)]
+        return [p for p in trained(tmp_path / name, folder, data).privacy_report()["open_points"] if "blocks" in p]
+
+    assert not doubted("padded", [[1] * length + [0] * (6 - length) for length in (3, 4, 5, 6) * 6])
+    assert doubted("blocks", [[1] * 6] * 24)
+
+
 def test_a_tokenizer_of_other_tokens_than_the_base_is_asked(tmp_path, folder, tokenizer):
     """Trained in the program, or with tokens that were added."""
     model = LlamaForCausalLM.from_pretrained(folder)

@@ -186,8 +186,8 @@ def test_frozen_weights_that_are_written_end_the_run(tmp_path, base, callback):
 @kills(
     "weights that were calibrated with texts raise no question",
     "dpllm/models/starting_point.py",
-    "points += calibration_points(model)",
-    "pass",
+    "points += [*calibration_points(model), *_own_code(model)]",
+    "points += _own_code(model)",
 )
 def test_a_base_quantised_with_texts_is_an_open_point(tmp_path, base):
     """GPTQ and AWQ choose the weights by activations of sample texts."""

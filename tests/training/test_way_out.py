@@ -223,6 +223,31 @@ def test_a_tokenizer_that_cannot_be_saved_or_loaded_is_refused(base, tmp_path):
     refused(trainer(AutoModelForCausalLM.from_pretrained(base), tmp_path / "b", tokenizer), "tokenizer")
 
 
+def test_padding_that_the_model_cannot_read_is_refused_by_its_name(base, tmp_path):
+    """A token that was added to the tokenizer only; a classifier of several rows without one."""
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    with pytest.raises(ConfigError, match=r"padding token 512 is outside .*resize_token_embeddings"):
+        trainer(AutoModelForCausalLM.from_pretrained(base), tmp_path / "a", tokenizer)
+
+    def classifier(output: Path, **more: Any) -> DPTrainer:
+        model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=2)
+        plain = AutoTokenizer.from_pretrained(base)
+        plain.pad_token = None
+        return trainer(model, output, plain, lambda number, ids: {"labels": number % 2}, args=more)
+
+    refused(classifier(tmp_path / "b"), "model.config.pad_token_id is None")
+    classifier(tmp_path / "c", per_device_train_batch_size=1).train()
+
+
+def test_a_second_train_is_named_as_such(base, tmp_path):
+    """Nothing else has changed the weights."""
+    made = trainer(AutoModelForCausalLM.from_pretrained(base), tmp_path / "run")
+    made.train()
+    with pytest.raises(ConfigError, match=r"earlier train.* Make another trainer"):
+        made.train()
+
+
 def test_training_arguments_that_cannot_be_saved_are_refused(base, tmp_path):
     """They are saved beside the model."""
     made = trainer(AutoModelForCausalLM.from_pretrained(base), tmp_path / "run")
