@@ -152,8 +152,8 @@ def changes_of_base(model: Any) -> tuple[dict[str, Any], int | None]:
         if getattr(config, "pad_token_id", None) != getattr(saved, "pad_token_id", None):
             changes["pad_token_id"] = config.pad_token_id  # a decoder's head reads the last token before the padding
     had, table = _vocabulary(saved), inner.get_input_embeddings()
-    parts = table.modules() if isinstance(table, nn.Module) else ()  # PEFT wraps it
-    rows = next((part.num_embeddings for part in parts if hasattr(part, "num_embeddings")), None)
+    parts: Any = table.modules() if isinstance(table, nn.Module) else ()  # PEFT wraps it
+    rows: int | None = next((part.num_embeddings for part in parts if hasattr(part, "num_embeddings")), None)
     return changes, rows if had is not None and had != rows else None
 
 

@@ -63,7 +63,7 @@ _PADDING = (DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, DataCollato
 
 def note_unlearned_end(collate: Any) -> None:
     """Say that a collator takes the end of each text out of the loss, because it is the padding token too."""
-    tokenizer = getattr(collate, "tokenizer", None)
+    tokenizer: Any = getattr(collate, "tokenizer", None)
     end = getattr(tokenizer, "eos_token_id", None)
     if (
         isinstance(collate, DataCollatorForLanguageModeling)

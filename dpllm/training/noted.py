@@ -208,7 +208,7 @@ class PrivateSources:
             for name in sources_of(source):  # relative to the folder of the data
                 found.add(FILE, Path(name).parts[-3:])
             names = names_in(source)
-            for column in {*ids_in(source), *({unit_column} & {*names})}:
+            for column in dict.fromkeys([*ids_in(source), *(name for name in names if name == unit_column)]):
                 found.add(ID, values_in(source, column))
             for column in dict.fromkeys(self.label_columns):
                 if column in names:
