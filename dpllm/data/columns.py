@@ -6,6 +6,7 @@ usual name and values that look like what the name says. An example of each colu
 
 from __future__ import annotations
 
+import itertools
 import re
 import statistics
 import unicodedata
@@ -51,7 +52,9 @@ _NO_TEXT = frozenset(
 _LETTERS = re.compile(r"[^\W\d_]{2,}")
 _UNSPACED = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\u0e00-\u0e7f]{6}")  # Japanese, Chinese, Thai
 _WORD_STARTS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+")
-_LONGEST_ID = 64  # characters; a longer text in a column "user" is what somebody wrote
+_LONGEST_ID, _MOST_NAMES = 64, 5  # characters, words; a longer text in a column "user" is what somebody wrote
+_WRITTEN = 0.1  # the share of such texts in a column of texts; no id and no name of a person is one
+_TOPICS = ("subject", "subjects", "subject_name")
 _NO_IDS = frozenset(("", "yes", "no", "true", "false", "y", "n", "0", "1", "unknown", "none", "user", "assistant"))
 _ROWS = 4096
 _SHORT_ID = 40  # characters
@@ -201,8 +204,9 @@ def columns_of(data: DataConfig) -> Columns:
         raise DataError(f"{path}: there is no record in it: check the file")
     fields = [field for field in table.schema if field.name != NOTHING]
     facts = {field.name: _facts_of(field.type, table.column(field.name)[:_ROWS]) for field in fields}
-    named = (name for name in facts if names_people(name))
-    return Columns(facts, tuple(name for name in named if _is_shared(table.column(name).to_pylist())))
+    values = {name: table.column(name).to_pylist() for name in facts if names_people(name)}
+    people = tuple(name for name, own in values.items() if _are_ids(name, own) and _is_shared(own))
+    return Columns(facts, people)
 
 
 def _first_table(
@@ -232,7 +236,19 @@ def people_in(records: Any) -> tuple[str, ...]:
     Args:
         records: a `datasets.Dataset` or a list of dictionaries; any other data set has none.
     """
-    return tuple(name for name in names_in(records) if names_people(name) and _is_shared(values_in(records, name)))
+    return tuple(name for name in ids_in(records) if _is_shared(values_in(records, name)))
+
+
+def ids_in(records: Any) -> list[str]:
+    """Return the columns of a data set that have the name of a person's id, and whose first values may be such ids.
+
+    A column of what people wrote names nobody, such as the turns of a chat in "user" and "assistant".
+
+    Args:
+        records: as for `people_in`.
+    """
+    named = (name for name in names_in(records) if names_people(name))
+    return [name for name in named if _are_ids(name, itertools.islice(values_in(records, name), _ROWS))]
 
 
 def names_in(records: Any) -> list[str]:
@@ -258,7 +274,9 @@ def _is_shared(values: Iterable[Any]) -> bool:
     seen: set[str] = set()
     repeats, only_flags = False, True
     for value in values:
-        if isinstance(value, bool) or not isinstance(value, str | int) or len(str(value)) > _LONGEST_ID:
+        if isinstance(value, bool) or not isinstance(value, str | int | float) or len(str(value)) > _LONGEST_ID:
+            continue
+        if value != value:  # pandas writes numbers beside missing values as floats
             continue
         plain = unicodedata.normalize("NFKD", str(value)).casefold()
         one = "".join(letter for letter in plain if letter.isalnum())
@@ -268,6 +286,17 @@ def _is_shared(values: Iterable[Any]) -> bool:
             return True
         seen.add(one)
     return False
+
+
+def _are_ids(name: str, values: Iterable[Any]) -> bool:
+    """Whether values of a column that has the name of a person's id may be ids or names of people.
+
+    A "subject" without a number is that of an e-mail or of a lesson, and one with a number is that of a study.
+    """
+    texts = [str(value) for value in values if value is not None]
+    written = sum(len(text) > _LONGEST_ID or len(text.split()) > _MOST_NAMES for text in texts)
+    numbered = sum(any(letter.isdigit() for letter in text) and len(text.split()) == 1 for text in texts)
+    return written <= _WRITTEN * len(texts) and (name.casefold() not in _TOPICS or 2 * numbered >= len(texts))
 
 
 def texts_of(record: Any) -> list[str]:

@@ -356,6 +356,12 @@ def _text_table(rows: list[list[str]], schema: pa.Schema) -> pa.Table:
 def _read_txt(file: Path, reading: Reading) -> Iterator[pa.Table]:
     """Read a text file: a line, a paragraph or the whole file is a record, except where it holds spaces only."""
     part = reading.txt_records or "line"
+    with _opened(file, reading, newline=None) as source:
+        if reading.txt_records is None and _JSON_RECORD.match(source.read(_HEAD)):
+            raise DataError(
+                f"{file}: it holds JSON, and its ending says that its lines are texts: let its name end in .json, or "
+                "set data.txt_records: line to train on the JSON itself"
+            )
     reading.records_are.add("one text file" if part == "file" else f"one {part} of a text file")
     waiting: list[str] = []
     size = together = paragraphs = 0  # lines of this paragraph, and finished paragraphs
@@ -898,4 +904,6 @@ _OTHER_LETTER = re.compile(
 )
 _LONG_NAME = 80  # characters: columns have shorter names
 # pandas and NumPy write NaN for a missing value.
+_HEAD = 4096  # characters
+_JSON_RECORD = re.compile(r'\s*(?:\[\s*)?\{\s*"(?:[^"\\\n]|\\.)*"\s*:')  # up to the first key of an object
 _DECODER = json.JSONDecoder(parse_constant={"NaN": None, "Infinity": float("inf"), "-Infinity": -float("inf")}.get)

@@ -394,10 +394,13 @@ class _RowMaker:
         names = self.config.class_names
         if isinstance(label, str) and names is not None and label in names:
             return names.index(label)
-        if isinstance(label, bool) or not isinstance(label, int):
+        if isinstance(label, float) and label.is_integer():  # pandas writes 1 as 1.0 beside a missing value
+            label = int(label)
+        if not isinstance(label, int):
+            need = f"is {type(label).__name__}, and a class is a whole number" if names is None else "is no such name"
             raise DataError(
-                f"record {number}: the label is {type(label).__name__}, but a class is a whole number: write the "
-                "classes of the data as 0, 1, 2, ..."
+                f"record {number}: the label {need}: write the classes as 0, 1, 2, ..., or name them all, in order, "
+                "as data.class_names"
             )
         if label < 0 or (self.num_labels is not None and label >= self.num_labels):
             bound = "at least 0" if self.num_labels is None else f"one of 0..{self.num_labels - 1} (model.num_labels)"

@@ -117,7 +117,8 @@ def _embedding_rows(base: nn.Module, folder: Path) -> int | None:
     if place is None or not path.is_file():
         return None
     with safe_open(path, framework="pt") as file:
-        names = {f"base_model.model.{place}{part}" for part in (".weight", ".base_layer.weight")} & set(file.keys())
+        parts = (".weight", ".base_layer.weight", ".token_adapter.base_layer.weight")
+        names = {f"base_model.model.{place}{part}" for part in parts} & set(file.keys())
         return int(file.get_slice(min(names)).get_shape()[0]) if names else None
 
 
@@ -151,7 +152,8 @@ def changes_of_base(model: Any) -> tuple[dict[str, Any], int | None]:
         if getattr(config, "pad_token_id", None) != getattr(saved, "pad_token_id", None):
             changes["pad_token_id"] = config.pad_token_id  # a decoder's head reads the last token before the padding
     had, table = _vocabulary(saved), inner.get_input_embeddings()
-    rows = getattr(table, "num_embeddings", None)
+    parts: Any = table.modules() if isinstance(table, nn.Module) else ()  # PEFT wraps it
+    rows: int | None = next((part.num_embeddings for part in parts if hasattr(part, "num_embeddings")), None)
     return changes, rows if had is not None and had != rows else None
 
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from dpllm.engines.checksums import pieces
-from dpllm.models.start_files import local_folders, weight_files
+from dpllm.models.start_files import folder_of, local_folders, weight_files
 
 _FROM_FILE = 64  # entries of a tensor
 _ROWS, _FLAT = 1 << 18, 1 << 16  # entries of a tensor with rows, and of a flat one
@@ -88,6 +88,26 @@ def edited_weights(model: Any) -> list[tuple[str, list[str]]]:
         several = [_edited(part, folder, has_base) for folder in local_folders(name)]
         if names := min(several, key=len, default=[]):  # which revision was loaded is not known
             found.append((name, names))
+    return found
+
+
+def new_heads(model: Any) -> list[str]:
+    """Return the weights of heads and poolers that a model's files lack, so that each load makes other ones.
+
+    Args:
+        model: with its adapters. Without files on this machine it has none.
+    """
+    found = []
+    for name, part in loaded_parts(model):
+        folder, inside = folder_of(name), f"{part.base_model_prefix}."
+        with contextlib.ExitStack() as opened:
+            heads = [
+                names
+                for names, _ in _whole_parameters(part, True)
+                if not names[0].startswith(inside) or ".pooler." in names[0]
+            ]
+            places = _places(part, {one for names in heads for one in names}, folder, opened) if folder else {}
+        found += [names[0] for names in heads if folder and not any(places.get(one) for one in names)]
     return found
 
 

@@ -20,11 +20,14 @@ from transformers import (
     DataCollatorWithPadding,
     Trainer,
 )
+from transformers.utils import logging
 
 from dpllm.config import ConfigError
 from dpllm.data.rows import CLASS_AS_TEXT, DataError, column_of
 from dpllm.data.single_rows import fetch_rows
 from dpllm.data.units import UnitIndex
+
+logger = logging.get_logger(__name__)
 
 _COLLATED = ("label", "label_ids", "labels", "special_tokens_mask", "offset_mapping")  # by transformers' collators
 
@@ -56,6 +59,23 @@ def columns_for(dataset: Any, model: Any, collate: Any, args: Any) -> frozenset[
 
 
 _PADDING = (DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, DataCollatorWithPadding)
+
+
+def note_unlearned_end(collate: Any) -> None:
+    """Say that a collator takes the end of each text out of the loss, because it is the padding token too."""
+    tokenizer: Any = getattr(collate, "tokenizer", None)
+    end = getattr(tokenizer, "eos_token_id", None)
+    if (
+        isinstance(collate, DataCollatorForLanguageModeling)
+        and not collate.mlm
+        and end is not None
+        and end == tokenizer.pad_token_id
+    ):
+        logger.warning_once(
+            "DataCollatorForLanguageModeling leaves padding out of the loss, and this tokenizer pads with the token "
+            "that ends texts: the model does not learn to stop. Leave data_collator out, or give the tokenizer "
+            "another pad_token."
+        )
 
 
 def shares_nothing(dataset: Any, collate: Any) -> bool:

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dpllm.config import PrivacyUnit
 from dpllm.config.tasks import labels_of
-from dpllm.data.columns import names_in, names_people, people_in, values_in
+from dpllm.data.columns import ids_in, names_in, people_in, values_in
 from dpllm.data.records import DOCUMENTS, may_be_documents, record_words, sources_of
 from dpllm.data.tokenization import RECORD
 from dpllm.data.units import ONE_ROW, UnitIndex
@@ -217,9 +217,8 @@ class PrivateSources:
             for name in sources_of(source):  # relative to the folder of the data
                 found.add(FILE, Path(name).parts[-3:])
             names = names_in(source)
-            for column in names:
-                if column == unit_column or names_people(column):
-                    found.add(ID, values_in(source, column))
+            for column in dict.fromkeys([*ids_in(source), *(name for name in names if name == unit_column)]):
+                found.add(ID, values_in(source, column))
             for column in dict.fromkeys(self.label_columns):
                 if column in names:
                     units = values_in(source, unit_column) if unit_column in names else itertools.count()

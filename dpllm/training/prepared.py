@@ -41,6 +41,7 @@ from dpllm.training.choose_clipper import clipper_for
 from dpllm.training.corrected_adamw import refuse_other_second_moment, require_asked, words_for
 from dpllm.training.fetching import (
     columns_for,
+    note_unlearned_end,
     refuse_moved,
     refuse_replaced,
     refuse_tables,
@@ -170,6 +171,7 @@ class Prepared:
         args.max_steps = plan.num_steps
         collate: Any = collator or default_collator(tokenizer, model, task_of(model))
         refuse_other_padding(model, tokenizer, collate)
+        note_unlearned_end(collate)
         single = row_by_row(collate, tokenizer, model, columns_for(dataset, model, collate, args))
         pairs, limits = isinstance(collate, PairCollator), Limits.of(model)
         lengths = collate.row_lengths(dataset, limits) if pairs else row_lengths(dataset, task_of(model), limits)

@@ -49,6 +49,7 @@ from dpllm.config.output_folder import REPORTS, size_in_words
 from dpllm.models.inputs import model_pad_id, num_positions
 from dpllm.models.loading import NO_CODE, changes_of_base, load_adapter, one_line
 from dpllm.models.merging import merged
+from dpllm.models.start_weights import new_heads
 from dpllm.models.tasks import is_of_transformers, loading_class, task_of
 
 logger = transformers_logging.get_logger(__name__)
@@ -230,7 +231,7 @@ def _save_merged(model: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def _require_all_saved(model: Any) -> None:
-    """Refuse weights that are trained beside an adapter and are not saved with it.
+    """Refuse weights beside an adapter that are trained or new, and are not saved with it.
 
     Raises:
         ConfigError: there are such weights.
@@ -249,6 +250,13 @@ def _require_all_saved(model: Any) -> None:
         raise ConfigError(
             f"{lost[0]} is trained, and PEFT saves only the adapter, without it ({len(lost)} such weights): freeze it, "
             "or name its module in modules_to_save of the adapter's configuration. Nothing was charged"
+        )
+    task = task_of(_inside(model))
+    heads = new_heads(model) if task is not None and TASKS[task].labels != "text" else []
+    if lost := [name for name in heads if prefix not in name and f"base_model.model.{name}" not in state]:
+        raise ConfigError(
+            f"{lost[0]} is new, and PEFT saves only the adapter, without it: each load would make another one. Name "
+            "its module in modules_to_save of the adapter's configuration. Nothing was charged"
         )
 
 
@@ -301,7 +309,9 @@ def _loads_adapter(model: PeftModel, kind: Any, folder: Path) -> bool:
         return False
     if getattr(inner, "hf_quantizer", None) is not None:
         return False  # its layers cannot be made without a device
-    arguments, _ = changes_of_base(model)
+    arguments, added = changes_of_base(model)
+    if added is not None and getattr(config, "trainable_token_indices", None):
+        return False  # PEFT needs the values of the base below tokens that were added
     try:
         base_config = AutoConfig.from_pretrained(config.base_model_name_or_path or "", **NO_CODE, **arguments)
     except Exception:  # any: made from a configuration, or moved; then its own configuration is all there is

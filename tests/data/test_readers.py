@@ -118,6 +118,8 @@ SAID = {
         "cut off or damaged",
         lambda path: path.write_bytes(gzip.compress((LINES * 50).encode())[:-20]),
     ),
+    "lines.txt": (r"data\.txt_records: line", lambda path: path.write_text(LINES)),
+    "list.txt": ("end in .json", lambda path: path.write_text(json.dumps([{"text": "x"}, {"text": "y"}], indent=1))),
     "false.csv.gz": ("cut off or damaged", lambda path: path.write_text("text\nx\n")),
     "false.csv.zst": ("cut off or damaged", lambda path: path.write_text("text\nx\n")),
     "false.csv.xz": ("cut off or damaged", lambda path: path.write_text("text\nx\n")),
@@ -350,6 +352,10 @@ def test_a_record_of_text_files_is_what_the_key_says(tmp_path, part, expected):
     assert any("data.txt_records" in line for line in reading_remarks(records)) == (part is None)
     (tmp_path / "3.txt").write_text("One sentence.\n\nAnother one.\n\n")  # each paragraph is a line
     assert not reading_remarks(load_records(config(tmp_path / "3.txt")))
+    (tmp_path / "4.txt").write_text(LINES)  # JSON to train on as it is
+    assert texts(tmp_path / "4.txt", txt_records="line") == LINES.splitlines()
+    (tmp_path / "5.txt").write_text('[INST] a [/INST] b\n{name} said "yes": she left\n')
+    assert len(texts(tmp_path / "5.txt")) == 2
 
 
 def test_arguments_of_tools_may_be_of_any_kind(tmp_path):

@@ -296,6 +296,13 @@ class TestClassification:
         assert len(rows[0]["input_ids"]) == 8
         assert tokenization_info(rows)["records_truncated"] == 1
 
+    @pytest.mark.parametrize(("first", "second"), [(True, False), (1.0, 0.0)])
+    def test_whole_numbers_and_truth_values_are_classes(self, tokenizer, first, second):
+        """Pandas writes 1 as 1.0 beside a missing value, and JSON has true and false."""
+        records = [{"text": "good", "label": first}, {"text": "bad", "label": second}]
+        rows = rows_of(records, tokenizer, format="classification", task="sequence_classification", num_labels=2)
+        assert rows["labels"][:] == [1, 0]
+
     @pytest.mark.parametrize(
         ("label", "message"),
         [

@@ -20,6 +20,7 @@ from dpllm import DPTrainer
 from dpllm.config import ConfigError
 from dpllm.data.lengths import row_lengths
 from dpllm.data.rows import DataError, RowCollator
+from dpllm.training import fetching
 from tests.conftest import tiny_llama_config
 from tests.mutations import kills
 from tests.training.test_trainer import arguments, privacy, rows, trainer
@@ -185,6 +186,17 @@ def test_a_collator_of_transformers_is_given_the_columns_that_the_model_takes(re
         return
     with pytest.raises(ValueError, match="`user` in this case"):
         train()
+
+
+@pytest.mark.parametrize("pad", ["end", "pad"])
+def test_a_collator_that_pads_with_the_end_of_texts_is_named(pad, tmp_path, caplog):
+    """It takes padding out of the loss, and the end of each text with it, so that the model would not learn to stop."""
+    words = Tokenizer(WordLevel({"end": 0, "pad": 1, "word": 2}, unk_token="word"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end", pad_token=pad)
+    model = LlamaForCausalLM(tiny_llama_config(pad_token_id=tokenizer.pad_token_id))
+    fetching.logger.warning_once.cache_clear()
+    trainer(tmp_path, model, rows(), data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False))
+    assert ("does not learn to stop" in caplog.text) == (pad == "end")
 
 
 def test_any_other_collator_is_given_all_columns(tmp_path):

@@ -237,6 +237,9 @@ def test_an_ordinary_run_is_published_and_all_its_texts_are_compared(tmp_path, f
         ("Customer No", [f"{n % 12:03d}-45-6789" if n < 12 else f"{n % 12:03d}456789" for n in range(24)]),
         ("author", ["José", "Jose", *(f"x{n}" for n in range(22))]),
         ("ssn", [f"12345678{n % 9}" for n in range(24)]),
+        ("subject", [f"sub-{n % 12:02d}" for n in range(24)]),  # of a study
+        ("user_id", [None, *(float(n % 9) for n in range(23))]),  # as pandas writes numbers beside a missing one
+        ("author", ["Maria del Carmen Lopez", "Gabriel García Márquez"] * 12),
     ],
 )
 def test_records_of_one_person_are_an_open_point_where_units_are_records(tmp_path, folder, column, ids):
@@ -256,6 +259,10 @@ def test_records_of_one_person_are_an_open_point_where_units_are_records(tmp_pat
         ("customer", ["yes", "no"] * 12),  # a flag
         ("user", ["What is the weather in the town where you live, and how will it be tomorrow and on Sunday?"] * 24),
         ("message_id", [1, 2] * 12),
+        ("subject", ["Re: your order", "Meeting tomorrow"] * 12),  # of e-mails
+        ("Subject", ["biology", "high_school_physics"] * 12),  # of lessons
+        ("user", ["ok", "Hi", *(f"Can you tell me what the weather is in {n}?" for n in range(21)), "hi"]),  # of a chat
+        ("customer", [None, None, *range(22)]),
         ("score", [1, 2] * 12),
     ],
 )

@@ -34,6 +34,7 @@ from dpllm import DPTrainer, PrivacyConfig
 from dpllm.cli.program import app
 from dpllm.config import ConfigError
 from dpllm.models.generation import load_generator
+from dpllm.models.loading import changes_of_base, load_adapter
 from dpllm.models.losses import END, START
 from dpllm.privacy.ledger import LEDGER_FILE
 from dpllm.report.verify import verify
@@ -78,11 +79,12 @@ def trainer(
     for number, row in enumerate(rows):
         if labels is not None:
             row |= labels(number, row["input_ids"])
+    gradients = more.pop("gradients", "ghost")
     options = {"learning_rate": 1e-2, "max_steps": 2, "save_strategy": "no", **more.pop("args", {})}
     return DPTrainer(
         model,
         TrainingArguments(output_dir=str(output), use_cpu=True, report_to="none", disable_tqdm=True, **options),
-        PrivacyConfig(noise_multiplier=1.0, clip_norm=1.0, expected_batch_size=4, delta=1e-3),
+        PrivacyConfig(noise_multiplier=1.0, clip_norm=1.0, expected_batch_size=4, delta=1e-3, gradients=gradients),
         rows,
         processing_class=tokenizer,
         **more,
@@ -440,6 +442,39 @@ def test_adapters_load_by_the_code_of_their_own_card(base, tmp_path):
     for folder in folders[:5]:
         result = CliRunner().invoke(app, ["generate", folder])
         assert result.exit_code == 2 and "writes no text" in result.output + result.stderr, (folder, result.output)
+
+
+@pytest.mark.parametrize(
+    "more", [{"target_modules": "all-linear"}, {"target_modules": ["q_proj", "score"]}, {"target_modules": ["q_proj"]}]
+)
+def test_a_new_head_that_no_adapter_holds_is_refused(base, tmp_path, more):
+    """Each load of the adapter would make another one: its predictions would be chance."""
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=2)
+    model.save_pretrained(tmp_path / "classifier")
+    adapted = get_peft_model(model, LoraConfig(r=2, **more))
+    made = trainer(adapted, tmp_path / "run", labels=lambda n, ids: {"labels": n % 2})
+    refused(made, "score.weight is new", "modules_to_save")
+    known = AutoModelForSequenceClassification.from_pretrained(tmp_path / "classifier")  # its files have the head
+    saved = get_peft_model(known, LoraConfig(r=2, **more))
+    trained(trainer(saved, tmp_path / "saved", labels=lambda n, ids: {"labels": n % 2}))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_added_tokens_that_are_trained_alone_come_back(base, tmp_path):
+    """With `trainable_token_indices` PEFT wraps the embedding, and its files name it differently."""
+    longer = AutoModelForCausalLM.from_pretrained(base)
+    longer.resize_token_embeddings(514)
+    config = LoraConfig(**LORA, task_type="CAUSAL_LM", trainable_token_indices=[512, 513])
+    model = get_peft_model(longer, config)
+    assert changes_of_base(model) == ({}, 514)
+    made = trainer(model, tmp_path / "run", gradients="per_unit")
+    folder = trained(made)
+    assert made.rehearsal == "rehearsal: saved, one token generated"
+    assert "resize_token_embeddings(514" in (folder / "README.md").read_text(encoding="utf-8")
+    again = load_adapter(AutoModelForCausalLM.from_pretrained(base), folder).eval()
+    ids = torch.tensor([[1, 5, 512, 513, 9]])
+    with torch.no_grad():
+        assert torch.allclose(again(input_ids=ids).logits, model.eval()(input_ids=ids).logits, atol=1e-5)
 
 
 # ---------------------------------------------------------------------- no room
