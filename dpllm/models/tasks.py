@@ -23,6 +23,11 @@ from dpllm.models.losses import (
     token_classification_loss,
 )
 
+_LIBRARIES = {
+    *("abc", "builtins", "typing", "contextlib", "torch", "transformers", "peft", "accelerate", "dpllm"),
+    *("bitsandbytes", "torchao", "gptqmodel", "awq", "hqq", "trl"),
+}
+"""Packages whose modules a model of transformers may have."""
 RowLoss = Callable[[Any, Tensor], Tensor]
 """Function from model outputs and labels to one loss per row (B,), each computed only from its own row."""
 
@@ -69,9 +74,12 @@ def task_of_class(name: str, config: Any) -> str | None:
 
 
 def is_of_transformers(model: Any) -> bool:
-    """Whether a model's class is one of transformers, which anybody can load; otherwise it takes its maker's code."""
+    """Whether a model and its parts are of known libraries, so that anybody can load it; else it takes more code."""
     kind = getattr(transformers, type(model).__name__.removeprefix("FSDP"), None)  # FSDP2 makes a class of its own
-    return isinstance(kind, type) and isinstance(model, kind)
+    if not isinstance(kind, type) or not isinstance(model, kind):
+        return False
+    bases = {base for module in model.modules() for base in type(module).__mro__ if base is not object}
+    return all(base.__module__.partition(".")[0] in _LIBRARIES for base in bases)
 
 
 def loading_class(model: Any) -> str:

@@ -16,6 +16,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     LlamaForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     Trainer,
     TrainerCallback,
 )
@@ -303,9 +305,8 @@ def statistic(model):
 
 
 def with_bias():
-    model = tiny()
-    model.lm_head = nn.Linear(model.lm_head.in_features, model.lm_head.out_features)
-    model.config.tie_word_embeddings = False
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = PhiForCausalLM(PhiConfig(vocab_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes))
     model.register_buffer("mean", torch.zeros(3))
     return model
 

@@ -103,6 +103,10 @@ def test_an_adapter_initialised_from_data_is_refused_or_declared(kind, tmp_path)
     with pytest.raises(ConfigError, match=f"init_lora_weights='{kind}': it starts from statistics of data"):
         trainer(tmp_path / "a", adapted(kind))
     run = trainer(tmp_path / "b", adapted(kind), start_is_independent=True)
+    if kind in ("corda", "EVA"):  # PEFT cannot load such an adapter again, which the rehearsal finds
+        with pytest.raises(ConfigError, match="cannot be loaded"):
+            run.train()
+        return
     run.train()
     points = json.dumps(json.loads((tmp_path / "b" / "privacy_report.json").read_text()), ensure_ascii=False)
     assert "Declared independent of these records" in points
@@ -215,12 +219,12 @@ def test_a_model_that_a_private_run_of_this_process_trained_is_refused_or_declar
     run.train()
     with pytest.raises(ConfigError, match=f"trained before, in this process, by the private run of {tmp_path / 'a'}"):
         trainer(tmp_path / "b", run.model)
-    adapter = get_peft_model(run.model, LoraConfig(r=2, target_modules=["q_proj"]))
-    with pytest.raises(ConfigError, match="trained before"):
-        trainer(tmp_path / "c", adapter)
     declared = trainer(tmp_path / "d", run.model, start_is_independent=True)
     declared.train()
     assert any("trained before" in point for point in declared.privacy_report()["open_points"])
+    adapter = get_peft_model(run.model, LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(ConfigError, match="trained before"):
+        trainer(tmp_path / "c", adapter)
 
 
 def test_a_model_that_an_adapter_of_a_private_run_was_merged_into_is_refused_or_declared(tmp_path):
