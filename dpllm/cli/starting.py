@@ -6,7 +6,7 @@ import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +17,7 @@ from rich.markup import escape
 from dpllm.cli.common import one_line_errors
 from dpllm.config.formats.catalogue import COLUMNS, FORMATS, formats_of
 from dpllm.config.formats.record_format import TextLabel, columns_in
-from dpllm.config.values import between, integer, nearest
+from dpllm.config.values import between, choice, integer, nearest
 
 if TYPE_CHECKING:
     from dpllm.config import DataConfig
@@ -150,6 +150,8 @@ def init(
     typer.echo(f"read as {section.format}: {', '.join(name for name in used if name in found.kinds)}")
     if unused := [name for name in found.kinds if name not in used]:
         typer.echo(f"not used: {', '.join(unused)}")
+    if "missing" not in how:
+        section = _without_missing(ask, found, section, of_user)
     of_classes = _classes(ask, section.format, classes)
     name, at_hand = _model(ask, model)
     value = ask.value("epsilon", epsilon, "ε of the whole run (up to 1 strong, up to 10 reasonable)", EPSILON, _epsilon)
@@ -398,6 +400,28 @@ def _unit(ask: _Questions, options: _Options, found: Columns, section: DataConfi
     if ask.yes:
         typer.echo(f"all records with the same {answer} are protected together (--unit record: each by itself)")
     return str(answer)
+
+
+def _without_missing(ask: _Questions, found: Columns, section: DataConfig, of_user: str | None) -> DataConfig:
+    """Return the section with what happens to records that lack a value; it is asked where the first records do."""
+    from dpllm.config.data_section import MISSING
+
+    needed = [*section.form.required, *([] if of_user is None else [of_user])]
+    lacking = [name for name in needed if name in found.facts and found.facts[name].empty]
+    if not lacking:
+        return section
+    words = f"some records have no value in {' and '.join(lacking)}"
+    if ask.yes:
+        raise ValueError(
+            f"{words}: data.missing=drop, after the path, leaves them out before N is counted; or fill the values in"
+        )
+
+    def check(answer: str) -> str:
+        choice("data.missing", answer, MISSING)
+        return answer
+
+    answer = ask.value("data.missing", None, f"{words}: drop them, before N is counted, or error", "drop", check)
+    return replace(section, missing=answer)
 
 
 def _classes(ask: _Questions, form: str, given: str | None) -> int | list[str] | None:

@@ -70,6 +70,7 @@ class ColumnFacts:
         kind: one of the constants of this module.
         example: the beginning of a value, private; empty if there is none.
         filled: number of values.
+        empty: number of records without a value.
         different: number of different values.
         length: median number of characters of texts; 0 for other kinds.
         is_prose: whether at least half of the values are sentences, or at least two words.
@@ -78,6 +79,7 @@ class ColumnFacts:
     kind: str
     example: str = ""
     filled: int = 0
+    empty: int = 0
     different: int = 0
     length: int = 0
     is_prose: bool = False
@@ -321,6 +323,7 @@ def _facts_of(kind: pa.DataType, column: pa.ChunkedArray) -> ColumnFacts:
         kind=word,
         example=example if len(example) <= _SHOWN else f"{example[: _SHOWN - 1]}…",
         filled=len(values),
+        empty=len(column) - len(values),
         different=len({str(value) for value in values}),
         length=int(statistics.median(map(len, texts))) if texts else 0,
         is_prose=2 * sum(map(_is_prose, texts)) >= max(1, len(texts)),

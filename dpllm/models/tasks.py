@@ -76,7 +76,7 @@ def task_of_class(name: str, config: Any) -> str | None:
 def is_of_transformers(model: Any) -> bool:
     """Whether a model and its parts are of known libraries, so that anybody can load it; else it takes more code."""
     kind = getattr(transformers, type(model).__name__.removeprefix("FSDP"), None)  # FSDP2 makes a class of its own
-    if not isinstance(kind, type) or not isinstance(model, kind):
+    if not isinstance(kind, type) or not issubclass(type(model), kind):
         return False
     bases = {base for module in model.modules() for base in type(module).__mro__ if base is not object}
     return all(base.__module__.partition(".")[0] in _LIBRARIES for base in bases)

@@ -213,3 +213,17 @@ def test_the_recipe_trains_and_its_folder_verifies(model, monkeypatch):
     assert report["statement"]["epsilon"] <= 8 and report["statement"]["unit"] == "user"
     assert report["accounting"]["parameters"]["num_steps_charged"] == recipe.train["max_steps"]
     assert f"{report['accounting']['parameters']['num_units']} are trained on" in shown
+
+
+@pytest.mark.parametrize("answer", ["drop", "error"])
+def test_records_without_a_value_are_asked_about_before_the_model(model, answer):
+    """With --yes it stops with the key; nothing is left out unasked."""
+    records = [{"text": "the dog sees a cat", "label": [0, 1, None][n % 3]} for n in range(300)]
+    Path("some.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    given = ["some.jsonl", "--model", str(model), "--classes", "no,yes"]
+    assert "data.missing=drop" in refused(*given, "--yes")
+    if answer == "error":
+        assert "data.missing=drop" in refused(*given, answers="classification\n\n\nrecord\nerror\n\n\n\n")
+        return
+    asked(["classification", "", "", "record", "", "", ""], *given)
+    assert load_recipe("recipe.yaml").data.missing == "drop"
