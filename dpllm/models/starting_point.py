@@ -90,9 +90,7 @@ def refuse_steering(
         found.append(f"train.lr_scheduler_type={_word(args.lr_scheduler_type)}")
     if _word(args.save_strategy) == "best":
         found.append("train.save_strategy=best")
-    if args.load_best_model_at_end:
-        found.append("train.load_best_model_at_end=True")
-    if args.metric_for_best_model is not None:
+    if args.metric_for_best_model is not None and not args.load_best_model_at_end:  # which is refused for all rows
         found.append(f"train.metric_for_best_model={args.metric_for_best_model}")
     if takes_metrics(scheduler):
         found.append(f"a {type(getattr(scheduler, 'scheduler', scheduler)).__name__} scheduler")

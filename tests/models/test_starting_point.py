@@ -40,11 +40,6 @@ EVALUATE = {"eval_strategy": "steps", "eval_steps": 1}
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, {}, "lr_scheduler_type=reduce_lr_on_plateau"),
         ({"save_strategy": "best", "metric_for_best_model": "loss"}, {}, "save_strategy=best"),
         ({"metric_for_best_model": "loss"}, {}, "metric_for_best_model=loss"),
-        (
-            {"save_strategy": "steps", "save_steps": 1, "load_best_model_at_end": True},
-            {},
-            "load_best_model_at_end=True",
-        ),
         ({}, {"callbacks": [EarlyStoppingCallback()]}, "EarlyStoppingCallback"),
         ({"lr_scheduler_type": "greedy"}, {}, "lr_scheduler_type=greedy"),
     ],
