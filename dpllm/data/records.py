@@ -400,7 +400,7 @@ def _without_missing(records: datasets.Dataset, columns: Sequence[str]) -> datas
     notes = _notes(records)
     places = iter(np.split(kept, np.cumsum(list(notes.get("files", {}).values()))))
     files = {name: int(next(places).sum()) for name in notes.get("files", {})}
-    remark = f"{int((~kept).sum()):,} records have no value in {' or '.join(columns)}: left out (data.missing=drop)"
+    remark = f"records without a value in {' or '.join(columns)} are left out (data.missing=drop)"
     records = records.select(np.flatnonzero(kept))
     keep_notes(records, records, **{**notes, "files": files, "read": [*notes.get("read", []), remark]})
     return records
