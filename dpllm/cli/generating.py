@@ -303,7 +303,8 @@ def refuse_private_prompts(folder: Path, prompts: Sequence[Prompt]) -> None:
     for number, prompt in enumerate(prompts, 1):
         parts = [prompt] if isinstance(prompt, str) else [str(message.get("content") or "") for message in prompt]
         texts[f"prompt {number}"] = "\n".join(parts)
-    refuse_private_prompts(load_recipe(recipe), texts)
+    if not refuse_private_prompts(load_recipe(recipe), texts):
+        _say("the prompts were not compared with the private records of the run, which are not at hand")
 
 
 def as_chat(prompt: str) -> list[dict[str, str]]:

@@ -179,28 +179,32 @@ def refuse_private_parts(recipe: Any, records: datasets.Dataset, held_out: datas
         refuse_private_texts(texts, held_out, recipe.data)
 
 
-def refuse_private_prompts(recipe: Recipe, prompts: Mapping[str, str]) -> None:
+def refuse_private_prompts(recipe: Recipe, prompts: Mapping[str, str]) -> bool:
     """Make sure that no prompt for a released model holds a private record of its run, if these are at hand.
 
     Args:
         recipe: of the run.
         prompts: option -> its text.
 
+    Returns:
+        Whether the records were at hand, or no prompt is long enough to hold one.
+
     Raises:
         DataError: a prompt holds one; the message names its option.
     """
     data = recipe.data
     if not any(map(_is_long, prompts.values())):
-        return
+        return True
     try:
         if not data.path.startswith("builtin:") and not find_files(data.path):
-            return  # it would be downloaded
+            return False  # it would be downloaded
         records, held_out = load_train_and_eval(data, recipe.privacy)
     except ValueError:  # the records are elsewhere, or changed
-        return
+        return False
     refuse_private_texts(prompts, records, data, recipe.privacy)
     if held_out is not None and not data.eval_is_public:
         refuse_private_texts(prompts, held_out, data)
+    return True
 
 
 def _is_long(text: str) -> bool:

@@ -379,7 +379,7 @@ def test_notes_of_a_release_and_prompts_for_its_model_hold_no_private_record(tmp
     read = load_recipe(tmp_path / "r.yaml", [])
     with pytest.raises(DataError, match=r"release\.other_uses"):
         refuse_private_parts(read, load_records(read.data))
-    refuse_private_prompts(read, {"prompt 1": "Write about a patient who came on a rainy day, please"})
+    assert refuse_private_prompts(read, {"prompt 1": "Write about a patient who came on a rainy day, please"})
     with pytest.raises(DataError, match="prompt 2"):
         refuse_private_prompts(read, {"prompt 1": "Hello", "prompt 2": f"Go on: {note(9)[:-9]}"})
     (tmp_path / "parts").mkdir()
@@ -387,4 +387,4 @@ def test_notes_of_a_release_and_prompts_for_its_model_hold_no_private_record(tmp
     split = load_recipe(tmp_path / "r.yaml", [f"data.path={tmp_path / 'parts'}", "data.split=dev"])
     with pytest.raises(DataError, match="prompt 1"):
         refuse_private_prompts(split, {"prompt 1": note(9)})
-    refuse_private_prompts(read, {"prompt 1": note(9)})  # the records are elsewhere
+    assert not refuse_private_prompts(read, {"prompt 1": note(9)})  # the records are elsewhere, which is said

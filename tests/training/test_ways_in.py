@@ -528,6 +528,12 @@ def test_an_argument_of_another_trainer_is_refused_with_its_place_here(option, s
     assert option in str(caught.value)
 
 
+def train_a_step(model, tokenizer, folder):
+    args = TrainingArguments(str(folder), max_steps=1, use_cpu=True, report_to="none")
+    privacy = PrivacyConfig(noise_multiplier=1.0, clip_norm=1.0, expected_batch_size=4)
+    DPTrainer(model, args, privacy, Dataset.from_dict({"text": TEXTS}), processing_class=tokenizer).train()
+
+
 @pytest.mark.parametrize("inner", [False, True])
 def test_a_compiled_model_is_refused_by_its_name(inner, folder, tokenizer, tmp_path):
     """Not by the missing loss of its wrapper, and not by an assertion of the compiler."""
@@ -536,15 +542,8 @@ def test_a_compiled_model_is_refused_by_its_name(inner, folder, tokenizer, tmp_p
         model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")
     else:
         model = torch.compile(model, backend="eager")
-    args = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to="none")
     with pytest.raises(ValueError, match=r"torch\.compile"):
-        DPTrainer(
-            model,
-            args,
-            PrivacyConfig(noise_multiplier=1.0, clip_norm=1.0, expected_batch_size=4),
-            Dataset.from_dict({"text": TEXTS}),
-            processing_class=tokenizer,
-        ).train()
+        train_a_step(model, tokenizer, tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:Failed to load the CUDA extension", "ignore:Setting boft_n_butterfly_factor")
@@ -552,12 +551,5 @@ def test_an_adapter_without_a_rule_is_refused_by_its_name(folder, tokenizer, tmp
     """BOFT ended in an error of a matrix product."""
     adapter = BOFTConfig(boft_block_size=4, target_modules=["q_proj"])
     model = get_peft_model(LlamaForCausalLM.from_pretrained(folder), adapter)
-    args = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to="none")
     with pytest.raises(ValueError, match=r"BOFT.*per_unit"):
-        DPTrainer(
-            model,
-            args,
-            PrivacyConfig(noise_multiplier=1.0, clip_norm=1.0, expected_batch_size=4),
-            Dataset.from_dict({"text": TEXTS}),
-            processing_class=tokenizer,
-        ).train()
+        train_a_step(model, tokenizer, tmp_path)
