@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
 
-from dpllm.ghost import kernels, triton_kernels
+from dpllm.ghost import kernels, triton_launch
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 COLUMNS = (
@@ -133,7 +133,7 @@ def gram_case(shape: tuple, dtype: torch.dtype, device: torch.device, positive: 
     return Case(
         kernel="gram",
         shape=f"B={rows} T={tokens} D={width} P={'+'.join(map(str, widths))}{', positive' if positive else ''}",
-        fused=lambda: triton_kernels.gram_norms(a, grads),
+        fused=lambda: triton_launch.gram_norms(a, grads),
         plain=lambda: kernels.gram_norms(a, grads),
         exact=lambda: kernels.gram_norms(a.double(), [g.double() for g in grads])[0],
         flops=rows * tokens * (tokens + 1) * (width + sum(widths)),
@@ -148,7 +148,7 @@ def instance_case(shape: tuple, dtype: torch.dtype, device: torch.device) -> Cas
     return Case(
         kernel="instance",
         shape=f"B={rows} T={tokens} L={left} R={right}",
-        fused=lambda: (triton_kernels.instance_norms(x, y), None),
+        fused=lambda: (triton_launch.instance_norms(x, y), None),
         plain=lambda: (kernels.instance_norms(x, y), None),
         exact=lambda: kernels.gram_norms(x.double(), [y.double()])[0],
         flops=2 * rows * tokens * left * right,
@@ -164,7 +164,7 @@ def weighted_sum_case(shape: tuple, dtype: torch.dtype, device: torch.device) ->
 
     def fused() -> Tensor:
         sum_LR = torch.empty(left, right, device=device)
-        triton_kernels.weighted_outer_(sum_LR, None, x, y, factor)
+        triton_launch.weighted_outer_(sum_LR, None, x, y, factor)
         return sum_LR
 
     def plain(x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ def norm_layer_case(shape: tuple, dtype: torch.dtype, device: torch.device) -> C
     return Case(
         kernel="norm layer",
         shape=f"B={rows} T={tokens} D={width}",
-        fused=lambda: (triton_kernels.norm_layer_grads(x, g)[0], None),
+        fused=lambda: (triton_launch.norm_layer_grads(x, g)[0], None),
         plain=lambda: (kernels.sum_tokens(kernels.widen(g) * kernels.widen(x)), None),
         exact=lambda: kernels.sum_tokens(g.double() * x.double()),
         flops=2 * rows * tokens * width,
@@ -208,7 +208,7 @@ def lookup_case(shape: tuple, dtype: torch.dtype, device: torch.device) -> Case:
     return Case(
         kernel="lookup",
         shape=f"B={rows} T={tokens} R={width} V={entries}",
-        fused=lambda: (triton_kernels.lookup_norms(index, right, unit_B, rows, entries), None),
+        fused=lambda: (triton_launch.lookup_norms(index, right, unit_B, rows, entries), None),
         plain=lambda: (kernels.lookup_norms(index, right, unit_B, rows, entries), None),
         exact=lambda: kernels.lookup_norms(index, right.double(), unit_B, rows, entries),
         flops=rows * tokens * width,
@@ -298,7 +298,7 @@ def machine() -> dict[str, str | int]:
     return {
         "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU, Triton's interpreter",
         "torch": torch.__version__,
-        "triton": triton_kernels.triton.__version__,
+        "triton": triton_launch.triton.__version__,
         "python": platform.python_version(),
     }
 
@@ -357,7 +357,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print, write."""
     options = parse_arguments(arguments)
-    if not triton_kernels.available():
+    if not triton_launch.available():
         raise SystemExit("Triton is not installed here, so there is no kernel to measure; pip install 'triton>=3.4'.")
     peak_tflops, bandwidth = device_rates(options)
     torch.manual_seed(0)

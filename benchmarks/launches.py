@@ -47,7 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from methods import OURS, PLAIN, GhostStep, Step
 from throughput import Settings, batch_of, build_model, machine, twin
 
-from dpllm.ghost import NormMethod, kernels, triton_kernels, triton_programs
+from dpllm.ghost import NormMethod, kernels, triton_launch, triton_programs
 from dpllm.ghost.sums import Sum
 from dpllm.models.losses import per_sequence_loss
 
@@ -185,8 +185,8 @@ def as_on_gpu(mode: Counting | None = None) -> Iterator[None]:
         for name in programs:
             stand_in = Program(name, getattr(triton_programs, name), mode)
             stack.enter_context(mock.patch.object(triton_programs, name, stand_in))
-        stack.enter_context(mock.patch.object(triton_kernels, "available", lambda: True))
-        stack.enter_context(mock.patch.object(triton_kernels, "INTERPRETED", True))
+        stack.enter_context(mock.patch.object(triton_launch, "available", lambda: True))
+        stack.enter_context(mock.patch.object(triton_launch, "INTERPRETED", True))
         stack.enter_context(mock.patch.object(kernels, "on_tensor_cores", _of_16_bits))
         if mode is not None:
             stack.enter_context(mode)

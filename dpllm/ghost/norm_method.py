@@ -1,6 +1,6 @@
 """The choice between equivalent algorithms for a norm, and between PyTorch and fused kernels.
 
-Place in the flow: between the arithmetic (`kernels` in PyTorch, `triton_kernels` fused) and the contributions of a
+Place in the flow: between the arithmetic (`kernels` in PyTorch, `triton_launch` fused) and the contributions of a
 layer (`contributions`). The gradient of a matrix for one unit is sum_t a_t (x) g_t over its T tokens, D x P. Its norm
 can be computed from
 
@@ -24,10 +24,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from dpllm.ghost import kernels, triton_kernels
+from dpllm.ghost import kernels, triton_launch
 from dpllm.ghost.normalisation import Normalisation
 from dpllm.ghost.sums import Sum, Weights
-from dpllm.ghost.triton_probe import is_usable
 
 NormAlgorithm = Literal["auto", "gram", "instance", "tiled"]
 
@@ -66,7 +65,7 @@ class NormMethod:
             raise ValueError(f"algorithm is {self.algorithm!r}; choose one of {', '.join(get_args(NormAlgorithm))}.")
         if self.backward_passes not in ("auto", 1, 2):
             raise ValueError(f"backward_passes is {self.backward_passes!r}; choose auto, 1 or 2.")
-        if self.fused and not triton_kernels.available():
+        if self.fused and not triton_launch.available():
             raise ValueError(
                 "fused=True needs the Triton kernels, which cannot run here: Triton or a CUDA device is missing. "
                 "Leave fused=None; the PyTorch functions compute the same."
@@ -76,9 +75,9 @@ class NormMethod:
         """Whether the kernels work on these tensors."""
         if self.fused is not None:
             return self.fused
-        if not triton_kernels.available():
+        if not triton_launch.available():
             return False
-        return all(t.is_cuda and t.dtype in triton_kernels.DTYPES and is_usable(t.device) for t in tensors)
+        return all(t.is_cuda and t.dtype in triton_launch.DTYPES and triton_launch.is_usable(t.device) for t in tensors)
 
     def holds_instance(self, factor_bytes: float, instance_bytes: float) -> bool:
         """Whether a gradient is held as an instance rather than as factors: if that takes no more memory.
@@ -118,7 +117,7 @@ class NormMethod:
             else:
                 norms[i] = kernels.gram_norms(shared_BTD, grads)
         if fused:
-            sq_norm_NB, mass_NB = triton_kernels.grouped_gram_norms([groups[i] for i in fused])
+            sq_norm_NB, mass_NB = triton_launch.grouped_gram_norms([groups[i] for i in fused])
             for i, sq_norm_B, mass_B in zip(fused, sq_norm_NB, mass_NB, strict=True):
                 norms[i] = sq_norm_B, mass_B
         return [found for found in norms if found is not None]
@@ -132,7 +131,7 @@ class NormMethod:
 
     def _tiled_norms(self, shared_BTD: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]:
         dtype = kernels.accumulation_dtype(shared_BTD.dtype)
-        norms = triton_kernels.instance_norms if self.fuses(shared_BTD, *grads) else kernels.instance_norms
+        norms = triton_launch.instance_norms if self.fuses(shared_BTD, *grads) else kernels.instance_norms
         sq_norm_B = shared_BTD.new_zeros(shared_BTD.shape[0], dtype=dtype)
         mass_B = torch.zeros_like(sq_norm_B)
         size_BT = torch.linalg.vector_norm(shared_BTD, dim=2, dtype=dtype)
@@ -150,26 +149,26 @@ class NormMethod:
         elif total.takes_last:
             gradient, scale = total.begin_gradient()
             start = None if total.is_empty else total.total
-            triton_kernels.weighted_outer_(gradient, start, left_BTL, right_BTR, weights.factor, scale)
+            triton_launch.weighted_outer_(gradient, start, left_BTL, right_BTR, weights.factor, scale)
             total.gradient = gradient
         else:
             start = None if total.is_empty else total.total
-            triton_kernels.weighted_outer_(total.total, start, left_BTL, right_BTR, weights.factor)
+            triton_launch.weighted_outer_(total.total, start, left_BTL, right_BTR, weights.factor)
         total.is_empty = False
 
     def lookup_norms(
         self, index_BT: Tensor, right_BTR: Tensor, unit_B: Tensor, num_units: int, num_entries: int
     ) -> Tensor:
         """Return the squared norm of each unit's gradient of a lookup table, (U,); see `kernels.lookup_norms`."""
-        norms = triton_kernels.lookup_norms if self.fuses(right_BTR) else kernels.lookup_norms
+        norms = triton_launch.lookup_norms if self.fuses(right_BTR) else kernels.lookup_norms
         return norms(index_BT, right_BTR, unit_B, num_units, num_entries)
 
     def norm_layer_grads(
         self, normalisation: Normalisation, x: Tensor, grad: Tensor, with_bias: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Return each row's gradients of a norm layer's weight and bias from its input; see `Normalisation.grads`."""
-        if x.ndim in (3, 4) and x.shape[-1] <= triton_kernels.WIDEST_NORM and self.fuses(x, grad):
-            return triton_kernels.norm_layer_grads(x, grad, with_bias, normalisation.kind, normalisation.eps)
+        if x.ndim in (3, 4) and x.shape[-1] <= triton_launch.WIDEST_NORM and self.fuses(x, grad):
+            return triton_launch.norm_layer_grads(x, grad, with_bias, normalisation.kind, normalisation.eps)
         return normalisation.grads(x, grad, with_bias)
 
     def scale_grads(self, normed: Tensor, grad: Tensor, keep: int = 1) -> Tensor:
@@ -181,5 +180,5 @@ class NormMethod:
             keep: the number of trailing dimensions of the scale.
         """
         if keep == 1 and normed.ndim in (3, 4) and self.fuses(normed, grad):
-            return triton_kernels.norm_layer_grads(normed, grad)[0]
+            return triton_launch.norm_layer_grads(normed, grad)[0]
         return kernels.sum_tokens(kernels.widen(grad) * kernels.widen(normed), keep)

@@ -7,12 +7,12 @@ import json
 import pytest
 import torch
 
-from dpllm.ghost import kernels, triton_kernels
+from dpllm.ghost import kernels, triton_launch
 from tests.benchmarks.material import program
 
 benchmark = program("kernel_times")
 
-needs_triton = pytest.mark.skipif(not triton_kernels.available(), reason="Triton is not installed, or not interpreted")
+needs_triton = pytest.mark.skipif(not triton_launch.available(), reason="Triton is not installed, or not interpreted")
 CPU = torch.device("cpu")
 
 

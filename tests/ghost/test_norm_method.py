@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from dpllm import GhostClipper
-from dpllm.ghost import NormMethod, kernels, triton_kernels
+from dpllm.ghost import NormMethod, kernels, triton_launch
 from tests.mutations import kills
 
-needs_triton = pytest.mark.skipif(not triton_kernels.available(), reason="Triton is not installed")
+needs_triton = pytest.mark.skipif(not triton_launch.available(), reason="Triton is not installed")
 
 
 def exact(a, grads):
@@ -123,6 +123,6 @@ def test_unknown_algorithms_are_refused():
 
 def test_kernels_that_cannot_run_are_refused(monkeypatch):
     """Requesting unavailable kernels is an error; PyTorch does not replace them silently."""
-    monkeypatch.setattr(triton_kernels, "available", lambda: False)
+    monkeypatch.setattr(triton_launch, "available", lambda: False)
     with pytest.raises(ValueError, match="CUDA device"):
         NormMethod(fused=True)

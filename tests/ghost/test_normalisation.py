@@ -12,12 +12,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from dpllm import GhostClipper
-from dpllm.ghost import NormMethod, triton_kernels
+from dpllm.ghost import NormMethod, triton_launch
 from dpllm.ghost.call import Call
 from dpllm.ghost.normalisation import Normalisation, recognised
 from tests.ghost.loop import assert_is_the_loop
 
-FUSED = [False, pytest.param(True, marks=pytest.mark.skipif(not triton_kernels.INTERPRETED, reason="no interpreter"))]
+FUSED = [False, pytest.param(True, marks=pytest.mark.skipif(not triton_launch.INTERPRETED, reason="no interpreter"))]
 
 
 class Centred(nn.Module):

@@ -26,7 +26,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
-from dpllm.ghost import triton_kernels
+from dpllm.ghost import triton_launch
 
 class Driver:
     def get_current_target(self):
@@ -42,20 +42,20 @@ def compile_only(self, *args, grid, warmup, **options):
     kernel = run(self, *args, grid=grid, warmup=True, **options)
     found.append([self.fn.__name__, str(dtype), kernel.asm["ptx"]])
 JITFunction.run = compile_only
-triton_kernels._require = lambda name, *tensors: None
+triton_launch._require = lambda name, *tensors: None
 
 for dtype in (torch.bfloat16, torch.float32):
     def x(*shape):
         return torch.empty(shape, dtype=dtype)
     # Sizes of one become constants, which makes a separate program.
     for rows, tokens, width in ((1, 1, 1), (8, 512, 64)):
-        triton_kernels.gram_norms(x(rows, tokens, width), [x(rows, tokens, width), x(rows, tokens, 80)])
-        triton_kernels.instance_norms(x(rows, tokens, width), x(rows, tokens, 80))
+        triton_launch.gram_norms(x(rows, tokens, width), [x(rows, tokens, width), x(rows, tokens, 80)])
+        triton_launch.instance_norms(x(rows, tokens, width), x(rows, tokens, 80))
         total = torch.empty(width, 80)
-        triton_kernels.weighted_outer_(total, total, x(rows, tokens, width), x(rows, tokens, 80), torch.ones(rows))
-        triton_kernels.norm_layer_grads(x(rows, tokens, width), x(rows, tokens, width), with_bias=True)
+        triton_launch.weighted_outer_(total, total, x(rows, tokens, width), x(rows, tokens, 80), torch.ones(rows))
+        triton_launch.norm_layer_grads(x(rows, tokens, width), x(rows, tokens, width), with_bias=True)
         index, unit = torch.zeros(rows, tokens, dtype=torch.long), torch.arange(rows)
-        triton_kernels.lookup_norms(index, x(rows, tokens, width), unit, rows, 9)
+        triton_launch.lookup_norms(index, x(rows, tokens, width), unit, rows, 9)
 print(json.dumps(found))
 """
 

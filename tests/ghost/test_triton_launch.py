@@ -14,15 +14,15 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from dpllm import GhostClipper
-from dpllm.ghost import NormMethod, kernels, triton_kernels
+from dpllm.ghost import NormMethod, kernels, triton_launch
 from dpllm.ghost.contributions import Lookup, Rows
 from dpllm.ghost.kernels import sum_tokens
-from dpllm.ghost.triton_tiles import Tile, Tiles
+from dpllm.ghost.triton_programs import Tile, Tiles
 from tests import children
 from tests.mutations import kills
 
 needs_triton = pytest.mark.skipif(
-    not triton_kernels.available(),
+    not triton_launch.available(),
     reason="Triton is not installed, or was imported without TRITON_INTERPRET=1 on a machine without CUDA",
 )
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,7 +61,7 @@ def assert_close(actual, expected, rtol, atol=0.0):
 
 @kills(
     "the kernels read the memory behind a number that was expanded",
-    "dpllm/ghost/triton_kernels.py",
+    "dpllm/ghost/triton_launch.py",
     "x.stride(-1) != 1",
     "x.stride(-1) > 1",
 )
@@ -78,7 +78,7 @@ def test_gram_norms_equal_definition_and_pytorch_form(dtype, rows, tokens, width
     """Norm and mass, of any number of layers on one input."""
     a = randn(rows, tokens, width, dtype=dtype)
     grads = [randn(rows, tokens, p, dtype=dtype) for p in grad_widths]
-    sq_norm, mass = triton_kernels.gram_norms(a, grads)
+    sq_norm, mass = triton_launch.gram_norms(a, grads)
     assert_close(sq_norm, sum(instance_of(a, g).square().sum((1, 2)) for g in grads), rounding(dtype))
     expected, expected_mass = kernels.gram_norms(a, grads)
     assert_close(sq_norm, expected, rounding(dtype))
@@ -96,23 +96,23 @@ def test_groups_in_one_launch_equal_single_launches():
         (randn(2, 9, 16), [randn(2, 9, 16)]),
         (randn(2, 70, 16), [randn(2, 70, 16)]),
     ]
-    sq_norm, mass = triton_kernels.grouped_gram_norms(groups)
+    sq_norm, mass = triton_launch.grouped_gram_norms(groups)
     assert sq_norm.shape == mass.shape == (5, 2)
     for i, (a, grads) in enumerate(groups):
         assert_close(sq_norm[i], sum(instance_of(a, g).square().sum((1, 2)) for g in grads), 1e-5)
-        for together, single in zip((sq_norm[i], mass[i]), triton_kernels.gram_norms(a, grads), strict=True):
+        for together, single in zip((sq_norm[i], mass[i]), triton_launch.gram_norms(a, grads), strict=True):
             assert torch.equal(together, single)
 
 
 @needs_triton
 def test_gram_norms_walk_long_widths_in_chunks(monkeypatch):
     """Sums longer than the limit for a tensor core are split, also with a short last part; the results are equal."""
-    monkeypatch.setattr(triton_kernels, "CHUNK", 64)
+    monkeypatch.setattr(triton_launch, "CHUNK", 64)
     a, g = randn(2, 20, 150), randn(2, 20, 130)
-    sq_norm, mass = triton_kernels.gram_norms(a, [g])
+    sq_norm, mass = triton_launch.gram_norms(a, [g])
     assert_close(sq_norm, instance_of(a, g).square().sum((1, 2)), 1e-5)
     assert_close(mass, kernels.gram_norms(a, [g])[1], 1e-5)
-    assert_close(triton_kernels.instance_norms(a, g), sq_norm, 1e-5)
+    assert_close(triton_launch.instance_norms(a, g), sq_norm, 1e-5)
 
 
 @needs_triton
@@ -120,10 +120,10 @@ def test_gram_norms_walk_long_widths_in_chunks(monkeypatch):
 def test_gram_norms_do_not_depend_on_the_tile(monkeypatch, block):
     """Every pair of tiles is visited once, off-diagonal ones count twice: many tiles give the result of one."""
     a, g = randn(2, 83, 12), randn(2, 83, 9)
-    whole = triton_kernels.gram_norms(a, [g])
-    monkeypatch.setattr(triton_kernels, "tiles_of", lambda _: Tiles(*2 * [Tile(block, 16, 4, 1)]))
+    whole = triton_launch.gram_norms(a, [g])
+    monkeypatch.setattr(triton_launch, "tiles_of", lambda _: Tiles(*2 * [Tile(block, 16, 4, 1)]))
     monkeypatch.setattr(Tiles, "exact", Tile(block, 16, 4, 1))
-    for part, at_once in zip(triton_kernels.gram_norms(a, [g]), whole, strict=True):
+    for part, at_once in zip(triton_launch.gram_norms(a, [g]), whole, strict=True):
         assert_close(part, at_once, 1e-5)
 
 
@@ -132,7 +132,7 @@ def test_mass_bounds_the_rounding_of_cancelling_tokens():
     """Two tokens that cancel: the norm is tiny, the mass is not, and the error stays within the slack it scales."""
     a, g = randn(1, 1, 40).expand(1, 2, 40), randn(1, 1, 30)
     g = torch.cat([g, -g * (1 + 1e-4)], 1)
-    sq_norm, mass = triton_kernels.gram_norms(a, [g])
+    sq_norm, mass = triton_launch.gram_norms(a, [g])
     exact = instance_of(a, g).square().sum((1, 2))
     assert float(mass) > 1e6 * float(exact)
     assert abs(float(sq_norm) - float(exact)) <= kernels.rounding_slack(torch.float32) * float(mass)
@@ -144,7 +144,7 @@ def test_mass_bounds_the_rounding_of_cancelling_tokens():
 def test_the_mass_covers_products_that_underflow(dtype, tokens):
     """Squares of short inputs are 0 in float32; the output gradients are long, and so is the gradient."""
     a, g = (1e-24 * torch.rand(1, tokens, 40)).to(DEVICE, dtype), (1e18 * torch.rand(1, tokens, 30)).to(DEVICE, dtype)
-    for norms in (triton_kernels.gram_norms, kernels.gram_norms):
+    for norms in (triton_launch.gram_norms, kernels.gram_norms):
         for factors in ((a, g), (g, a)):
             sq_norm, mass = norms(factors[0], [factors[1]])
             exact = float(instance_of(a, g).square().sum())
@@ -157,14 +157,14 @@ def test_padding_has_norm_zero(dtype):
     """A row of zero gradients gives exactly zero in every kernel, beside a row that does not."""
     a, g = randn(2, 17, 48, dtype=dtype), randn(2, 17, 80, dtype=dtype)
     g[0] = 0
-    sq_norm, mass = triton_kernels.gram_norms(a, [g, g])
+    sq_norm, mass = triton_launch.gram_norms(a, [g, g])
     index, unit = torch.zeros(2, 17, dtype=torch.long, device=DEVICE), torch.arange(2, device=DEVICE)
-    weight, bias = triton_kernels.norm_layer_grads(g, g, with_bias=True)
+    weight, bias = triton_launch.norm_layer_grads(g, g, with_bias=True)
     assert mass[0] < 1e-18 < mass[1]
     for value in (
         sq_norm,
-        triton_kernels.instance_norms(a, g),
-        triton_kernels.lookup_norms(index, g, unit, 2, 3),
+        triton_launch.instance_norms(a, g),
+        triton_launch.lookup_norms(index, g, unit, 2, 3),
         weight.square().sum(1),
         bias.square().sum(1),
     ):
@@ -179,10 +179,10 @@ def test_a_row_that_is_not_finite_stays_by_itself(kernel):
     a, g = randn(3, 20, 10), randn(3, 20, 12)
     g[1, 19, 3], g[2, 0, 0] = float("inf"), float("nan")
     if kernel == "gram":
-        sq_norm, mass = triton_kernels.gram_norms(a, [g])
+        sq_norm, mass = triton_launch.gram_norms(a, [g])
         assert not mass[1:].isfinite().any()
     else:
-        sq_norm = triton_kernels.instance_norms(a, g)
+        sq_norm = triton_launch.instance_norms(a, g)
     assert sq_norm.isfinite().tolist() == [True, False, False]
 
 
@@ -201,13 +201,13 @@ def test_weighted_sums_equal_definition_and_pytorch_form(dtype, rows, tokens, le
     factor = torch.rand(rows, device=DEVICE)
     start = randn(left, right)
     total, plain = start.clone(), start.clone()
-    triton_kernels.weighted_outer_(total, total, x, y, factor)
+    triton_launch.weighted_outer_(total, total, x, y, factor)
     kernels.add_weighted_outer_(plain, x, y, factor)
     sums = torch.einsum("b,blr->lr", factor.double(), instance_of(x, y))
     assert_close(total, start.double() + sums, 1e-5, atol=1e-4)
     assert_close(total, plain, 1e-5, atol=1e-4)
     begun = torch.full_like(start, torch.nan)
-    triton_kernels.weighted_outer_(begun, None, x, y, factor)
+    triton_launch.weighted_outer_(begun, None, x, y, factor)
     assert_close(begun, sums, 1e-5, atol=1e-4)
 
 
@@ -219,7 +219,7 @@ def test_the_gradient_is_rounded_once_after_the_start_was_added_and_all_was_scal
     x, y, start = randn(rows, 9, 70, dtype=dtype), randn(rows, 9, 40, dtype=dtype), randn(70, 40)
     kept, factor = start.clone(), torch.rand(rows, device=DEVICE)
     gradient = torch.full((70, 40), torch.nan, device=DEVICE, dtype=dtype)
-    triton_kernels.weighted_outer_(gradient, start, x, y, factor, scale=1 / 7)
+    triton_launch.weighted_outer_(gradient, start, x, y, factor, scale=1 / 7)
     # The interpreter cuts bfloat16 off, a GPU rounds to nearest.
     exact = (start.double() + torch.einsum("b,blr->lr", factor.double(), instance_of(x, y))) / 7
     torch.testing.assert_close(gradient.double(), exact, rtol=max(torch.finfo(dtype).eps, 1e-5), atol=1e-5)
@@ -234,22 +234,22 @@ def test_rows_with_factor_0_contribute_nothing(value):
     x, y = randn(4, 20, 40), randn(4, 20, 33)
     x[0], y[2] = value, -value
     total = torch.zeros(40, 33, device=DEVICE)
-    triton_kernels.weighted_outer_(total, None, x, y, torch.tensor([0.0, 0.5, 0.0, 2.0], device=DEVICE))
+    triton_launch.weighted_outer_(total, None, x, y, torch.tensor([0.0, 0.5, 0.0, 2.0], device=DEVICE))
     assert_close(total, 0.5 * instance_of(x, y)[1] + 2 * instance_of(x, y)[3], 1e-5, atol=1e-4)
-    triton_kernels.weighted_outer_(total, None, x, y, torch.zeros(4, device=DEVICE))
+    triton_launch.weighted_outer_(total, None, x, y, torch.zeros(4, device=DEVICE))
     assert not total.any()
 
 
 @needs_triton
 def test_weighted_sums_take_any_layout(monkeypatch):
     """Transposed inputs and totals are read and written in place; long rows are processed in chunks."""
-    monkeypatch.setattr(triton_kernels, "CHUNK", 64)
+    monkeypatch.setattr(triton_launch, "CHUNK", 64)
     x, y = randn(20, 150, 2).permute(2, 1, 0), randn(2, 9, 150).mT
     total = torch.ones(9, 20, device=DEVICE).mT
-    triton_kernels.weighted_outer_(total, total, x, y, torch.tensor([1.0, -2.0], device=DEVICE))
+    triton_launch.weighted_outer_(total, total, x, y, torch.tensor([1.0, -2.0], device=DEVICE))
     assert_close(total - 1, instance_of(x, y)[0] - 2 * instance_of(x, y)[1], 1e-5, atol=1e-4)
     kept = total.clone()
-    triton_kernels.weighted_outer_(total, total, x[:0], y[:0], torch.zeros(0, device=DEVICE))
+    triton_launch.weighted_outer_(total, total, x[:0], y[:0], torch.zeros(0, device=DEVICE))
     assert torch.equal(total, kept)
 
 
@@ -266,7 +266,7 @@ def test_weighted_sums_that_do_not_fit_are_refused(start, out, factor):
     """A sum of another shape or dtype, factors of other rows."""
     start, out, factor = (x.to(DEVICE) for x in (start, out, factor))
     with pytest.raises(ValueError, match="strides"):
-        triton_kernels.weighted_outer_(out, start, randn(2, 3, 4), randn(2, 3, 5), factor)
+        triton_launch.weighted_outer_(out, start, randn(2, 3, 4), randn(2, 3, 5), factor)
 
 
 # -------------------------------------------------------------------- instance
@@ -280,7 +280,7 @@ def test_weighted_sums_that_do_not_fit_are_refused(start, out, factor):
 def test_instance_norms_equal_definition_and_pytorch_form(dtype, rows, tokens, left, right):
     """The squared norm of the gradient, of which no entry is written."""
     x, y = randn(rows, tokens, left, dtype=dtype), randn(rows, tokens, right, dtype=dtype)
-    sq_norm = triton_kernels.instance_norms(x, y)
+    sq_norm = triton_launch.instance_norms(x, y)
     assert_close(sq_norm, instance_of(x, y).square().sum((1, 2)), rounding(dtype))
     assert_close(sq_norm, kernels.instance_norms(x, y), rounding(dtype))
 
@@ -290,8 +290,8 @@ def test_gram_and_instance_agree_on_mixed_dtypes():
     """Input and output gradient may differ in dtype, as under autocast."""
     a, g = randn(2, 17, 10, dtype=torch.bfloat16), randn(2, 17, 12)
     expected = instance_of(a, g).square().sum((1, 2))
-    assert_close(triton_kernels.gram_norms(a, [g])[0], expected, 1e-5)
-    assert_close(triton_kernels.instance_norms(a, g), expected, 1e-5)
+    assert_close(triton_launch.gram_norms(a, [g])[0], expected, 1e-5)
+    assert_close(triton_launch.instance_norms(a, g), expected, 1e-5)
 
 
 # --------------------------------------------------------------------- strides
@@ -310,16 +310,16 @@ def test_no_layout_needs_a_copy():
     for x, grads in ((a, [g, columns]), (shared, [g])):
         copies = [grad.contiguous() for grad in grads]
         for actual, expected in zip(
-            triton_kernels.gram_norms(x, grads), triton_kernels.gram_norms(x.contiguous(), copies), strict=True
+            triton_launch.gram_norms(x, grads), triton_launch.gram_norms(x.contiguous(), copies), strict=True
         ):
             assert torch.equal(actual, expected)
         for grad, copy in zip(grads, copies, strict=True):
-            actual, expected = triton_kernels.instance_norms(grad, x), triton_kernels.instance_norms(copy, x.clone())
+            actual, expected = triton_launch.instance_norms(grad, x), triton_launch.instance_norms(copy, x.clone())
             assert torch.equal(actual, expected)
-            actual, expected = (triton_kernels.lookup_norms(index, y, unit, 2, 4) for y in (grad, copy))
+            actual, expected = (triton_launch.lookup_norms(index, y, unit, 2, 4) for y in (grad, copy))
             assert torch.equal(actual, expected)
-    weight, _ = triton_kernels.norm_layer_grads(a, shared)
-    assert torch.equal(weight, triton_kernels.norm_layer_grads(a.contiguous(), shared.contiguous())[0])
+    weight, _ = triton_launch.norm_layer_grads(a, shared)
+    assert torch.equal(weight, triton_launch.norm_layer_grads(a.contiguous(), shared.contiguous())[0])
 
 
 @needs_triton
@@ -333,15 +333,15 @@ def test_nothing_behind_an_expanded_number_is_read(tokens, dtype):
     for g in (memory[:, :1, :1].expand(1, tokens, 32), memory[:, :, :1].expand(1, tokens, 32)):
         assert g.stride(-1) == 0
         expected = instance_of(x, g)
-        assert_close(triton_kernels.gram_norms(x, [g])[0], expected.square().sum((1, 2)), 1e-3)
-        assert_close(triton_kernels.gram_norms(g, [x])[0], expected.square().sum((1, 2)), 1e-3)
-        assert_close(triton_kernels.instance_norms(x, g), expected.square().sum((1, 2)), 1e-3)
-        assert_close(triton_kernels.norm_layer_grads(x, g)[0], sum_tokens(x.double() * g.double()), 1e-3, 1e-3)
+        assert_close(triton_launch.gram_norms(x, [g])[0], expected.square().sum((1, 2)), 1e-3)
+        assert_close(triton_launch.gram_norms(g, [x])[0], expected.square().sum((1, 2)), 1e-3)
+        assert_close(triton_launch.instance_norms(x, g), expected.square().sum((1, 2)), 1e-3)
+        assert_close(triton_launch.norm_layer_grads(x, g)[0], sum_tokens(x.double() * g.double()), 1e-3, 1e-3)
         total = torch.empty(32, 32, device=DEVICE)
-        triton_kernels.weighted_outer_(total, None, x, g, torch.ones(1, device=DEVICE))
+        triton_launch.weighted_outer_(total, None, x, g, torch.ones(1, device=DEVICE))
         assert_close(total, expected[0], 1e-3, 1e-3)
         index, unit = torch.zeros(1, tokens, dtype=torch.int64, device=DEVICE), torch.zeros(1, dtype=torch.int64)
-        looked_up = triton_kernels.lookup_norms(index, g, unit.to(DEVICE), 1, 4)
+        looked_up = triton_launch.lookup_norms(index, g, unit.to(DEVICE), 1, 4)
         assert_close(looked_up, g.double().sum(1).square().sum(1), 1e-3)
 
 
@@ -365,10 +365,10 @@ def test_equal_inputs_give_equal_bits():
     a, g = randn(2, 70, 20, dtype=torch.bfloat16), randn(2, 70, 24, dtype=torch.bfloat16)
     index, unit = torch.randint(0, 4, (2, 70), device=DEVICE), torch.arange(2, device=DEVICE)
     for run in (
-        lambda: triton_kernels.gram_norms(a, [g])[0],
-        lambda: triton_kernels.instance_norms(a, g),
-        lambda: triton_kernels.norm_layer_grads(g, g)[0],
-        lambda: triton_kernels.lookup_norms(index, g, unit, 2, 4),
+        lambda: triton_launch.gram_norms(a, [g])[0],
+        lambda: triton_launch.instance_norms(a, g),
+        lambda: triton_launch.norm_layer_grads(g, g)[0],
+        lambda: triton_launch.lookup_norms(index, g, unit, 2, 4),
     ):
         assert torch.equal(run(), run())
 
@@ -382,10 +382,10 @@ def test_equal_inputs_give_equal_bits():
 def test_norm_layer_grads_equal_the_pytorch_form(dtype, shape):
     """Weight and bias gradients of each row, also where a norm serves each attention head."""
     normed, grad = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype)
-    weight, bias = triton_kernels.norm_layer_grads(normed, grad, with_bias=True)
+    weight, bias = triton_launch.norm_layer_grads(normed, grad, with_bias=True)
     assert_close(weight, sum_tokens(normed.double() * grad.double()), rounding(dtype), atol=1e-4)
     assert_close(bias, sum_tokens(grad.double()), rounding(dtype), atol=1e-4)
-    alone, none = triton_kernels.norm_layer_grads(normed, grad)
+    alone, none = triton_launch.norm_layer_grads(normed, grad)
     assert none is None
     assert torch.equal(alone, weight)
 
@@ -399,7 +399,7 @@ def test_norm_layer_grads_normalise_by_themselves(dtype, kind, shape):
     x, grad = 3 + 2 * randn(*shape), randn(*shape, dtype=dtype)
     x[0] *= 1e-3
     x = x.to(dtype)
-    weight, bias = triton_kernels.norm_layer_grads(x, grad, with_bias=True, kind=kind, eps=1e-5)
+    weight, bias = triton_launch.norm_layer_grads(x, grad, with_bias=True, kind=kind, eps=1e-5)
     centred = x.double() - (x.double().mean(-1, keepdim=True) if kind == "layer" else 0)
     normed = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     assert_close(weight, sum_tokens(normed * grad.double()), 1e-4, atol=1e-3)
@@ -409,17 +409,17 @@ def test_norm_layer_grads_normalise_by_themselves(dtype, kind, shape):
 @needs_triton
 def test_norm_layers_of_too_many_features_are_refused():
     """Their statistics would be those of a part."""
-    x = randn(1, 1, triton_kernels.WIDEST_NORM + 1)
+    x = randn(1, 1, triton_launch.WIDEST_NORM + 1)
     with pytest.raises(ValueError, match="16385"):
-        triton_kernels.norm_layer_grads(x, x, kind="rms", eps=1e-6)
-    assert torch.equal(triton_kernels.norm_layer_grads(x, x)[0], x[0].square())
+        triton_launch.norm_layer_grads(x, x, kind="rms", eps=1e-6)
+    assert torch.equal(triton_launch.norm_layer_grads(x, x)[0], x[0].square())
 
 
 @needs_triton
 def test_norm_layer_grads_of_heads_take_a_transposed_gradient():
     """(B, H, T, D) in memory, viewed as (B, T, H, D): read without a copy."""
     normed, grad = randn(2, 5, 3, 8), randn(2, 3, 5, 8).transpose(1, 2)
-    weight, _ = triton_kernels.norm_layer_grads(normed, grad)
+    weight, _ = triton_launch.norm_layer_grads(normed, grad)
     assert_close(weight, (normed * grad).sum((1, 2)), 1e-5, atol=1e-5)
 
 
@@ -446,7 +446,7 @@ def test_lookup_norms_equal_the_pytorch_form(dtype, units, tokens, width, entrie
     num_units = max(3, max(units) + 1)
     index = torch.randint(0, entries, (len(units), tokens), device=DEVICE)
     right = randn(len(units), tokens, width, dtype=dtype)
-    actual = triton_kernels.lookup_norms(index, right, unit, num_units, entries)
+    actual = triton_launch.lookup_norms(index, right, unit, num_units, entries)
     assert_close(actual, kernels.lookup_norms(index, right, unit, num_units, entries), rounding(dtype))
     by_unit = Lookup(index, right.double(), entries).instance(Rows.of(unit, num_units))
     assert_close(actual, by_unit.square().sum((1, 2)), rounding(dtype))
@@ -460,16 +460,16 @@ def test_nothing_has_norm_zero():
     """No rows, no tokens or no width: zeros of the right shape."""
     index, unit = torch.zeros(2, 0, dtype=torch.long, device=DEVICE), torch.arange(2, device=DEVICE)
     for tensors in (
-        triton_kernels.gram_norms(randn(0, 3, 4), [randn(0, 3, 4)]),
-        [triton_kernels.instance_norms(randn(0, 3, 4), randn(0, 3, 4))],
+        triton_launch.gram_norms(randn(0, 3, 4), [randn(0, 3, 4)]),
+        [triton_launch.instance_norms(randn(0, 3, 4), randn(0, 3, 4))],
     ):
         assert all(x.shape == (0,) for x in tensors)
-    assert torch.equal(triton_kernels.gram_norms(randn(2, 0, 4), [randn(2, 0, 4)])[0], torch.zeros(2, device=DEVICE))
-    assert torch.equal(triton_kernels.instance_norms(randn(2, 3, 0), randn(2, 3, 4)), torch.zeros(2, device=DEVICE))
-    weight, bias = triton_kernels.norm_layer_grads(randn(2, 0, 4), randn(2, 0, 4), with_bias=True)
+    assert torch.equal(triton_launch.gram_norms(randn(2, 0, 4), [randn(2, 0, 4)])[0], torch.zeros(2, device=DEVICE))
+    assert torch.equal(triton_launch.instance_norms(randn(2, 3, 0), randn(2, 3, 4)), torch.zeros(2, device=DEVICE))
+    weight, bias = triton_launch.norm_layer_grads(randn(2, 0, 4), randn(2, 0, 4), with_bias=True)
     assert torch.equal(weight, torch.zeros(2, 4, device=DEVICE))
     assert torch.equal(bias, weight)
-    assert torch.equal(triton_kernels.lookup_norms(index, randn(2, 0, 4), unit, 2, 5), torch.zeros(2, device=DEVICE))
+    assert torch.equal(triton_launch.lookup_norms(index, randn(2, 0, 4), unit, 2, 5), torch.zeros(2, device=DEVICE))
 
 
 @needs_triton
@@ -478,40 +478,40 @@ def test_what_does_not_fit_is_refused():
     a, g = randn(2, 3, 4), randn(2, 3, 5)
     unit = torch.arange(2, device=DEVICE)
     with pytest.raises(ValueError, match="gram_norms"):
-        triton_kernels.gram_norms(a, [g, randn(2, 4, 5)])
+        triton_launch.gram_norms(a, [g, randn(2, 4, 5)])
     with pytest.raises(ValueError, match="instance_norms"):
-        triton_kernels.instance_norms(a, randn(1, 3, 5))
+        triton_launch.instance_norms(a, randn(1, 3, 5))
     with pytest.raises(ValueError, match=r"torch\.float64"):
-        triton_kernels.instance_norms(a.double(), g.double())
+        triton_launch.instance_norms(a.double(), g.double())
     with pytest.raises(ValueError, match="lookup_norms"):
-        triton_kernels.lookup_norms(torch.zeros(2, 4, dtype=torch.long, device=DEVICE), g, unit, 2, 5)
+        triton_launch.lookup_norms(torch.zeros(2, 4, dtype=torch.long, device=DEVICE), g, unit, 2, 5)
     with pytest.raises(ValueError, match="an input is on meta"):
-        triton_kernels.instance_norms(a, g.to("meta"))
+        triton_launch.instance_norms(a, g.to("meta"))
 
 
 @needs_triton
 def test_cpu_tensors_are_refused_where_kernels_run_on_a_device(monkeypatch):
     """Only the interpreter may read host memory."""
-    monkeypatch.setattr(triton_kernels, "INTERPRETED", False)
-    monkeypatch.setattr(triton_kernels, "available", lambda: True)
+    monkeypatch.setattr(triton_launch, "INTERPRETED", False)
+    monkeypatch.setattr(triton_launch, "available", lambda: True)
     with pytest.raises(ValueError, match="an input is on cpu"):
-        triton_kernels.instance_norms(torch.ones(1, 1, 1), torch.ones(1, 1, 1))
+        triton_launch.instance_norms(torch.ones(1, 1, 1), torch.ones(1, 1, 1))
 
 
 def test_a_machine_without_triton_is_told_so(monkeypatch):
     """The module can still be imported, and refuses instead of failing inside a kernel."""
-    monkeypatch.setattr(triton_kernels, "triton", None)
-    assert not triton_kernels.available()
+    monkeypatch.setattr(triton_launch, "triton", None)
+    assert not triton_launch.available()
     with pytest.raises(ValueError, match="CUDA device"):
-        triton_kernels.instance_norms(torch.ones(1, 1, 1), torch.ones(1, 1, 1))
+        triton_launch.instance_norms(torch.ones(1, 1, 1), torch.ones(1, 1, 1))
 
 
 def test_the_package_imports_without_triton():
     """Triton is optional: with its import blocked, the module loads and says that it is not available."""
     code = (
         "import sys; sys.modules['triton'] = None\n"
-        "from dpllm.ghost import triton_kernels\n"
-        "assert not triton_kernels.available() and not triton_kernels.INTERPRETED"
+        "from dpllm.ghost import triton_launch\n"
+        "assert not triton_launch.available() and not triton_launch.INTERPRETED"
     )
     children.run([sys.executable, "-c", code])
 
@@ -519,4 +519,4 @@ def test_the_package_imports_without_triton():
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_kernels_are_available_in_the_tests():
     """If Triton is installed, no test here is skipped because of the order of imports."""
-    assert triton_kernels.available()
+    assert triton_launch.available()
