@@ -47,7 +47,7 @@ COLUMNS = (
     *("kernel", "shape", "GFLOP", "MB", "roofline µs", "fused µs", "PyTorch µs"),
     *("error", "PyTorch error", "slack", "PyTorch slack"),
 )
-KERNELS = ("gram", "instance", "weighted sum", "norm layer", "lookup")
+KERNELS = ("gram", "instance", "weighted sum", "lookup")
 
 # Dense peak rates in TFLOP/s for 16-bit inputs on tensor cores and for float32 outside of them, and memory bandwidth
 # in TB/s, by a part of the device's name; from NVIDIA's data sheets (half of the figures given "with sparsity").
@@ -76,14 +76,12 @@ GRAM_SHAPES = [
 POSITIVE_SHAPES = [(8, 1, 14_336, (14_336,)), (8, 512, 14_336, (4096,))]
 INSTANCE_SHAPES = [(8, 512, 2048, 16), (8, 4096, 2048, 2048), (2, 4096, 2048, 512), (2, 8192, 4096, 1024)]
 SUM_SHAPES = [(8, 512, 2048, 2048), (8, 512, 2048, 8192), (8, 512, 32_000, 2048), (4, 512, 4096, 14_336)]
-NORM_SHAPES = [(8, 512, 2048), (8, 1024, 2048), (4, 512, 4096), (64, 37, 2048)]
 LOOKUP_SHAPES = [(8, 512, 2048, 32_000), (4, 512, 4096, 128_256), (64, 37, 2048, 32_000)]
 TINY: dict[str, list] = {
     "gram": [(2, 17, 48, (80,)), (2, 70, 33, (16, 7))],
     "positive": [(2, 1, 300, (200,))],
     "instance": [(2, 17, 48, 80)],
     "weighted sum": [(2, 17, 48, 80)],
-    "norm layer": [(2, 17, 48)],
     "lookup": [(2, 17, 48, 9)],
 }
 FULL: dict[str, list] = {
@@ -91,7 +89,6 @@ FULL: dict[str, list] = {
     "positive": POSITIVE_SHAPES,
     "instance": INSTANCE_SHAPES,
     "weighted sum": SUM_SHAPES,
-    "norm layer": NORM_SHAPES,
     "lookup": LOOKUP_SHAPES,
 }
 
@@ -183,21 +180,6 @@ def weighted_sum_case(shape: tuple, dtype: torch.dtype, device: torch.device) ->
     )
 
 
-def norm_layer_case(shape: tuple, dtype: torch.dtype, device: torch.device) -> Case:
-    """Weight gradients of RMSNorm, per row."""
-    rows, tokens, width = shape
-    x, g = (random(rows, tokens, width, dtype=dtype, device=device) for _ in range(2))
-    return Case(
-        kernel="norm layer",
-        shape=f"B={rows} T={tokens} D={width}",
-        fused=lambda: (triton_launch.norm_layer_grads(x, g)[0], None),
-        plain=lambda: (kernels.sum_tokens(kernels.widen(g) * kernels.widen(x)), None),
-        exact=lambda: kernels.sum_tokens(g.double() * x.double()),
-        flops=2 * rows * tokens * width,
-        bytes=x.nbytes + g.nbytes + 4 * rows * width,
-    )
-
-
 def lookup_case(shape: tuple, dtype: torch.dtype, device: torch.device) -> Case:
     """Norms of an embedding; the tokens are drawn as in text, the n-th most frequent with probability ~ 1 / n."""
     rows, tokens, width, entries = shape
@@ -222,7 +204,6 @@ def cases(only: list[str], dtype: torch.dtype, device: torch.device) -> Iterator
     makers = {
         "instance": instance_case,
         "weighted sum": weighted_sum_case,
-        "norm layer": norm_layer_case,
         "lookup": lookup_case,
     }
     for kernel in only:

@@ -182,8 +182,6 @@ def launch(model: Llama, rows: int, tokens: int, lora: bool, totals: dict[tuple,
             torch.zeros(rows, tokens, dtype=torch.int64), activations(rows, tokens, model.hidden), model.vocabulary
         )
         tally.add([embedded])
-        x, g = (activations(rows, tokens, model.hidden) for _ in range(2))
-        triton_launch.norm_layer_grads(x, g, kind="rms", eps=1e-6)
     for use in kept:
         tally.add([use])
     tally.total()

@@ -51,7 +51,6 @@ def case_makers(kernel: str, dtype: torch.dtype, device: torch.device, whole: bo
         "gram": kernel_times.gram_case,
         "instance": kernel_times.instance_case,
         "weighted sum": kernel_times.weighted_sum_case,
-        "norm layer": kernel_times.norm_layer_case,
         "lookup": kernel_times.lookup_case,
     }
     made: list[Callable[[], Any]] = [partial(makers[kernel], shape, dtype, device) for shape in shapes[kernel]]

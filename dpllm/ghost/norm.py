@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dpllm.ghost.call import Call, tensors_of
 from dpllm.ghost.contributions import RowGradients
 from dpllm.ghost.errors import NoRuleError
-from dpllm.ghost.kernels import sum_tokens
+from dpllm.ghost.kernels import sum_tokens, widen
 from dpllm.ghost.normalisation import Normalisation
 from dpllm.ghost.tap import Recorder
 
@@ -50,10 +50,10 @@ class LayerNormRule:
         if self.weight is not None and keep == 1 and self.eps > 0:
             x = self.book.by_rows(saved[0])
             layer = Normalisation("layer", self.eps)
-            weight_B, bias_B = self.book.norm_method.norm_layer_grads(layer, x, grad, self.bias is not None)
+            weight_B, bias_B = layer.grads(x, grad, self.bias is not None)
         elif self.weight is not None:
             normed = F.layer_norm(self.book.by_rows(saved[0]), self.shape, eps=self.eps)
-            weight_B = self.book.norm_method.scale_grads(normed, grad, keep)
+            weight_B = sum_tokens(widen(grad) * widen(normed), keep)
         if self.bias is not None:
             self.book.record(self.bias, RowGradients(sum_tokens(grad, keep) if bias_B is None else bias_B))
         if self.weight is not None and weight_B is not None:
@@ -115,7 +115,7 @@ class ScaleRule:
                 if self.offset != "zero":
                     at_zero = torch.zeros(shape, dtype=dtype, device=device)
                     normed = normed - call.again({self.name: at_zero}, saved)
-            per_row = self.book.norm_method.scale_grads(self.book.by_rows(normed), self.book.by_rows(grad))
+            per_row = sum_tokens(widen(self.book.by_rows(grad)) * widen(self.book.by_rows(normed)))
             self.book.record(self.weight, RowGradients(per_row))
 
         return self.book.tap(output, receive, *tensors)
@@ -124,5 +124,5 @@ class ScaleRule:
         """Record the gradient of a normalisation that was recognised; the module does not run again."""
         assert self.normalisation is not None
         x, grad = self.book.by_rows(saved[0]), self.book.by_rows(grad)
-        weight_B, _ = self.book.norm_method.norm_layer_grads(self.normalisation, x, grad)
+        weight_B, _ = self.normalisation.grads(x, grad)
         self.book.record(self.weight, RowGradients(weight_B))

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from dpllm.ghost import kernels, triton_launch
-from dpllm.ghost.normalisation import Normalisation
 from dpllm.ghost.sums import Sum, Weights
 
 NormAlgorithm = Literal["auto", "gram", "instance", "tiled"]
@@ -162,23 +161,3 @@ class NormMethod:
         """Return the squared norm of each unit's gradient of a lookup table, (U,); see `kernels.lookup_norms`."""
         norms = triton_launch.lookup_norms if self.fuses(right_BTR) else kernels.lookup_norms
         return norms(index_BT, right_BTR, unit_B, num_units, num_entries)
-
-    def norm_layer_grads(
-        self, normalisation: Normalisation, x: Tensor, grad: Tensor, with_bias: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return each row's gradients of a norm layer's weight and bias from its input; see `Normalisation.grads`."""
-        if x.ndim in (3, 4) and x.shape[-1] <= triton_launch.WIDEST_NORM and self.fuses(x, grad):
-            return triton_launch.norm_layer_grads(x, grad, with_bias, normalisation.kind, normalisation.eps)
-        return normalisation.grads(x, grad, with_bias)
-
-    def scale_grads(self, normed: Tensor, grad: Tensor, keep: int = 1) -> Tensor:
-        """Return the per-row gradient of a feature scale, sum_t n_t * g_t, (B, ...) in the accumulation dtype.
-
-        Args:
-            normed: n(x), rows first.
-            grad: output gradient of the same shape.
-            keep: the number of trailing dimensions of the scale.
-        """
-        if keep == 1 and normed.ndim in (3, 4) and self.fuses(normed, grad):
-            return triton_launch.norm_layer_grads(normed, grad)[0]
-        return kernels.sum_tokens(kernels.widen(grad) * kernels.widen(normed), keep)

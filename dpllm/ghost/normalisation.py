@@ -46,7 +46,7 @@ class Normalisation:
         return x * norm.square_().div_(x.shape[-1]).add_(self.eps).rsqrt_()
 
     def grads(self, x: Tensor, grad: Tensor, with_bias: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Return each row's gradients of weight and bias, (B, D) in the accumulation dtype; reference of the kernel.
+        """Return each row's gradients of weight and bias, (B, D) in the accumulation dtype.
 
         Args:
             x: the layer's input, rows first.

@@ -12,8 +12,6 @@ with fewer transfers through memory:
 * `weighted_outer_`: the clipped sum of a matrix. The factor multiplies a row's gradient after its tokens are summed, in
   float32; scaling an input of 16 bits beforehand would round it and read it once more. With noise and scale it makes
   the gradient in the same pass.
-* `norm_layer_grads`: weight and bias gradients of LayerNorm and RMSNorm per row, from one pass over input and gradient;
-  mean and deviation are computed again from what was read.
 * `lookup_norms`: embedding norms; equal tokens of a unit are adjacent after a sort, and each run is summed,
   squared and reduced without a slot per token.
 
@@ -41,7 +39,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,13 +58,8 @@ CHUNK = 1024
 OLDEST = (8, 0)
 """The least compute capability, of Ampere. On older GPUs programs spill kilobytes of registers."""
 
-WIDEST_NORM = 16384
-"""Features of a norm layer that one program can read at a time."""
-
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _TRITON_DTYPES = {} if triton is None else dict(zip(DTYPES, (tl.bfloat16, tl.float16, tl.float32), strict=True))
-# Below this many programs a smaller tile is faster: about two for each of the 132 multiprocessors of an H100 or H200.
-_MANY_PROGRAMS = 256
 
 
 def available() -> bool:
@@ -383,87 +376,6 @@ def weighted_outer_(
         },
         out_LR,
     )
-
-
-def norm_layer_grads(
-    x: Tensor,
-    grad: Tensor,
-    with_bias: bool = False,
-    kind: Literal["given", "rms", "layer"] = "given",
-    eps: float = 0.0,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the per-row gradients of the weight (and bias) of a layer y = w * n(x) + b over the last dimension.
-
-    Args:
-        x: (B, T, D), or (B, T, H, D) for a norm per attention head.
-        grad: output gradient of the same shape, with its own strides.
-        with_bias: whether to return the bias gradient as well, from the same pass.
-        kind: "given": n(x) = x. "rms": x / sqrt(mean(x^2) + eps). "layer": the same of x - mean(x). The last two are
-            over the last dimension, of at most `WIDEST_NORM` features.
-        eps: of the last two, above 0.
-
-    Returns:
-        ``(weight_BD, bias_BD)`` in float32: sum_t n_t * g_t and sum_t g_t; the second is None without ``with_bias``.
-
-    Raises:
-        ValueError: shapes that differ or have other than 3 or 4 dimensions, too many features, a dtype or device that
-            the kernels do not take.
-    """
-    _require("norm_layer_grads", x, grad)
-    if x.shape != grad.shape or x.ndim not in (3, 4):
-        raise ValueError(
-            f"norm_layer_grads: the input has shape {tuple(x.shape)}, the gradient {tuple(grad.shape)}."
-            " Give both as (B, T, D) or both as (B, T, H, D)."
-        )
-    if x.ndim == 3:
-        x, grad = x.unsqueeze(2), grad.unsqueeze(2)
-    rows, outer, inner, width = x.shape
-    if x.numel() == 0:
-        empty = _zeros(x, rows, width)
-        return empty, torch.zeros_like(empty) if with_bias else None
-    if width > WIDEST_NORM and kind != "given":
-        raise ValueError(f"norm_layer_grads: {width} features; a norm can have at most {WIDEST_NORM}.")
-    tokens = outer * inner
-    block_d = max(16, min(WIDEST_NORM, triton.next_power_of_2(width)))
-    num_warps = max(4, block_d // 1024)
-    block_t = max(1, 1024 * num_warps // block_d)
-    tiles_d = -(-width // block_d)
-    # Long rows are split so that there are enough programs; the partial results are added up afterwards.
-    splits = max(1, min(-(-tokens // (4 * block_t)), 4 * _MANY_PROGRAMS // (rows * tiles_d)))
-    partial = torch.empty(1 + with_bias, rows, splits, width, dtype=torch.float32, device=x.device)
-    _launch(
-        "norm_layer_program",
-        rows * splits * tiles_d,
-        (
-            x,
-            *x.stride(),
-            grad,
-            *grad.stride(),
-            partial[0],
-            partial[-1],
-            splits * width,
-            width,
-            eps,
-            tokens,
-            inner,
-            width,
-            splits,
-            -(-tokens // splits),
-            tiles_d,
-        ),
-        {
-            "KIND": kind,
-            "WITH_BIAS": with_bias,
-            "ALIGNED": _is_aligned(x) and _is_aligned(grad),
-            "BLOCK_T": block_t,
-            "BLOCK_D": block_d,
-            "num_warps": num_warps,
-            "enable_fp_fusion": True,
-        },
-        partial,
-    )
-    sums = partial.sum(2) if splits > 1 else partial.squeeze(2)
-    return sums[0], sums[1] if with_bias else None
 
 
 def lookup_norms(index_BT: Tensor, right_BTR: Tensor, unit_B: Tensor, num_units: int, num_entries: int) -> Tensor:

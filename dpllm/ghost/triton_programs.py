@@ -45,10 +45,8 @@ INTERPRETED: bool = triton is not None and triton.knobs.runtime.interpret
 
 # fmt: off
 _VARYING = frozenset((
-    "groups", "rows", "tokens", "inner", "width", "plane", "pairs", "tiles", "tiles_l", "tiles_r", "tiles_d",
-    "splits", "span", "end_of_units", "start_rows", "size_l", "size_r", "left_row", "left_token", "left_last",
-    "right_row", "right_token", "right_last", "x_row", "x_token", "x_head", "x_last", "grad_row", "grad_token",
-    "grad_head", "grad_last", "out_row", "out_split",
+    "groups", "rows", "tokens", "width", "plane", "pairs", "tiles", "tiles_l", "tiles_r", "end_of_units", "start_rows",
+    "size_l", "size_r", "left_row", "left_token", "left_last", "right_row", "right_token", "right_last", "out_row",
 ))
 # fmt: on
 
@@ -355,83 +353,6 @@ def weighted_outer_program(
     place_LR += (r_R if ALIGNED else r_R.to(tl.int64) * out_last)[None, :]
     total_LR += tl.load(start + place_LR, mask=inside_LR & (l_L < start_rows)[:, None], other=0.0)
     tl.store(out + place_LR, (scale * total_LR).to(out.dtype.element_ty), mask=inside_LR)
-
-
-@jit_if_present
-def norm_layer_program(
-    x: tl.tensor,
-    x_row: tl.tensor,
-    x_token: tl.tensor,
-    x_head: tl.tensor,
-    x_last: tl.tensor,
-    grad: tl.tensor,
-    grad_row: tl.tensor,
-    grad_token: tl.tensor,
-    grad_head: tl.tensor,
-    grad_last: tl.tensor,
-    partial_weight: tl.tensor,
-    partial_bias: tl.tensor,
-    out_row: tl.tensor,
-    out_split: tl.tensor,
-    eps: tl.tensor,
-    tokens: tl.tensor,
-    inner: tl.tensor,
-    width: tl.tensor,
-    splits: tl.tensor,
-    span: tl.tensor,
-    tiles_d: tl.tensor,
-    KIND: tl.constexpr,
-    WITH_BIAS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> None:
-    """Sum over a span of one row's tokens of n(x) * grad, and of grad, for one block of features.
-
-    n(x) is x ("given"), x / rms(x) ("rms") or (x - mean(x)) / std(x) ("layer"); for the last two the block is all
-    features, and their statistics are computed from the block that was read.
-    """
-    UNITS_X: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth  # 16 bytes
-    UNITS_G: tl.constexpr = 128 // grad.dtype.element_ty.primitive_bitwidth
-    program = tl.program_id(0)
-    tile = program % tiles_d
-    split = (program // tiles_d) % splits
-    row = (program // (tiles_d * splits)).to(tl.int64)
-    d_D = tile * BLOCK_D + tl.arange(0, BLOCK_D)
-    inside_D = d_D < multiple(width, ALIGNED, UNITS_X)
-    weight_D = tl.full((BLOCK_D,), 0.0, tl.float32)
-    bias_D = tl.full((BLOCK_D,), 0.0, tl.float32)
-    x += row * multiple(x_row, ALIGNED, UNITS_X)
-    grad += row * multiple(grad_row, ALIGNED, UNITS_G)
-    x_token, x_head = multiple(x_token, ALIGNED, UNITS_X), multiple(x_head, ALIGNED, UNITS_X)
-    grad_token, grad_head = multiple(grad_token, ALIGNED, UNITS_G), multiple(grad_head, ALIGNED, UNITS_G)
-    if ALIGNED:
-        x_1D = x + d_D[None, :]
-        g_1D = grad + d_D[None, :]
-    else:
-        x_1D = x + d_D.to(tl.int64)[None, :] * x_last
-        g_1D = grad + d_D.to(tl.int64)[None, :] * grad_last
-    end = tl.minimum((split + 1) * span, tokens)
-    for start in range(split * span, end, BLOCK_T):
-        t_T = start + tl.arange(0, BLOCK_T)
-        inside_TD = (t_T < end)[:, None] & inside_D[None, :]
-        outer_T1 = (t_T // inner).to(tl.int64)[:, None]
-        inner_T1 = (t_T % inner).to(tl.int64)[:, None]
-        x_TD = tl.load(x_1D + outer_T1 * x_token + inner_T1 * x_head, mask=inside_TD, other=0.0).to(tl.float32)
-        g_TD = tl.load(g_1D + outer_T1 * grad_token + inner_T1 * grad_head, mask=inside_TD, other=0.0).to(tl.float32)
-        if WITH_BIAS:
-            bias_D += tl.sum(g_TD, axis=0)
-        if KIND == "layer":
-            mean_T = tl.sum(x_TD, axis=1) / width
-            x_TD = tl.where(inside_TD, x_TD - mean_T[:, None], 0.0)
-        if KIND != "given":
-            square_T = tl.sum(x_TD * x_TD, axis=1) / width
-            g_TD *= (1.0 / tl.sqrt(square_T + eps))[:, None]
-        weight_D += tl.sum(x_TD * g_TD, axis=0)
-    place = row * out_row + split * out_split
-    tl.store(partial_weight + place + d_D, weight_D, mask=inside_D)
-    if WITH_BIAS:
-        tl.store(partial_bias + place + d_D, bias_D, mask=inside_D)
 
 
 @jit_if_present

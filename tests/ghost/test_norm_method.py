@@ -101,20 +101,6 @@ def test_kernels_can_be_asked_for():
         NormMethod("gram", fused=True).outer_norms(torch.zeros(1, 2, 3).double(), [torch.zeros(1, 2, 3).double()])
 
 
-@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=needs_triton)])
-@pytest.mark.parametrize("shape", [(2, 5, 7), (2, 5, 3, 7)], ids=["features", "features of heads"])
-def test_pytorch_and_kernels_agree_on_a_scale(shape, fused):
-    """The gradient of a feature scale, for each row."""
-    normed, grad = torch.randn(shape), torch.randn(shape).bfloat16()
-    expected = (normed.double() * grad.double()).flatten(1, -2).sum(1)
-    torch.testing.assert_close(
-        NormMethod(fused=fused).scale_grads(normed, grad).double(), expected, rtol=1e-5, atol=1e-5
-    )
-    assert NormMethod(fused=fused).scale_grads(normed[:, 0], grad[:, 0]).shape == (2, 7)
-    whole = NormMethod(fused=fused).scale_grads(normed, grad, keep=2)
-    torch.testing.assert_close(whole, kernels.sum_tokens(normed * grad.float(), 2))
-
-
 def test_unknown_algorithms_are_refused():
     """A typo is not treated as the default."""
     with pytest.raises(ValueError, match="grams"):

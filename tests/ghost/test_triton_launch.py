@@ -16,7 +16,6 @@ if not torch.cuda.is_available():
 from dpllm import GhostClipper
 from dpllm.ghost import NormMethod, kernels, triton_launch
 from dpllm.ghost.contributions import Lookup, Rows
-from dpllm.ghost.kernels import sum_tokens
 from dpllm.ghost.triton_programs import Tile, Tiles
 from tests import children
 from tests.mutations import kills
@@ -159,14 +158,11 @@ def test_padding_has_norm_zero(dtype):
     g[0] = 0
     sq_norm, mass = triton_launch.gram_norms(a, [g, g])
     index, unit = torch.zeros(2, 17, dtype=torch.long, device=DEVICE), torch.arange(2, device=DEVICE)
-    weight, bias = triton_launch.norm_layer_grads(g, g, with_bias=True)
     assert mass[0] < 1e-18 < mass[1]
     for value in (
         sq_norm,
         triton_launch.instance_norms(a, g),
         triton_launch.lookup_norms(index, g, unit, 2, 3),
-        weight.square().sum(1),
-        bias.square().sum(1),
     ):
         assert value[0] == 0 < value[1]
 
@@ -318,8 +314,6 @@ def test_no_layout_needs_a_copy():
             assert torch.equal(actual, expected)
             actual, expected = (triton_launch.lookup_norms(index, y, unit, 2, 4) for y in (grad, copy))
             assert torch.equal(actual, expected)
-    weight, _ = triton_launch.norm_layer_grads(a, shared)
-    assert torch.equal(weight, triton_launch.norm_layer_grads(a.contiguous(), shared.contiguous())[0])
 
 
 @needs_triton
@@ -336,7 +330,6 @@ def test_nothing_behind_an_expanded_number_is_read(tokens, dtype):
         assert_close(triton_launch.gram_norms(x, [g])[0], expected.square().sum((1, 2)), 1e-3)
         assert_close(triton_launch.gram_norms(g, [x])[0], expected.square().sum((1, 2)), 1e-3)
         assert_close(triton_launch.instance_norms(x, g), expected.square().sum((1, 2)), 1e-3)
-        assert_close(triton_launch.norm_layer_grads(x, g)[0], sum_tokens(x.double() * g.double()), 1e-3, 1e-3)
         total = torch.empty(32, 32, device=DEVICE)
         triton_launch.weighted_outer_(total, None, x, g, torch.ones(1, device=DEVICE))
         assert_close(total, expected[0], 1e-3, 1e-3)
@@ -367,60 +360,9 @@ def test_equal_inputs_give_equal_bits():
     for run in (
         lambda: triton_launch.gram_norms(a, [g])[0],
         lambda: triton_launch.instance_norms(a, g),
-        lambda: triton_launch.norm_layer_grads(g, g)[0],
         lambda: triton_launch.lookup_norms(index, g, unit, 2, 4),
     ):
         assert torch.equal(run(), run())
-
-
-# ----------------------------------------------------------------- norm layers
-
-
-@needs_triton
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 48), (3, 17, 80), (2, 301, 5), (2, 7, 3, 20)])
-def test_norm_layer_grads_equal_the_pytorch_form(dtype, shape):
-    """Weight and bias gradients of each row, also where a norm serves each attention head."""
-    normed, grad = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype)
-    weight, bias = triton_launch.norm_layer_grads(normed, grad, with_bias=True)
-    assert_close(weight, sum_tokens(normed.double() * grad.double()), rounding(dtype), atol=1e-4)
-    assert_close(bias, sum_tokens(grad.double()), rounding(dtype), atol=1e-4)
-    alone, none = triton_launch.norm_layer_grads(normed, grad)
-    assert none is None
-    assert torch.equal(alone, weight)
-
-
-@needs_triton
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 17, 80), (2, 301, 5), (2, 7, 3, 20)])
-def test_norm_layer_grads_normalise_by_themselves(dtype, kind, shape):
-    """From the layer's input: mean and deviation in float32, for each token and head; eps counts for small inputs."""
-    x, grad = 3 + 2 * randn(*shape), randn(*shape, dtype=dtype)
-    x[0] *= 1e-3
-    x = x.to(dtype)
-    weight, bias = triton_launch.norm_layer_grads(x, grad, with_bias=True, kind=kind, eps=1e-5)
-    centred = x.double() - (x.double().mean(-1, keepdim=True) if kind == "layer" else 0)
-    normed = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    assert_close(weight, sum_tokens(normed * grad.double()), 1e-4, atol=1e-3)
-    assert_close(bias, sum_tokens(grad.double()), 1e-5, atol=1e-4)
-
-
-@needs_triton
-def test_norm_layers_of_too_many_features_are_refused():
-    """Their statistics would be those of a part."""
-    x = randn(1, 1, triton_launch.WIDEST_NORM + 1)
-    with pytest.raises(ValueError, match="16385"):
-        triton_launch.norm_layer_grads(x, x, kind="rms", eps=1e-6)
-    assert torch.equal(triton_launch.norm_layer_grads(x, x)[0], x[0].square())
-
-
-@needs_triton
-def test_norm_layer_grads_of_heads_take_a_transposed_gradient():
-    """(B, H, T, D) in memory, viewed as (B, T, H, D): read without a copy."""
-    normed, grad = randn(2, 5, 3, 8), randn(2, 3, 5, 8).transpose(1, 2)
-    weight, _ = triton_launch.norm_layer_grads(normed, grad)
-    assert_close(weight, (normed * grad).sum((1, 2)), 1e-5, atol=1e-5)
 
 
 # --------------------------------------------------------------------- lookups
@@ -466,9 +408,6 @@ def test_nothing_has_norm_zero():
         assert all(x.shape == (0,) for x in tensors)
     assert torch.equal(triton_launch.gram_norms(randn(2, 0, 4), [randn(2, 0, 4)])[0], torch.zeros(2, device=DEVICE))
     assert torch.equal(triton_launch.instance_norms(randn(2, 3, 0), randn(2, 3, 4)), torch.zeros(2, device=DEVICE))
-    weight, bias = triton_launch.norm_layer_grads(randn(2, 0, 4), randn(2, 0, 4), with_bias=True)
-    assert torch.equal(weight, torch.zeros(2, 4, device=DEVICE))
-    assert torch.equal(bias, weight)
     assert torch.equal(triton_launch.lookup_norms(index, randn(2, 0, 4), unit, 2, 5), torch.zeros(2, device=DEVICE))
 
 
