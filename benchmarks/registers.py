@@ -105,7 +105,7 @@ class Recorder:
         # Tensors here are on the CPU, and never read.
         triton_launch._require = lambda name, *tensors: None
         triton_launch.available = lambda: True
-        triton_launch.tiles_of = lambda device: triton_programs.tiles_for(capability // 10)
+        triton_launch.tile_of = lambda device, *more: triton_programs.tile_for(capability // 10, *more)
 
     def _see(self, *, key: Any, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         name = fn.name.rpartition(".")[2]

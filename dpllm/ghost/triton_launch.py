@@ -47,7 +47,7 @@ from torch import Tensor
 from dpllm.ghost import triton_programs as programs
 from dpllm.ghost.kernels import least_square
 from dpllm.ghost.memory import is_shortage
-from dpllm.ghost.triton_programs import tiles_of
+from dpllm.ghost.triton_programs import Tile, tile_of
 
 triton, tl = programs.triton, programs.tl
 INTERPRETED = programs.INTERPRETED
@@ -94,7 +94,7 @@ def _problem(device: torch.device) -> str | None:
     if capability < OLDEST:
         return f"its compute capability is {'.'.join(map(str, capability))}, and they need at least 8.0 (Ampere)"
     try:
-        found = _run(device)
+        found = probe(device)
     except Exception as error:  # of a compiler, an assembler, a linker, a driver or a folder for the cache
         if is_shortage(error):
             raise  # says nothing about Triton
@@ -106,8 +106,8 @@ def _problem(device: torch.device) -> str | None:
     return None if found == 3.0 else f"a program returned {found} instead of 3.0"
 
 
-def _run(device: torch.device) -> float:
-    """Add up three ones with the smallest program."""
+def probe(device: torch.device) -> float:
+    """Compile and run the smallest program, which adds up three ones, and return its result."""
     partial, total = torch.ones(3, device=device), torch.zeros(1, device=device)
     bounds = torch.tensor([0, 3], device=device)
     with torch.cuda.device_of(partial):
@@ -182,7 +182,7 @@ def _gram_norms(groups: Sequence[tuple[Tensor, list[Tensor]]], aligned: bool) ->
     if rows == 0 or tokens == 0:
         return _zeros(first, 2, len(groups), rows)
     exact = torch.float32 in (first.dtype, first_grad.dtype)
-    tile = tiles_of(first.device).gram(tokens, exact, aligned)
+    tile = tile_of(first.device, tokens, exact, aligned)
     blocks = -(-tokens // tile.block)
     pairs = blocks * (blocks + 1) // 2
     partial = torch.empty(2, len(groups), rows, pairs, dtype=torch.float32, device=first.device)
@@ -198,10 +198,7 @@ def _gram_norms(groups: Sequence[tuple[Tensor, list[Tensor]]], aligned: bool) ->
             "BLOCK_K": tile.depth,
             "CHUNK_K": CHUNK,
             "LEAST": least_square(torch.float32),
-            "WIDEN": INTERPRETED,
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
-            "enable_fp_fusion": True,
+            **_options(tile),
         },
         partial,
     )
@@ -271,7 +268,7 @@ def instance_norms(left_BTL: Tensor, right_BTR: Tensor) -> Tensor:
         return _zeros(left_BTL, rows)
     exact = torch.float32 in (left_BTL.dtype, right_BTR.dtype)
     aligned = _is_aligned(left_BTL) and _is_aligned(right_BTR)
-    tile = tiles_of(left_BTL.device).instance(min(left, right), exact, aligned)
+    tile = tile_of(left_BTL.device, min(left, right), exact, aligned)
     tiles_r = -(-right // tile.block)
     tiles = -(-left // tile.block) * tiles_r
     partial = torch.empty(rows, tiles, dtype=torch.float32, device=left_BTL.device)
@@ -286,10 +283,7 @@ def instance_norms(left_BTL: Tensor, right_BTR: Tensor) -> Tensor:
             "BLOCK_R": tile.block,
             "BLOCK_T": tile.depth,
             "CHUNK_T": CHUNK,
-            "WIDEN": INTERPRETED,
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
-            "enable_fp_fusion": True,
+            **_options(tile),
         },
         partial,
     )
@@ -338,7 +332,7 @@ def weighted_outer_(
     exact = torch.float32 in (left_BTL.dtype, right_BTR.dtype)
     tensors = (left_BTL, right_BTR, out_LR) if start_LR is None else (left_BTL, right_BTR, out_LR, start_LR)
     aligned = all(map(_is_aligned, tensors))
-    tile = tiles_of(out_LR.device).instance(min(left, right), exact, aligned)
+    tile = tile_of(out_LR.device, min(left, right), exact, aligned)
     tiles_l, tiles_r = -(-left // tile.block), -(-right // tile.block)
     _launch(
         "weighted_outer_program",
@@ -369,10 +363,7 @@ def weighted_outer_(
             "BLOCK_T": tile.depth,
             "CHUNK": max(1, CHUNK // tile.depth),
             "GROUP": 8,
-            "WIDEN": INTERPRETED,
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
-            "enable_fp_fusion": True,
+            **_options(tile),
         },
         out_LR,
     )
@@ -447,6 +438,12 @@ def _launch(name: str, grid: int, args: tuple, options: dict[str, Any], written:
     with torch.cuda.device_of(written):
         table = _table(first, written.device) if isinstance(first, list) else first
         getattr(programs, name)[(grid,)](table, *rest, **options)
+
+
+def _options(tile: Tile) -> dict[str, Any]:
+    """Return the options that all products have."""
+    compiler = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
+    return {"WIDEN": INTERPRETED, **compiler}
 
 
 def _require(name: str, *tensors: Tensor) -> None:

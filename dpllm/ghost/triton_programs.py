@@ -12,15 +12,9 @@ one program from the first to the last, so its order is fixed.
 Shape suffixes: M, N, K of a product; S, T tokens; L, R, D widths; J places in a sorted list. Parameters in capitals are
 fixed at compilation.
 
-Tile sizes depend on the compute capability of the GPU (`Tiles`).
-
-The tables are fixed, and nothing is chosen by timing at run time, so that bits are reproducible.
-
-They were chosen from compiled code only, by ``benchmarks/registers.py``: no program spills registers, and its shared
-memory fits. No tile was chosen by time on any GPU yet.
-
-Each program has few tiles, because each takes seconds to compile: a small one for short rows and narrow sides, a large
-one for all others.
+Tile sizes follow from shape, dtype and compute capability by a fixed table, not from timing, so that bits are
+reproducible. They were chosen from compiled code only (``benchmarks/registers.py``): no program spills registers, and
+its shared memory fits. There are few, since each takes seconds to compile. None was chosen by time on any GPU yet.
 """
 
 from __future__ import annotations
@@ -66,45 +60,6 @@ def multiple(value: tl.tensor, ALIGNED: tl.constexpr, NUMBER: tl.constexpr) -> t
     if ALIGNED:
         value = value // NUMBER * NUMBER  # not tl.multiple_of, whose hint is lost for loaded and passed integers
     return value
-
-
-@jit_if_present
-def product(
-    left: tl.tensor,
-    left_m: tl.tensor,
-    left_k: tl.tensor,
-    right: tl.tensor,
-    right_n: tl.tensor,
-    right_k: tl.tensor,
-    m_M1: tl.tensor,
-    n_1N: tl.tensor,
-    size_m: tl.tensor,
-    size_n: tl.tensor,
-    start: tl.tensor,
-    end: tl.tensor,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SAME_DTYPE: tl.constexpr,
-    WIDEN: tl.constexpr,
-) -> tl.tensor:
-    """Return the tile of sum_{start <= k < end} left[m, k] right[n, k], (M, N), in float32."""
-    total_MN = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
-    k_K = start + tl.arange(0, BLOCK_K)
-    left_MK = left + m_M1 * left_m + k_K.to(tl.int64)[None, :] * left_k
-    right_KN = right + n_1N * right_n + k_K.to(tl.int64)[:, None] * right_k
-    for k in range(start, end, BLOCK_K):
-        inside_K = tl.arange(0, BLOCK_K) < end - k
-        x_MK = tl.load(left_MK, mask=(m_M1 < size_m) & inside_K[None, :], other=0.0)
-        y_KN = tl.load(right_KN, mask=(n_1N < size_n) & inside_K[:, None], other=0.0)
-        # The interpreter multiplies the bit patterns of bfloat16; widening is exact, as are the tensor cores' products.
-        if WIDEN or not SAME_DTYPE:
-            x_MK = x_MK.to(tl.float32)
-            y_KN = y_KN.to(tl.float32)
-        total_MN = tl.dot(x_MK, y_KN, total_MN, input_precision="ieee")
-        left_MK += BLOCK_K * left_k
-        right_KN += BLOCK_K * right_k
-    return total_MN
 
 
 @jit_if_present
@@ -258,18 +213,25 @@ def instance_program(
     x = left + row * multiple(left_row, ALIGNED, UNITS_L)
     y = right + row * multiple(right_row, ALIGNED, UNITS_R)
     by_x, by_y = multiple(left_token, ALIGNED, UNITS_L), multiple(right_token, ALIGNED, UNITS_R)
+    by_l, by_r = 1 if ALIGNED else left_last, 1 if ALIGNED else right_last
     for start in range(0, tokens, CHUNK_T):
         end = tl.minimum(start + CHUNK_T, tokens)
-        if ALIGNED:
-            total_LR += product(
-                x, 1, by_x, y, 1, by_y, l_L1, r_1R, left_width, right_width, start, end, BLOCK_L, BLOCK_R, BLOCK_T,
-                SAME_DTYPE, WIDEN,
-            )  # fmt: skip
-        else:
-            total_LR += product(
-                x, left_last, by_x, y, right_last, by_y, l_L1, r_1R, left_width, right_width, start, end,
-                BLOCK_L, BLOCK_R, BLOCK_T, SAME_DTYPE, WIDEN,
-            )  # fmt: skip
+        part_LR = tl.full((BLOCK_L, BLOCK_R), 0.0, tl.float32)
+        t_T = (start + tl.arange(0, BLOCK_T)).to(tl.int64)
+        left_LT = x + l_L1 * by_l + t_T[None, :] * by_x
+        right_TR = y + r_1R * by_r + t_T[:, None] * by_y
+        for t in range(start, end, BLOCK_T):
+            inside_T = tl.arange(0, BLOCK_T) < end - t
+            x_LT = tl.load(left_LT, mask=(l_L1 < left_width) & inside_T[None, :], other=0.0)
+            y_TR = tl.load(right_TR, mask=(r_1R < right_width) & inside_T[:, None], other=0.0)
+            # The interpreter multiplies the bits of bfloat16; widening is exact, as are the tensor cores' products.
+            if WIDEN or not SAME_DTYPE:
+                x_LT = x_LT.to(tl.float32)
+                y_TR = y_TR.to(tl.float32)
+            part_LR = tl.dot(x_LT, y_TR, part_LR, input_precision="ieee")
+            left_LT += BLOCK_T * by_x
+            right_TR += BLOCK_T * by_y
+        total_LR += part_LR
     square_L = tl.sum(total_LR * total_LR, axis=1)
     tl.store(partial + program, tl.sum(square_L, axis=0))
 
@@ -429,56 +391,33 @@ class Tile:
     num_stages: int
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """The tiles on one generation of GPUs.
-
-    Attributes:
-        large_gram: for Gram matrices of more than 64 tokens.
-        large_instance: for gradients of which both sides have more than 64 features.
-    """
-
-    large_gram: Tile
-    large_instance: Tile
-
-    small = Tile(64, 64, 4, 3)
-    exact = Tile(64, 16, 4, 3)  # float32 outside of tensor cores
-    scattered = Tile(64, 32, 8, 3)  # tensors that are read entry by entry
-
-    def gram(self, tokens: int, exact: bool, aligned: bool) -> Tile:
-        """Return the tile for the Gram matrices of rows with this many tokens.
-
-        Args:
-            tokens: of a row.
-            exact: whether an input is float32.
-            aligned: whether tensors can be read 16 bytes at a time.
-        """
-        return self.exact if exact else self.scattered if not aligned else self._by_size(tokens, self.large_gram)
-
-    def instance(self, side: int, exact: bool, aligned: bool) -> Tile:
-        """Return the tile for a gradient whose smaller side has this many features; the rest as in `gram`."""
-        return self.exact if exact else self.scattered if not aligned else self._by_size(side, self.large_instance)
-
-    def _by_size(self, size: int, large: Tile) -> Tile:
-        return self.small if size <= 64 else large
-
-
+_SMALL = Tile(64, 64, 4, 3)
+_EXACT = Tile(64, 16, 4, 3)  # float32 outside of tensor cores
+_SCATTERED = Tile(64, 32, 8, 3)  # tensors that are read entry by entry
 # By the major number of the compute capability: 8 is Ampere and Ada, 9 Hopper, 10 and 12 Blackwell. At a depth of 64,
 # the large Gram tile would spill on 8 and 12; these also have at most 99 KB of shared memory in some models.
-_BY_MAJOR = {
-    8: Tiles(Tile(128, 32, 8, 4), Tile(128, 32, 8, 4)),
-    9: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
-    10: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
-    12: Tiles(Tile(128, 32, 8, 4), Tile(128, 32, 8, 4)),
-}
+_LARGE = {8: Tile(128, 32, 8, 4), 9: Tile(128, 64, 8, 3), 10: Tile(128, 64, 8, 3), 12: Tile(128, 32, 8, 4)}
+
+
+def tile_of(device: torch.device, size: int, exact: bool, aligned: bool) -> Tile:
+    """Return the tile for products on a device.
+
+    Args:
+        device: of the tensors.
+        size: the tokens of a row for Gram matrices; the smaller side of a gradient, in features.
+        exact: whether an input is float32.
+        aligned: whether tensors can be read 16 bytes at a time.
+    """
+    return tile_for(_major(device), size, exact, aligned)
 
 
 @functools.cache
-def tiles_of(device: torch.device) -> Tiles:
-    """Return the tiles for a device."""
-    return tiles_for(torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 8)
+def _major(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 8
 
 
-def tiles_for(major: int) -> Tiles:
-    """Return the tiles for a compute capability; for one that is not in the table, those that need least."""
-    return _BY_MAJOR.get(major, _BY_MAJOR[8])
+def tile_for(major: int, size: int, exact: bool, aligned: bool) -> Tile:
+    """Return `tile_of` for a major compute capability; for one that is not in the table, the tile that needs least."""
+    if exact or not aligned:
+        return _EXACT if exact else _SCATTERED
+    return _SMALL if size <= 64 else _LARGE.get(major, _LARGE[8])

@@ -11,12 +11,7 @@ import re
 import sys
 
 import pytest
-import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # for the other tests of this process
-
-from dpllm.ghost import triton_programs
 from tests import children
 
 # Launches compile and record instead of running; the driver only gives the target of the compilation.
@@ -73,9 +68,3 @@ def test_programs_compile_for_gpus(tmp_path):
         assert ".entry" in ptx and not re.search(r"tf32|\b(atom|red)\.", ptx)
         if name in ("gram_program", "instance_program", "weighted_outer_program"):
             assert (".bf16.bf16" in ptx) == (dtype == "torch.bfloat16")
-
-
-def test_what_nothing_calls_is_left_alone_without_triton(monkeypatch):
-    """The decorator needs no Triton, so that the module can be imported anywhere."""
-    monkeypatch.setattr(triton_programs, "triton", None)
-    assert triton_programs.jit_if_present(len) is len
