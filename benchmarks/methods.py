@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import types
 from collections.abc import Callable
 
 import torch
@@ -157,12 +158,30 @@ def own(model: nn.Module, name: str = OURS, fused: bool | None = None) -> Step:
     return GhostStep(model, NormMethod(fused=fused, backward_passes=2 if name == TWICE else "auto"), clipping)
 
 
-def compile_blocks(model: nn.Module, backend: str = "inductor") -> nn.Module:
-    """Compile a transformer's blocks in place and return it: one graph serves all blocks, so it is ready in seconds."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    for block in max(lists, key=len):
-        block.compile(backend=backend, dynamic=False)
+def compile_blocks(model: nn.Module, backend: str = "inductor", dynamic: bool | None = False) -> nn.Module:
+    """Compile the forward of each class of blocks once, in place, and return the model.
+
+    Blocks are the children of the outermost lists of modules. One graph serves all blocks of a class.
+
+    Args:
+        model: a transformer.
+        backend: of ``torch.compile``.
+        dynamic: as for ``torch.compile``; None: a dimension becomes symbolic when it changes.
+    """
+    compiled: dict[type, Callable[..., Tensor]] = {}
+    for block in blocks_of(model):
+        kind = type(block)
+        if kind not in compiled:
+            compiled[kind] = torch.compile(kind.forward, backend=backend, dynamic=dynamic)
+        block.forward = types.MethodType(compiled[kind], block)
     return model
+
+
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """Return the children of the outermost lists of modules, in order."""
+    if isinstance(module, nn.ModuleList):
+        return list(module)
+    return [block for child in module.children() for block in blocks_of(child)]
 
 
 OWN = (OURS, TWICE, LAYERS)
