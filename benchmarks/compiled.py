@@ -82,6 +82,12 @@ class Training:
 
     def build(self) -> tuple[nn.Module, nn.Module]:
         """Return the model in training mode, and a copy in float64 with the same values."""
+        model, wide = self._built()
+        if self.case.spec.experts:  # transformers' default, which has no float64; its loop over experts breaks graphs
+            model.set_experts_implementation("grouped_mm")
+        return model, wide
+
+    def _built(self) -> tuple[nn.Module, nn.Module]:
         if self.trained != "QLoRA":
             model = build_model(self.case)
             return model, copy.deepcopy(model).double()
@@ -100,7 +106,7 @@ class Training:
         adapted = functools.partial(MODES[self.case.mode], self.case.spec)
         with torch.no_grad():
             for path, module in loaded.named_modules():
-                if getattr(module.weight if hasattr(module, "weight") else None, "quant_state", None) is not None:
+                if getattr(getattr(module, "weight", None), "quant_state", None) is not None:
                     value = quantized.dequantize_4bit(module.weight.data, module.weight.quant_state)
                     plain = base.get_submodule(path).weight
                     plain.copy_(value if value.shape == plain.shape else value.T)
@@ -206,7 +212,8 @@ def _fill(cell: Cell, model: nn.Module, batch: Batch, rows_BP: Tensor, backend: 
         dispose(prepared)
     found = _of_all_processes(clipper.rows)
     factors_B = torch.tensor([found[row][1] for row in range(NUM_ROWS)], dtype=torch.float64)
-    cell.norm_error = max(abs(found[row][0] / float(norm) - 1) for row, norm in enumerate(norms_B))
+    norms = torch.tensor([found[row][0] for row in range(NUM_ROWS)], dtype=torch.float64)
+    cell.norm_error = float((norms / norms_B - 1).abs().max())
     cell.sum_error = relative_error(moved / LR * plan.expected_batch_size, factors_B @ rows_BP)
     cell.graphs, _ = _counts()
     if cell.way == "compiled" and not cell.graphs:
@@ -349,13 +356,13 @@ def _joined(same: tuple[Cell, ...]) -> Cell:
     cell = same[0]
     cell.refused = next((one.refused for one in same if one.refused), "")
     if not cell.refused:
-        cell.norm_error = max(one.norm_error or 0.0 for one in same)
-        cell.sum_error = max(one.sum_error or 0.0 for one in same)
+        cell.norm_error = float(np.max([one.norm_error for one in same]))  # a NaN is the largest
+        cell.sum_error = float(np.max([one.sum_error for one in same]))
     return cell
 
 
 def _shown(cell: Cell) -> str:
-    return "refused" if cell.refused else f"{max(cell.norm_error or 0.0, cell.sum_error or 0.0):.1e}"
+    return "refused" if cell.refused else f"{np.max([cell.norm_error, cell.sum_error]):.1e}"
 
 
 def as_markdown(cells: list[Cell], graphs: list[Graphs]) -> str:

@@ -34,6 +34,8 @@ def test_processes_are_joined_by_the_worst_of_them():
     assert (joined.norm_error, joined.sum_error) == (2e-7, 3e-7)
     joined = benchmark._joined((cell(norm_error=1e-7, sum_error=3e-7), cell(refused="a reason")))
     assert joined.refused == "a reason" and joined.norm_error == 1e-7
+    broken = benchmark._joined((cell(norm_error=1e-7, sum_error=3e-7), cell(norm_error=float("nan"), sum_error=1e-7)))
+    assert "nan" in benchmark.as_markdown([broken], [])
 
 
 def test_reasons_are_below_the_table_once():
