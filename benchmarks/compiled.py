@@ -108,8 +108,7 @@ class Training:
             for path, module in loaded.named_modules():
                 if getattr(getattr(module, "weight", None), "quant_state", None) is not None:
                     value = quantized.dequantize_4bit(module.weight.data, module.weight.quant_state)
-                    plain = base.get_submodule(path).weight
-                    plain.copy_(value if value.shape == plain.shape else value.T)
+                    base.get_submodule(path).weight.copy_(value.T if self.case.spec.conv1d else value)
         model, wide = adapted(loaded), adapted(base)
         generator, factors = torch.Generator().manual_seed(0), dict(wide.named_parameters())
         with torch.no_grad():
@@ -271,13 +270,13 @@ class Graphs:
 
     Attributes:
         training: the model and what is trained.
-        plain: graphs and breaks without privacy.
-        private: the same with it; None where it is refused.
+        plain: graphs and breaks without privacy; None where its process failed.
+        private: the same with privacy; None where it is refused.
         eager: reasons of blocks that stay eager, by path, or of the refusal.
     """
 
     training: Training
-    plain: tuple[int, int]
+    plain: tuple[int, int] | None
     private: tuple[int, int] | None
     eager: dict[str, str]
 
@@ -365,8 +364,8 @@ def _shown(cell: Cell) -> str:
     return "refused" if cell.refused else f"{np.max([cell.norm_error, cell.sum_error]):.1e}"
 
 
-def as_markdown(cells: list[Cell], graphs: list[Graphs]) -> str:
-    """Return both tables, and the reasons below the first one."""
+def errors_table(cells: list[Cell]) -> str:
+    """Return the errors, and the reasons below them."""
     engines = list(dict.fromkeys(cell.engine for cell in cells))
     head = ["model", "trained", "", "checkpointing", *engines]
     lines, reasons = [head, ["---"] * len(head)], {}
@@ -382,14 +381,17 @@ def as_markdown(cells: list[Cell], graphs: list[Graphs]) -> str:
         lines.append(line)
     text = [f"| {' | '.join(line)} |" for line in lines]
     text += ["", *(f"[{number}] {reason}  " for reason, number in reasons.items())]
-    if graphs:
-        text += ["", "| model | trained | plain: graphs | breaks | private: graphs | breaks | blocks that stay eager |"]
-        text.append("|---|---|---|---|---|---|---|")
-        for one in graphs:
-            private = one.private or ("-", "-")
-            eager = "; ".join(f"{path or 'refused'}: {reason}" for path, reason in one.eager.items()) or "none"
-            cell = [one.training.model, one.training.trained, *map(str, (*one.plain, *private)), eager]
-            text.append(f"| {' | '.join(cell)} |")
+    return "\n".join(text)
+
+
+def graphs_table(graphs: list[Graphs]) -> str:
+    """Return the counts."""
+    text = ["| model | trained | plain: graphs | breaks | private: graphs | breaks | blocks that stay eager |"]
+    text.append("|---|---|---|---|---|---|---|")
+    for one in graphs:
+        counts = [*(one.plain or ("-", "-")), *(one.private or ("-", "-"))]
+        eager = "; ".join(f"{path or 'refused'}: {reason}" for path, reason in one.eager.items()) or "none"
+        text.append(f"| {' | '.join([one.training.model, one.training.trained, *map(str, counts), eager])} |")
     return "\n".join(text)
 
 
@@ -417,17 +419,32 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure, print, write."""
     options = parse_arguments(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    graphs: list[Graphs] = []
+    figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(children, "LIMIT", options.limit):
         cells = errors(options, Path(folder))
+        print(errors_table(cells), flush=True)
+        figures["cells"] = [asdict(cell) for cell in cells]
+        _write(figures, options.json)
         if options.graphs == "yes":
-            for place, (model, trained) in enumerate(itertools.product(options.models, options.trained)):
-                each = {"training": Training(model, trained), "backend": options.backend}
-                graphs += run(Path(folder) / f"graphs{place}", "benchmarks.compiled:graphs_of", size=1, **each)
-    print(as_markdown(cells, graphs))
-    if options.json:
-        figures = {"cells": [asdict(cell) for cell in cells], "graphs": [asdict(one) for one in graphs]}
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+            graphs = [
+                _counted(Training(model, trained), options.backend, Path(folder) / f"graphs-{model}-{trained}")
+                for model, trained in itertools.product(options.models, options.trained)
+            ]
+            print(f"\n{graphs_table(graphs)}")
+            _write(figures | {"graphs": [asdict(one) for one in graphs]}, options.json)
+
+
+def _counted(training: Training, backend: str, folder: Path) -> Graphs:
+    try:
+        (found,) = run(folder, "benchmarks.compiled:graphs_of", size=1, training=training, backend=backend)
+    except AssertionError as error:
+        return Graphs(training, None, None, {"": f"the process crashed or hung: {str(error).strip().splitlines()[-1]}"})
+    return found
+
+
+def _write(figures: dict[str, Any], path: Path | None) -> None:
+    if path:
+        path.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":
