@@ -44,8 +44,8 @@ from triton.runtime import driver
 from dpllm.ghost import kernels, triton_kernels, triton_tiles
 from dpllm.ghost.contributions import Lookup, Outer, Rows
 from dpllm.ghost.norm_method import NormMethod
+from dpllm.ghost.norms import NormTally
 from dpllm.ghost.sums import Sum, Weights
-from dpllm.ghost.tally import NormTally
 
 CAPABILITIES = (80, 90, 100)
 COLUMNS = ("program", "sm", "registers", "spills", "shared", "warps", "seconds", "constants")

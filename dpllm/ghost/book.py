@@ -32,10 +32,10 @@ from dpllm.ghost.contributions import Layouts, Rows, Use
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.factors import GroupFactors
 from dpllm.ghost.hooks import Hooks
-from dpllm.ghost.instances import Pool, Widths
 from dpllm.ghost.norm_method import NormMethod
+from dpllm.ghost.norms import NormTally
 from dpllm.ghost.parameters import Groups, TrainedParameters, one_group
-from dpllm.ghost.passes import AddUp, AddUpGroups, HeldUnit, Keep, Measure, Pass, Receiver
+from dpllm.ghost.receivers import AddUp, AddUpGroups, HeldUnit, Keep, Measure, Pass, Receiver
 from dpllm.ghost.rounding import Flows
 from dpllm.ghost.rules import (
     refuse_coupled_modules,
@@ -45,7 +45,6 @@ from dpllm.ghost.rules import (
     two_passes_over_shards,
 )
 from dpllm.ghost.sums import Finish, Sum
-from dpllm.ghost.tally import NormTally
 from dpllm.ghost.tap import Receive, tap
 
 
@@ -108,7 +107,7 @@ class Book:
             raise two_passes_over_shards()
         self._flows = Flows()
         self._held = HeldUnit()
-        self._widths, self._layouts = Widths(), Layouts()
+        self._layouts = Layouts()
         self._pass: Pass | None = None
         self._receiver: Receiver | None = None
         self._again: Again | None = None
@@ -226,7 +225,7 @@ class Book:
             return self._groups_pass(loss_B, unit_B, num_units, factors, finish)
         if self._passes(loss_B) == 2 and not self._held:
             return self._first_pass(loss_B, unit_B, num_units, finish)
-        one = self._begin(loss_B, unit_B, num_units, pooled=not self._held)
+        one = self._begin(loss_B, unit_B, num_units)
         self._differentiate(one, loss_B, Keep(one))
         if self._held:
             one = self._pass = self._held.complete(one, loss_B.device)
@@ -246,7 +245,7 @@ class Book:
         self, loss_B: Tensor, unit_B: Tensor, num_units: int, factors: GroupFactors, finish: Finish | None
     ) -> tuple[Tensor, Tensor]:
         """Clip each group when its last gradient arrives; the rest as in one pass."""
-        one = self._begin(loss_B, unit_B, num_units, pooled=True)
+        one = self._begin(loss_B, unit_B, num_units)
         one.finish = finish
         groups = AddUpGroups(
             one,
@@ -294,17 +293,12 @@ class Book:
             raise unmeasured_spread()
         return sq_norm_GU
 
-    def _begin(self, loss_B: Tensor, unit_B: Tensor, num_units: int, pooled: bool = False) -> Pass:
-        """Begin a pass; ``pooled``: gradients of units are kept side by side."""
-        return self._begin_over(self._layouts.of(unit_B, num_units, loss_B.device), loss_B, pooled)
+    def _begin(self, loss_B: Tensor, unit_B: Tensor, num_units: int) -> Pass:
+        return self._begin_over(self._layouts.of(unit_B, num_units, loss_B.device), loss_B)
 
-    def _begin_over(self, rows: Rows, loss_B: Tensor, pooled: bool = False) -> Pass:
-        calls, num_units, pool = self._hooks.calls, rows.num_units, None
-        calls.differentiated(len(loss_B))
-        if pooled:
-            tokens = (calls.rows or len(loss_B)) * calls.tokens
-            pool = Pool(self._widths, tokens, num_units, self.norm_method)
-        self._pass = Pass(rows, self.norm_method, groups=self._trained.groups, pool=pool)
+    def _begin_over(self, rows: Rows, loss_B: Tensor) -> Pass:
+        self._hooks.calls.differentiated(len(loss_B))
+        self._pass = Pass(rows, self.norm_method, groups=self._trained.groups)
         return self._pass
 
     def _differentiate(self, one: Pass, loss_B: Tensor, receiver: Receiver, retain_graph: bool = False) -> None:

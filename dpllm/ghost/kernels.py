@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,10 @@ from torch import Tensor
 _MAX_GRAM_ENTRIES = 1 << 26
 _MAX_TERMS = 128  # of an inner product that are added in one go; at 512, a single token of a unit exceeded the slack
 _STRIP = 128  # tokens of a symmetric product that are formed together
+# Tensors up to this size are copied next to each other for one product: above it the copy costs more than launches.
+_SMALL = 1 << 16
+_MAX_STACKED = 1 << 24  # entries of the Gram matrices of several inputs that are formed together
+_MAX_SPLIT = 1 << 22  # entries of a tensor that is copied so that all parts of its width are one product
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -178,6 +182,10 @@ def _products(x_BTD: Tensor, y_BSD: Tensor) -> Tensor:
     sign were seen to be 76 units in the last place too small, more than `rounding_slack` allows.
     """
     width = x_BTD.shape[2]
+    if width > _MAX_TERMS and max(x_BTD.numel(), y_BSD.numel()) <= _MAX_SPLIT:
+        x_NTD = _split(x_BTD)
+        y_NSD = x_NTD if y_BSD is x_BTD else _split(y_BSD)
+        return _short_products(x_NTD, y_NSD).unflatten(0, (len(x_BTD), -1)).sum(1)  # `sum` adds pairwise
     parts = [
         _short_products(x_BTD[..., start : start + _MAX_TERMS], y_BSD[..., start : start + _MAX_TERMS])
         for start in range(0, max(width, 1), _MAX_TERMS)
@@ -186,6 +194,13 @@ def _products(x_BTD: Tensor, y_BSD: Tensor) -> Tensor:
         pairs = zip(parts[::2], parts[1::2], strict=False)
         parts = [one.add_(other) for one, other in pairs] + parts[len(parts) // 2 * 2 :]
     return parts[0]
+
+
+def _split(x_BTD: Tensor) -> Tensor:
+    """Cut the width into parts of `_MAX_TERMS`, (B, T, D) to (B * parts, T, `_MAX_TERMS`)."""
+    if x_BTD.shape[2] % _MAX_TERMS:
+        x_BTD = torch.nn.functional.pad(x_BTD, (0, -x_BTD.shape[2] % _MAX_TERMS))
+    return x_BTD.unflatten(2, (-1, _MAX_TERMS)).transpose(1, 2).flatten(0, 1)
 
 
 def _short_products(x_BTD: Tensor, y_BSD: Tensor) -> Tensor:
@@ -269,6 +284,64 @@ def gram_norms(shared_BTD: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]
     return sq_norm_B, root_B.square()
 
 
+def is_small(x: Tensor) -> bool:
+    """Whether a tensor is so small that copying it costs less than a few launches."""
+    return x.numel() <= _SMALL
+
+
+def is_short(tokens: int) -> bool:
+    """Whether a whole Gram matrix of so many tokens is formed at a time."""
+    return tokens <= _STRIP
+
+
+def stacked_gram_norms(groups: Sequence[tuple[Tensor, list[Tensor]]]) -> list[tuple[Tensor, Tensor]]:
+    """Return `gram_norms` of several groups of layers with few launches, for small inputs.
+
+    The Gram matrices of all inputs of one width are one product, and so are those of all output gradients of one width.
+
+    Args:
+        groups: inputs (B, T, D_i) of equal dtype, B and T, each with the output gradients (B, T, P_ij) of the layers
+            that read it; T at most `is_short`.
+
+    >>> a, g = torch.randn(2, 3, 4), torch.randn(2, 3, 5)
+    >>> (sq, mass), _ = stacked_gram_norms([(a, [g]), (g, [a, a])])
+    >>> torch.allclose(sq, gram_norms(a, [g])[0], rtol=1e-4)
+    True
+    """
+    rows, tokens = groups[0][0].shape[:2]
+    most = max(1, _MAX_STACKED // max(1, rows * tokens * tokens))
+    if len(groups) > most:
+        return [both for i in range(0, len(groups), most) for both in stacked_gram_norms(groups[i : i + most])]
+    owner = [i for i, (_, grads) in enumerate(groups) for _ in grads]
+    input_grams_STT = _grams([x for x, _ in groups], range(len(groups)), len(groups))
+    grad_grams_STT = _grams([grad for _, grads in groups for grad in grads], owner, len(groups))
+    least = least_square(input_grams_STT.dtype)
+    squares = [gram.diagonal(dim1=2, dim2=3).clamp_min(least) for gram in (input_grams_STT, grad_grams_STT)]
+    mass_SB = (squares[0] * squares[1]).sqrt().sum(2).square()
+    sq_norm_SB = input_grams_STT.mul_(grad_grams_STT).sum((2, 3))
+    return list(zip(sq_norm_SB.unbind(), mass_SB.unbind(), strict=True))
+
+
+def _grams(tensors: Sequence[Tensor], owner: Sequence[int], num_owners: int) -> Tensor:
+    """Return the Gram matrices of tensors (B, T, any width), summed over those of one owner, (owners, B, T, T)."""
+    by_width: dict[tuple[int, torch.dtype], list[int]] = {}
+    for i, x in enumerate(tensors):
+        by_width.setdefault((x.shape[2], x.dtype), []).append(i)
+    first, total = tensors[0], None
+    for at in by_width.values():
+        x_NTD = torch.cat([tensors[i] for i in at]) if len(at) > 1 else tensors[at[0]]
+        grams = _products(x_NTD, x_NTD).unflatten(0, (len(at), first.shape[0]))
+        places = [owner[i] for i in at]
+        if places == list(range(num_owners)):
+            total = grams if total is None else total.add_(grams)
+            continue
+        if total is None:
+            total = grams.new_zeros(num_owners, *grams.shape[1:])
+        total.index_add_(0, torch.tensor(places, device=first.device), grams)
+    assert total is not None, "there are tensors"
+    return total
+
+
 def _diagonal(strip_BST: Tensor, start: int) -> Tensor:
     return strip_BST[:, :, start:].diagonal(dim1=1, dim2=2)
 
@@ -314,23 +387,24 @@ def lookup_norms(index_BT: Tensor, right_BTR: Tensor, unit_B: Tensor, num_units:
     return total_U.index_add_(0, unit_of_slot, slots.square().sum(1))[:num_units]  # a slot without tokens adds 0
 
 
+def short_lookup_norms(index_BT: Tensor, right_BTR: Tensor) -> Tensor:
+    """Return (B, 2): each row's squared gradient norm of a lookup table, and sum_t |right_t|, from one Gram matrix.
+
+    Args:
+        index_BT: the entries looked up; T at most `is_short`.
+        right_BTR: their gradients.
+    """
+    gram_BTT = _products(right_BTR, right_BTR)
+    root_B = gram_BTT.diagonal(dim1=1, dim2=2).clamp_min(least_square(gram_BTT.dtype)).sqrt().sum(1)
+    same_BTT = index_BT[:, :, None] == index_BT[:, None, :]
+    return torch.stack([gram_BTT.masked_fill_(~same_BTT, 0).sum((1, 2)), root_B], 1)
+
+
 def sum_tokens(grad: Tensor, keep: int = 1) -> Tensor:
     """Sum (B, ..., D) over all but the first and the last ``keep`` dimensions, in the accumulation dtype."""
     middle = tuple(range(1, grad.ndim - keep))
     dtype = accumulation_dtype(grad.dtype)
     return grad.sum(middle, dtype=dtype) if middle else grad.to(dtype)
-
-
-def outer_inner(left_NTL: Tensor, right_NTR: Tensor, left_NSL: Tensor, right_NSR: Tensor) -> Tensor:
-    """Return the inner products <g_n, h_n> of N pairs of gradients, each a sum of outer products; (N,)."""
-    pairs, tokens = left_NTL.shape[:2]
-    chunk = max(1, _MAX_GRAM_ENTRIES // max(1, tokens * left_NSL.shape[1]))
-    parts = []
-    for start in range(0, pairs, chunk):
-        here = slice(start, start + chunk)
-        left = _products(left_NTL[here], left_NSL[here])
-        parts.append((left * _products(right_NTR[here], right_NSR[here])).sum((1, 2)))
-    return torch.cat(parts) if parts else left_NTL.new_zeros(0, dtype=accumulation_dtype(left_NTL.dtype))
 
 
 def lookup_outer_inner(index_NT: Tensor, right_NTR: Tensor, left_NSL: Tensor, right_NSR: Tensor) -> Tensor:
@@ -347,18 +421,6 @@ def lookup_outer_inner(index_NT: Tensor, right_NTR: Tensor, left_NSL: Tensor, ri
         picks_NST = left_NSL[here].gather(2, index_NT[here, None, :].expand(-1, left_NSL.shape[1], -1))
         right_NST = _products(right_NSR[here], right_NTR[here])
         parts.append((picks_NST.to(right_NST.dtype) * right_NST).sum((1, 2)))
-    return torch.cat(parts) if parts else right_NTR.new_zeros(0, dtype=accumulation_dtype(right_NTR.dtype))
-
-
-def lookup_inner(index_NT: Tensor, right_NTR: Tensor, index_NS: Tensor, right_NSR: Tensor) -> Tensor:
-    """Return the inner products of N pairs of lookup gradients, summed over equal entries; (N,)."""
-    pairs, tokens = index_NT.shape
-    chunk = max(1, _MAX_GRAM_ENTRIES // max(1, tokens * index_NS.shape[1]))
-    parts = []
-    for start in range(0, pairs, chunk):
-        here = slice(start, start + chunk)
-        same_NTS = index_NT[here][:, :, None] == index_NS[here][:, None, :]
-        parts.append((_products(right_NTR[here], right_NSR[here]) * same_NTS).sum((1, 2)))
     return torch.cat(parts) if parts else right_NTR.new_zeros(0, dtype=accumulation_dtype(right_NTR.dtype))
 
 
@@ -389,5 +451,10 @@ def add_weighted_outer_(
         left_BTL = left_BTL * factor_B11
     else:
         right_BTR = right_BTR * factor_B11
+    add_outer_(total_LR, left_BTL, right_BTR, is_empty)
+
+
+def add_outer_(total_LR: Tensor, left_BTL: Tensor, right_BTR: Tensor, is_empty: bool = False) -> None:
+    """Add ``sum_b sum_t left_bt (x) right_bt``, as `add_weighted_outer_` with factors of 1; all of one dtype."""
     # With beta=0 an entry of the total that is not finite has no effect.
     total_LR.addmm_(left_BTL.flatten(0, 1).mT, right_BTR.flatten(0, 1), beta=0 if is_empty else 1)

@@ -17,6 +17,7 @@ Shape suffixes: B rows, U units, T tokens, D, L, R, P widths.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -105,18 +106,26 @@ class NormMethod:
     def grouped_outer_norms(self, groups: Sequence[tuple[Tensor, list[Tensor]]]) -> list[tuple[Tensor, Tensor]]:
         """Return `outer_norms` of several groups of layers; the kernels take all of them in one launch.
 
+        Without the kernels, those with small inputs are computed together, see `kernels.stacked_gram_norms`.
+
         Args:
             groups: inputs (B, T_i, D_i), each with the output gradients (B, T_i, P_ij) of the layers that read it.
         """
         norms: list[tuple[Tensor, Tensor] | None] = [None] * len(groups)
-        fused = []
+        fused: list[int] = []
+        stacked: dict[tuple, list[int]] = {}
         for i, (shared_BTD, grads) in enumerate(groups):
             if self._tiles(shared_BTD, grads):
                 norms[i] = self._tiled_norms(shared_BTD, grads)
             elif self.fuses(shared_BTD, *grads) and all(grad.dtype == grads[0].dtype for grad in grads):
                 fused.append(i)
+            elif kernels.is_small(shared_BTD) and kernels.is_short(shared_BTD.shape[1]):
+                stacked.setdefault((shared_BTD.shape[:2], shared_BTD.dtype), []).append(i)
             else:
                 norms[i] = kernels.gram_norms(shared_BTD, grads)
+        for together in stacked.values():
+            for i, both in zip(together, kernels.stacked_gram_norms([groups[i] for i in together]), strict=True):
+                norms[i] = both
         if fused:
             sq_norm_NB, mass_NB = triton_kernels.grouped_gram_norms([groups[i] for i in fused])
             for i, sq_norm_B, mass_B in zip(fused, sq_norm_NB, mass_NB, strict=True):
@@ -135,18 +144,34 @@ class NormMethod:
         norms = triton_kernels.instance_norms if self.fuses(shared_BTD, *grads) else kernels.instance_norms
         sq_norm_B = shared_BTD.new_zeros(shared_BTD.shape[0], dtype=dtype)
         mass_B = torch.zeros_like(sq_norm_B)
-        size_BT = torch.linalg.vector_norm(shared_BTD, dim=2, dtype=dtype)
+        least = math.sqrt(kernels.least_square(dtype))
+        size_BT = torch.linalg.vector_norm(shared_BTD, dim=2, dtype=dtype).clamp_min_(least)
         for grad_BTP in grads:
             sq_norm_B += norms(shared_BTD, grad_BTP)
-            mass_B += (size_BT * torch.linalg.vector_norm(grad_BTP, dim=2, dtype=dtype)).sum(1).square()
+            grad_size_BT = torch.linalg.vector_norm(grad_BTP, dim=2, dtype=dtype).clamp_min_(least)
+            mass_B += (size_BT * grad_size_BT).sum(1).square()
         return sq_norm_B, mass_B
 
-    def add_weighted_outer_(self, total: Sum, left_BTL: Tensor, right_BTR: Tensor, weights: Weights) -> None:
-        """Add ``sum_b factor_b sum_t left_bt (x) right_bt`` to ``total``; the fused kernel may finish it."""
+    def add_weighted_outer_(
+        self, total: Sum, left_BTL: Tensor, right_BTR: Tensor, weights: Weights, input_side: str = "right"
+    ) -> None:
+        """Add ``sum_b factor_b sum_t left_bt (x) right_bt`` to ``total``; the fused kernel may finish it.
+
+        Args:
+            total: the sum.
+            left_BTL: factor along the first dimension of the parameter.
+            right_BTR: factor along its second.
+            weights: of the rows.
+            input_side: "left" or "right", whichever holds the input, which layers may share.
+        """
         narrow = left_BTL.element_size() == right_BTR.element_size() == 2  # cuBLAS is best for wider ones
-        if not (narrow and total.dtype == torch.float32 and self.fuses(left_BTL, right_BTR)):
-            left_BTL, right_BTR, factor_B = weights.kept(left_BTL, right_BTR)
-            kernels.add_weighted_outer_(total.total, left_BTL, right_BTR, factor_B, total.is_empty)
+        narrow = narrow and total.dtype == torch.float32
+        if not (narrow and self.fuses(left_BTL, right_BTR)):
+            if narrow and kernels.on_tensor_cores(left_BTL, right_BTR):
+                left_BTL, right_BTR, factor_B = weights.kept(left_BTL, right_BTR)
+                kernels.add_weighted_outer_(total.total, left_BTL, right_BTR, factor_B, total.is_empty)
+            else:
+                self._add_scaled_outer_(total, left_BTL, right_BTR, weights, input_side)
         elif total.takes_last:
             gradient, scale = total.begin_gradient()
             start = None if total.is_empty else total.total
@@ -156,6 +181,15 @@ class NormMethod:
             start = None if total.is_empty else total.total
             triton_kernels.weighted_outer_(total.total, start, left_BTL, right_BTR, weights.factor)
         total.is_empty = False
+
+    def _add_scaled_outer_(
+        self, total: Sum, left_BTL: Tensor, right_BTR: Tensor, weights: Weights, input_side: str
+    ) -> None:
+        """Add the product of scaled inputs and output gradients, in the dtype of the sum."""
+        x, grad = (left_BTL, right_BTR) if input_side == "left" else (right_BTR, left_BTL)
+        x, (grad, _) = weights.scaled(x, total.dtype), weights.kept(grad)
+        both = (x, grad.to(total.dtype))
+        kernels.add_outer_(total.total, *(both if input_side == "left" else both[::-1]), total.is_empty)
 
     def lookup_norms(
         self, index_BT: Tensor, right_BTR: Tensor, unit_B: Tensor, num_units: int, num_entries: int

@@ -337,7 +337,7 @@ def test_a_table_that_is_no_lookup_is_refused(kind, match):
 
 @kills(
     "padding rows stay in the sum",
-    "dpllm/ghost/passes.py",
+    "dpllm/ghost/receivers.py",
     "torch.where(unit_B >= 0, factor_U[unit_B.clamp_min(0)] if factor_U.numel() else 0, 0)",
     "torch.where(unit_B >= 0, factor_U[unit_B.clamp_min(0)] if factor_U.numel() else 1.0, 1.0)",
 )

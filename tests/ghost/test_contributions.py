@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from dpllm import GhostClipper
-from dpllm.ghost.contributions import Instance, Lookup, Outer, RowGradients, Rows, held, merge, squared_norms
+from dpllm.ghost.contributions import Instance, Lookup, Outer, RowGradients, Rows, held, merge
 from dpllm.ghost.norm_method import NormMethod
+from dpllm.ghost.norms import squared_norms
 from dpllm.ghost.sums import Sum, Weights
 from tests.mutations import kills
 
@@ -89,7 +90,7 @@ def test_norms_and_sums_equal_those_of_the_instances(uses, unit_of_row, norm_met
     unit_B = torch.tensor(unit_of_row)
     num_units = int(unit_B.max()) + 1
     rows = Rows.of(unit_B, num_units)
-    contributions = merge([held(use, rows, norm_method) for use in made], rows)
+    contributions = merge([held(use, rows, norm_method) for use in made], rows, norm_method)
     gradient_B = sum(gradient_of_rows(use) for use in made)
     gradient_U = units_of(gradient_B, unit_of_row, num_units)
     sq_norm_U, slack_U = squared_norms(contributions, rows, norm_method)
@@ -132,7 +133,7 @@ def test_merge_turns_a_mixture_into_one_instance():
     """Instances and factors of one parameter are merged before they enter a norm."""
     rows = Rows.of(torch.arange(B), B)
     uses = [outer(), instance()]
-    (merged,) = merge([held(use, rows, NormMethod(algorithm="gram")) for use in uses], rows)
+    (merged,) = merge([held(use, rows, NormMethod(algorithm="gram")) for use in uses], rows, NormMethod("gram"))
     assert isinstance(merged, Instance)
     torch.testing.assert_close(merged.value_U, sum(gradient_of_rows(use) for use in uses))
 

@@ -80,7 +80,7 @@ def losses_of(net, inputs):
 
 @kills(
     "a group that is clipped during the backward pass is not weighted",
-    "dpllm/ghost/passes.py",
+    "dpllm/ghost/receivers.py",
     "self._pass.weigh_group(group, self._factors.one(group, *self.norms[group]))",
     "self._pass.weigh_group(group, self._factors.one(group, *self.norms[group]) * 0 + 1)",
 )

@@ -6,8 +6,8 @@ import torch
 from dpllm import GhostClipper
 from dpllm.ghost import GhostError, NormMethod, kernels, rounding, triton_kernels
 from dpllm.ghost.contributions import Outer, Rows
+from dpllm.ghost.norms import NormTally
 from dpllm.ghost.rounding import _SHAPES, shortfalls, slack_factor
-from dpllm.ghost.tally import NormTally
 
 # On a GPU the kernels take no tensor of the CPU; training and benchmarks/gpu.sh measure their rounding there.
 FUSED = [False, pytest.param(True, marks=pytest.mark.skipif(not triton_kernels.INTERPRETED, reason="no interpreter"))]
