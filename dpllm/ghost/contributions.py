@@ -32,7 +32,6 @@ from dpllm.ghost.routed import Routed
 from dpllm.ghost.sums import Sum, Weights
 
 _LAYOUTS = 256  # of microbatches that are remembered
-_MAX_ENTRIES = 1 << 26  # of the row gradients formed at a time, where a unit has several rows
 # Small gradients are copied into one tensor: that costs less than the launches it saves, which are dearer on a GPU.
 _SMALL_ON_CPU, _SMALL = 1 << 14, 1 << 20  # entries of a parameter
 _FLAT_BYTES = 1 << 26  # of one such tensor, and so of the memory that the copies take for a moment
@@ -100,7 +99,7 @@ class Rows:
         counts = np.bincount(unit[order], minlength=num_units)
         starts = np.cumsum(counts) - counts
         parts, in_order = [unit, real, unit[real]], []
-        for count in np.unique(counts[counts > 0]):
+        for count in np.unique(counts[counts > 0]) if len(real) else (0,):
             (units,) = np.nonzero(counts == count)
             rows_GN = order[starts[units][:, None] + np.arange(count)]
             in_order.append(np.array_equal(rows_GN.ravel(), np.arange(rows_GN.size)))
@@ -129,37 +128,19 @@ class Rows:
         """Sum the values of each unit's rows, (B, ...) to (U, ...); padding rows are left out."""
         if self.in_order:
             return value_B if len(value_B) == self.num_units else value_B[: self.num_units]
-        total = value_B.new_zeros(self.num_units, *value_B.shape[1:])
-        return self._add_rows_(total, value_B, 0)
+        if len(self.real) < len(value_B):  # the values of padding rows may not be finite
+            value_B = value_B.index_select(0, self.real_R)
+        return value_B.new_zeros(self.num_units, *value_B.shape[1:]).index_add_(0, self.unit_R, value_B)
 
-    def _add_rows_(self, total_U: Tensor, value_N: Tensor, start: int) -> Tensor:
-        """Add the values of N rows that follow each other, from row ``start`` on, to those of their units."""
-        first, last = np.searchsorted(self.real, (start, start + len(value_N))).tolist()
-        unit_R = self.unit_R[first:last]
-        if last - first < len(value_N):  # some rows are padding, whose values may not be finite
-            value_N = value_N.index_select(0, self.real_R[first:last] - start)
-        return total_U.index_add_(0, unit_R, value_N)
-
-    def sum_formed(self, form: Callable[[slice], Tensor], entries: int) -> Tensor:
-        """Apply `sum_rows` to values that ``form`` computes for a few rows at a time, to limit memory.
-
-        Args:
-            form: maps some rows to their values.
-            entries: the number of entries in one row's value.
-        """
-        num_rows, chunk = self.unit_B.numel(), max(1, _MAX_ENTRIES // max(1, entries))
-        if self.in_order:
-            return form(slice(self.num_units))
-        if chunk >= num_rows:
-            return self.sum_rows(form(slice(None)))
-        total: Tensor | None = None
-        for start in range(0, num_rows, chunk):
-            value = form(slice(start, start + chunk))
-            if total is None:
-                total = value.new_zeros(self.num_units, *value.shape[1:])
-            self._add_rows_(total, value, start)
-        assert total is not None, "there are rows"
-        return total
+    def by_groups(self, of: Callable[[Group], Tensor]) -> Tensor:
+        """Return (U, ...): the values (G, ...) of ``of`` for the units of each group, 0 for a unit without rows."""
+        if self.whole is not None:
+            return of(self.whole)
+        parts = [(group.unit_G, of(group)) for group in self.groups]
+        total_U = parts[0][1].new_zeros(self.num_units, *parts[0][1].shape[1:])
+        for unit_G, value_G in parts:
+            total_U[unit_G] = value_G
+        return total_U
 
 
 class Layouts:
@@ -301,11 +282,7 @@ class Outer:
 
     def instance(self, rows: Rows) -> Tensor:
         """Return the gradients of the units (U, L, R)."""
-
-        def form(here: slice) -> Tensor:
-            return kernels.wide_bmm(self.left_BTL[here].mT, self.right_BTR[here])
-
-        return rows.sum_formed(form, self.left_BTL.shape[2] * self.right_BTR.shape[2])
+        return rows.by_groups(lambda units: kernels.wide_bmm(units.fold(self.left_BTL).mT, units.fold(self.right_BTR)))
 
     def fold(self) -> Outer:
         """Return the same use with all tokens in a single row."""
@@ -340,15 +317,13 @@ class Lookup:
 
     def instance(self, rows: Rows) -> Tensor:
         """Return the gradients of the units (U, V, R)."""
-        width = self.right_BTR.shape[2]
-        dtype = kernels.accumulation_dtype(self.right_BTR.dtype)
 
-        def form(here: slice) -> Tensor:
-            right = self.right_BTR[here].to(dtype)
-            total = right.new_zeros(right.shape[0], self.num_entries, width)
-            return total.scatter_add_(1, self.index_BT[here][:, :, None].expand(-1, -1, width), right)
+        def of(units: Group) -> Tensor:
+            index_GT, right_GTR = units.fold(self.index_BT), kernels.widen(units.fold(self.right_BTR))
+            total = right_GTR.new_zeros(len(right_GTR), self.num_entries, right_GTR.shape[2])
+            return total.scatter_add_(1, index_GT[:, :, None].expand_as(right_GTR), right_GTR)
 
-        return rows.sum_formed(form, self.num_entries * width)
+        return rows.by_groups(of)
 
     def fold(self) -> Lookup:
         """Return the same use with all tokens in a single row."""
@@ -400,28 +375,25 @@ def merge(contributions: Sequence[Contribution], rows: Rows, norm_method: NormMe
     """
     if len(contributions) == 1:
         return list(contributions)
-    joined = [_joined(kind, of_kind) for kind in _FACTORED if (of_kind := _of_kind(contributions, kind))]
-    joined = [held(one, rows, norm_method) for one in joined]
-    joined += [one for one in contributions if isinstance(one, Instance)]
+    joined: list[Contribution] = [one for one in contributions if isinstance(one, Instance)]
+    for kind in (Lookup, Outer, Routed):
+        of_kind = [one for one in contributions if isinstance(one, kind)]
+        if of_kind:
+            joined.append(held(_joined(of_kind), rows, norm_method))
     if len(joined) > 1 and any(isinstance(one, Instance | Routed) for one in joined):
         return [Instance(sum_of(one.instance(rows) for one in joined))]
     return joined
 
 
-_FACTORED = (Lookup, Outer, Routed)
-
-
-def _of_kind(contributions: Sequence[Contribution], kind: type) -> list:
-    return [one for one in contributions if isinstance(one, kind)]
-
-
-def _joined(kind: type, uses: list) -> Lookup | Outer | Routed:
+def _joined(uses: list) -> Lookup | Outer | Routed:
     """Return uses of one kind as one: a sum over the tokens of all of them."""
     first, *rest = uses
-    if kind is Routed or not rest:
-        return Routed.cat(uses) if rest else first
+    if not rest:
+        return first
+    if isinstance(first, Routed):
+        return Routed.cat(uses)
     right_BTR = torch.cat([use.right_BTR for use in uses], 1)
-    if kind is Lookup:
+    if isinstance(first, Lookup):
         return Lookup(torch.cat([use.index_BT for use in uses], 1), right_BTR, first.num_entries)
     return Outer(torch.cat([use.left_BTL for use in uses], 1), right_BTR, first.input_side)
 
@@ -471,7 +443,7 @@ def put_side_by_side(contributions: dict[int, list[Contribution]], keys: Iterabl
                 taken.append(of_kind.pop())
                 room -= taken[-1][1].nbytes
             value_UP = torch.cat([kernels.entries(value_U) for _, value_U in taken], 1)
-            start, sums = 0, []
+            start, sums = 0, list[Tensor]()
             for key, value_U in taken:
                 shape = value_U.shape[1:]
                 contributions[key] = [Part(value_UP, start, shape, sums)]

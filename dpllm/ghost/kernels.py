@@ -24,8 +24,11 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from dpllm.data.transfer import send_array
 
 # Temporaries of a Gram product are kept below this many entries by walking over the rows in chunks.
 _MAX_GRAM_ENTRIES = 1 << 26
@@ -184,8 +187,8 @@ def _products(x_BTD: Tensor, y_BSD: Tensor) -> Tensor:
     width = x_BTD.shape[2]
     if width > _MAX_TERMS and max(x_BTD.numel(), y_BSD.numel()) <= _MAX_SPLIT:
         x_NTD = _split(x_BTD)
-        y_NSD = x_NTD if y_BSD is x_BTD else _split(y_BSD)
-        return _short_products(x_NTD, y_NSD).unflatten(0, (len(x_BTD), -1)).sum(1)  # `sum` adds pairwise
+        products = _short_products(x_NTD, x_NTD if y_BSD is x_BTD else _split(y_BSD))
+        return products.unflatten(0, (len(x_BTD), -(-width // _MAX_TERMS))).sum(1)  # `sum` adds pairwise
     parts = [
         _short_products(x_BTD[..., start : start + _MAX_TERMS], y_BSD[..., start : start + _MAX_TERMS])
         for start in range(0, max(width, 1), _MAX_TERMS)
@@ -244,6 +247,16 @@ def squared_norms(x_B: Tensor) -> Tensor:
     return sq_norm_B + torch.linalg.vector_norm(flat[:, whole:], dim=1).square()
 
 
+def is_small(x: Tensor) -> bool:
+    """Whether a tensor is so small that copying it costs less than a few launches."""
+    return x.numel() <= _SMALL
+
+
+def is_short(tokens: int) -> bool:
+    """Whether a whole Gram matrix of so many tokens is formed at a time."""
+    return tokens <= _STRIP
+
+
 def gram_norms(shared_BTD: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the squared norms of the gradients of several layers that read one input, summed over the layers.
 
@@ -264,86 +277,77 @@ def gram_norms(shared_BTD: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]
     >>> torch.allclose(sq, instance.square().sum((1, 2)), rtol=1e-4)
     True
     """
-    rows, tokens = shared_BTD.shape[:2]
-    dtype = accumulation_dtype(shared_BTD.dtype)
-    sq_norm_B = torch.zeros(rows, dtype=dtype, device=shared_BTD.device)
-    root_B, least = torch.zeros_like(sq_norm_B), least_square(dtype)  # root of the mass
-    chunk = max(1, _MAX_GRAM_ENTRIES // max(1, tokens * min(tokens, _STRIP)))
-    for row in range(0, rows, chunk):
-        here = slice(row, row + chunk)
-        for start in range(0, tokens, _STRIP):
-            strip, before = (here, slice(start, start + _STRIP)), (here, slice(0, start + _STRIP))
-            input_gram = _products(shared_BTD[strip], shared_BTD[before])
-            grad_gram = _products(grads[0][strip], grads[0][before])
-            for grad_BTP in grads[1:]:
-                grad_gram += _products(grad_BTP[strip], grad_BTP[before])
-            squares = [_diagonal(gram, start).clamp_min(least) for gram in (input_gram, grad_gram)]
-            root_B[here] += (squares[0] * squares[1]).sqrt().sum(1)
-            terms = input_gram.mul_(grad_gram)
-            sq_norm_B[here] += 2 * terms[:, :, :start].sum((1, 2)) + terms[:, :, start:].sum((1, 2))
-    return sq_norm_B, root_B.square()
+    ((sq_norm_B, mass_B),) = grouped_gram_norms([(shared_BTD, grads)])
+    return sq_norm_B, mass_B
 
 
-def is_small(x: Tensor) -> bool:
-    """Whether a tensor is so small that copying it costs less than a few launches."""
-    return x.numel() <= _SMALL
-
-
-def is_short(tokens: int) -> bool:
-    """Whether a whole Gram matrix of so many tokens is formed at a time."""
-    return tokens <= _STRIP
-
-
-def stacked_gram_norms(groups: Sequence[tuple[Tensor, list[Tensor]]]) -> list[tuple[Tensor, Tensor]]:
-    """Return `gram_norms` of several groups of layers with few launches, for small inputs.
+def grouped_gram_norms(groups: Sequence[tuple[Tensor, list[Tensor]]]) -> list[tuple[Tensor, Tensor]]:
+    """Return `gram_norms` of several groups of layers with few launches.
 
     The Gram matrices of all inputs of one width are one product, and so are those of all output gradients of one width.
 
     Args:
         groups: inputs (B, T, D_i) of equal dtype, B and T, each with the output gradients (B, T, P_ij) of the layers
-            that read it; T at most `is_short`.
-
-    >>> a, g = torch.randn(2, 3, 4), torch.randn(2, 3, 5)
-    >>> (sq, mass), _ = stacked_gram_norms([(a, [g]), (g, [a, a])])
-    >>> torch.allclose(sq, gram_norms(a, [g])[0], rtol=1e-4)
-    True
+            that read it; more than one group only if their inputs satisfy `is_small` and `is_short`.
     """
     rows, tokens = groups[0][0].shape[:2]
     most = max(1, _MAX_STACKED // max(1, rows * tokens * tokens))
     if len(groups) > most:
-        return [both for i in range(0, len(groups), most) for both in stacked_gram_norms(groups[i : i + most])]
-    owner = [i for i, (_, grads) in enumerate(groups) for _ in grads]
-    input_grams_STT = _grams([x for x, _ in groups], range(len(groups)), len(groups))
-    grad_grams_STT = _grams([grad for _, grads in groups for grad in grads], owner, len(groups))
-    least = least_square(input_grams_STT.dtype)
-    squares = [gram.diagonal(dim1=2, dim2=3).clamp_min(least) for gram in (input_grams_STT, grad_grams_STT)]
-    mass_SB = (squares[0] * squares[1]).sqrt().sum(2).square()
-    sq_norm_SB = input_grams_STT.mul_(grad_grams_STT).sum((2, 3))
-    return list(zip(sq_norm_SB.unbind(), mass_SB.unbind(), strict=True))
+        return [both for i in range(0, len(groups), most) for both in grouped_gram_norms(groups[i : i + most])]
+    inputs, grads = [x for x, _ in groups], [grad for _, grads in groups for grad in grads]
+    owners = [i for i, (_, grads) in enumerate(groups) for _ in grads]
+    dtype = accumulation_dtype(inputs[0].dtype)
+    sq_norm_SB = torch.zeros(len(groups), rows, dtype=dtype, device=inputs[0].device)
+    root_SB, least = torch.zeros_like(sq_norm_SB), least_square(dtype)  # root of the mass
+    chunk = max(1, _MAX_GRAM_ENTRIES // max(1, tokens * min(tokens, _STRIP)))
+    for row in range(0, rows, chunk):
+        here = slice(row, row + chunk)
+        for start in range(0, tokens, _STRIP):
+            strip = here, slice(start, start + _STRIP)
+            input_gram = _grams(inputs, range(len(groups)), len(groups), strip)
+            grad_gram = _grams(grads, owners, len(groups), strip)
+            squares = [_diagonal(gram, start).clamp_min(least) for gram in (input_gram, grad_gram)]
+            root_SB[:, here] += (squares[0] * squares[1]).sqrt().sum(2)
+            terms = input_gram.mul_(grad_gram)
+            sq_norm_SB[:, here] += terms[..., start:].sum((2, 3))
+            if start:
+                sq_norm_SB[:, here] += 2 * terms[..., :start].sum((2, 3))
+    return list(zip(sq_norm_SB.unbind(), root_SB.square().unbind(), strict=True))
 
 
-def _grams(tensors: Sequence[Tensor], owner: Sequence[int], num_owners: int) -> Tensor:
-    """Return the Gram matrices of tensors (B, T, any width), summed over those of one owner, (owners, B, T, T)."""
-    by_width: dict[tuple[int, torch.dtype], list[int]] = {}
+def _diagonal(strip_SBTT: Tensor, start: int) -> Tensor:
+    return strip_SBTT[..., start:].diagonal(dim1=2, dim2=3)
+
+
+def _grams(tensors: Sequence[Tensor], owners: Sequence[int], num_owners: int, strip: tuple[slice, slice]) -> Tensor:
+    """Return a strip of the Gram matrices of tensors (B, T, any width), summed over those of each owner; (S, B, T, T).
+
+    Small ones of one width are one product.
+    """
+    alike: dict[tuple, list[int]] = {}
     for i, x in enumerate(tensors):
-        by_width.setdefault((x.shape[2], x.dtype), []).append(i)
-    first, total = tensors[0], None
-    for at in by_width.values():
-        x_NTD = torch.cat([tensors[i] for i in at]) if len(at) > 1 else tensors[at[0]]
-        grams = _products(x_NTD, x_NTD).unflatten(0, (len(at), first.shape[0]))
-        places = [owner[i] for i in at]
+        alike.setdefault((x.shape[2], x.dtype) if num_owners > 1 or is_small(x) else (i,), []).append(i)
+    total: Tensor | None = None
+    for at in alike.values():
+        x_SBTD = torch.stack([tensors[i] for i in at]) if len(at) > 1 else tensors[at[0]][None]
+        x_NTD = x_SBTD[:, *strip].flatten(0, 1)
+        before = x_NTD if strip[1].start == 0 else x_SBTD[:, strip[0], : strip[1].stop].flatten(0, 1)
+        grams = _products(x_NTD, before).unflatten(0, (len(at), x_NTD.shape[0] // len(at)))
+        places = [owners[i] for i in at]
         if places == list(range(num_owners)):
             total = grams if total is None else total.add_(grams)
             continue
         if total is None:
             total = grams.new_zeros(num_owners, *grams.shape[1:])
-        total.index_add_(0, torch.tensor(places, device=first.device), grams)
+        total.index_add_(0, _sent(tuple(places), grams.device), grams)
     assert total is not None, "there are tensors"
     return total
 
 
-def _diagonal(strip_BST: Tensor, start: int) -> Tensor:
-    return strip_BST[:, :, start:].diagonal(dim1=1, dim2=2)
+@functools.lru_cache(maxsize=256)
+def _sent(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return numbers on a device, which are sent once: a copy makes the host wait."""
+    return send_array(np.array(numbers), device)
 
 
 def instance_norms(left_BTL: Tensor, right_BTR: Tensor) -> Tensor:
@@ -451,10 +455,10 @@ def add_weighted_outer_(
         left_BTL = left_BTL * factor_B11
     else:
         right_BTR = right_BTR * factor_B11
-    add_outer_(total_LR, left_BTL, right_BTR, is_empty)
+    add_product_(total_LR, left_BTL.flatten(0, 1).mT, right_BTR.flatten(0, 1), is_empty)
 
 
-def add_outer_(total_LR: Tensor, left_BTL: Tensor, right_BTR: Tensor, is_empty: bool = False) -> None:
-    """Add ``sum_b sum_t left_bt (x) right_bt``, as `add_weighted_outer_` with factors of 1; all of one dtype."""
+def add_product_(total_LR: Tensor, left_LN: Tensor, right_NR: Tensor, is_empty: bool) -> None:
+    """Add a product of matrices of the dtype of ``total`` to it; ``is_empty``: as `add_weighted_outer_`."""
     # With beta=0 an entry of the total that is not finite has no effect.
-    total_LR.addmm_(left_BTL.flatten(0, 1).mT, right_BTR.flatten(0, 1), beta=0 if is_empty else 1)
+    total_LR.addmm_(left_LN, right_NR, beta=0 if is_empty else 1)

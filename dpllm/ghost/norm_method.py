@@ -106,7 +106,7 @@ class NormMethod:
     def grouped_outer_norms(self, groups: Sequence[tuple[Tensor, list[Tensor]]]) -> list[tuple[Tensor, Tensor]]:
         """Return `outer_norms` of several groups of layers; the kernels take all of them in one launch.
 
-        Without the kernels, those with small inputs are computed together, see `kernels.stacked_gram_norms`.
+        Without the kernels, those with small inputs are computed together, see `kernels.grouped_gram_norms`.
 
         Args:
             groups: inputs (B, T_i, D_i), each with the output gradients (B, T_i, P_ij) of the layers that read it.
@@ -124,7 +124,7 @@ class NormMethod:
             else:
                 norms[i] = kernels.gram_norms(shared_BTD, grads)
         for together in stacked.values():
-            for i, both in zip(together, kernels.stacked_gram_norms([groups[i] for i in together]), strict=True):
+            for i, both in zip(together, kernels.grouped_gram_norms([groups[i] for i in together]), strict=True):
                 norms[i] = both
         if fused:
             sq_norm_NB, mass_NB = triton_kernels.grouped_gram_norms([groups[i] for i in fused])
@@ -187,9 +187,9 @@ class NormMethod:
     ) -> None:
         """Add the product of scaled inputs and output gradients, in the dtype of the sum."""
         x, grad = (left_BTL, right_BTR) if input_side == "left" else (right_BTR, left_BTL)
-        x, (grad, _) = weights.scaled(x, total.dtype), weights.kept(grad)
-        both = (x, grad.to(total.dtype))
-        kernels.add_outer_(total.total, *(both if input_side == "left" else both[::-1]), total.is_empty)
+        x_ND, grad_NP = weights.scaled(x, total.dtype), weights.kept(grad)[0].to(total.dtype).flatten(0, 1)
+        left_NL, right_NR = (x_ND, grad_NP) if input_side == "left" else (grad_NP, x_ND)
+        kernels.add_product_(total.total, left_NL.mT, right_NR, total.is_empty)
 
     def lookup_norms(
         self, index_BT: Tensor, right_BTR: Tensor, unit_B: Tensor, num_units: int, num_entries: int

@@ -127,7 +127,7 @@ def _norm_mass_slack(
     sq_norm_U = sum_of(norms)
     for i, x in enumerate(factored):
         for y in factored[:i]:
-            sq_norm_U = sq_norm_U + 2 * _cross(x, y, rows, sq_norm_U)
+            sq_norm_U = sq_norm_U + 2 * _cross(x, y, rows)
     return sq_norm_U, sum_of(roots).square(), kernels.rounding_slack(sq_norm_U.dtype)
 
 
@@ -146,20 +146,16 @@ def shared_norms(
     """
     if rows.whole is not None:
         return norm_method.grouped_outer_norms([_folded(uses, rows.whole) for uses in sharing])
-    first = sharing[0][0].input
-    dtype = kernels.accumulation_dtype(first.dtype)
-    both_S2U = torch.zeros(len(sharing), 2, rows.num_units, dtype=dtype, device=first.device)
-    for group in rows.groups:
-        norms = [
-            both
-            for sets in _copied_together(sharing)
-            for both in norm_method.grouped_outer_norms([_folded(uses, group) for uses in sets])
-        ]
-        both_S2U[:, :, group.unit_G] = torch.stack([x for both in norms for x in both]).unflatten(0, (-1, 2)).to(dtype)
-    return [(sq_norm_U, mass_U) for sq_norm_U, mass_U in both_S2U.unbind()]
+
+    def of(group: Group) -> Tensor:
+        norms = [norm_method.grouped_outer_norms([_folded(uses, group) for uses in sets]) for sets in _copied(sharing)]
+        return torch.stack([x for of_sets in norms for both in of_sets for x in both], 1)
+
+    columns = rows.by_groups(of).unbind(1)
+    return list(zip(columns[::2], columns[1::2], strict=True))
 
 
-def _copied_together(sharing: Sequence[Sequence[Outer]]) -> Iterator[Sequence[Sequence[Outer]]]:
+def _copied(sharing: Sequence[Sequence[Outer]]) -> Iterator[Sequence[Sequence[Outer]]]:
     """Yield sets of layers whose rows may be copied at the same time."""
     for is_small, sets in itertools.groupby(sharing, lambda uses: kernels.is_small(uses[0].input)):
         together = list(sets)
@@ -175,30 +171,17 @@ def _norm_and_root(x: Outer | Lookup, rows: Rows, norm_method: NormMethod) -> tu
     if isinstance(x, Outer):
         ((sq_norm_U, mass_U),) = shared_norms([[x]], rows, norm_method)
         return sq_norm_U, mass_U.sqrt()
-    longest = x.index_BT.shape[1] * max((group.rows_GN.shape[1] for group in rows.groups), default=0)
+    longest = x.index_BT.shape[1] * max(group.rows_GN.shape[1] for group in rows.groups)
     if kernels.is_short(longest) and kernels.is_small(x.right_BTR) and not norm_method.fuses(x.right_BTR):
-        like = x.right_BTR.new_empty(0, 2, dtype=kernels.accumulation_dtype(x.right_BTR.dtype))
-        both_U2 = _by_groups(
-            rows, like, lambda group: kernels.short_lookup_norms(group.fold(x.index_BT), group.fold(x.right_BTR))
-        )
+        both_U2 = rows.by_groups(lambda units: kernels.short_lookup_norms(*map(units.fold, (x.index_BT, x.right_BTR))))
         return both_U2[:, 0], both_U2[:, 1]
     sq_norm_U = norm_method.lookup_norms(x.index_BT, x.right_BTR, rows.unit_B, rows.num_units, x.num_entries)
     return sq_norm_U, rows.sum_rows(x.mass())
 
 
-def _by_groups(rows: Rows, like: Tensor, of: Callable[[Group], Tensor]) -> Tensor:
-    """Return (U, ...): the value of ``of`` for the units of each group, 0 for a unit without rows."""
-    if rows.whole is not None:
-        return of(rows.whole)
-    total_U = like.new_zeros(rows.num_units, *like.shape[1:])
-    for group in rows.groups:
-        total_U[group.unit_G] = of(group)
-    return total_U
-
-
-def _cross(x: Outer | Lookup, y: Outer | Lookup, rows: Rows, like: Tensor) -> Tensor:
+def _cross(x: Outer | Lookup, y: Outer | Lookup, rows: Rows) -> Tensor:
     """Return (U,): <gradient of a lookup, gradient of a matrix product>, of each unit."""
     lookup, outer = (x, y) if isinstance(x, Lookup) else (y, x)
     assert isinstance(lookup, Lookup) and isinstance(outer, Outer), "merge() returns one use of each kind"
     of_both = lookup.index_BT, lookup.right_BTR, outer.left_BTL, outer.right_BTR
-    return _by_groups(rows, like, lambda group: kernels.lookup_outer_inner(*map(group.fold, of_both)))
+    return rows.by_groups(lambda units: kernels.lookup_outer_inner(*map(units.fold, of_both)))

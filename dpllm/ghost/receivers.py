@@ -24,7 +24,6 @@ from dpllm.ghost.calls import used_again
 from dpllm.ghost.contributions import (
     Contribution,
     Instance,
-    Outer,
     Part,
     Rows,
     Use,
@@ -147,9 +146,7 @@ class Pass:
     def add_weighted_(self, parameter: nn.Parameter, total: Sum, contributions: Iterable[Contribution]) -> None:
         """Add the contributions to a parameter's gradient, weighted, to ``total``."""
         of_rows, of_units = self.weights[self.groups.get(id(parameter), 0)]
-        *others, last = contributions
-        if others:
-            *others, last = sorted((*others, last), key=lambda one: isinstance(one, Outer))  # which may finish the sum
+        *others, last = contributions  # `merge` puts the matrix product last, which may finish the sum
         for one in others:
             with total.kept_open():
                 one.add_weighted_(total, of_units if isinstance(one, Instance) else of_rows, self.norm_method)

@@ -189,7 +189,7 @@ class Weights:
         return *(value[self._keep] for value in values), self.factor[self._keep]
 
     def scaled(self, x_BTD: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the rows of a layer's input that `kept` returns, times their factors.
+        """Return the rows of a layer's input that `kept` returns, times their factors, with all tokens (N, D).
 
         The last one is kept until `release`: layers that read one input follow each other.
 
@@ -201,7 +201,7 @@ class Weights:
         if self._scaled is None or self._scaled[0] != key:
             kept, factor = self.kept(x_BTD)
             # Holding the input prevents reuse of its address.
-            self._scaled = key, x_BTD, kept.to(dtype) * factor.to(dtype)[:, None, None]
+            self._scaled = key, x_BTD, (kept.to(dtype) * factor.to(dtype)[:, None, None]).flatten(0, 1)
         return self._scaled[2]
 
     def release(self) -> None:
