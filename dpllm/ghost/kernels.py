@@ -36,8 +36,7 @@ _MAX_TERMS = 128  # of an inner product that are added in one go; at 512, a sing
 _STRIP = 128  # tokens of a symmetric product that are formed together
 # Tensors up to this size are copied next to each other for one product: above it the copy costs more than launches.
 _SMALL = 1 << 16
-_MAX_STACKED = 1 << 24  # entries of the Gram matrices of several inputs that are formed together
-_MAX_SPLIT = 1 << 22  # entries of a tensor that is copied so that all parts of its width are one product
+_MAX_STACKED = 1 << 18  # entries of several inputs, or their Gram matrices, that are formed together
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -185,7 +184,7 @@ def _products(x_BTD: Tensor, y_BSD: Tensor) -> Tensor:
     sign were seen to be 76 units in the last place too small, more than `rounding_slack` allows.
     """
     width = x_BTD.shape[2]
-    if width > _MAX_TERMS and max(x_BTD.numel(), y_BSD.numel()) <= _MAX_SPLIT:
+    if width > _MAX_TERMS and is_small(x_BTD) and is_small(y_BSD):
         x_NTD = _split(x_BTD)
         products = _short_products(x_NTD, x_NTD if y_BSD is x_BTD else _split(y_BSD))
         return products.unflatten(0, (len(x_BTD), -(-width // _MAX_TERMS))).sum(1)  # `sum` adds pairwise
@@ -291,7 +290,7 @@ def grouped_gram_norms(groups: Sequence[tuple[Tensor, list[Tensor]]]) -> list[tu
             that read it; more than one group only if their inputs satisfy `is_small` and `is_short`.
     """
     rows, tokens = groups[0][0].shape[:2]
-    most = max(1, _MAX_STACKED // max(1, rows * tokens * tokens))
+    most = max(1, _MAX_STACKED // max(1, rows * tokens * tokens, *(x.numel() for x, _ in groups)))
     if len(groups) > most:
         return [both for i in range(0, len(groups), most) for both in grouped_gram_norms(groups[i : i + most])]
     inputs, grads = [x for x, _ in groups], [grad for _, grads in groups for grad in grads]
