@@ -78,10 +78,6 @@ class NormTally:
             total_G2U[group, 1].add_(sum_2U[1], alpha=multiple * (self._slack() if self._slack else 1.0))
         return total_G2U[:, 0], total_G2U[:, 1]
 
-    def add_measured(self, group: int, sq_norm_U: Tensor, slack_U: Tensor) -> None:
-        """Add the squared norms of one parameter that were computed elsewhere, and their slack before its multiple."""
-        self._note(group, sq_norm_U, slack_U, 1.0)
-
     def _note(self, group: int, sq_norm_U: Tensor, mass_U: Tensor, multiple: float) -> None:
         self._parts.setdefault((group, multiple), []).extend((sq_norm_U, mass_U))
 

@@ -1,4 +1,4 @@
-"""Gradients of units side by side: norms and sums are those of a loop, and free places and other slots never count."""
+"""Small parameters whose gradients of units lie side by side: norms and sums are those of a loop."""
 
 import copy
 
@@ -34,9 +34,9 @@ def losses(net, batch):
     "in_order = np.array_equal(unit, np.arange(num_units))",
     "in_order = len(unit) == num_units",
 )
-@pytest.mark.parametrize("unit_of_row", [[0, 1, 2], [2, 0, 1], [1, 0, 1], [0, -1, 1]])
+@pytest.mark.parametrize("unit_of_row", [[0, 1, 2], [2, 0, 1], [1, 0, 1], [0, 0, 1], [0, -1, 1], [0, 1, -1]])
 def test_norms_and_sums_of_several_microbatches_are_those_of_a_loop(unit_of_row):
-    """The first microbatch teaches the widths; then rows of another length change which parameters have a place."""
+    """The length of the rows decides which parameters are held as gradients; padding may be anywhere."""
     torch.manual_seed(0)
     net = Net().double()
     unhooked = copy.deepcopy(net)

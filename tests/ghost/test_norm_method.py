@@ -46,6 +46,22 @@ def test_groups_together_equal_each_by_itself(fused):
         torch.testing.assert_close(mass_B, kernels.gram_norms(a, grads)[1], rtol=1.5, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 16, 128])
+def test_small_inputs_together_equal_each_by_itself(tokens, dtype):
+    """Inputs and gradients of equal and of different widths, more than are computed at a time."""
+    widths = [(8, (8, 4)), (200, (8,)), (8, (300, 8)), (4, (4,))] * 10
+    groups = [
+        (torch.randn(4, tokens, d).to(dtype), [torch.randn(4, tokens, p).to(dtype) for p in outputs])
+        for d, outputs in widths
+    ]
+    for (sq_norm_B, mass_B), (a, grads) in zip(NormMethod("gram").grouped_outer_norms(groups), groups, strict=True):
+        close = 1e-12 if dtype == torch.float64 else 1e-4
+        torch.testing.assert_close(sq_norm_B.double(), exact(a, grads), rtol=close, atol=0)
+        masses = [(a.double().norm(dim=2) * g.double().norm(dim=2)).sum(1).square() for g in grads]
+        assert (mass_B.double() >= sum(masses) * (1 - 1e-5)).all()
+
+
 class Scaled(torch.nn.Module):
     """A linear layer used once or more often, behind a small factor and in front of a large one."""
 
