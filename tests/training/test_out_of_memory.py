@@ -376,6 +376,7 @@ def test_what_is_held_cannot_be_joined_twice():
     clipper = GhostClipper(model, CLIP)
     first = first_of("more rows than fit")
     assert first.continues
+    clipper.hold(loss_of(model)(first.inputs))
     losses = loss_of(model)(first.inputs)
     with Scarce(), pytest.raises(torch.OutOfMemoryError, match="no room"):
         clipper.hold(losses)
