@@ -5,6 +5,8 @@ once as a matrix product. A layer's rule describes a use as one of
 
 * `Outer`:        sum_t left[b, t] (x) right[b, t]          matrices: linear layers;
 * `Lookup`:       sum_t onehot(index[b, t]) (x) right[b, t] embeddings;
+* `HeadUse`:      an outer product whose left factor is made again: the head of a language model
+  (`dpllm.ghost.chunked_head`);
 * `Routed`:       outer products of tokens that meet different matrices: experts (`dpllm.ghost.routed`);
 * `RowGradients`: the gradient of each row                  biases, norms, and anything else.
 
@@ -29,6 +31,7 @@ from torch import Tensor
 
 from dpllm.data.transfer import send_array
 from dpllm.ghost import kernels
+from dpllm.ghost.chunked_head import HeadUse, head_norms
 from dpllm.ghost.instances import Slot
 from dpllm.ghost.norm_method import NormMethod
 from dpllm.ghost.routed import Routed
@@ -344,8 +347,8 @@ class Lookup:
         return torch.linalg.vector_norm(self.right_BTR, dim=2, dtype=dtype).sum(1)
 
 
-Use = RowGradients | Outer | Lookup | Routed
-Contribution = Instance | Outer | Lookup | Routed
+Use = RowGradients | Outer | Lookup | HeadUse | Routed
+Contribution = Instance | Outer | Lookup | HeadUse | Routed
 
 
 def _one_row(x: Tensor) -> Tensor:
@@ -395,7 +398,8 @@ def merge(contributions: Sequence[Contribution], rows: Rows) -> list[Contributio
     routed = [c for c in contributions if isinstance(c, Routed)]
     if routed and len(routed) == len(contributions):
         return [Routed.cat(routed)]
-    if len(contributions) == 1 or not any(isinstance(c, Instance | Routed) for c in contributions):
+    kinds = {type(c) for c in contributions}
+    if len(contributions) == 1 or kinds <= {Outer, Lookup} or kinds <= {HeadUse, Lookup}:
         return list(contributions)
     return [Instance(sum_of(contribution.instance(rows) for contribution in contributions))]
 
@@ -411,7 +415,7 @@ def join(already: Sequence[Contribution], more: Sequence[Contribution], norm_met
         more: every use of the parameter in one more pass.
         norm_method: decides which form takes less memory.
     """
-    folded = [*already, *(contribution.fold() for contribution in more)]
+    folded = [*already, *map(_folded, more)]
     outers = [c for c in folded if isinstance(c, Outer)]
     lookups = [c for c in folded if isinstance(c, Lookup)]
     routed = [c for c in folded if isinstance(c, Routed)]
@@ -428,7 +432,17 @@ def join(already: Sequence[Contribution], more: Sequence[Contribution], norm_met
     return merge([c if isinstance(c, Instance) else held(c, one, norm_method) for c in joined], one)
 
 
+def _folded(contribution: Contribution) -> Contribution:
+    """Return the same contribution with all tokens in a single row; a head's gradient itself."""
+    if not isinstance(contribution, HeadUse):
+        return contribution.fold()
+    lse_BT = contribution.lse_BT
+    rows = Rows.of(torch.zeros(len(lse_BT), dtype=torch.int64), 1, lse_BT.device)
+    return Instance(contribution.instance(rows))
+
+
 def _device(contribution: Contribution) -> torch.device:
+    assert not isinstance(contribution, HeadUse), "it is folded to an instance"
     return (contribution.value_U if isinstance(contribution, Instance) else contribution.right_BTR).device
 
 
@@ -450,12 +464,14 @@ def squared_norms(contributions: Sequence[Contribution], rows: Rows, norm_method
     if isinstance(contributions[0], Routed):
         return contributions[0].norms(rows, norm_method)
     factored = [c for c in contributions if isinstance(c, Outer | Lookup)]
-    assert len(factored) == len(contributions), "merge() leaves no mixture of forms"
-    sq_norm_U = sum_of(_square(c, rows, norm_method) for c in factored)
+    heads = [c for c in contributions if isinstance(c, HeadUse)]
+    assert len(factored) + len(heads) == len(contributions), "merge() leaves no mixture of forms"
+    of_heads = [head_norms(heads, [c for c in factored if isinstance(c, Lookup)], rows)] if heads else []
+    sq_norm_U = sum_of([*of_heads, *(_square(c, rows, norm_method) for c in factored)])
     for i, x in enumerate(factored):
         for y in factored[:i]:
             sq_norm_U = sq_norm_U + 2 * _cross(x, y, rows, sq_norm_U)
-    mass_U = rows.sum_rows(sum_of(c.mass() for c in factored))
+    mass_U = rows.sum_rows(sum_of(c.mass() for c in (*heads, *factored)))
     return sq_norm_U, kernels.rounding_slack(sq_norm_U.dtype) * mass_U.square()
 
 

@@ -1,0 +1,478 @@
+"""The cross-entropy of a language model's head, without a tensor of all logits, and the head's gradient per unit.
+
+For 8 rows of 512 tokens and a vocabulary of 32 768, logits, their softmax and its gradient take 1.5 GiB, often more
+than the rest of the model. Here logits exist for a few tokens, or for one row and a chunk of the vocabulary, at a time.
+`token_losses` computes the losses, and the gradient of the hidden states along with them.
+
+*Frozen head* (LoRA). A few tokens at a time meet the whole vocabulary. It takes no more operations than usual.
+
+*Trained head*. A row's gradient is ``sum_t u_t g_t (x) h_t``: u the gradient of the token's loss, g that of the loss
+with respect to the head's products, h the hidden state. It is an outer product whose left factor, (T, V), is not kept.
+The pass computes its Gram matrix g g^T, and `HeadUse` makes the factor again, chunk by chunk, for the clipped sum.
+
+Norms and sums hold the same numbers: g is rounded to the dtype of h, u_t h_t / max_s |u_s| too, and both are made again
+by the same products of the same shapes. Rounding therefore takes no unit above the clip norm.
+
+Shape suffixes: B rows, U units, T tokens of a row, S tokens of a lookup, M places (rows x tokens), D width of a hidden
+state, V vocabulary, C entries of a chunk of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from dpllm.data.labels import IGNORE
+from dpllm.ghost import kernels
+from dpllm.ghost.norm_method import NormMethod
+from dpllm.ghost.sums import Sum, Weights
+
+if TYPE_CHECKING:
+    from dpllm.ghost.contributions import Lookup, Rows, Use
+
+CHUNK_ENTRIES = 1 << 24
+"""Logits in float32 that exist at a time: 64 MiB."""
+_MAX_TERMS = 128  # of an inner product that are added in one go; see `dpllm.ghost.kernels`
+_MAX_BLOCKS = 1 << 24  # entries of partial sums that exist at a time
+
+
+@dataclass(frozen=True)
+class LogitFormula:
+    """The computation from the products of head and hidden state to the loss of a token.
+
+    Attributes:
+        scale: the products (with the bias) are multiplied by it.
+        cap: then a product x becomes ``cap * tanh(x / cap)``; None: it stays.
+        smoothing: share of the label that is spread evenly over the vocabulary, as in ``F.cross_entropy``.
+    """
+
+    scale: float = 1.0
+    cap: float | None = None
+    smoothing: float = 0.0
+
+    def logits_(self, product: Tensor) -> Tensor:
+        """Turn products into logits, in place."""
+        if self.scale != 1:
+            product.mul_(self.scale)
+        return product if self.cap is None else product.div_(self.cap).tanh_().mul_(self.cap)
+
+    def gradient_(self, logits_TC: Tensor, lse_T: Tensor, target_T: Tensor, start: int, vocabulary: int) -> Tensor:
+        """Turn logits into the gradient of the token losses with respect to the products, in place.
+
+        Args:
+            logits_TC: of the vocabulary entries from ``start`` on.
+            lse_T: the logarithm of the sum of all exponentials.
+            target_T: the labels.
+            start: the chunk's first entry.
+            vocabulary: V.
+        """
+        slope = None if self.cap is None else (logits_TC / self.cap).square_().neg_().add_(1)
+        grad = logits_TC.sub_(lse_T[:, None]).exp_()
+        if self.smoothing:
+            grad.sub_(self.smoothing / vocabulary)
+        at_T1, inside_T1 = _places(target_T, start, grad.shape[1])
+        grad.scatter_add_(1, at_T1, (self.smoothing - 1) * inside_T1.to(grad.dtype))
+        if slope is not None:
+            grad.mul_(slope)
+        if self.scale != 1:
+            grad.mul_(self.scale)
+        return grad.masked_fill_((target_T == IGNORE)[:, None], 0)  # also where a logit is not finite
+
+
+def _places(index_T: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return (T, 1) each: the column of an entry in the chunk that begins at ``start``, and whether it has one."""
+    at = (index_T - start)[:, None]
+    return at.clamp(0, width - 1), (at >= 0) & (at < width)
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head's values during one step, and how it is read.
+
+    Attributes:
+        weight_VD: detached.
+        bias_V: detached; None: there is none.
+        formula: from products to losses.
+        entries: logits that may exist at a time.
+    """
+
+    weight_VD: Tensor
+    bias_V: Tensor | None
+    formula: LogitFormula
+    entries: int
+
+    @property
+    def vocabulary(self) -> int:
+        """V."""
+        return self.weight_VD.shape[0]
+
+    def chunks(self, tokens: int) -> list[slice]:
+        """Return the chunks of the vocabulary for rows of T tokens: always the same, so that rounding is, too."""
+        width = max(1, self.entries // max(1, tokens))
+        return [slice(a, min(a + width, self.vocabulary)) for a in range(0, self.vocabulary, width)]
+
+    def logits(self, hidden_TD: Tensor, chunk: slice) -> Tensor:
+        """Return the logits (T, C) of a chunk, in the accumulation dtype."""
+        product = kernels.wide_bmm(hidden_TD[None], self.weight_VD[chunk].mT[None])[0]
+        if self.bias_V is not None:
+            product.add_(self.bias_V[chunk])
+        return self.formula.logits_(product)
+
+    def gradient(self, hidden_TD: Tensor, lse_T: Tensor, target_T: Tensor, chunk: slice) -> Tensor:
+        """Return g (T, C) of a chunk, in the dtype of the hidden states."""
+        logits = self.logits(hidden_TD, chunk)
+        return self.formula.gradient_(logits, lse_T, target_T, chunk.start, self.vocabulary).to(hidden_TD.dtype)
+
+    def losses(self, hidden_TD: Tensor, target_T: Tensor, chunks: Sequence[slice]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the losses (T,), the log-sum-exp (T,), and the logits of the last chunk."""
+        smoothing, lse_T = self.formula.smoothing, None
+        chosen_T = hidden_TD.new_zeros(len(hidden_TD), dtype=kernels.accumulation_dtype(hidden_TD.dtype))
+        total_T = torch.zeros_like(chosen_T)
+        for chunk in chunks:
+            logits = self.logits(hidden_TD, chunk)
+            part = logits.logsumexp(1)
+            lse_T = part if lse_T is None else torch.logaddexp(lse_T, part)
+            at_T1, inside_T1 = _places(target_T, chunk.start, logits.shape[1])
+            chosen_T += logits.gather(1, at_T1).where(inside_T1, 0)[:, 0]
+            if smoothing:
+                total_T += logits.sum(1)
+        assert lse_T is not None, "a vocabulary has entries"
+        loss_T = lse_T - (1 - smoothing) * chosen_T - smoothing / self.vocabulary * total_T
+        return loss_T.masked_fill(target_T == IGNORE, 0), lse_T, logits
+
+
+def token_losses(
+    hidden_BTD: Tensor,
+    target_BT: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    formula: LogitFormula | None = None,
+    receive: Callable[[nn.Parameter, Use], None] | None = None,
+    index_BT: Tensor | None = None,
+    entries: int = CHUNK_ENTRIES,
+) -> Tensor:
+    """Return the cross-entropy of each target, (B, T), as a head followed by ``F.cross_entropy`` computes it.
+
+    The gradient of the hidden states is computed here, in the forward pass, where one is asked for; the backward pass
+    does not read the head. No gradient reaches ``weight`` and ``bias`` through autograd.
+
+    Args:
+        hidden_BTD: what the head reads.
+        target_BT: labels, those of the position itself; -100 where there is none, and where the loss is 0.
+        weight: (V, D).
+        bias: (V,), or None.
+        formula: scale, cap and smoothing; None: none of them.
+        receive: takes ``(parameter, use)`` in the backward pass, for each of weight and bias that requires a gradient.
+        index_BT: the entries of the same table that the rows look up, if the head is tied to the embedding: the cross
+            terms of head and lookup then take no more logits.
+        entries: logits that may exist at a time.
+
+    Raises:
+        ValueError: weight or bias is trained, and nobody receives its gradient.
+    """
+    with_graph = torch.is_grad_enabled()
+    trained = [p for p in (weight, bias) if p is not None and p.requires_grad and with_graph]
+    if trained and receive is None:
+        raise ValueError(
+            f"The head {tuple(weight.shape)} is trained, and its gradient would be lost. Pass receive, or freeze it."
+        )
+    head = Head(weight.detach(), None if bias is None else bias.detach(), formula or LogitFormula(), entries)
+    if not trained:
+        return _FrozenHead.apply(hidden_BTD, target_BT, head, with_graph and hidden_BTD.requires_grad)
+    anchor = hidden_BTD if hidden_BTD.requires_grad else hidden_BTD.detach().requires_grad_()
+    return _TrainedHead.apply(anchor, target_BT, head, (weight, bias), receive, index_BT)
+
+
+class _FrozenHead(torch.autograd.Function):
+    """Losses (B, T) of a head without a gradient of its own, a few tokens at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_BTD: Tensor, target_BT: Tensor, head: Head, with_grad: bool) -> Tensor:
+        hidden_MD, target_M = hidden_BTD.flatten(0, 1), target_BT.flatten()
+        every = slice(0, head.vocabulary)
+        size = max(1, head.entries // head.vocabulary)
+        loss_M = hidden_MD.new_empty(len(hidden_MD), dtype=kernels.accumulation_dtype(hidden_MD.dtype))
+        grad_MD = torch.empty_like(hidden_MD) if with_grad else None
+        with _no_autocast(hidden_MD.device.type):
+            for start in range(0, len(hidden_MD), size):
+                here = slice(start, start + size)
+                loss_M[here], lse, logits = head.losses(hidden_MD[here], target_M[here], [every])
+                if grad_MD is not None:
+                    grad = head.formula.gradient_(logits, lse, target_M[here], 0, head.vocabulary).to(hidden_MD.dtype)
+                    grad_MD[here] = kernels.wide_bmm(grad[None], head.weight_VD[None])[0]
+        ctx.save_for_backward(None if grad_MD is None else grad_MD.view_as(hidden_BTD))
+        return loss_M.view(target_BT.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream_BT: Tensor) -> tuple[Tensor, None, None, None]:
+        (grad_BTD,) = ctx.saved_tensors
+        return grad_BTD * upstream_BT[..., None].to(grad_BTD.dtype), None, None, None
+
+
+class _TrainedHead(torch.autograd.Function):
+    """Losses (B, T) of a head whose gradient leaves as a `HeadUse`, one row and one chunk at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_BTD: Tensor,
+        target_BT: Tensor,
+        head: Head,
+        parameters: tuple[Any, Any],
+        receive: Callable[[Any, Any], None],
+        index_BT: Tensor | None,
+    ) -> Tensor:
+        rows, tokens, width = hidden_BTD.shape
+        dtype = kernels.accumulation_dtype(hidden_BTD.dtype)
+        loss, lse, size = hidden_BTD.new_empty(3, rows, tokens, dtype=dtype)
+        grad_BTD = torch.empty_like(hidden_BTD)
+        with_gram = tokens <= 2 * width and parameters[0].requires_grad  # else tiles take fewer operations
+        gram = hidden_BTD.new_empty(rows, tokens, tokens, dtype=dtype) if with_gram else None
+        picks = None
+        if with_gram and index_BT is not None:
+            picks = hidden_BTD.new_empty(rows, tokens, index_BT.shape[1], dtype=hidden_BTD.dtype)
+        chunks = head.chunks(tokens)
+        with kernels.exact_matmul():
+            for b in range(rows):
+                hidden, target = hidden_BTD[b].clone(), target_BT[b]  # at an address of the same alignment each time
+                loss[b], lse[b], logits = head.losses(hidden, target, chunks)
+                sums = [torch.zeros_like(lse[b]), hidden.new_zeros(tokens, width, dtype=dtype)]
+                for chunk in chunks:
+                    if len(chunks) == 1:
+                        g = head.formula.gradient_(logits, lse[b], target, 0, head.vocabulary).to(hidden.dtype)
+                    else:
+                        g = head.gradient(hidden, lse[b], target, chunk)
+                    sums[0] += torch.linalg.vector_norm(g, dim=1, dtype=dtype).square_()
+                    sums[1] += kernels.wide_bmm(g[None], head.weight_VD[chunk][None])[0]
+                    if gram is not None:
+                        part = _products(g, g)
+                        gram[b] = part if chunk.start == 0 else gram[b] + part
+                    if picks is not None and index_BT is not None:
+                        at_S1, inside_S1 = _places(index_BT[b], chunk.start, g.shape[1])
+                        picked = g[:, at_S1[:, 0]].where(inside_S1[:, 0], 0)
+                        picks[b] = picked if chunk.start == 0 else picks[b] + picked
+                size[b], grad_BTD[b] = sums[0].sqrt_(), sums[1]
+        ctx.save_for_backward(hidden_BTD, target_BT, grad_BTD, lse, size, gram, picks, index_BT)
+        ctx.head, ctx.parameters, ctx.receive = head, parameters, receive
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream_BT: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        hidden, target, grad_BTD, lse, size, gram, picks, index = ctx.saved_tensors
+        weight, bias = ctx.parameters
+        use = HeadUse.of(ctx.head, hidden.detach(), target, lse, upstream_BT, size, gram, picks, index)
+        if weight.requires_grad:
+            ctx.receive(weight, use)
+        if bias is not None and bias.requires_grad:
+            from dpllm.ghost.contributions import RowGradients  # which imports this module
+
+            ctx.receive(bias, RowGradients(use.bias_gradients()))
+        return grad_BTD * upstream_BT[..., None].to(grad_BTD.dtype), None, None, None, None, None
+
+
+def _no_autocast(kind: str) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which products keep the dtypes that they are given."""
+    known = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if known else contextlib.nullcontext()
+
+
+def _products(x_TD: Tensor, y_SD: Tensor) -> Tensor:
+    """Return all inner products (T, S), of which at most 128 terms are added in one go, and those sums pairwise."""
+    step = _MAX_TERMS * max(1, _MAX_BLOCKS // max(1, len(x_TD) * len(y_SD)))
+    total: Tensor | None = None
+    for start in range(0, max(1, x_TD.shape[1]), step):
+        blocks = []
+        for one in (x_TD, y_SD):
+            part = one[:, start : start + step]
+            blocks.append(F.pad(part, (0, -part.shape[1] % _MAX_TERMS)).unflatten(1, (-1, _MAX_TERMS)).transpose(0, 1))
+        part_TS = kernels.wide_bmm(blocks[0], blocks[1].mT).sum(0)
+        total = part_TS if total is None else total.add_(part_TS)
+    assert total is not None, "one step at least"
+    return total
+
+
+@dataclass(frozen=True)
+class HeadUse:
+    """Gradient of a trained head: ``scale_b sum_t g_bt (x) right_bt``, where g is made again from the hidden states.
+
+    The weight is read for this after the backward pass. An engine that shards the weight may have freed it by then; its
+    heads take the ordinary path, with the gradient of all logits.
+
+    Attributes:
+        head: the weight's values and the formula.
+        hidden_BTD: the hidden states.
+        target_BT: the labels.
+        lse_BT: the logarithm of the sum of all exponentials.
+        upstream_BT: u, the gradient from the loss.
+        scale_B: the largest |u| of a row.
+        right_BTD: u_t h_t / scale, in the dtype of h.
+        size_BT: |g_t|.
+        gram_BTT: g g^T of each row; None: norms are computed by tiles of the gradient.
+        picks_BTS: ``g[t, index[s]]`` for the cross terms with a lookup; None: those are computed by tiles.
+        index_BS: the entries of ``picks_BTS``.
+    """
+
+    head: Head
+    hidden_BTD: Tensor
+    target_BT: Tensor
+    lse_BT: Tensor
+    upstream_BT: Tensor
+    scale_B: Tensor
+    right_BTD: Tensor
+    size_BT: Tensor
+    gram_BTT: Tensor | None = None
+    picks_BTS: Tensor | None = None
+    index_BS: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        head: Head,
+        hidden_BTD: Tensor,
+        target_BT: Tensor,
+        lse_BT: Tensor,
+        upstream_BT: Tensor,
+        size_BT: Tensor,
+        gram_BTT: Tensor | None,
+        picks_BTS: Tensor | None,
+        index_BS: Tensor | None,
+    ) -> HeadUse:
+        """Return the use from what the forward pass kept and the gradient of the token losses."""
+        scale_B = upstream_BT.abs().amax(1)
+        ratio_BT = upstream_BT / scale_B.where(scale_B != 0, 1)[:, None]
+        right_BTD = (hidden_BTD.to(ratio_BT.dtype) * ratio_BT[..., None]).to(hidden_BTD.dtype)
+        rest = size_BT, gram_BTT, picks_BTS, index_BS
+        return cls(head, hidden_BTD, target_BT, lse_BT, upstream_BT, scale_B, right_BTD, *rest)
+
+    @property
+    def grad(self) -> Tensor:
+        """The gradient from the loss, rows first."""
+        return self.upstream_BT
+
+    def factor_bytes(self) -> int:
+        """Return the bytes of what is kept."""
+        kept = (self.hidden_BTD, self.right_BTD, self.gram_BTT, self.picks_BTS)
+        return sum(one.nbytes for one in kept if one is not None)
+
+    def instance_bytes(self, rows: Rows) -> int:
+        """Return the bytes that the gradients of the units would take."""
+        return rows.num_units * self.head.weight_VD.numel() * self.lse_BT.dtype.itemsize
+
+    def instance(self, rows: Rows) -> Tensor:
+        """Return the gradients of the units (U, V, D)."""
+        total_U = self.lse_BT.new_zeros(rows.num_units, *self.head.weight_VD.shape)
+        for unit, members in _units(rows):
+            for chunk, tile_CD in _tiles([self], members):
+                total_U[unit, chunk] = tile_CD
+        return total_U
+
+    def mass(self) -> Tensor:
+        """Return (B,): sum_t |u_t| |g_t| |h_t|, the scale of the rounding error of norms and sums."""
+        least = math.sqrt(kernels.least_square(self.lse_BT.dtype))
+        right_BT = torch.linalg.vector_norm(self.right_BTD, dim=2, dtype=self.lse_BT.dtype)
+        return self.scale_B * (self.size_BT.clamp_min(least) * right_BT.clamp_min(least)).sum(1)
+
+    def add_weighted_(self, total: Sum, weights: Weights, norm_method: NormMethod) -> None:
+        """Add the weighted gradients: ``total += sum_b factor_b g_b``. The logits are made again."""
+        del norm_method
+        values = self.hidden_BTD, self.right_BTD, self.target_BT, self.lse_BT, self.scale_B
+        hidden, right, target, lse, scale_B, factor_B = weights.kept(*values)
+        factor_B = factor_B.to(total.dtype) * scale_B.to(total.dtype)
+        filled = total.filled()
+        for b in range(len(hidden)):
+            row = hidden[b].clone()
+            for chunk in self.head.chunks(hidden.shape[1]):
+                g = self.head.gradient(row, lse[b], target[b], chunk)
+                kernels.add_weighted_outer_(filled[chunk], g[None], right[b : b + 1], factor_B[b : b + 1])
+
+    def bias_gradients(self) -> Tensor:
+        """Return (B, V): the gradient of the bias of each row, sum_t u_t g_t."""
+        value_BV = self.lse_BT.new_empty(len(self.lse_BT), self.head.vocabulary)
+        with kernels.exact_matmul():
+            for b, hidden in enumerate(self.hidden_BTD):
+                for chunk in self.head.chunks(len(hidden)):
+                    g = self.head.gradient(hidden.clone(), self.lse_BT[b], self.target_BT[b], chunk)
+                    value_BV[b, chunk] = (g.to(value_BV.dtype) * self.upstream_BT[b, :, None]).sum(0)
+        return value_BV
+
+    def gram_norms(self, lookups: Sequence[Lookup]) -> Tensor | None:
+        """Return (B,): squared norms, with the cross terms with lookups; None: the pass did not prepare it."""
+        if self.gram_BTT is None or not all(self._is_prepared_for(one) for one in lookups):
+            return None
+        total_B = []
+        for b, right_TD in enumerate(self.right_BTD):
+            value = (self.gram_BTT[b] * _products(right_TD, right_TD)).sum() * self.scale_B[b].square()
+            for one in lookups:
+                assert self.picks_BTS is not None
+                cross_TS = self.picks_BTS[b].to(value.dtype) * _products(right_TD, one.right_BTR[b])
+                value = value + 2 * self.scale_B[b] * cross_TS.sum()
+            total_B.append(value)
+        return torch.stack(total_B)
+
+    def _is_prepared_for(self, lookup: Lookup) -> bool:
+        own, other = self.index_BS, lookup.index_BT
+        if self.picks_BTS is None or own is None or own.shape != other.shape:
+            return False
+        return own.data_ptr() == other.data_ptr() or (not own.is_cuda and torch.equal(own, other))
+
+
+def head_norms(heads: Sequence[HeadUse], lookups: Sequence[Lookup], rows: Rows) -> Tensor:
+    """Return (U,): the squared norm of each unit's head gradient, plus twice its inner product with lookups' gradients.
+
+    Where each unit has one row, and the pass prepared them, from Gram matrices; otherwise from the gradient of one unit
+    at a time, a chunk of the vocabulary at a time: exact for any number of rows and of uses.
+
+    Args:
+        heads: the uses of one table as a head.
+        lookups: its uses as a table.
+        rows: the units of the rows.
+    """
+    if len(heads) == 1 and all(group.rows_GN.shape[1] == 1 for group in rows.groups):
+        value_B = heads[0].gram_norms(lookups)
+        if value_B is not None:
+            return rows.sum_rows(value_B)
+    total_U = heads[0].lse_BT.new_zeros(rows.num_units)
+    for unit, members in _units(rows):
+        value = total_U.new_zeros(())
+        for chunk, tile_CD in _tiles(heads, members):
+            value += kernels.squared_norms(tile_CD[None])[0]
+            for one in lookups:
+                at_S1, inside_S1 = _places(one.index_BT[members].flatten(), chunk.start, len(tile_CD))
+                right_SD = one.right_BTR[members].flatten(0, 1).to(tile_CD.dtype)
+                value += 2 * (tile_CD[at_S1[:, 0]] * right_SD).sum(1).where(inside_S1[:, 0], 0).sum()
+        total_U[unit] = value
+    return total_U
+
+
+def _units(rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each unit that has rows, (), and the numbers of its rows, (N,)."""
+    for group in rows.groups:
+        yield from zip(group.unit_G, group.rows_GN, strict=True)
+
+
+def _tiles(heads: Sequence[HeadUse], members: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the gradient (C, D) of one unit, chunk by chunk, summed over its rows and over several uses."""
+    tokens = {one.hidden_BTD.shape[1] for one in heads}
+    for chunk in heads[0].head.chunks(max(tokens)):
+        tile: Tensor | None = None
+        for one in heads:
+            for row in members.split(1):
+                hidden, target, lse, right, scale = (
+                    x.index_select(0, row)
+                    for x in (one.hidden_BTD, one.target_BT, one.lse_BT, one.right_BTD, one.scale_B)
+                )
+                g = one.head.gradient(hidden[0], lse[0], target[0], chunk)
+                part = kernels.wide_bmm(g.mT[None], right)[0].mul_(scale)
+                tile = part if tile is None else tile.add_(part)
+        assert tile is not None, "a unit has rows"
+        yield chunk, tile
