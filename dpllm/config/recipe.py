@@ -23,7 +23,7 @@ from dpllm.config.data_section import DataConfig
 from dpllm.config.formats.catalogue import FORMATS
 from dpllm.config.hub import is_language
 from dpllm.config.metrics import check_fit
-from dpllm.config.model_values import check_model_config, check_peft
+from dpllm.config.model_values import HEADS, check_model_config, check_peft
 from dpllm.config.privacy_section import PrivacyConfig
 from dpllm.config.quantization import check_quantization
 from dpllm.config.shipped import recipe_file, shipped_recipes
@@ -69,6 +69,10 @@ class ModelConfig:
     """Whether the head shares the input embedding. None: as the model comes; False: the head becomes a copy."""
     freeze: list[str] = field(default_factory=list)
     """Patterns of parameter names that are not trained, such as "transformer.wte.*"."""
+    head: str = "auto"
+    """How a causal language model computes its losses. "auto": a head that is not trained (LoRA) in chunks, without
+    all logits, at no cost. "chunks": also a trained head, whose logits are then computed twice. "whole": from all
+    logits. It has no influence on the guarantee."""
     start_is_independent: bool = False
     """Declares that starting weights and adapters hold nothing of the private records, where this is in doubt."""
     trust_remote_code: bool = False
@@ -80,6 +84,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         """Check every value."""
         values.flag("start_is_independent", self.start_is_independent)
+        values.choice("head", self.head, HEADS)
         values.flag("trust_remote_code", self.trust_remote_code)
         if (self.name is None) == (self.config is None):
             given = "neither" if self.name is None else "both"

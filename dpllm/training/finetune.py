@@ -290,6 +290,7 @@ def trainer_of(
         "pack_rows": recipe.pack_rows,
         "eval_is_public": recipe.data.eval_is_public,
         "start_is_independent": recipe.model.start_is_independent,
+        "head": recipe.model.head,
         "noise_memory": recipe.noise_memory,
         "average": recipe.train.get("average"),
         "merge_adapter": recipe.merge_adapter,

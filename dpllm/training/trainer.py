@@ -28,6 +28,7 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
 from dpllm.config import ConfigError, PrivacyConfig, refuse_drawn_pieces
+from dpllm.config.model_values import HEADS
 from dpllm.config.output_folder import REPORTS, check_output_folder
 from dpllm.config.values import choice
 from dpllm.data.lengths import refuse_other_classes
@@ -70,6 +71,7 @@ from dpllm.training.arguments import refuse_changed
 from dpllm.training.averaging import checked_average
 from dpllm.training.corrected_adamw import optimizer_for
 from dpllm.training.fetching import refuse_ignored
+from dpllm.training.head_losses import HeadLosses
 from dpllm.training.noted import PrivateSources, own_parts, tokens_of_others
 from dpllm.training.outlets import StartingModel
 from dpllm.training.preflight import refuse_unusable_model
@@ -311,6 +313,8 @@ class DPTrainer(RowsTrainer):
         pack_rows: concatenate the rows of a microbatch without padding, for causal language models. The attention
             processes each row separately (`dpllm.models.packing`) during `train`; evaluation pads as before.
         norm_method: method of computing norms (`dpllm.ghost.NormMethod`); the default is the cheapest for each layer.
+        head: how a causal language model's losses are computed (`dpllm.training.head_losses.HeadLosses`): "auto",
+            "whole" (from all logits) or "chunks". It changes them only by rounding.
         eval_is_public: declares that ``eval_dataset`` is public: schedules may follow it, and it is not a disclosure.
         start_is_independent: as for `dpllm.PrivateRun.attach`.
         noise_memory: "stored", "regenerated" or "auto", as for `dpllm.PrivateRun`.
@@ -354,6 +358,7 @@ class DPTrainer(RowsTrainer):
         max_tokens_per_microbatch: int | str | None = None,
         pack_rows: bool = False,
         norm_method: NormMethod | None = None,
+        head: str = "auto",
         eval_is_public: bool = False,
         start_is_independent: bool = False,
         noise_memory: str = "auto",
@@ -379,6 +384,8 @@ class DPTrainer(RowsTrainer):
         refuse_steering(args, callbacks or [], optimizers[1], eval_is_public)
         kept, own = checked_average(average), optimizers[0] is not None
         choice("noise_memory", noise_memory, NOISE_MEMORIES)
+        choice("head", head, HEADS)
+        self._head = head
         if isinstance(max_tokens_per_microbatch, int) and max_tokens_per_microbatch < 1:
             raise ConfigError(f"max_tokens_per_microbatch must be at least 1, got {max_tokens_per_microbatch}")
         arguments = agreed_arguments(args, own, self.argument_table, kept, norm_method)
@@ -455,7 +462,12 @@ class DPTrainer(RowsTrainer):
 
     def _row_losses(self, model: nn.Module, compute_loss_func: RowLoss | None, pack_rows: bool) -> RowLosses:
         """Return the object that computes one loss per row; a trainer with other inputs may return its own."""
-        return RowLosses(compute_loss_func or default_row_loss(model), pack_rows)
+        if compute_loss_func is not None or task_of(model) != "causal_lm":
+            if self._head == "chunks":
+                raise ConfigError('head="chunks" is for the default loss of a causal language model. Leave it out')
+            return RowLosses(compute_loss_func or default_row_loss(model), pack_rows)
+        has_prompt = bool(getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False))
+        return RowLosses(default_row_loss(model), pack_rows, HeadLosses(self._head, has_prompt))
 
     # -------------------------------------------------- the parts of the run, to read
 

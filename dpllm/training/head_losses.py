@@ -1,0 +1,247 @@
+"""Token losses of a causal language model whose head is computed in chunks (`dpllm.ghost.chunked_head`).
+
+The model is called as usual, so that hooks of engines and wrappers run. For the call, the forward function of its head
+is replaced by one that computes the losses from the hidden states and returns them in place of the logits.
+
+What the model does with its logits is read from its configuration and compared once with the model itself. Where it
+differs, and for a head that is not a plain linear layer, the model computes all logits, and the log says why.
+
+Shape suffixes: B rows, T tokens, D width of a hidden state, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpllm.config.model_values import HEADS
+from dpllm.config.values import choice
+from dpllm.data.labels import BOUNDARIES
+from dpllm.ghost.chunked_head import LogitFormula, token_losses
+from dpllm.ghost.contributions import Use
+from dpllm.ghost.memory import is_shortage
+from dpllm.training.choose_clipper import in_mode
+
+_FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+_DIVISORS = ("logits_scaling",)
+_CAPS = ("final_logit_softcapping", "output_logit_soft_cap")
+_COMPARED, _LARGE = 64, 32.0  # tokens; their hidden states are compared at that multiple too, where a cap shows
+logger = logging.getLogger(__name__)
+
+
+def formula_of(config: Any) -> LogitFormula:
+    """Return what a model's configuration says about its logits: a factor and a cap.
+
+    >>> import types
+    >>> formula_of(types.SimpleNamespace(logits_scaling=8.0, final_logit_softcapping=30.0))
+    LogitFormula(scale=0.125, cap=30.0, smoothing=0.0)
+    """
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+
+    def numbers(names: tuple[str, ...]) -> list[float]:
+        values = (getattr(config, name, None) for name in names)
+        return [float(x) for x in values if isinstance(x, int | float) and not isinstance(x, bool) and x]
+
+    scale = math.prod(numbers(_FACTORS)) / math.prod(numbers(_DIVISORS))
+    return LogitFormula(scale, next(iter(numbers(_CAPS)), None))
+
+
+class HeadLosses:
+    """Calls a causal language model and computes the losses of its tokens in chunks of the head, where it can.
+
+    Args:
+        mode: "auto": in chunks for a head that is not trained, which costs nothing. "chunks": also for a trained head,
+            whose logits are then computed twice. "whole": never.
+        has_prompt: whether the model puts the tokens of a soft prompt before those of a row.
+
+    Attributes:
+        receive: takes ``(parameter, use)`` of a trained head in the backward pass. None: trained heads stay whole.
+
+    Raises:
+        ConfigError: another mode.
+    """
+
+    def __init__(self, mode: str = "auto", has_prompt: bool = False) -> None:
+        """Start without having compared any model."""
+        choice("head", mode, HEADS)
+        self._mode, self._has_prompt = mode, has_prompt
+        self.receive: Callable[[nn.Parameter, Use], None] | None = None
+        self._compared: weakref.WeakKeyDictionary[nn.Module, str | None] = weakref.WeakKeyDictionary()
+        self._logged: set[str] = set()
+
+    def __call__(self, model: Any, inputs: Mapping[str, Any], target_BT: Tensor) -> tuple[Any, Tensor | None]:
+        """Call the model.
+
+        Args:
+            model: PEFT-wrapped or not.
+            inputs: its inputs, without labels.
+            target_BT: the target of each position, -100 where there is none.
+
+        Returns:
+            The model's output and the losses (B, T). Without losses, the output has all logits.
+
+        Raises:
+            ValueError: the labels do not have the length of the input.
+        """
+        reason = "model.head is whole" if self._mode == "whole" else self._reason(model, inputs)
+        self._log("the losses are computed in chunks of the head" if reason is None else f"all logits exist: {reason}")
+        if reason is not None:
+            return model(**inputs), None
+        table = _table_of(model)
+
+        def losses_of(head: Any, hidden_BTD: Tensor) -> Tensor:
+            hidden_BTD = hidden_BTD[:, -target_BT.shape[1] :] if self._has_prompt else hidden_BTD
+            if hidden_BTD.shape[:2] != target_BT.shape:
+                raise ValueError(
+                    f"The head reads hidden states {tuple(hidden_BTD.shape)}, and the labels are "
+                    f"{tuple(target_BT.shape)}. Labels must have the length of the input and of the logits."
+                )
+            index_BT = inputs.get("input_ids") if table is head.weight else None
+            return _losses(model, head, hidden_BTD, target_BT, self.receive, index_BT)[..., None]
+
+        outputs, loss_BT1 = _call(model, inputs, losses_of)
+        loss_BT = loss_BT1[..., 0]
+        # Engines gather weights for the backward pass when a gradient reaches the model's output.
+        return outputs, _Joined.apply(loss_BT, outputs.logits) if outputs.logits.requires_grad else loss_BT
+
+    def _log(self, words: str) -> None:
+        if words not in self._logged:
+            self._logged.add(words)
+            logger.info("Head: %s", words)
+
+    def _reason(self, model: Any, inputs: Mapping[str, Any]) -> str | None:
+        """Return why the head is computed whole; None if it is not."""
+        head = _head_of(model)
+        if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+            return "the model has no head that is a plain linear layer"
+        hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
+        if "forward" in vars(head) or any(hooks):
+            return "the head has hooks or a forward function of its own"
+        if any(p is not None and p.requires_grad for p in (head.weight, head.bias)):
+            if self._mode == "auto":
+                return "the head is trained, and chunks would compute its logits twice"
+            if self.receive is None:
+                return "the head is trained, and its gradient per unit is computed from all logits"
+            if BOUNDARIES in inputs:
+                return "the head is trained, and rows are packed"
+            if torch.is_autocast_enabled(head.weight.device.type):
+                return "the head is trained, under autocast"
+        if model not in self._compared:
+            self._compared[model] = _compare(model, inputs)
+        return self._compared[model]
+
+
+def _inside(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _head_of(model: Any) -> Any:
+    try:
+        return _inside(model).get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _table_of(model: Any) -> Any:
+    try:
+        return getattr(_inside(model).get_input_embeddings(), "weight", None)
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _losses(
+    model: Any,
+    head: Any,
+    hidden_BTD: Tensor,
+    target_BT: Tensor,
+    receive: Callable[[nn.Parameter, Use], None] | None = None,
+    index_BT: Tensor | None = None,
+) -> Tensor:
+    """Return the token losses (B, T), in the dtype in which a linear layer would compute the products."""
+    weight, bias, kind = head.weight, head.bias, hidden_BTD.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        hidden_BTD, weight, bias = hidden_BTD.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    return token_losses(hidden_BTD, target_BT, weight, bias, formula_of(_inside(model).config), receive, index_BT)
+
+
+@contextlib.contextmanager
+def _in_place_of(head: Any, function: Callable[[Any, Tensor], Tensor]) -> Iterator[None]:
+    head.forward = lambda hidden_BTD: function(head, hidden_BTD)
+    try:
+        yield
+    finally:
+        del head.forward
+
+
+def _call(model: Any, inputs: Mapping[str, Any], function: Callable[[Any, Tensor], Tensor]) -> tuple[Any, Tensor]:
+    """Call a model with another function as its head; return its output and what the function returned.
+
+    Raises:
+        RuntimeError: the model does not call its head once.
+    """
+    returned: list[Tensor] = []
+
+    def forward(head: Any, hidden_BTD: Tensor) -> Tensor:
+        returned.append(function(head, hidden_BTD))
+        return returned[-1]
+
+    with _in_place_of(_head_of(model), forward):
+        outputs = model(**inputs)
+    if len(returned) != 1:
+        raise RuntimeError(f"the model calls its head {len(returned)} times. Set model.head: whole")
+    return outputs, returned[0]
+
+
+def _compare(model: Any, inputs: Mapping[str, Any]) -> str | None:
+    """Return how losses of the model's own logits differ from those in chunks; None if they do not.
+
+    The first tokens are compared, with labels that are made up. Then one number per token takes the logits' place.
+    """
+    losses: list[tuple[Tensor, Tensor]] = []
+
+    def logits_of(head: Any, hidden_BTD: Tensor) -> Tensor:
+        few = hidden_BTD[:1, :_COMPARED]
+        few = torch.cat([few, _LARGE * few], 1)
+        target_BT = torch.arange(few.shape[1], device=few.device)[None] * 7919 % len(head.weight)
+        losses.append((target_BT, _losses(model, head, few, target_BT)))
+        return F.linear(few, head.weight, head.bias)
+
+    try:
+        with in_mode(model, training=False), torch.no_grad():
+            outputs, product = _call(model, inputs, logits_of)
+            whole = outputs.logits.to(losses[0][1].dtype)
+            expected = F.cross_entropy(whole[0], losses[0][0][0], reduction="none")
+            error = (expected - losses[0][1][0]).abs().max() / (1 + whole.abs().max())
+            small, one = _call(model, inputs, lambda _, hidden_BTD: hidden_BTD[..., :1])
+            if small.logits.shape != one.shape:
+                return "the model's output has another shape than its head's"
+    except Exception as raised:  # the model's own code; a mistake in the inputs is raised by the ordinary call, too
+        if is_shortage(raised):
+            raise
+        return f"its output cannot be replaced ({type(raised).__name__}: {raised})"
+    if not float(error) <= math.sqrt(torch.finfo(product.dtype).eps):
+        return f"{type(_inside(model)).__name__} processes its logits in another way (relative difference {error:.1e})"
+    return None
+
+
+class _Joined(torch.autograd.Function):
+    """The losses, with an edge to the model's output, along which zeros go back."""
+
+    @staticmethod
+    def forward(ctx: Any, loss_BT: Tensor, output: Tensor) -> Tensor:
+        ctx.save_for_backward(output)
+        return loss_BT.view_as(loss_BT)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BT: Tensor) -> tuple[Tensor, Tensor]:
+        (output,) = ctx.saved_tensors
+        return grad_BT, torch.zeros_like(output)
