@@ -373,7 +373,7 @@ class HeadUse:
         total_U = self.lse_BT.new_zeros(rows.num_units, *self.head.weight_VD.shape)
         for unit, members in _units(rows):
             for chunk, tile_CD in _tiles([self], members):
-                total_U[unit, chunk] = tile_CD
+                total_U[:, chunk].index_copy_(0, unit, tile_CD[None])
         return total_U
 
     def mass(self) -> Tensor:
@@ -450,14 +450,14 @@ def head_norms(heads: Sequence[HeadUse], lookups: Sequence[Lookup], rows: Rows) 
                 at_S1, inside_S1 = _places(one.index_BT[members].flatten(), chunk.start, len(tile_CD))
                 right_SD = one.right_BTR[members].flatten(0, 1).to(tile_CD.dtype)
                 value += 2 * (tile_CD[at_S1[:, 0]] * right_SD).sum(1).where(inside_S1[:, 0], 0).sum()
-        total_U[unit] = value
+        total_U.index_copy_(0, unit, value[None])
     return total_U
 
 
 def _units(rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each unit that has rows, (), and the numbers of its rows, (N,)."""
+    """Yield each unit that has rows, (1,), and the numbers of its rows, (N,)."""
     for group in rows.groups:
-        yield from zip(group.unit_G, group.rows_GN, strict=True)
+        yield from zip(group.unit_G.split(1), group.rows_GN, strict=True)
 
 
 def _tiles(heads: Sequence[HeadUse], members: Tensor) -> Iterator[tuple[slice, Tensor]]:

@@ -32,7 +32,7 @@ from dpllm.training.choose_clipper import in_mode
 
 _FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 _DIVISORS = ("logits_scaling",)
-_CAPS = ("final_logit_softcapping", "output_logit_soft_cap")
+_CAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")
 _COMPARED, _LARGE = 64, 32.0  # tokens; their hidden states are compared at that multiple too, where a cap shows
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class HeadLosses:
         choice("head", mode, HEADS)
         self._mode, self._has_prompt = mode, has_prompt
         self.receive: Callable[[nn.Parameter, Use], None] | None = None
-        self._compared: weakref.WeakKeyDictionary[nn.Module, str | None] = weakref.WeakKeyDictionary()
+        self._compared: weakref.WeakKeyDictionary[nn.Module, LogitFormula | str] = weakref.WeakKeyDictionary()
         self._logged: set[str] = set()
 
     def __call__(self, model: Any, inputs: Mapping[str, Any], target_BT: Tensor) -> tuple[Any, Tensor | None]:
@@ -91,10 +91,11 @@ class HeadLosses:
         Raises:
             ValueError: the labels do not have the length of the input.
         """
-        reason = "model.head is whole" if self._mode == "whole" else self._reason(model, inputs)
-        self._log("the losses are computed in chunks of the head" if reason is None else f"all logits exist: {reason}")
-        if reason is not None:
+        formula = "model.head is whole" if self._mode == "whole" else self._formula(model, inputs)
+        if isinstance(formula, str):
+            self._log(f"all logits exist: {formula}")
             return model(**inputs), None
+        self._log("the losses are computed in chunks of the head")
         table = _table_of(model)
 
         def losses_of(head: Any, hidden_BTD: Tensor) -> Tensor:
@@ -105,7 +106,7 @@ class HeadLosses:
                     f"{tuple(target_BT.shape)}. Labels must have the length of the input and of the logits."
                 )
             index_BT = inputs.get("input_ids") if table is head.weight else None
-            return _losses(model, head, hidden_BTD, target_BT, self.receive, index_BT)[..., None]
+            return _losses(head, hidden_BTD, target_BT, formula, self.receive, index_BT)[..., None]
 
         outputs, loss_BT1 = _call(model, inputs, losses_of)
         loss_BT = loss_BT1[..., 0]
@@ -117,8 +118,8 @@ class HeadLosses:
             self._logged.add(words)
             logger.info("Head: %s", words)
 
-    def _reason(self, model: Any, inputs: Mapping[str, Any]) -> str | None:
-        """Return why the head is computed whole; None if it is not."""
+    def _formula(self, model: Any, inputs: Mapping[str, Any]) -> LogitFormula | str:
+        """Return the formula of a model whose head is computed in chunks, or why it is computed whole."""
         head = _head_of(model)
         if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
             return "the model has no head that is a plain linear layer"
@@ -158,10 +159,10 @@ def _table_of(model: Any) -> Any:
 
 
 def _losses(
-    model: Any,
     head: Any,
     hidden_BTD: Tensor,
     target_BT: Tensor,
+    formula: LogitFormula,
     receive: Callable[[nn.Parameter, Use], None] | None = None,
     index_BT: Tensor | None = None,
 ) -> Tensor:
@@ -170,7 +171,7 @@ def _losses(
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         hidden_BTD, weight, bias = hidden_BTD.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    return token_losses(hidden_BTD, target_BT, weight, bias, formula_of(_inside(model).config), receive, index_BT)
+    return token_losses(hidden_BTD, target_BT, weight, bias, formula, receive, index_BT)
 
 
 @contextlib.contextmanager
@@ -201,26 +202,28 @@ def _call(model: Any, inputs: Mapping[str, Any], function: Callable[[Any, Tensor
     return outputs, returned[0]
 
 
-def _compare(model: Any, inputs: Mapping[str, Any]) -> str | None:
-    """Return how losses of the model's own logits differ from those in chunks; None if they do not.
+def _compare(model: Any, inputs: Mapping[str, Any]) -> LogitFormula | str:
+    """Return the formula whose losses are those of the model's own logits, or how the two differ.
 
     The first tokens are compared, with labels that are made up. Then one number per token takes the logits' place.
     """
-    losses: list[tuple[Tensor, Tensor]] = []
+    formulas = list(dict.fromkeys([formula_of(_inside(model).config), LogitFormula()]))
+    targets: list[Tensor] = []
+    losses: list[Tensor] = []
 
     def logits_of(head: Any, hidden_BTD: Tensor) -> Tensor:
         few = hidden_BTD[:1, :_COMPARED]
         few = torch.cat([few, _LARGE * few], 1)
-        target_BT = torch.arange(few.shape[1], device=few.device)[None] * 7919 % len(head.weight)
-        losses.append((target_BT, _losses(model, head, few, target_BT)))
+        targets.append(torch.arange(few.shape[1], device=few.device)[None] * 7919 % len(head.weight))
+        losses.extend(_losses(head, few, targets[0], formula)[0] for formula in formulas)
         return F.linear(few, head.weight, head.bias)
 
     try:
         with in_mode(model, training=False), torch.no_grad():
             outputs, product = _call(model, inputs, logits_of)
-            whole = outputs.logits.to(losses[0][1].dtype)
-            expected = F.cross_entropy(whole[0], losses[0][0][0], reduction="none")
-            error = (expected - losses[0][1][0]).abs().max() / (1 + whole.abs().max())
+            whole = outputs.logits[0].to(losses[0].dtype)
+            expected = F.cross_entropy(whole, targets[0][0], reduction="none")
+            errors = [float((expected - one).abs().max() / (1 + whole.abs().max())) for one in losses]
             small, one = _call(model, inputs, lambda _, hidden_BTD: hidden_BTD[..., :1])
             if small.logits.shape != one.shape:
                 return "the model's output has another shape than its head's"
@@ -228,9 +231,11 @@ def _compare(model: Any, inputs: Mapping[str, Any]) -> str | None:
         if is_shortage(raised):
             raise
         return f"its output cannot be replaced ({type(raised).__name__}: {raised})"
-    if not float(error) <= math.sqrt(torch.finfo(product.dtype).eps):
-        return f"{type(_inside(model)).__name__} processes its logits in another way (relative difference {error:.1e})"
-    return None
+    tolerance = math.sqrt(max(torch.finfo(one.dtype).eps for one in (product, outputs.logits)))
+    for formula, error in zip(formulas, errors, strict=True):
+        if error <= tolerance:
+            return formula
+    return f"{type(_inside(model)).__name__} computes them in another way (relative difference {errors[0]:.1e})"
 
 
 class _Joined(torch.autograd.Function):
