@@ -102,12 +102,15 @@ class Head:
         bias_V: detached; None: there is none.
         formula: from products to losses.
         entries: logits that may exist at a time.
+        is_trained: whether its products are those of norms and sums, in float32; otherwise they have the dtype of the
+            hidden states, where that is faster.
     """
 
     weight_VD: Tensor
     bias_V: Tensor | None
     formula: LogitFormula
     entries: int
+    is_trained: bool
 
     @property
     def vocabulary(self) -> int:
@@ -119,9 +122,15 @@ class Head:
         width = max(1, self.entries // max(1, tokens))
         return [slice(a, min(a + width, self.vocabulary)) for a in range(0, self.vocabulary, width)]
 
+    def product(self, x_TK: Tensor, y_KN: Tensor) -> Tensor:
+        """Return a matrix product (T, N) in the accumulation dtype."""
+        if self.is_trained or kernels.on_tensor_cores(x_TK, y_KN):
+            return kernels.wide_bmm(x_TK[None], y_KN[None])[0]
+        return kernels.widen(x_TK @ y_KN)
+
     def logits(self, hidden_TD: Tensor, chunk: slice) -> Tensor:
         """Return the logits (T, C) of a chunk, in the accumulation dtype."""
-        product = kernels.wide_bmm(hidden_TD[None], self.weight_VD[chunk].mT[None])[0]
+        product = self.product(hidden_TD, self.weight_VD[chunk].mT)
         if self.bias_V is not None:
             product.add_(self.bias_V[chunk])
         return self.formula.logits_(product)
@@ -184,7 +193,8 @@ def token_losses(
         raise ValueError(
             f"The head {tuple(weight.shape)} is trained, and its gradient would be lost. Pass receive, or freeze it."
         )
-    head = Head(weight.detach(), None if bias is None else bias.detach(), formula or LogitFormula(), entries)
+    values = weight.detach(), None if bias is None else bias.detach()
+    head = Head(*values, formula or LogitFormula(), entries, is_trained=bool(trained))
     if not trained:
         return _FrozenHead.apply(hidden_BTD, target_BT, head, with_graph and hidden_BTD.requires_grad)
     anchor = hidden_BTD if hidden_BTD.requires_grad else hidden_BTD.detach().requires_grad_()
@@ -207,7 +217,9 @@ class _FrozenHead(torch.autograd.Function):
                 loss_M[here], lse, logits = head.losses(hidden_MD[here], target_M[here], [every])
                 if grad_MD is not None:
                     grad = head.formula.gradient_(logits, lse, target_M[here], 0, head.vocabulary).to(hidden_MD.dtype)
-                    grad_MD[here] = kernels.wide_bmm(grad[None], head.weight_VD[None])[0]
+                    grad_MD[here] = head.product(grad, head.weight_VD)
+                    del grad
+                del logits  # or it would exist beside the next one
         ctx.save_for_backward(None if grad_MD is None else grad_MD.view_as(hidden_BTD))
         return loss_M.view(target_BT.shape)
 
@@ -252,7 +264,7 @@ class _TrainedHead(torch.autograd.Function):
                     else:
                         g = head.gradient(hidden, lse[b], target, chunk)
                     sums[0] += torch.linalg.vector_norm(g, dim=1, dtype=dtype).square_()
-                    sums[1] += kernels.wide_bmm(g[None], head.weight_VD[chunk][None])[0]
+                    sums[1] += head.product(g, head.weight_VD[chunk])
                     if gram is not None:
                         part = _products(g, g)
                         gram[b] = part if chunk.start == 0 else gram[b] + part
@@ -261,6 +273,7 @@ class _TrainedHead(torch.autograd.Function):
                         picked = g[:, at_S1[:, 0]].where(inside_S1[:, 0], 0)
                         picks[b] = picked if chunk.start == 0 else picks[b] + picked
                 size[b], grad_BTD[b] = sums[0].sqrt_(), sums[1]
+                del logits, g  # or they would exist beside the next ones
         ctx.save_for_backward(hidden_BTD, target_BT, grad_BTD, lse, size, gram, picks, index_BT)
         ctx.head, ctx.parameters, ctx.receive = head, parameters, receive
         return loss

@@ -33,7 +33,7 @@ from dpllm.training.choose_clipper import in_mode
 _FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 _DIVISORS = ("logits_scaling",)
 _CAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")
-_COMPARED, _LARGE = 64, 32.0  # tokens; their hidden states are compared at that multiple too, where a cap shows
+_COMPARED, _LARGE = 64, 32.0  # hidden states that are made up, and compared at that multiple too, where a cap shows
 logger = logging.getLogger(__name__)
 
 
@@ -205,15 +205,17 @@ def _call(model: Any, inputs: Mapping[str, Any], function: Callable[[Any, Tensor
 def _compare(model: Any, inputs: Mapping[str, Any]) -> LogitFormula | str:
     """Return the formula whose losses are those of the model's own logits, or how the two differ.
 
-    The first tokens are compared, with labels that are made up. Then one number per token takes the logits' place.
+    Hidden states and labels are made up: what is decided and logged follows no row. Then one number per token takes the
+    logits' place, as the losses do later.
     """
     formulas = list(dict.fromkeys([formula_of(_inside(model).config), LogitFormula()]))
     targets: list[Tensor] = []
     losses: list[Tensor] = []
 
     def logits_of(head: Any, hidden_BTD: Tensor) -> Tensor:
-        few = hidden_BTD[:1, :_COMPARED]
-        few = torch.cat([few, _LARGE * few], 1)
+        width = hidden_BTD.shape[-1]
+        few = torch.arange(_COMPARED * width, device=hidden_BTD.device).sin().view(1, -1, width)
+        few = torch.cat([few, _LARGE * few], 1).to(hidden_BTD.dtype)
         targets.append(torch.arange(few.shape[1], device=few.device)[None] * 7919 % len(head.weight))
         losses.extend(_losses(head, few, targets[0], formula)[0] for formula in formulas)
         return F.linear(few, head.weight, head.bias)
@@ -230,7 +232,7 @@ def _compare(model: Any, inputs: Mapping[str, Any]) -> LogitFormula | str:
     except Exception as raised:  # the model's own code; a mistake in the inputs is raised by the ordinary call, too
         if is_shortage(raised):
             raise
-        return f"its output cannot be replaced ({type(raised).__name__}: {raised})"
+        return f"the model's logits cannot be replaced ({type(raised).__name__})"
     tolerance = math.sqrt(max(torch.finfo(one.dtype).eps for one in (product, outputs.logits)))
     for formula, error in zip(formulas, errors, strict=True):
         if error <= tolerance:
