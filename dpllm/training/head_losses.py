@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dpllm.config.model_values import HEADS
 from dpllm.config.values import choice
@@ -131,6 +132,8 @@ class HeadLosses:
                 return "the head is trained, and chunks would compute its logits twice"
             if self.receive is None:
                 return "the head is trained, and its gradient per unit is computed from all logits"
+            if isinstance(head.weight, DTensor) or hasattr(head.weight, "ds_id"):
+                return "the head is trained and sharded"
             if BOUNDARIES in inputs:
                 return "the head is trained, and rows are packed"
             if torch.is_autocast_enabled(head.weight.device.type):
