@@ -40,14 +40,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
 
-from dpllm.ghost import kernels, triton_kernels
+from dpllm.ghost import kernels, triton_launch
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 COLUMNS = (
     *("kernel", "shape", "GFLOP", "MB", "roofline µs", "fused µs", "PyTorch µs"),
     *("error", "PyTorch error", "slack", "PyTorch slack"),
 )
-KERNELS = ("gram", "instance", "weighted sum", "norm layer", "lookup")
+KERNELS = ("gram", "instance", "weighted sum", "lookup")
 
 # Dense peak rates in TFLOP/s for 16-bit inputs on tensor cores and for float32 outside of them, and memory bandwidth
 # in TB/s, by a part of the device's name; from NVIDIA's data sheets (half of the figures given "with sparsity").
@@ -76,14 +76,12 @@ GRAM_SHAPES = [
 POSITIVE_SHAPES = [(8, 1, 14_336, (14_336,)), (8, 512, 14_336, (4096,))]
 INSTANCE_SHAPES = [(8, 512, 2048, 16), (8, 4096, 2048, 2048), (2, 4096, 2048, 512), (2, 8192, 4096, 1024)]
 SUM_SHAPES = [(8, 512, 2048, 2048), (8, 512, 2048, 8192), (8, 512, 32_000, 2048), (4, 512, 4096, 14_336)]
-NORM_SHAPES = [(8, 512, 2048), (8, 1024, 2048), (4, 512, 4096), (64, 37, 2048)]
 LOOKUP_SHAPES = [(8, 512, 2048, 32_000), (4, 512, 4096, 128_256), (64, 37, 2048, 32_000)]
 TINY: dict[str, list] = {
     "gram": [(2, 17, 48, (80,)), (2, 70, 33, (16, 7))],
     "positive": [(2, 1, 300, (200,))],
     "instance": [(2, 17, 48, 80)],
     "weighted sum": [(2, 17, 48, 80)],
-    "norm layer": [(2, 17, 48)],
     "lookup": [(2, 17, 48, 9)],
 }
 FULL: dict[str, list] = {
@@ -91,7 +89,6 @@ FULL: dict[str, list] = {
     "positive": POSITIVE_SHAPES,
     "instance": INSTANCE_SHAPES,
     "weighted sum": SUM_SHAPES,
-    "norm layer": NORM_SHAPES,
     "lookup": LOOKUP_SHAPES,
 }
 
@@ -133,7 +130,7 @@ def gram_case(shape: tuple, dtype: torch.dtype, device: torch.device, positive: 
     return Case(
         kernel="gram",
         shape=f"B={rows} T={tokens} D={width} P={'+'.join(map(str, widths))}{', positive' if positive else ''}",
-        fused=lambda: triton_kernels.gram_norms(a, grads),
+        fused=lambda: triton_launch.gram_norms(a, grads),
         plain=lambda: kernels.gram_norms(a, grads),
         exact=lambda: kernels.gram_norms(a.double(), [g.double() for g in grads])[0],
         flops=rows * tokens * (tokens + 1) * (width + sum(widths)),
@@ -148,7 +145,7 @@ def instance_case(shape: tuple, dtype: torch.dtype, device: torch.device) -> Cas
     return Case(
         kernel="instance",
         shape=f"B={rows} T={tokens} L={left} R={right}",
-        fused=lambda: (triton_kernels.instance_norms(x, y), None),
+        fused=lambda: (triton_launch.instance_norms(x, y), None),
         plain=lambda: (kernels.instance_norms(x, y), None),
         exact=lambda: kernels.gram_norms(x.double(), [y.double()])[0],
         flops=2 * rows * tokens * left * right,
@@ -164,7 +161,7 @@ def weighted_sum_case(shape: tuple, dtype: torch.dtype, device: torch.device) ->
 
     def fused() -> Tensor:
         sum_LR = torch.empty(left, right, device=device)
-        triton_kernels.weighted_outer_(sum_LR, None, x, y, factor)
+        triton_launch.weighted_outer_(sum_LR, None, x, y, factor)
         return sum_LR
 
     def plain(x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
@@ -183,21 +180,6 @@ def weighted_sum_case(shape: tuple, dtype: torch.dtype, device: torch.device) ->
     )
 
 
-def norm_layer_case(shape: tuple, dtype: torch.dtype, device: torch.device) -> Case:
-    """Weight gradients of RMSNorm, per row."""
-    rows, tokens, width = shape
-    x, g = (random(rows, tokens, width, dtype=dtype, device=device) for _ in range(2))
-    return Case(
-        kernel="norm layer",
-        shape=f"B={rows} T={tokens} D={width}",
-        fused=lambda: (triton_kernels.norm_layer_grads(x, g)[0], None),
-        plain=lambda: (kernels.sum_tokens(kernels.widen(g) * kernels.widen(x)), None),
-        exact=lambda: kernels.sum_tokens(g.double() * x.double()),
-        flops=2 * rows * tokens * width,
-        bytes=x.nbytes + g.nbytes + 4 * rows * width,
-    )
-
-
 def lookup_case(shape: tuple, dtype: torch.dtype, device: torch.device) -> Case:
     """Norms of an embedding; the tokens are drawn as in text, the n-th most frequent with probability ~ 1 / n."""
     rows, tokens, width, entries = shape
@@ -208,7 +190,7 @@ def lookup_case(shape: tuple, dtype: torch.dtype, device: torch.device) -> Case:
     return Case(
         kernel="lookup",
         shape=f"B={rows} T={tokens} R={width} V={entries}",
-        fused=lambda: (triton_kernels.lookup_norms(index, right, unit_B, rows, entries), None),
+        fused=lambda: (triton_launch.lookup_norms(index, right, unit_B, rows, entries), None),
         plain=lambda: (kernels.lookup_norms(index, right, unit_B, rows, entries), None),
         exact=lambda: kernels.lookup_norms(index, right.double(), unit_B, rows, entries),
         flops=rows * tokens * width,
@@ -222,7 +204,6 @@ def cases(only: list[str], dtype: torch.dtype, device: torch.device) -> Iterator
     makers = {
         "instance": instance_case,
         "weighted sum": weighted_sum_case,
-        "norm layer": norm_layer_case,
         "lookup": lookup_case,
     }
     for kernel in only:
@@ -298,7 +279,7 @@ def machine() -> dict[str, str | int]:
     return {
         "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU, Triton's interpreter",
         "torch": torch.__version__,
-        "triton": triton_kernels.triton.__version__,
+        "triton": triton_launch.triton.__version__,
         "python": platform.python_version(),
     }
 
@@ -357,7 +338,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print, write."""
     options = parse_arguments(arguments)
-    if not triton_kernels.available():
+    if not triton_launch.available():
         raise SystemExit("Triton is not installed here, so there is no kernel to measure; pip install 'triton>=3.4'.")
     peak_tflops, bandwidth = device_rates(options)
     torch.manual_seed(0)

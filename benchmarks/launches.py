@@ -1,7 +1,6 @@
-"""Count the launches, the host time and the bytes of the sums of a private step, for the code that runs on a GPU.
+"""Count the launches and the bytes of the sums of a private step, for the code that runs on a GPU.
 
-    python benchmarks/launches.py                                   # all four modes, host time, bytes
-    python benchmarks/launches.py --rounds 0 --json launches.json   # counts only
+    python benchmarks/launches.py --json launches.json             # all four modes, bytes
     python benchmarks/launches.py --modes full LoRA --operations   # which operations a private layer adds
 
 A step is forward, backward, norms and clipped sums of a tiny Llama in bfloat16, without noise and optimizer, as in
@@ -10,10 +9,6 @@ throughput.py. No GPU is needed: the library takes the paths that it takes on a 
 launches    ATen operations that are neither views nor allocations; a launch of a Triton kernel is one. Figures of a
             layer are the difference of two depths. One operation may be several kernels on a GPU (index_put), so that
             this is a count for comparisons, not a profile
-host time   processor time of a layer on one thread, over plain, of the fastest of interleaved steps. Attention is
-            replaced in both by a function that copies: on a CPU its backward pass alone takes longer than all else,
-            and would hide what the host of a GPU does. Triton kernels are replaced by an empty Python call: on a GPU
-            each launch costs some microseconds more, in proportion to the launches
 bytes       memory traffic of the clipped sums for each entry of a bfloat16 matrix: tensors of the matrix's size that
             the operations from the factors to ``.grad`` read or write. The noise is read and counted so; writing it is
             not counted. Without privacy a step writes 2
@@ -23,12 +18,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import inspect
 import json
-import math
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -47,12 +39,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from methods import OURS, PLAIN, GhostStep, Step
 from throughput import Settings, batch_of, build_model, machine, twin
 
-from dpllm.ghost import NormMethod, kernels, triton_kernels, triton_programs
+from dpllm.ghost import NormMethod, kernels, triton_launch, triton_programs
 from dpllm.ghost.sums import Sum
 from dpllm.models.losses import per_sequence_loss
 
 DEPTHS = (2, 3)
-TIMED_DEPTHS = (2, 6)
 WHOLE = 16  # layers of the model to which the counts are extended
 MODES = {
     "full": ("full", "none"),
@@ -72,7 +63,6 @@ CONFIG = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
 }
-_IN_A_ROW = 3
 _ALLOCATES = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
 _NOTHING = ("_unsafe_view",)  # a view whose schema does not say so
 
@@ -185,8 +175,8 @@ def as_on_gpu(mode: Counting | None = None) -> Iterator[None]:
         for name in programs:
             stand_in = Program(name, getattr(triton_programs, name), mode)
             stack.enter_context(mock.patch.object(triton_programs, name, stand_in))
-        stack.enter_context(mock.patch.object(triton_kernels, "available", lambda: True))
-        stack.enter_context(mock.patch.object(triton_kernels, "INTERPRETED", True))
+        stack.enter_context(mock.patch.object(triton_launch, "available", lambda: True))
+        stack.enter_context(mock.patch.object(triton_launch, "INTERPRETED", True))
         stack.enter_context(mock.patch.object(kernels, "on_tensor_cores", _of_16_bits))
         if mode is not None:
             stack.enter_context(mode)
@@ -216,8 +206,11 @@ def steps_of(settings: Settings) -> tuple[dict[str, Step], Tensor]:
     """Return a plain and a private step on the same weights, and the batch; the checks of a first batch are done."""
     model = build_model(settings)
     ids_BT = batch_of(settings, VOCABULARY)
+    ours = GhostStep(twin(model), NormMethod(fused=False))
+    ours.prepare(ids_BT)  # by values, which programs that do not run have not
     with as_on_gpu():
-        steps = {PLAIN: Step(model), OURS: GhostStep(twin(model), NormMethod(fused=True))}
+        ours.clipper._book.norm_method = NormMethod(fused=True)
+    steps: dict[str, Step] = {PLAIN: Step(model), OURS: ours}
     for name, step in steps.items():
         for tokens_BT in (ids_BT[:, :4], ids_BT):
             counted(name, step, tokens_BT)
@@ -310,60 +303,6 @@ def _shared_sizes(ids_BT: Tensor) -> set[int]:
     return {ids_BT.numel() * width for width in (WIDTH, 2 * WIDTH, VOCABULARY)}
 
 
-# ---------------------------------------------------------------- host time
-
-
-class _Copy(torch.autograd.Function):
-    """A copy in the place of attention: one launch forward, none backward, and no arithmetic of the CPU."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return a tensor of the shape of attention's output."""
-        return query.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a gradient for each input; queries, keys and values have one shape here."""
-        return grad, grad, grad
-
-
-def _copied(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
-    return _Copy.apply(query, key, value)
-
-
-def host_time(mode: str, rounds: int) -> dict[str, float]:
-    """Return the processor time of a layer in microseconds, by `PLAIN` and `OURS`.
-
-    The fastest of the interleaved steps counts: other programs on the machine can only make a step slower.
-    """
-    prepared = [steps_of(settings_of(mode, layers)) for layers in TIMED_DEPTHS]
-    fastest = {(name, place): math.inf for name in (PLAIN, OURS) for place in range(len(prepared))}
-    gc.collect()
-    gc.disable()
-    attention = mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _copied)
-    with as_on_gpu(), attention:
-        try:
-            for _ in range(rounds):
-                for name, place in fastest:
-                    steps, ids_BT = prepared[place]
-                    for _ in range(_IN_A_ROW):  # the first one meets memory as another step left it
-                        fastest[name, place] = min(fastest[name, place], _seconds(steps[name], ids_BT))
-                gc.collect()
-        finally:
-            gc.enable()
-    layers = TIMED_DEPTHS[1] - TIMED_DEPTHS[0]
-    return {name: (fastest[name, 1] - fastest[name, 0]) / layers * 1e6 for name in (PLAIN, OURS)}
-
-
-def _seconds(step: Step, ids_BT: Tensor) -> float:
-    start = time.process_time()
-    step.run(ids_BT)
-    elapsed = time.process_time() - start
-    step.forget()
-    _require_finite(step)
-    return elapsed
-
-
 def _require_finite(step: Step) -> None:
     """Refuse a step that clipped garbage: rows that are not finite are left out of the sums, so less is launched."""
     if step.norms is not None and not bool(torch.isfinite(step.norms).all()):
@@ -373,13 +312,12 @@ def _require_finite(step: Step) -> None:
 # ------------------------------------------------------------- command line
 
 
-def report(modes: list[str], rounds: int) -> dict[str, Any]:
+def report(modes: list[str]) -> dict[str, Any]:
     """Return every figure, ready for json.dump."""
     rows = [launches(mode) for mode in modes]
     return {
         "machine": machine(torch.device("cpu")),
         "launches": {row.mode: asdict(row) for row in rows},
-        "host_time": {mode: host_time(mode, rounds) for mode in modes} if rounds else {},
         "bytes_per_entry": {"1": sum_bytes(1), str(MICROBATCHES): sum_bytes(MICROBATCHES)},
     }
 
@@ -387,19 +325,14 @@ def report(modes: list[str], rounds: int) -> dict[str, Any]:
 def printed(figures: dict[str, Any], operations: bool) -> str:
     """Return the figures as a table in Markdown, and two lines below it."""
     lines = [
-        f"| mode | per layer: plain | private | ratio | {WHOLE} layers: plain | private | host time "
-        "| µs: plain | private |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        f"| mode | per layer: plain | private | ratio | {WHOLE} layers: plain | private |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for mode, row in figures["launches"].items():
         layer, whole = row["layer"], row["whole"]
-        host = figures["host_time"].get(mode)
-        times = "- | - | -"
-        if host:
-            times = f"{host[OURS] / host[PLAIN]:.2f} | {host[PLAIN]:.0f} | {host[OURS]:.0f}"
         lines.append(
             f"| {mode} | {layer[PLAIN]} | {layer[OURS]} | {layer[OURS] / layer[PLAIN]:.2f} | {whole[PLAIN]} | "
-            f"{whole[OURS]} | {times} |"
+            f"{whole[OURS]} |"
         )
     found = figures["bytes_per_entry"]
     lines.append("")
@@ -415,16 +348,13 @@ def main(arguments: list[str] | None = None) -> None:
     """Count, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="the rows of the table")
-    parser.add_argument("--rounds", type=int, default=20, help="timed steps; 0: only counts")
     parser.add_argument("--operations", action="store_true", help="print which operations a private layer adds")
     parser.add_argument("--json", type=Path, help="also write every figure to this file")
     options = parser.parse_args(arguments)
-    if options.rounds < 0:
-        parser.error(f"--rounds is {options.rounds}; at least 0 is needed")
     if triton_programs.triton is None:
         parser.error("Triton is not installed, so the paths of a GPU cannot run; pip install triton")
     torch.set_num_threads(1)
-    figures = report(options.modes, options.rounds)
+    figures = report(options.modes)
     print(printed(figures, options.operations))
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1) + "\n")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import types
 from collections.abc import Callable
 
 import torch
@@ -22,6 +23,9 @@ from dpllm.mechanism.clipping import FlatClipping
 from dpllm.mechanism.parts import Clipping
 from dpllm.mechanism.per_layer import PerLayerClipping
 from dpllm.models.losses import per_sequence_loss
+from dpllm.models.tasks import default_row_loss
+from dpllm.training.head_losses import HeadLosses
+from dpllm.training.row_losses import RowLosses
 
 CLIP_NORM = 1.0
 PLAIN, OURS, TWICE, LAYERS = "non-private", "dpllm", "dpllm-two-passes", "dpllm-per-layer"
@@ -59,10 +63,18 @@ class GhostStep(Step):
         self.clipper = GhostClipper(model, None, norm_method, clipping or FlatClipping(CLIP_NORM))
         self.engine = SingleProcess(torch.optim.SGD(self.clipper.parameters.values(), lr=0.0))
         self.engine.guard.done = True  # its check of the first step is not measured
+        head = HeadLosses()
+        head.clipper = self.clipper
+        self.losses = RowLosses(default_row_loss(model), packed=False, head=head)
+
+    def prepare(self, ids_BT: Tensor) -> None:
+        """Run the first step, in which taps and head are compared with the model as it is; this is not measured."""
+        self.run(ids_BT)
+        self.forget()
 
     def run(self, ids_BT: Tensor) -> None:
         """One DP step, noise left out."""
-        losses_B = per_sequence_loss(self.model(input_ids=ids_BT).logits, ids_BT)
+        losses_B = self.losses(self.model, {"input_ids": ids_BT, "labels": ids_BT})
         scale = 1 / ids_BT.shape[0]
 
         def finish(parameter: nn.Parameter, add: AddSum) -> None:
@@ -157,12 +169,30 @@ def own(model: nn.Module, name: str = OURS, fused: bool | None = None) -> Step:
     return GhostStep(model, NormMethod(fused=fused, backward_passes=2 if name == TWICE else "auto"), clipping)
 
 
-def compile_blocks(model: nn.Module, backend: str = "inductor") -> nn.Module:
-    """Compile a transformer's blocks in place and return it: one graph serves all blocks, so it is ready in seconds."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    for block in max(lists, key=len):
-        block.compile(backend=backend, dynamic=False)
+def compile_blocks(model: nn.Module, backend: str = "inductor", dynamic: bool | None = False) -> nn.Module:
+    """Compile the forward of each class of blocks once, in place, and return the model.
+
+    Blocks are the children of the outermost lists of modules. One graph serves all blocks of a class.
+
+    Args:
+        model: a transformer.
+        backend: of ``torch.compile``.
+        dynamic: as for ``torch.compile``; None: a dimension becomes symbolic when it changes.
+    """
+    compiled: dict[type, Callable[..., Tensor]] = {}
+    for block in blocks_of(model):
+        kind = type(block)
+        if kind not in compiled:
+            compiled[kind] = torch.compile(kind.forward, backend=backend, dynamic=dynamic)
+        block.forward = types.MethodType(compiled[kind], block)
     return model
+
+
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """Return the children of the outermost lists of modules, in order."""
+    if isinstance(module, nn.ModuleList):
+        return list(module)
+    return [block for child in module.children() for block in blocks_of(child)]
 
 
 OWN = (OURS, TWICE, LAYERS)

@@ -41,11 +41,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
-from dpllm.ghost import kernels, triton_kernels, triton_tiles
+from dpllm.ghost import kernels, triton_launch, triton_programs
 from dpllm.ghost.contributions import Lookup, Outer, Rows
 from dpllm.ghost.norm_method import NormMethod
+from dpllm.ghost.norms import NormTally
 from dpllm.ghost.sums import Sum, Weights
-from dpllm.ghost.tally import NormTally
 
 CAPABILITIES = (80, 90, 100)
 COLUMNS = ("program", "sm", "registers", "spills", "shared", "warps", "seconds", "constants")
@@ -103,9 +103,9 @@ class Recorder:
         driver.set_active(CompileOnly(capability))
         triton.knobs.runtime.jit_cache_hook = self._see
         # Tensors here are on the CPU, and never read.
-        triton_kernels._require = lambda name, *tensors: None
-        triton_kernels.available = lambda: True
-        triton_kernels.tiles_of = lambda device: triton_tiles.tiles_for(capability // 10)
+        triton_launch._require = lambda name, *tensors: None
+        triton_launch.available = lambda: True
+        triton_launch.tile_of = lambda device, *more: triton_programs.tile_for(capability // 10, *more)
 
     def _see(self, *, key: Any, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         name = fn.name.rpartition(".")[2]
@@ -182,8 +182,6 @@ def launch(model: Llama, rows: int, tokens: int, lora: bool, totals: dict[tuple,
             torch.zeros(rows, tokens, dtype=torch.int64), activations(rows, tokens, model.hidden), model.vocabulary
         )
         tally.add([embedded])
-        x, g = (activations(rows, tokens, model.hidden) for _ in range(2))
-        triton_kernels.norm_layer_grads(x, g, kind="rms", eps=1e-6)
     for use in kept:
         tally.add([use])
     tally.total()

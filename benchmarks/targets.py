@@ -117,7 +117,7 @@ TARGETS = (
     Target("1B", "full", 8, 512, "reentrant"),
     Target("1B", "full", 8, 512, "reentrant", LAYERS, memory=1.10),
     Target("1B", "full", 4, 2048, "reentrant"),
-    Target("1B", "full", 4, 2048, "reentrant", TWICE),
+    Target("1B", "full", 4, 2048, "reentrant", TWICE, memory=1.15),
     Target("1B", "full", 4, 2048, "reentrant", LAYERS, memory=1.10),
     Target("1B", "lora", 8, 512),
     Target("1B", "lora", 8, 512, "reentrant", memory=1.05),

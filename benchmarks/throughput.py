@@ -46,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from counting import LiveBytes, count_flops
-from methods import LAYERS, METHODS, OPACUS, OURS, PEERS, PLAIN, TWICE, Step
+from methods import LAYERS, METHODS, OPACUS, OURS, PEERS, PLAIN, TWICE, GhostStep, Step
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -226,6 +226,8 @@ def prepare(settings: Settings, methods: list[str]) -> tuple[dict[str, Step], di
     for name in methods:
         try:
             step = METHODS[name](twin(model))
+            if isinstance(step, GhostStep):
+                step.prepare(ids_BT)
             for _ in range(settings.warmup):
                 step.run(ids_BT)
                 step.forget()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import kernel_times
 import torch
 
-from dpllm.ghost import triton_kernels
+from dpllm.ghost import triton_launch
 from dpllm.mechanism.device_chacha20 import require_known_words
 from gpu.kernel_checks import EXACT, case_makers, errors_of
 from gpu.record import Figures, Skipped, brief
@@ -23,11 +23,11 @@ def programs(figures: Figures, setting: Setting) -> None:
 
     A program that does not compile or run is WRONG, and the next one runs.
     """
-    if not triton_kernels.available():
+    if not triton_launch.available():
         raise Skipped("Triton is not installed") if setting.toy else RuntimeError("Triton cannot run here")
     expected = "in the interpreter" if setting.toy else "compiled"
-    figures["triton"] = triton_kernels.triton.__version__
-    figures.require(setting.toy == triton_kernels.INTERPRETED, f"the programs do not run {expected}")
+    figures["triton"] = triton_launch.triton.__version__
+    figures.require(setting.toy == triton_launch.INTERPRETED, f"the programs do not run {expected}")
     for kernel in kernel_times.KERNELS:
         for dtype, whole in ((torch.bfloat16, not setting.toy), (torch.float32, False)):
             name = f"{kernel}, {str(dtype).removeprefix('torch.')}, relative error"

@@ -33,7 +33,7 @@ from tests.reference.oracle import clipped_sum, compare, relative_error, release
 from tests.reference.zoo import Case, build_model, make_batch
 
 EXACT = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 1e-3}
-"""Largest relative error against float64, as in tests/ghost/test_triton_kernels.py: the inputs are exact."""
+"""Largest relative error against float64, as in tests/ghost/test_triton_launch.py: the inputs are exact."""
 TESTS_LIMIT = 75  # seconds
 
 
@@ -51,7 +51,6 @@ def case_makers(kernel: str, dtype: torch.dtype, device: torch.device, whole: bo
         "gram": kernel_times.gram_case,
         "instance": kernel_times.instance_case,
         "weighted sum": kernel_times.weighted_sum_case,
-        "norm layer": kernel_times.norm_layer_case,
         "lookup": kernel_times.lookup_case,
     }
     made: list[Callable[[], Any]] = [partial(makers[kernel], shape, dtype, device) for shape in shapes[kernel]]
@@ -104,7 +103,7 @@ def _timed(row: dict[str, Any]) -> dict[str, Any]:
 
 def own_tests(figures: Figures, setting: Setting) -> None:
     """The kernels' own tests, compiled for this device: odd shapes, layouts, infinities, chunks."""
-    tests = "tests/ghost/test_triton_kernels.py"
+    tests = "tests/ghost/test_triton_launch.py"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=-q", tests]
     if setting.toy:
         raise Skipped("in the toy the same as in the suite")

@@ -13,6 +13,8 @@ from typing import Any
 
 from dpllm.config.values import ConfigError, between, choice, flag, integer, number, shown
 
+HEADS = ("auto", "whole", "chunks")
+"""Values of ``model.head``."""
 _MOST = 2**31 - 1
 _SIZES = re.compile(
     r"(?:.*_size|d_model|d_ff|d_kv|dim|hidden_dim|n_embd|n_head|n_layer|n_heads|n_layers|n_positions|n_ctx|num_layers"

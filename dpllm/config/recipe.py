@@ -23,7 +23,7 @@ from dpllm.config.data_section import DataConfig
 from dpllm.config.formats.catalogue import FORMATS
 from dpllm.config.hub import is_language
 from dpllm.config.metrics import check_fit
-from dpllm.config.model_values import check_model_config, check_peft
+from dpllm.config.model_values import HEADS, check_model_config, check_peft
 from dpllm.config.privacy_section import PrivacyConfig
 from dpllm.config.quantization import check_quantization
 from dpllm.config.shipped import recipe_file, shipped_recipes
@@ -35,6 +35,7 @@ from dpllm.config.yaml12 import read_yaml, write_yaml
 from dpllm.mechanism.limits import NOISE_MEMORIES
 
 DTYPES = ("float32", "bfloat16", "auto")
+COMPILE = ("none", "blocks")
 
 RECIPE_FILE = "recipe.yaml"
 """The recipe of a run, in its folder."""
@@ -65,10 +66,17 @@ class ModelConfig:
     quantization: str | dict[str, Any] | None = None
     """Stored form of the frozen matrices under an adapter (QLoRA): "nf4", "fp4" or "int8", or a mapping with `kind`
     and its options (`dpllm.config.quantization`). None: as `dtype` says, or as the weights were quantised before."""
+    compile: str = "none"
+    """"blocks": torch.compile for the model's blocks, as full graphs, after the checks of the first step."""
     tie_word_embeddings: bool | None = None
     """Whether the head shares the input embedding. None: as the model comes; False: the head becomes a copy."""
     freeze: list[str] = field(default_factory=list)
     """Patterns of parameter names that are not trained, such as "transformer.wte.*"."""
+    head: str = "auto"
+    """How a causal language model computes its losses. "auto": a head that is not trained (LoRA) in chunks, without
+    all logits, at no cost; a trained one too under activation checkpointing, where the logits take more than what is
+    kept of the blocks. "chunks": also a trained head, whose logits are then computed twice. "whole": from all logits.
+    It has no influence on the guarantee."""
     start_is_independent: bool = False
     """Declares that starting weights and adapters hold nothing of the private records, where this is in doubt."""
     trust_remote_code: bool = False
@@ -80,6 +88,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         """Check every value."""
         values.flag("start_is_independent", self.start_is_independent)
+        values.choice("head", self.head, HEADS)
         values.flag("trust_remote_code", self.trust_remote_code)
         if (self.name is None) == (self.config is None):
             given = "neither" if self.name is None else "both"
@@ -92,6 +101,7 @@ class ModelConfig:
             check_model_config("config", self.config)
         values.choice("task", self.task, tuple(TASKS))
         values.choice("dtype", self.dtype, DTYPES)
+        values.choice("compile", self.compile, COMPILE)
         if self.tokenizer is not None:
             values.text("tokenizer", self.tokenizer)
             if self.tokenizer_vocab_size is not None:

@@ -1,8 +1,8 @@
 """The book: per-unit gradient norms and the clipped sum from one backward pass.
 
-During a pass the trainable parameters are out of autograd, so autograd computes no weight gradients. Taps on the
-modules that hold them give the book the input and the output gradient of each use. The exact norms are computed from
-these. Once the clip factors are known, so is the clipped sum, at the cost of autograd's own weight gradients
+While a clipper is attached, trained weights are detached where modules use them, so autograd computes no weight
+gradients. The modules' taps give the book the input and the output gradient of each use. The exact norms are computed
+from these. Once the clip factors are known, so is the clipped sum, at the cost of autograd's own weight gradients
 (book-keeping, Bu et al. 2023, arXiv:2210.00038).
 
 Shape suffixes: B rows, G groups of parameters, U units.
@@ -11,31 +11,22 @@ Shape suffixes: B rows, G groups of parameters, U units.
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from dpllm.ghost import kernels, memory
-from dpllm.ghost.calls import not_repeatable
-from dpllm.ghost.checks import (
-    RowProbe,
-    SpreadProbe,
-    probed_rows,
-    refuse_other_rows,
-    unmeasured_function,
-    unmeasured_spread,
-)
+from dpllm.ghost import kernels, memory, rounding
+from dpllm.ghost.checks import RowProbe, SpreadProbe, probed_rows, refuse_other_rows, unmeasured_spread
 from dpllm.ghost.contributions import Layouts, Rows, Use
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.factors import GroupFactors
-from dpllm.ghost.hooks import Hooks
-from dpllm.ghost.instances import Pool, Widths
+from dpllm.ghost.model_calls import not_repeatable
 from dpllm.ghost.norm_method import NormMethod
+from dpllm.ghost.norms import NormTally
 from dpllm.ghost.parameters import Groups, TrainedParameters, one_group
-from dpllm.ghost.passes import AddUp, AddUpGroups, HeldUnit, Keep, Measure, Pass, Receiver
+from dpllm.ghost.receivers import AddUp, AddUpGroups, HeldUnit, Keep, Measure, Pass, Receiver
 from dpllm.ghost.rounding import Flows
 from dpllm.ghost.rules import (
     refuse_coupled_modules,
@@ -45,8 +36,8 @@ from dpllm.ghost.rules import (
     two_passes_over_shards,
 )
 from dpllm.ghost.sums import Finish, Sum
-from dpllm.ghost.tally import NormTally
-from dpllm.ghost.tap import Receive, tap
+from dpllm.ghost.tapped_model import TappedModel
+from dpllm.ghost.taps import Call, Target
 
 
 @dataclass
@@ -56,20 +47,18 @@ class Checked:
     Attributes:
         rows: whether a row's loss was seen to have no gradient in another row of the model's call.
         packed: the same, for packed rows.
-        functions: whether the same was measured since a function of parameters was seen for the first time.
         spread: whether values that are not finite were seen to stay within their packed row.
         finite_B: the packed rows that received finite values, while they are checked.
     """
 
     rows: bool = False
     packed: bool = False
-    functions: bool = True
     spread: bool = False
     finite_B: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
 
     def note(self, packed: bool) -> None:
         """Note that rows are independent in the layout of the last call of the model, packed or not."""
-        self.rows = self.functions = True
+        self.rows = True
         self.packed |= packed
 
 
@@ -108,16 +97,18 @@ class Book:
             raise two_passes_over_shards()
         self._flows = Flows()
         self._held = HeldUnit()
-        self._widths, self._layouts = Widths(), Layouts()
+        self._layouts = Layouts()
         self._pass: Pass | None = None
         self._receiver: Receiver | None = None
+        self._num_rows = 0  # of the losses that are differentiated
+        self._is_exact = False  # whether products are exact in that pass without further ado
         self._again: Again | None = None
         self._longer: Tensor | None = None  # whether a second pass since `settle` gave a unit a longer gradient
         self.checked = Checked()
         self._memory = memory.Passes(model)
-        self._hooks = Hooks(model, self, self._trained.by_name, self._forget_pass)
+        self.tapped = TappedModel(model, self._trained, self)
 
-    # ------------------------------------------------------- interface for taps and rules
+    # ----------------------------------------------------------------- interface of the tapped model
 
     @property
     def sharded(self) -> bool:
@@ -125,73 +116,56 @@ class Book:
         return self._trained.sharded
 
     @property
-    def rows_in_pass(self) -> int | None:
-        """Rows of the current call of the model; None outside a call, or where they are not known."""
-        return self._hooks.rows_in_pass
-
-    @property
-    def rows_by_themselves(self) -> int | None:
-        """The same; None for packed rows too."""
-        return None if self.is_packed else self._hooks.calls.rows if self._hooks.in_pass else None
+    def recomputes(self) -> bool:
+        """Whether activation checkpointing is on."""
+        return self._memory.recomputes
 
     @property
     def num_groups(self) -> int:
         """G, the groups of parameters with separate norms."""
         return self._trained.num_groups
 
-    def note_uses(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Count a use of each parameter in this call of the model; a recomputed module was counted before."""
-        self._hooks.note_uses(parameters)
-
-    def pause(self) -> contextlib.AbstractContextManager[None]:
-        """Pause the hooks: a module that a rule runs for itself is not a use of its parameters."""
-        return self._hooks.pause()
-
-    def tap(self, output: Tensor, receive: Receive, *saved: Tensor) -> Tensor:
-        """Tap a module's output; see `dpllm.ghost.tap`."""
+    def begin_call(self, call: Call) -> None:
+        """See `dpllm.ghost.tapped_model.Receiver`."""
         if isinstance(self._receiver, SpreadProbe):
-            output = self._hooks.calls.packed.fill(output, self._receiver.poisoned_B, float("nan"))
-        return tap(output, functools.partial(self._receive, receive), *saved)
+            call.poisoned_B = self._receiver.poisoned_B
+        self._pass = self._again = None
 
-    def _receive(self, receive: Receive, grad: Tensor, saved: list[Tensor]) -> None:
-        """Pass on what arrives at a tap."""
-        if not self._hooks.in_backward:
-            raise GhostError(
-                "backward() was called on a loss directly, or the model has another clipper as well. Pass the per-row "
-                "losses to GhostClipper.backward(), which clips, and call remove() on a clipper that is used no more."
-            )
-        self._flows.note((grad, *saved))
-        with self._hooks.pause():
-            receive(grad, saved)
+    def arrived(self, *tensors: Tensor) -> None:
+        """See `dpllm.ghost.tapped_model.Receiver`."""
+        if rounding.is_measured(tensors[0]):
+            self._flows.note(tensors)
 
-    def share(self, name: str, value: Tensor, receive: Callable[[Tensor], None]) -> Tensor:
-        """Return a value that all rows share such that each row's gradient of it, (B, ...), reaches ``receive``."""
-        return self._hooks.uses.share(name, value, receive)
-
-    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return an input in the dtype that autocast gave it, one tensor for all layers that read it."""
-        return self._hooks.calls.casts.cast(x, dtype)
-
-    def by_rows(self, x: Tensor) -> Tensor:
-        """View (B * T, D), the input of a module that flattens rows and tokens, as (B, T, D); separate packed rows.
-
-        The check of the first batch also establishes that the flattened order is rows first.
-        """
-        packed = self._hooks.calls.packed
-        if packed.lengths:
-            return packed.cut(x)
-        if x.ndim != 2:
-            return x
-        rows = self._of_now().rows.unit_B.numel()
-        return x.unflatten(0, (rows, -1)) if x.shape[0] != rows and x.shape[0] % rows == 0 else x
-
-    def record(self, parameter: nn.Parameter, use: Use) -> None:
-        """Record the contribution of one use of a parameter to its gradient."""
+    def record(self, target: Target, use: Use) -> None:
+        """See `dpllm.ghost.tapped_model.Receiver`."""
         assert self._receiver is not None, "gradients arrive in a backward pass"
-        name = self._trained.name_of(parameter)
-        refuse_other_rows(name, use.grad.shape, self._of_now().rows.unit_B.numel(), self.is_packed)
-        with kernels.exact_matmul():
-            self._receiver.take(name, parameter, use)
+        refuse_other_rows(target.name, use.grad.shape, self._num_rows, self.is_packed)
+        if self._is_exact:
+            self._receiver.take(target.name, target.parameter, use)
+        else:
+            with kernels.exact_matmul():
+                self._receiver.take(target.name, target.parameter, use)
+
+    def weighted_sums(self, loss_B: Tensor, weight_B: Tensor) -> Callable[[str], Tensor]:
+        """See `dpllm.ghost.tapped_model.Receiver`."""
+        rows = Rows.of(torch.arange(len(loss_B)), len(loss_B), loss_B.device)
+        one = Pass(rows, self.norm_method, groups=self._trained.groups)
+        with torch.autocast(loss_B.device.type, enabled=False):
+            with self.tapped.backward(), self._receiving(Keep(one), len(loss_B)):
+                torch.autograd.backward(loss_B, torch.ones_like(loss_B))
+            with kernels.exact_matmul(), torch.no_grad():
+                one.add_norms(self._tally(one))
+        one.weigh(weight_B.to(loss_B.device, self._trained.norm_dtype).expand(self.num_groups, -1))
+
+        def weighted(name: str) -> Tensor:
+            parameter = self._trained.by_name[name]
+            total = Sum.of(parameter)
+            with torch.autocast(loss_B.device.type, enabled=False), kernels.exact_matmul():
+                if id(parameter) in one.contributions:
+                    one.add_clipped_sum_(parameter, total)
+                return total.filled()
+
+        return weighted
 
     # ----------------------------------------------------------------------- norms
 
@@ -226,7 +200,7 @@ class Book:
             return self._groups_pass(loss_B, unit_B, num_units, factors, finish)
         if self._passes(loss_B) == 2 and not self._held:
             return self._first_pass(loss_B, unit_B, num_units, finish)
-        one = self._begin(loss_B, unit_B, num_units, pooled=not self._held)
+        one = self._begin(loss_B, unit_B, num_units)
         self._differentiate(one, loss_B, Keep(one))
         if self._held:
             one = self._pass = self._held.complete(one, loss_B.device)
@@ -239,18 +213,18 @@ class Book:
         """Whether the sums of groups are formed during the backward pass."""
         if self.sharded or self._held or self.norm_method.backward_passes == 2:
             return False
-        calls = self._hooks.calls
+        calls = self.tapped.calls
         return self._memory.sums_are_smaller(calls.rows or len(loss_B), calls.tokens, finish is not None)
 
     def _groups_pass(
         self, loss_B: Tensor, unit_B: Tensor, num_units: int, factors: GroupFactors, finish: Finish | None
     ) -> tuple[Tensor, Tensor]:
         """Clip each group when its last gradient arrives; the rest as in one pass."""
-        one = self._begin(loss_B, unit_B, num_units, pooled=True)
+        one = self._begin(loss_B, unit_B, num_units)
         one.finish = finish
         groups = AddUpGroups(
             one,
-            self._hooks.calls.counts,
+            self.tapped.ladder,
             self._trained.by_name.values(),
             lambda: self._tally(one, num_groups=1),
             factors,
@@ -273,7 +247,7 @@ class Book:
         Raises:
             GhostError: another parameter would.
         """
-        self._trained.refuse_others()
+        self._trained.refuse_others(added=outside)
         if outside:
             self._trained.refuse_outside(loss_B)
 
@@ -294,44 +268,35 @@ class Book:
             raise unmeasured_spread()
         return sq_norm_GU
 
-    def _begin(self, loss_B: Tensor, unit_B: Tensor, num_units: int, pooled: bool = False) -> Pass:
-        """Begin a pass; ``pooled``: gradients of units are kept side by side."""
-        return self._begin_over(self._layouts.of(unit_B, num_units, loss_B.device), loss_B, pooled)
+    def _begin(self, loss_B: Tensor, unit_B: Tensor, num_units: int) -> Pass:
+        return self._begin_over(self._layouts.of(unit_B, num_units, loss_B.device), loss_B)
 
-    def _begin_over(self, rows: Rows, loss_B: Tensor, pooled: bool = False) -> Pass:
-        calls, num_units, pool = self._hooks.calls, rows.num_units, None
-        calls.differentiated(len(loss_B))
-        if pooled:
-            tokens = (calls.rows or len(loss_B)) * calls.tokens
-            pool = Pool(self._widths, tokens, num_units, self.norm_method)
-        self._pass = Pass(rows, self.norm_method, groups=self._trained.groups, pool=pool)
+    def _begin_over(self, rows: Rows, loss_B: Tensor) -> Pass:
+        self.tapped.calls.differentiated(len(loss_B))
+        self._pass = Pass(rows, self.norm_method, groups=self._trained.groups)
         return self._pass
 
     def _differentiate(self, one: Pass, loss_B: Tensor, receiver: Receiver, retain_graph: bool = False) -> None:
         """Pass the contributions of these rows to the receiver."""
-        if self._hooks.uses.active:
-            self._trained.refuse_uses_in_loss(loss_B, self._hooks.uses.name_of)
         weight_B = (one.rows.unit_B >= 0).to(loss_B.dtype)
         try:
-            with self._hooks.backward():
-                several = len(one.rows.real) > 1
-                if several and not self._rows_checked:
+            with self.tapped.backward():
+                if len(one.rows.real) > 1 and not self._rows_checked:
                     self._check_rows(loss_B, weight_B)
-                with self._receiving(receiver):
+                with self._receiving(receiver, len(loss_B)):
                     torch.autograd.backward(loss_B, weight_B, retain_graph=retain_graph)
-                if several and not self._rows_checked:
-                    raise unmeasured_function()
-                self._hooks.uses.proved = True  # every model call behind the first losses was watched
         finally:
-            self._hooks.calls.stop()
+            self.tapped.stop()
 
     @contextlib.contextmanager
-    def _receiving(self, receiver: Receiver) -> Iterator[None]:
-        before, self._receiver = self._receiver, receiver
+    def _receiving(self, receiver: Receiver, num_rows: int) -> Iterator[None]:
+        before = self._receiver, self._num_rows, self._is_exact
+        # Read once for a backward pass, in which no module changes the settings of products.
+        self._receiver, self._num_rows, self._is_exact = receiver, num_rows, kernels.is_exact()
         try:
             yield
         finally:
-            self._receiver = before
+            self._receiver, self._num_rows, self._is_exact = before
 
     def _tally(self, one: Pass, max_waiting: int | None = None, num_groups: int | None = None) -> NormTally:
         trained, norm_method = self._trained, self.norm_method
@@ -348,12 +313,20 @@ class Book:
 
     @property
     def _rows_checked(self) -> bool:
-        return self.checked.functions and (self.checked.packed if self.is_packed else self.checked.rows)
+        return self.checked.packed if self.is_packed else self.checked.rows
+
+    def refuse_coupled(self, loss_B: Tensor) -> None:
+        """See `dpllm.ghost.tapped_model.Receiver`."""
+        with self.tapped.backward():
+            self._probe_rows(loss_B, torch.ones_like(loss_B))
+
+    def _probe_rows(self, loss_B: Tensor, weight_B: Tensor) -> None:
+        for rows in probed_rows(weight_B > 0, self.is_packed):
+            self._backward_of(loss_B, rows, RowProbe(rows, self.is_packed), retain_graph=True)
 
     def _check_rows(self, loss_B: Tensor, weight_B: Tensor) -> None:
         """Measure once that a row's loss has no gradient in another row."""
-        for rows in probed_rows(weight_B > 0, self.is_packed):
-            self._backward_of(loss_B, rows, RowProbe(rows, self.is_packed), retain_graph=True)
+        self._probe_rows(loss_B, weight_B)
         self.checked.note(self.is_packed)
 
     def probe(self, loss_B: Tensor, which: int, unit_B: Tensor, num_units: int) -> int:
@@ -384,18 +357,11 @@ class Book:
         poisoned_B = torch.zeros_like(self.checked.finite_B)
         poisoned_B[1::2] = True
         probe = SpreadProbe(poisoned_B, self.checked.finite_B)
-        with self._receiving(probe):
+        with self._receiving(probe, len(unit_B)):
             loss_B = losses_of_row()
         self._probe_backward(loss_B, unit_B, num_units, unit_B >= 0, probe)
         # A process with a single row has nothing to measure, and relies on the others.
         self.checked.spread = len(unit_B) == 1 or bool(probe.healthy_B.any())
-
-    def measure_rows_again(self) -> None:
-        """Measure the independence of rows in the next backward pass: a function was seen for the first time.
-
-        Processes that shard the model run equally many backward passes, so they measure before the first step only.
-        """
-        self.checked.functions = self.sharded
 
     def note_rows_checked(self) -> None:
         """Note that rows are independent in the layout of the last call of the model."""
@@ -405,13 +371,13 @@ class Book:
         self, loss_B: Tensor, unit_B: Tensor, num_units: int, rows: Tensor, probe: RowProbe | SpreadProbe
     ) -> None:
         self._begin(loss_B, unit_B, num_units)
-        with self._hooks.backward():
+        with self.tapped.backward():
             self._backward_of(loss_B, rows, probe, retain_graph=False)
 
     def _backward_of(self, loss_B: Tensor, rows: Tensor, probe: RowProbe | SpreadProbe, retain_graph: bool) -> None:
         weight_B = torch.zeros_like(loss_B)
         weight_B[rows] = 1
-        with self._receiving(probe):
+        with self._receiving(probe, len(loss_B)):
             torch.autograd.backward(loss_B, weight_B, retain_graph=retain_graph)
 
     # -------------------------------------------------------------------- two passes
@@ -419,7 +385,7 @@ class Book:
     def _passes(self, loss_B: Tensor) -> int:
         if self.norm_method.backward_passes != "auto":
             return self.norm_method.backward_passes
-        calls = self._hooks.calls
+        calls = self.tapped.calls
         return 1 if self.sharded else self._memory.needed(calls.rows or len(loss_B), calls.tokens, loss_B.device)
 
     def _first_pass(
@@ -428,7 +394,7 @@ class Book:
         """Measure each layer's norm as its gradient arrives; keep only parameters with several uses."""
         one = self._begin(loss_B, unit_B, num_units)
         one.finish = finish
-        measure = Measure(one, self._hooks.calls.counts, self._tally(one, max_waiting=1))
+        measure = Measure(one, self.tapped.ladder, self._tally(one, max_waiting=1))
         self._differentiate(one, loss_B, measure, retain_graph=True)
         self._trained.refuse_missing(measure.seen)
         with kernels.exact_matmul(), torch.no_grad():
@@ -442,7 +408,7 @@ class Book:
         first = self._of_now()
         one = self._begin_over(first.rows, again.loss_B)
         one.weights, one.finish = first.weights, first.finish
-        add_up = AddUp(one, self._hooks.calls.counts, self._tally(one, max_waiting=1))
+        add_up = AddUp(one, self.tapped.ladder, self._tally(one, max_waiting=1))
         self._differentiate(one, again.loss_B, add_up)
         with kernels.exact_matmul(), torch.no_grad():
             sq_norm_GU, _ = one.add_norms(add_up.tally)
@@ -500,9 +466,9 @@ class Book:
         Raises:
             GhostError: the pass failed while it was joined to the held rows, which then contain only a part of it.
         """
-        self._hooks.break_off()
+        self.tapped.break_off()
         self._forget_pass()
-        self._hooks.calls.counts.spend()
+        self.tapped.calls.spend()
         if self._held.joining:
             raise GhostError(
                 "The parts of a unit that has more rows than fit at once could not be combined: out of memory. Allow "
@@ -511,18 +477,18 @@ class Book:
 
     def _forget_pass(self) -> None:
         """Forget the last backward pass; the calls of the model since then stay part of the next one."""
-        self._hooks.calls.stop()
+        self.tapped.stop()
         self._pass = self._again = None
 
     @property
     def is_packed(self) -> bool:
         """Whether the model was last called with rows laid end to end."""
-        return bool(self._hooks.calls.packed.lengths)
+        return bool(self.tapped.calls.packed.lengths)
 
     @property
     def packed_tokens(self) -> int:
         """The tokens of all rows, if the model was last called with several rows laid end to end; otherwise 0."""
-        lengths = self._hooks.calls.packed.lengths
+        lengths = self.tapped.calls.packed.lengths
         return sum(lengths) if len(lengths) > 1 else 0
 
     @property
@@ -532,7 +498,7 @@ class Book:
 
     def remove(self) -> None:
         """Undo the hooks."""
-        self._hooks.remove()
+        self.tapped.remove()
         self._held.clear()
         self._forget_pass()
-        self._hooks.calls.counts.spend()
+        self.tapped.calls.spend()

@@ -13,7 +13,7 @@ from dpllm.data.labels import BOUNDARIES
 from dpllm.ghost import kernels
 from dpllm.ghost.contributions import Use
 from dpllm.ghost.errors import CoupledError, GhostError, NoRuleError, UnreachedError
-from dpllm.ghost.graph import leaves_of
+from dpllm.ghost.graph import flatten_tensors, leaves_of
 
 _ROW_ARGUMENTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "attention_mask", "pixel_values", "input_features")
 _PLACEHOLDER = re.compile(r"(image|video|audio|speech)_token_(id|index)$")
@@ -21,13 +21,12 @@ _PLACEHOLDER = re.compile(r"(image|video|audio|speech)_token_(id|index)$")
 
 def rows_of_call(args: tuple, kwargs: dict[str, Any]) -> int | None:
     """Return the number of rows in a call of the model: the first dimension of its main input, or first tensor."""
-    for name in _ROW_ARGUMENTS:
-        if isinstance(kwargs.get(name), Tensor):
-            return kwargs[name].shape[0]
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor) and value.ndim > 0:
-            return value.shape[0]
-    return None
+    for named in (kwargs, *(value for value in (*args, *kwargs.values()) if isinstance(value, Mapping))):
+        for name in _ROW_ARGUMENTS:
+            if isinstance(named.get(name), Tensor):
+                return int(named[name].shape[0])
+    given = next((value for value in flatten_tensors((*args, *kwargs.values())) if value.ndim > 0), None)
+    return None if given is None else given.shape[0]
 
 
 def tokens_by_themselves(model: nn.Module) -> int | None:

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpllm.ghost.blocks import CompiledBlocks
 from dpllm.ghost.book import Book
+from dpllm.ghost.contributions import Use
 from dpllm.ghost.factors import GroupFactors, clip_factors
 from dpllm.ghost.norm_method import NormMethod
 from dpllm.ghost.parameters import numbered, shapes_of
@@ -70,6 +72,34 @@ class GhostClipper(UnitClipper):
         """The trainable parameters by name, each once."""
         return self._book.parameters
 
+    def compile(self, backend: Any = "inductor", **options: Any) -> None:
+        """Compile the forward passes of the model's blocks as full graphs, from the next loss on.
+
+        A block is a child of an outermost ``nn.ModuleList``, such as a decoder layer. The forward of each class is
+        compiled once. Blocks that a graph cannot hold stay eager, and `compiled` has the reason: trained tables and
+        experts, modules that run row by row or twice, parameters that ZeRO-3 gathers, and what PyTorch cannot trace.
+        Blocks that were compiled by the user (``block.compile()``, ``torch.compile(block)``) are compiled in this way
+        without this call, with their own backend.
+
+        Args:
+            backend: of ``torch.compile``.
+            options: other arguments of ``torch.compile``, such as ``mode`` or ``dynamic``.
+        """
+        self._book.tapped.blocks.compile(backend, options)
+
+    @property
+    def compiled(self) -> CompiledBlocks:
+        """The blocks that are compiled, those that stay eager, and the number of graphs; empty before the next call."""
+        return self._book.tapped.blocks.compiled
+
+    @property
+    def row_by_row(self) -> dict[str, list[str]]:
+        """The modules that run one row after another, by path, each with the parameters for which no tap is exact.
+
+        They take as many launches as there are rows. Empty before the first call of the model.
+        """
+        return self._book.tapped.row_by_row
+
     def _refuse_unclipped(self, losses: Tensor, outside: bool) -> None:
         self._book.refuse_unclipped(losses, outside)
 
@@ -104,6 +134,54 @@ class GhostClipper(UnitClipper):
     def settle(self) -> None:
         """See `UnitClipper.settle`."""
         self._book.settle()
+
+    # ------------------------------------------------------------------ uses that a caller computes by itself
+
+    def prepare(self, inputs: Mapping[str, Any]) -> None:
+        """Choose how each module is tapped in calls with such inputs, which the first call does by itself otherwise.
+
+        Needed before a call with `expect`, since the modules are compared with a plain pass of the model.
+
+        Args:
+            inputs: of the model, with rows first.
+
+        Raises:
+            GhostError: see the class.
+        """
+        self._book.tapped.prepare((), dict(inputs))
+
+    @property
+    def takes_uses(self) -> bool:
+        """Whether `expect` and `take` are possible: no module runs row by row, and no parameter is sharded."""
+        return not self._book.sharded and not self._book.tapped.ladder.splits
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether activation checkpointing is on."""
+        return self._book.recomputes
+
+    def expect(self, parameter: nn.Parameter) -> None:
+        """Announce, within a call of the model, a use of a trained parameter by a function with its own gradient.
+
+        The function detaches the parameter, and calls `take` in its backward pass. The parameter's clipped sum is
+        formed when this use has arrived, too.
+
+        Raises:
+            GhostError: no call of the model runs with gradients on.
+        """
+        self._book.tapped.expect(parameter)
+
+    def take(self, parameter: nn.Parameter, use: Use) -> None:
+        """Take a use that `expect` announced: what it contributes to the gradient of each row.
+
+        Args:
+            parameter: a trained parameter.
+            use: with the rows of the call of the model.
+
+        Raises:
+            GhostError: the backward pass is not one of the clipper; or the use has other rows.
+        """
+        self._book.tapped.take(parameter, use)
 
     def _weighed(
         self, sq_norm_GU: Tensor, slack_GU: Tensor, clipping: Clipping, early: GroupFactors | None
@@ -170,7 +248,7 @@ class GhostClipper(UnitClipper):
         self._book.forget()
 
     def remove(self) -> None:
-        """Remove the hooks; the model is as before."""
+        """Give every module its class back; the model is as before."""
         self._book.remove()
 
 

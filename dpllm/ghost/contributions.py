@@ -5,22 +5,23 @@ once as a matrix product. A layer's rule describes a use as one of
 
 * `Outer`:        sum_t left[b, t] (x) right[b, t]          matrices: linear layers;
 * `Lookup`:       sum_t onehot(index[b, t]) (x) right[b, t] embeddings;
+* `HeadUse`:      an outer product whose left factor is made again: the head of a language model
+  (`dpllm.ghost.head_use`);
 * `Routed`:       outer products of tokens that meet different matrices: experts (`dpllm.ghost.routed`);
 * `RowGradients`: the gradient of each row                  biases, norms, and anything else.
 
 A use is kept as its factors, or as an `Instance`, the gradient of each *unit*, where that takes no more memory (LoRA
-factors, narrow layers, units with many rows). `squared_norms` adds up all pairs of contributions, and treats a unit's
-rows as one long row: the cross terms are part of the norm. `add_weighted_` forms the clipped sum.
+factors, narrow layers, units with many rows). Several matrix products with one parameter become one over the tokens of
+all of them, and so do several lookups. `add_weighted_` forms the clipped sum.
 
 Shape suffixes: B rows, U units, T tokens, L and R the two dimensions of a weight, G units that have equally many rows,
-N rows of each of them.
+N rows of each of them, P entries of several parameters.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,13 +30,15 @@ from torch import Tensor
 
 from dpllm.data.transfer import send_array
 from dpllm.ghost import kernels
-from dpllm.ghost.instances import Slot
+from dpllm.ghost.head_use import HeadUse
 from dpllm.ghost.norm_method import NormMethod
 from dpllm.ghost.routed import Routed
 from dpllm.ghost.sums import Sum, Weights
 
 _LAYOUTS = 256  # of microbatches that are remembered
-_MAX_ENTRIES = 1 << 26  # of the row gradients formed at a time, where a unit has several rows
+# Small gradients are copied into one tensor: that costs less than the launches it saves, which are dearer on a GPU.
+_SMALL_ON_CPU, _SMALL = 1 << 14, 1 << 20  # entries of a parameter
+_FLAT_BYTES = 1 << 26  # of one such tensor, and so of the memory that the copies take for a moment
 
 
 @dataclass(frozen=True)
@@ -45,18 +48,21 @@ class Group:
     Attributes:
         unit_G: the numbers of the units.
         rows_GN: the rows of each.
-        every: whether these are all rows of the microbatch, in order; they are then viewed, not copied.
+        in_order: whether these are the first rows of the microbatch, in order; they are then viewed, not copied.
     """
 
     unit_G: Tensor
     rows_GN: Tensor
-    every: bool
+    in_order: bool
 
     def fold(self, x: Tensor) -> Tensor:
         """Lay the rows of a unit end to end, (B, T, ...) to (G, N * T, ...): a sum over rows and tokens is one sum."""
-        if not self.every:
+        num_units, rows_each = self.rows_GN.shape
+        if not self.in_order:
             x = x[self.rows_GN.flatten()]
-        return x if self.rows_GN.shape[1] == 1 else x.unflatten(0, self.rows_GN.shape).flatten(1, 2)
+        elif len(x) > num_units * rows_each:
+            x = x[: num_units * rows_each]
+        return x if rows_each == 1 else x.unflatten(0, (num_units, rows_each)).flatten(1, 2)
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ class Rows:
         unit_B: (B,) int64, the unit of each row; -1 marks a padding row, which belongs to no unit.
         num_units: U.
         groups: the units that have rows, by their number of rows.
-        in_order: whether row b is unit b, for all rows.
+        in_order: whether row u is unit u, for all units, and the rows behind them are padding.
         real: the numbers of the rows that belong to a unit, ascending; known to the host.
         real_R: the same on the device.
         unit_R: their units.
@@ -96,59 +102,49 @@ class Rows:
         order = np.argsort(unit, kind="stable")[len(unit) - len(real) :]  # rows, those of a unit side by side
         counts = np.bincount(unit[order], minlength=num_units)
         starts = np.cumsum(counts) - counts
-        parts, every = [unit, real, unit[real]], []
-        for count in np.unique(counts[counts > 0]):
+        parts, in_order = [unit, real, unit[real]], []
+        for count in np.unique(counts[counts > 0]) if len(real) else (0,):
             (units,) = np.nonzero(counts == count)
             rows_GN = order[starts[units][:, None] + np.arange(count)]
-            every.append(np.array_equal(rows_GN.ravel(), np.arange(len(unit))))
+            in_order.append(np.array_equal(rows_GN.ravel(), np.arange(rows_GN.size)))
             parts += [units, rows_GN]
         sent = send_array(np.concatenate([part.ravel() for part in parts]), device)  # one copy for all
         own_B, real_R, unit_R, *of_groups = (
             part_.view(part.shape) for part, part_ in zip(parts, sent.split([part.size for part in parts]), strict=True)
         )
-        groups = map(Group, of_groups[::2], of_groups[1::2], every)
-        in_order = np.array_equal(unit, np.arange(num_units))
-        return cls(own_B, num_units, tuple(groups), in_order, real, real_R, unit_R)
+        groups = tuple(map(Group, of_groups[::2], of_groups[1::2], in_order))
+        one_each = np.array_equal(unit[real], np.arange(num_units)) and np.array_equal(real, np.arange(num_units))
+        return cls(own_B, num_units, groups, one_each, real, real_R, unit_R)
 
     @classmethod
     def one_unit(cls, device: torch.device) -> Rows:
         """Return a single row that is a unit."""
         return cls.of(torch.zeros(1, dtype=torch.int64), 1, device)
 
+    @functools.cached_property
+    def whole(self) -> Group | None:
+        """The group of all units, if all have equally many rows, and these can be viewed."""
+        if len(self.groups) == 1 and self.groups[0].in_order and len(self.groups[0].unit_G) == self.num_units:
+            return self.groups[0]
+        return None
+
     def sum_rows(self, value_B: Tensor) -> Tensor:
         """Sum the values of each unit's rows, (B, ...) to (U, ...); padding rows are left out."""
         if self.in_order:
-            return value_B
-        total = value_B.new_zeros(self.num_units, *value_B.shape[1:])
-        return self._add_rows_(total, value_B, 0)
+            return value_B if len(value_B) == self.num_units else value_B[: self.num_units]
+        if len(self.real) < len(value_B):  # the values of padding rows may not be finite
+            value_B = value_B.index_select(0, self.real_R)
+        return value_B.new_zeros(self.num_units, *value_B.shape[1:]).index_add_(0, self.unit_R, value_B)
 
-    def _add_rows_(self, total_U: Tensor, value_N: Tensor, start: int) -> Tensor:
-        """Add the values of N rows that follow each other, from row ``start`` on, to those of their units."""
-        first, last = np.searchsorted(self.real, (start, start + len(value_N))).tolist()
-        unit_R = self.unit_R[first:last]
-        if last - first < len(value_N):  # some rows are padding, whose values may not be finite
-            value_N = value_N.index_select(0, self.real_R[first:last] - start)
-        return total_U.index_add_(0, unit_R, value_N)
-
-    def sum_formed(self, form: Callable[[slice], Tensor], entries: int) -> Tensor:
-        """Apply `sum_rows` to values that ``form`` computes for a few rows at a time, to limit memory.
-
-        Args:
-            form: maps some rows to their values.
-            entries: the number of entries in one row's value.
-        """
-        num_rows = self.unit_B.numel()
-        chunk = num_rows if self.in_order else max(1, _MAX_ENTRIES // max(1, entries))
-        if chunk >= num_rows:
-            return self.sum_rows(form(slice(None)))
-        total: Tensor | None = None
-        for start in range(0, num_rows, chunk):
-            value = form(slice(start, start + chunk))
-            if total is None:
-                total = value.new_zeros(self.num_units, *value.shape[1:])
-            self._add_rows_(total, value, start)
-        assert total is not None, "there are rows"
-        return total
+    def by_groups(self, of: Callable[[Group], Tensor]) -> Tensor:
+        """Return (U, ...): the values (G, ...) of ``of`` for the units of each group, 0 for a unit without rows."""
+        if self.whole is not None:
+            return of(self.whole)
+        parts = [(group.unit_G, of(group)) for group in self.groups]
+        total_U = parts[0][1].new_zeros(self.num_units, *parts[0][1].shape[1:])
+        for unit_G, value_G in parts:
+            total_U[unit_G] = value_G
+        return total_U
 
 
 class Layouts:
@@ -181,20 +177,24 @@ class RowGradients:
 
     def instance(self, rows: Rows) -> Tensor:
         """Return the gradients of the units."""
-        return rows.sum_rows(self.value_B)
+        return rows.sum_rows(kernels.widen(self.value_B))
 
 
-@dataclass(frozen=True)
 class Instance:
-    """The gradient of each unit, held unchanged: (U, *parameter shape), in the accumulation dtype.
+    """The gradient of each unit, held unchanged.
 
-    Attributes:
-        value_U: the gradients.
-        slot: their place beside those of other parameters, if they have one; it forms the sum.
+    Args:
+        value_U: (U, *parameter shape), in the accumulation dtype.
     """
 
-    value_U: Tensor
-    slot: Slot | None = None
+    def __init__(self, value_U: Tensor) -> None:
+        """Hold it."""
+        self._value_U = value_U
+
+    @property
+    def value_U(self) -> Tensor:
+        """The gradients of the units."""
+        return self._value_U
 
     def instance(self, rows: Rows) -> Tensor:
         """Return the gradients of the units."""
@@ -208,15 +208,41 @@ class Instance:
     def add_weighted_(self, total: Sum, weights: Weights, norm_method: NormMethod) -> None:
         """Add the weighted gradients: ``total += sum_u factor_u g_u``."""
         del norm_method
-        if self.slot is not None:
-            total.take_(self.slot.weighted(weights.factor))
-            return
         if len(self.value_U) == 1:  # one unit, whose gradient may be as large as the parameter: no copy for its zeros
             factor = weights.factor.to(total.dtype)[0]
             total.take_((self.value_U[0].to(total.dtype) * factor).masked_fill_(factor == 0, 0))
             return
         value_U, factor_U = weights.kept(self.value_U)
         total.take_(torch.tensordot(factor_U.to(total.dtype), value_U.to(total.dtype), dims=1))
+
+
+class Part(Instance):
+    """The gradient of each unit, next to those of other small parameters of one group: one norm and one sum for all.
+
+    Args:
+        value_UP: the gradients of all these parameters.
+        start: of this one's entries.
+        shape: of this one.
+        sums: of all these parameters, (P,), once it is computed; a list that they share.
+    """
+
+    def __init__(self, value_UP: Tensor, start: int, shape: torch.Size, sums: list[Tensor]) -> None:
+        """Remember where it lies."""
+        self._value_UP, self._start, self._shape, self._sums = value_UP, start, shape, sums
+
+    @property
+    def value_U(self) -> Tensor:
+        """The gradients of the units; a view."""
+        value_UP = self._value_UP[:, self._start : self._start + self._shape.numel()]
+        return value_UP.view(len(value_UP), *self._shape)
+
+    def add_weighted_(self, total: Sum, weights: Weights, norm_method: NormMethod) -> None:
+        """Add the weighted gradients: ``total += sum_u factor_u g_u``; the first call does so for all."""
+        del norm_method
+        if not self._sums:
+            value_UP, factor_U = weights.kept(self._value_UP)
+            self._sums.append(factor_U.to(value_UP.dtype) @ value_UP)
+        total.take_(self._sums[0][self._start : self._start + self._shape.numel()].view(self._shape))
 
 
 @dataclass(frozen=True)
@@ -260,33 +286,17 @@ class Outer:
 
     def instance(self, rows: Rows) -> Tensor:
         """Return the gradients of the units (U, L, R)."""
-
-        def form(here: slice) -> Tensor:
-            return kernels.wide_bmm(self.left_BTL[here].mT, self.right_BTR[here])
-
-        return rows.sum_formed(form, self.left_BTL.shape[2] * self.right_BTR.shape[2])
+        if rows.in_order and len(self.left_BTL) == rows.num_units:  # the usual case, at once
+            return kernels.wide_bmm(self.left_BTL.mT, self.right_BTR)
+        return rows.by_groups(lambda units: kernels.wide_bmm(units.fold(self.left_BTL).mT, units.fold(self.right_BTR)))
 
     def fold(self) -> Outer:
         """Return the same use with all tokens in a single row."""
         return Outer(_one_row(self.left_BTL), _one_row(self.right_BTR), self.input_side)
 
-    def of(self, group: Group) -> Outer:
-        """Return the same use with the rows of each unit of a group laid end to end."""
-        return Outer(group.fold(self.left_BTL), group.fold(self.right_BTR), self.input_side)
-
     def add_weighted_(self, total: Sum, weights: Weights, norm_method: NormMethod) -> None:
         """Add the weighted gradients: ``total += sum_b factor_b g_b``."""
-        norm_method.add_weighted_outer_(total, self.left_BTL, self.right_BTR, weights)
-
-    def mass(self) -> Tensor:
-        """Return (B,): sum_t |left_t| |right_t|, the scale of the rounding error of norms and sums.
-
-        Lengths count as the root of `kernels.least_square` at least.
-        """
-        dtype = kernels.accumulation_dtype(self.left_BTL.dtype)
-        left, right = (torch.linalg.vector_norm(x, dim=2, dtype=dtype) for x in (self.left_BTL, self.right_BTR))
-        least = math.sqrt(kernels.least_square(dtype))
-        return (left.clamp_min(least) * right.clamp_min(least)).sum(1)
+        norm_method.add_weighted_outer_(total, self.left_BTL, self.right_BTR, weights, self.input_side)
 
 
 @dataclass(frozen=True)
@@ -313,23 +323,17 @@ class Lookup:
 
     def instance(self, rows: Rows) -> Tensor:
         """Return the gradients of the units (U, V, R)."""
-        width = self.right_BTR.shape[2]
-        dtype = kernels.accumulation_dtype(self.right_BTR.dtype)
 
-        def form(here: slice) -> Tensor:
-            right = self.right_BTR[here].to(dtype)
-            total = right.new_zeros(right.shape[0], self.num_entries, width)
-            return total.scatter_add_(1, self.index_BT[here][:, :, None].expand(-1, -1, width), right)
+        def of(units: Group) -> Tensor:
+            index_GT, right_GTR = units.fold(self.index_BT), kernels.widen(units.fold(self.right_BTR))
+            total = right_GTR.new_zeros(len(right_GTR), self.num_entries, right_GTR.shape[2])
+            return total.scatter_add_(1, index_GT[:, :, None].expand_as(right_GTR), right_GTR)
 
-        return rows.sum_formed(form, self.num_entries * width)
+        return rows.by_groups(of)
 
     def fold(self) -> Lookup:
         """Return the same use with all tokens in a single row."""
         return Lookup(_one_row(self.index_BT), _one_row(self.right_BTR), self.num_entries)
-
-    def of(self, group: Group) -> Lookup:
-        """Return the same use with the rows of each unit of a group laid end to end."""
-        return Lookup(group.fold(self.index_BT), group.fold(self.right_BTR), self.num_entries)
 
     def add_weighted_(self, total: Sum, weights: Weights, norm_method: NormMethod) -> None:
         """Add the weighted gradients: ``total += sum_b factor_b g_b``."""
@@ -344,8 +348,8 @@ class Lookup:
         return torch.linalg.vector_norm(self.right_BTR, dim=2, dtype=dtype).sum(1)
 
 
-Use = RowGradients | Outer | Lookup | Routed
-Contribution = Instance | Outer | Lookup | Routed
+Use = RowGradients | Outer | Lookup | HeadUse | Routed
+Contribution = Instance | Outer | Lookup | HeadUse | Routed
 
 
 def _one_row(x: Tensor) -> Tensor:
@@ -353,51 +357,58 @@ def _one_row(x: Tensor) -> Tensor:
     return x.flatten(0, 1)[None]
 
 
-Place = Callable[[torch.Size, torch.dtype, torch.device, float, float], Slot]
-"""Returns the place of a parameter of some shape, dtype and device, from the bytes of its factors and its gradients."""
-
-
-def held(use: Use, rows: Rows, norm_method: NormMethod, place: Place | None = None) -> Contribution:
+def held(use: Use, rows: Rows, norm_method: NormMethod) -> Contribution:
     """Return the form in which a use is kept until the clipped sum: the one that takes less memory.
 
     Args:
         use: of a parameter.
         rows: the units of the rows.
         norm_method: decides which form that is.
-        place: returns where an instance is kept; None: by itself.
     """
-    sizes = (math.inf, 0.0) if isinstance(use, RowGradients) else (use.factor_bytes(), use.instance_bytes(rows))
-    if not isinstance(use, RowGradients) and not norm_method.holds_instance(*sizes):
-        return use
-    if place is None:
+    if isinstance(use, RowGradients) or norm_method.holds_instance(use.factor_bytes(), use.instance_bytes(rows)):
         return Instance(use.instance(rows))
-    if isinstance(use, Outer) and rows.in_order:  # the product is written to its place
-        shape = torch.Size((use.left_BTL.shape[2], use.right_BTR.shape[2]))
-        slot = place(shape, kernels.accumulation_dtype(use.left_BTL.dtype), use.left_BTL.device, *sizes)
-        return Instance(kernels.wide_bmm(use.left_BTL.mT, use.right_BTR, slot.value_U), slot)
-    value_U = use.instance(rows)
-    slot = place(value_U.shape[1:], value_U.dtype, value_U.device, *sizes)
-    return Instance(slot.value_U.copy_(value_U), slot)
+    return use
 
 
-def merge(contributions: Sequence[Contribution], rows: Rows) -> list[Contribution]:
+def merge(contributions: Sequence[Contribution], rows: Rows, norm_method: NormMethod) -> list[Contribution]:
     """Convert the contributions to one parameter to a common form.
 
-    Instances simply add up; where one contribution is held as an instance, all of them become one. Uses of a stack of
-    matrices become one use with the slots of all. An instance that has a place keeps it.
+    The products with one weight, a sum over tokens each, become one over the tokens of all; so do lookups, and uses of
+    a stack of matrices. Instances add up; where one contribution is held as an instance, all of them become one.
+
+    Returns:
+        A single contribution, or the two of a table that is both looked up and multiplied with (a tied head).
     """
-    placed = next((c for c in contributions if isinstance(c, Instance) and c.slot is not None), None)
-    if placed is not None:
-        for other in contributions:
-            if other is not placed:
-                placed.value_U.add_(other.instance(rows))
-        return [placed]
-    routed = [c for c in contributions if isinstance(c, Routed)]
-    if routed and len(routed) == len(contributions):
-        return [Routed.cat(routed)]
-    if len(contributions) == 1 or not any(isinstance(c, Instance | Routed) for c in contributions):
+    kinds = {type(one) for one in contributions}
+    if len(contributions) == 1:
         return list(contributions)
-    return [Instance(sum_of(contribution.instance(rows) for contribution in contributions))]
+    if HeadUse in kinds and kinds <= {HeadUse, Lookup}:
+        lookups = [one for one in contributions if isinstance(one, Lookup)]
+        heads = [one for one in contributions if isinstance(one, HeadUse)]
+        return [*([_joined(lookups)] if lookups else []), *heads]
+    if HeadUse in kinds:
+        return [Instance(sum_of(one.instance(rows) for one in contributions))]
+    joined: list[Contribution] = [one for one in contributions if isinstance(one, Instance)]
+    for kind in (Lookup, Outer, Routed):
+        of_kind = [one for one in contributions if isinstance(one, kind)]
+        if of_kind:
+            joined.append(held(_joined(of_kind), rows, norm_method))
+    if len(joined) > 1 and any(isinstance(one, Instance | Routed) for one in joined):
+        return [Instance(sum_of(one.instance(rows) for one in joined))]
+    return joined
+
+
+def _joined(uses: list) -> Lookup | Outer | Routed:
+    """Return uses of one kind as one: a sum over the tokens of all of them."""
+    first, *rest = uses
+    if not rest:
+        return first
+    if isinstance(first, Routed):
+        return Routed.cat(uses)
+    right_BTR = torch.cat([use.right_BTR for use in uses], 1)
+    if isinstance(first, Lookup):
+        return Lookup(torch.cat([use.index_BT for use in uses], 1), right_BTR, first.num_entries)
+    return Outer(torch.cat([use.left_BTL for use in uses], 1), right_BTR, first.input_side)
 
 
 def join(already: Sequence[Contribution], more: Sequence[Contribution], norm_method: NormMethod) -> list[Contribution]:
@@ -411,116 +422,57 @@ def join(already: Sequence[Contribution], more: Sequence[Contribution], norm_met
         more: every use of the parameter in one more pass.
         norm_method: decides which form takes less memory.
     """
-    folded = [*already, *(contribution.fold() for contribution in more)]
-    outers = [c for c in folded if isinstance(c, Outer)]
-    lookups = [c for c in folded if isinstance(c, Lookup)]
-    routed = [c for c in folded if isinstance(c, Routed)]
-    joined: list[Contribution] = [c for c in folded if isinstance(c, Instance)]
-    if routed:
-        joined.append(Routed.cat(routed))
-    if outers:
-        lefts, rights = [c.left_BTL for c in outers], [c.right_BTR for c in outers]
-        joined.append(Outer(torch.cat(lefts, 1), torch.cat(rights, 1), outers[0].input_side))
-    if lookups:
-        indexes, rights = [c.index_BT for c in lookups], [c.right_BTR for c in lookups]
-        joined.append(Lookup(torch.cat(indexes, 1), torch.cat(rights, 1), lookups[0].num_entries))
-    one = Rows.one_unit(_device(joined[0]))
-    return merge([c if isinstance(c, Instance) else held(c, one, norm_method) for c in joined], one)
+    folded = [*already, *map(_folded, more)]
+    first = folded[0]
+    assert not isinstance(first, HeadUse), "it is folded to an instance"
+    one = Rows.one_unit((first.value_U if isinstance(first, Instance) else first.right_BTR).device)
+    joined = merge(folded, one, norm_method)
+    return merge([c if isinstance(c, Instance) else held(c, one, norm_method) for c in joined], one, norm_method)
 
 
-def _device(contribution: Contribution) -> torch.device:
-    return (contribution.value_U if isinstance(contribution, Instance) else contribution.right_BTR).device
+def _folded(contribution: Contribution) -> Contribution:
+    """Return the same contribution with all tokens in a single row; a head's gradient itself."""
+    if not isinstance(contribution, HeadUse):
+        return contribution.fold()
+    lse_BT = contribution.lse_BT
+    rows = Rows.of(torch.zeros(len(lse_BT), dtype=torch.int64), 1, lse_BT.device)
+    return Instance(contribution.instance(rows))
 
 
-def squared_norms(contributions: Sequence[Contribution], rows: Rows, norm_method: NormMethod) -> tuple[Tensor, Tensor]:
-    """Return the squared norm of each unit's gradient of one parameter, cross terms included.
+def put_side_by_side(contributions: dict[int, list[Contribution]], keys: Iterable[int]) -> list[Tensor]:
+    """Copy the small gradients of units into tensors (U, P) of several parameters, of which they become a `Part`.
 
     Args:
-        contributions: every use of the parameter, as returned by `merge`.
-        rows: the units of the rows.
-        norm_method: how norms are computed.
+        contributions: of each parameter, by its id, as returned by `merge`; those copied are replaced.
+        keys: the parameters of one group.
 
     Returns:
-        ``(sq_norm_U, slack_U)``: the squared norms, and the rounding error that they may have lost or that the
-        clipped sum may gain.
+        The tensors, each of one dtype and device; at most `_FLAT_BYTES` of copies exist at a time with their originals.
     """
-    if isinstance(contributions[0], Instance):
-        sq_norm_U = kernels.squared_norms(contributions[0].value_U)
-        return sq_norm_U, kernels.rounding_slack(sq_norm_U.dtype) * sq_norm_U
-    if isinstance(contributions[0], Routed):
-        return contributions[0].norms(rows, norm_method)
-    factored = [c for c in contributions if isinstance(c, Outer | Lookup)]
-    assert len(factored) == len(contributions), "merge() leaves no mixture of forms"
-    sq_norm_U = sum_of(_square(c, rows, norm_method) for c in factored)
-    for i, x in enumerate(factored):
-        for y in factored[:i]:
-            sq_norm_U = sq_norm_U + 2 * _cross(x, y, rows, sq_norm_U)
-    mass_U = rows.sum_rows(sum_of(c.mass() for c in factored))
-    return sq_norm_U, kernels.rounding_slack(sq_norm_U.dtype) * mass_U.square()
-
-
-def shared_norms(
-    sharing: Sequence[Sequence[Outer]], rows: Rows, norm_method: NormMethod
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield ``(sq_norm_U, mass_U)`` of parameters that are used once each, for every set of layers that read one input.
-
-    Where units have one row each, no row is copied, and the norms of all sets may be computed in one launch; otherwise
-    one set after the other, since their rows are copied.
-
-    Args:
-        sharing: the uses in layers that read one input, for one or more inputs.
-        rows: the units of the rows.
-        norm_method: how norms are computed.
-    """
-    if len(rows.groups) == 1 and rows.groups[0].every and len(rows.groups[0].unit_G) == rows.num_units:
-        (units,) = rows.groups
-        folded = [(units.fold(uses[0].input), [units.fold(one.grad) for one in uses]) for uses in sharing]
-        yield from norm_method.grouped_outer_norms(folded)
-        return
-    for uses in sharing:
-        first = uses[0].input
-        like = torch.empty(0, 2, dtype=kernels.accumulation_dtype(first.dtype), device=first.device)
-        both_U2 = _by_groups(rows, like, functools.partial(_norm_and_mass, uses, norm_method))
-        yield both_U2[:, 0], both_U2[:, 1]
-
-
-def _norm_and_mass(uses: Sequence[Outer], norm_method: NormMethod, units: Group) -> Tensor:
-    """Return (G, 2): squared norms and masses of the layers that read one input, of some units."""
-    both = norm_method.outer_norms(units.fold(uses[0].input), [units.fold(one.grad) for one in uses])
-    return torch.stack(both, 1)
-
-
-def _by_groups(rows: Rows, like: Tensor, of: Callable[[Group], Tensor]) -> Tensor:
-    """Return (U, ...): the value of ``of`` for the units of each group, 0 for a unit without rows."""
-    total_U = like.new_zeros(rows.num_units, *like.shape[1:])
-    for group in rows.groups:
-        total_U[group.unit_G] = of(group)
-    return total_U
-
-
-def _square(x: Outer | Lookup, rows: Rows, norm_method: NormMethod) -> Tensor:
-    """Return (U,): the squared norm of one use."""
-    if isinstance(x, Outer):
-        ((sq_norm_U, _),) = shared_norms([[x]], rows, norm_method)
-        return sq_norm_U
-    return norm_method.lookup_norms(x.index_BT, x.right_BTR, rows.unit_B, rows.num_units, x.num_entries)
-
-
-def _cross(x: Outer | Lookup, y: Outer | Lookup, rows: Rows, like: Tensor) -> Tensor:
-    """Return (U,): <gradient of one use, gradient of another>, of each unit."""
-    return _by_groups(rows, like, lambda group: _inner(x.of(group), y.of(group)))
-
-
-def _inner(x: Outer | Lookup, y: Outer | Lookup) -> Tensor:
-    """Return (G,): <gradient of x in a row, gradient of y in the same row>."""
-    if isinstance(x, Outer) and isinstance(y, Outer):
-        return kernels.outer_inner(x.left_BTL, x.right_BTR, y.left_BTL, y.right_BTR)
-    if isinstance(x, Lookup) and isinstance(y, Outer):
-        return kernels.lookup_outer_inner(x.index_BT, x.right_BTR, y.left_BTL, y.right_BTR)
-    if isinstance(x, Outer):
-        return _inner(y, x)
-    assert isinstance(x, Lookup) and isinstance(y, Lookup)
-    return kernels.lookup_inner(x.index_BT, x.right_BTR, y.index_BT, y.right_BTR)
+    tensors: list[Tensor] = []
+    waiting: dict[tuple[torch.dtype, torch.device], list[tuple[int, Tensor]]] = {}
+    for key in keys:
+        one = contributions[key][0]
+        if isinstance(one, Instance):
+            value_U = one.value_U
+            most = _SMALL_ON_CPU if value_U.device.type == "cpu" else _SMALL
+            if value_U.shape[1:].numel() < most:
+                waiting.setdefault((value_U.dtype, value_U.device), []).append((key, value_U))
+    for of_kind in waiting.values():
+        while len(of_kind) > 1:
+            taken = [of_kind.pop()]
+            room = _FLAT_BYTES - taken[0][1].nbytes
+            while of_kind and room >= of_kind[-1][1].nbytes:
+                taken.append(of_kind.pop())
+                room -= taken[-1][1].nbytes
+            value_UP = torch.cat([kernels.entries(value_U) for _, value_U in taken], 1)
+            start, sums = 0, list[Tensor]()
+            for key, value_U in taken:
+                shape = value_U.shape[1:]
+                contributions[key] = [Part(value_UP, start, shape, sums)]
+                start += shape.numel()
+            tensors.append(value_UP)
+    return tensors
 
 
 def sum_of(tensors: Iterable[Tensor]) -> Tensor:

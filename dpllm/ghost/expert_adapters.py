@@ -10,6 +10,7 @@ Shape suffixes: B rows, T tokens, S slots of a row, E experts, L and R the dimen
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +19,10 @@ from torch import Tensor, nn
 
 from dpllm.ghost import kernels
 from dpllm.ghost.errors import GhostError, NoRuleError
-from dpllm.ghost.experts import ExpertsRule, Host, is_experts
+from dpllm.ghost.experts import ExpertsRule, is_experts
 from dpllm.ghost.grouped import grouped_product
 from dpllm.ghost.routed import Routed
-from dpllm.ghost.tap import Recorder
+from dpllm.ghost.taps import Hand, Host, Target
 
 
 def is_wrapper(module: nn.Module) -> bool:
@@ -29,14 +30,14 @@ def is_wrapper(module: nn.Module) -> bool:
     return any(kind.__name__ == "ParamWrapper" and kind.__module__.startswith("peft.") for kind in type(module).__mro__)
 
 
-def train(path: str, wrapper: Any, trainable: dict[str, nn.Parameter], book: Host) -> ExpertsRule:
+def train(path: str, wrapper: Any, trainable: Mapping[str, Target], host: Host) -> ExpertsRule:
     """Return the rule of the experts around whose parameter a wrapper lies, which then records its LoRA factors.
 
     Args:
         path: of the wrapper.
         wrapper: the wrapper.
         trainable: its trainable factors, by their names within it.
-        book: receives the recorded uses.
+        host: the clipper.
 
     Raises:
         GhostError: the wrapped parameter is not a stack of experts, or a trainable parameter is no LoRA factor.
@@ -49,7 +50,7 @@ def train(path: str, wrapper: Any, trainable: dict[str, nn.Parameter], book: Hos
             "gradient is only known for experts that transformers computes through its interface. Adapt a linear "
             "layer instead (target_modules), or take this name out of target_parameters."
         )
-    rule = ExpertsRule.on(path, experts, book)
+    rule = ExpertsRule.on(path, experts, host)
     for adapter in {name.split(".")[1] for name in trainable}:
         of_adapter = {side: trainable.get(f"{side}.{adapter}.weight") for side in ("lora_A", "lora_B")}
         rule.shares.setdefault(name, []).append(
@@ -75,8 +76,8 @@ class LoraFactors:
 
     wrapper: Any
     adapter: str
-    down: nn.Parameter | None
-    up: nn.Parameter | None
+    down: Target | None
+    up: Target | None
     is_verified: bool = False
 
     def factors(self, module: nn.Module) -> list[Tensor]:
@@ -118,14 +119,19 @@ class LoraFactors:
             )
         self.is_verified = True
 
-    def record(self, use: Routed, factors: list[Tensor], book: Recorder) -> None:
-        """Record the uses of the two factors, from the gradient of the stack."""
+    @property
+    def targets(self) -> list[Target]:
+        """The trained factors."""
+        return [target for target in (self.down, self.up) if target is not None]
+
+    def record(self, use: Routed, factors: list[Tensor], hand: Hand) -> None:
+        """Hand over the uses of the two factors, from the gradient of the stack."""
         lhs_ELK, rhs_EKR = factors
         scaling = self.wrapper.scaling[self.adapter]
         down, up = ("right", "left") if self._up_is_left else ("left", "right")
         with kernels.exact_matmul(), torch.no_grad():
-            for parameter, side in ((self.down, down), (self.up, up)):
-                if parameter is None:
+            for target, side in ((self.down, down), (self.up, up)):
+                if target is None:
                     continue
                 if side == "right":  # of rhs: (lhs^T left) (x) right
                     low_BSK = _times(use, use.left_BTL, lhs_ELK) * scaling
@@ -133,7 +139,7 @@ class LoraFactors:
                 else:  # of lhs: left (x) (rhs right)
                     low_BSK = _times(use, use.right_BTR, rhs_EKR.mT) * scaling
                     outer = (use.left_BTL, low_BSK)
-                book.record(parameter, _factor_use(use, outer, side, parameter is self.up))
+                hand.give(target, _factor_use(use, outer, side, target is self.up))
 
 
 def _factor_use(use: Routed, outer: tuple[Tensor, Tensor], side: str, is_up: bool) -> Routed:

@@ -12,10 +12,9 @@ Shape suffixes: N tokens of all rows, k experts of each token, S = N * k slots, 
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,41 +24,28 @@ from torch import Tensor, nn
 from dpllm.ghost.contributions import Lookup
 from dpllm.ghost.errors import GhostError, NoRuleError
 from dpllm.ghost.grouped import grouped_product
-from dpllm.ghost.linear import as_tokens
 from dpllm.ghost.routed import Routed
-from dpllm.ghost.tap import Recorder
+from dpllm.ghost.taps import Hand, Host, Target, as_tokens, tap_output
 
 NAME = "dpllm"
 _MATRICES = ("gate_up_proj", "up_proj", "down_proj")
 _BIASES = {"gate_up_proj_bias": "gate_up_proj", "up_proj_bias": "up_proj", "down_proj_bias": "down_proj"}
 
 
-class Host(Recorder, Protocol):
-    """The interface of the book that experts need."""
-
-    @property
-    def rows_in_pass(self) -> int | None:
-        """Rows of the current call of the model; None outside a call, or where they are not known."""
-        ...
-
-    def note_uses(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Count a use of each parameter in this call of the model."""
-        ...
-
-    def pause(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which uses of parameters are not watched."""
-        ...
-
-
 class Share(Protocol):
     """A parameter, or several, of which a stack of matrices is computed: the stack itself, or LoRA factors of it."""
+
+    @property
+    def targets(self) -> list[Target]:
+        """The parameters."""
+        ...
 
     def factors(self, module: nn.Module) -> list[Tensor]:
         """Return the tensors that `record` needs, copied: the parameters may be freed before the backward pass."""
         ...
 
-    def record(self, use: Routed, factors: list[Tensor], book: Recorder) -> None:
-        """Record the contributions to the parameters, from the gradient of the stack."""
+    def record(self, use: Routed, factors: list[Tensor], hand: Hand) -> None:
+        """Hand over the contributions to the parameters, from the gradient of the stack."""
         ...
 
 
@@ -70,64 +56,76 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(config, "_experts_implementation") and all(hasattr(module, mark) for mark in marks)
 
 
+@dataclass
+class Stack:
+    """How often the calls of the model used one stack of matrices."""
+
+    uses: int = 0
+
+
 class ExpertsRule:
     """Taps the products of one module that holds experts.
 
     Args:
         path: of the module.
         module: the module.
-        book: receives the recorded uses.
+        host: the clipper.
     """
 
-    def __init__(self, path: str, module: nn.Module, book: Host) -> None:
+    def __init__(self, path: str, module: nn.Module, host: Host) -> None:
         """Start without trained parameters."""
-        if getattr(module, "_is_expert_parallel", False):
-            raise GhostError(
-                f"{path} ({type(module).__name__}) computes only the experts of this process (expert parallelism), and "
-                "a unit's norm would be spread over processes. Load the model without it."
-            )
         narrow = {name: p.dtype for name, p in module.named_parameters(recurse=False) if p.element_size() < 2}
         if narrow:
             raise NoRuleError(
                 f"{path} ({type(module).__name__}) has quantised experts ({', '.join(map(str, narrow.values()))}), "
                 "whose products are not those of a matrix. Train adapters of other layers, or load the model in bf16."
             )
-        self.path, self.kind, self.book = path, type(module).__name__, book
+        self.path, self.kind, self.host = path, type(module).__name__, host
         self.shares: dict[str, list[Share]] = {}
-        self.biases: dict[str, nn.Parameter] = {}
+        self.biases: dict[str, Target] = {}
         config: Any = module.config
         self._config = config
         # Layers share a config: the first of them remembers the implementation that the user chose.
         self._before = self._config._experts_implementation
         self._module = weakref.ref(module)
+        self.stacks: dict[str, Stack] = {}
 
     @classmethod
-    def on(cls, path: str, module: nn.Module, book: Host) -> ExpertsRule:
-        """Return the rule of a module for this book; attach one if there is none."""
+    def on(cls, path: str, module: nn.Module, host: Host) -> ExpertsRule:
+        """Return the rule of a module for this clipper; attach one if there is none."""
         rule = _ATTACHED.get(module)
-        if rule is None or rule.book is not book:
-            rule = _ATTACHED[module] = cls(path, module, book)
+        if rule is None or rule.host is not host:
+            rule = _ATTACHED[module] = cls(path, module, host)
             # Whoever defines such a module has loaded the registry; this folder does not import transformers.
             sys.modules["transformers.integrations.moe"].ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
             rule._config._experts_implementation = NAME
         return rule
 
-    def train(self, trainable: Mapping[str, nn.Parameter]) -> None:
+    def train(self, trainable: Mapping[str, Target]) -> None:
         """Record the uses of these parameters of the module, by their names within it.
 
         Raises:
             GhostError: one that is neither a stack of matrices nor of biases.
         """
-        for name, parameter in trainable.items():
+        for name, target in trainable.items():
             if name in _MATRICES:
-                self.shares.setdefault(name, []).append(Whole(parameter))
+                self.shares.setdefault(name, []).append(Whole(target))
             elif name in _BIASES:
-                self.biases[_BIASES[name]] = parameter
+                self.biases[_BIASES[name]] = target
             else:
                 raise NoRuleError(
                     f"{self.path} ({self.kind}) has a trainable parameter {name}, which is not a matrix or a bias of "
                     f"its experts ({', '.join((*_MATRICES, *_BIASES))}). Freeze it."
                 )
+
+    def counted(self) -> Iterator[tuple[Target, Stack]]:
+        """Yield each trained parameter with the uses of its stack."""
+        for name in (*self.shares, *(name for name in self.biases if name not in self.shares)):
+            stack = self.stacks.setdefault(name, Stack())
+            for target in (t for share in self.shares.get(name, []) for t in share.targets):
+                yield target, stack
+            if name in self.biases:
+                yield self.biases[name], stack
 
     def remove(self) -> None:
         """Detach: the module is computed as before."""
@@ -137,8 +135,12 @@ class ExpertsRule:
             if self._before != NAME:
                 self._config._experts_implementation = self._before
 
+    def is_trained(self, name: str) -> bool:
+        """Whether a stack, or its bias, takes part in this call with a trained parameter."""
+        return (name in self.shares or name in self.biases) and self.host.call is not None
+
     def tap(self, name: str, module: Any, output_SP: Tensor, x: Tensor, route: Route, of_tokens: bool) -> Tensor:
-        """Tap a product, if one of the parameters in it is trained.
+        """Tap a product in which one of the parameters is trained.
 
         Args:
             name: of the stack.
@@ -148,21 +150,22 @@ class ExpertsRule:
             route: the experts of the tokens.
             of_tokens: whether ``x`` has tokens.
         """
-        shares, bias = self.shares.get(name, []), self.biases.get(name)
-        if (not shares and bias is None) or not torch.is_grad_enabled() or self.book.rows_in_pass is None:
+        call, shares, bias = self.host.call, self.shares.get(name, []), self.biases.get(name)
+        if call is not None and self.host.in_forward:
+            self.stacks.setdefault(name, Stack()).uses += 1
+        if call is None or not torch.is_grad_enabled():
             return output_SP
-        stack = getattr(module, name)
-        num_experts, is_transposed = stack.shape[0], bool(module.is_transposed)
-        with self.book.pause():
+        num_experts, is_transposed = getattr(module, name).shape[0], bool(module.is_transposed)
+        with torch.no_grad():
             kept = [share.factors(module) for share in shares]
         counts, shape = [len(factors) for factors in kept], output_SP.shape
 
-        def receive(grad: Tensor, saved: list[Tensor]) -> None:
+        def receive(hand: Hand, grad: Tensor, saved: list[Tensor]) -> None:
             index_Nk, place_S, *more = saved
-            slots = _Rows(self.book, index_Nk, place_S)
+            slots = _Rows(hand, index_Nk, place_S)
             index_BS, grad_BSP = slots.index(), slots.of_slots(grad.view(shape))
             if bias is not None:
-                self.book.record(bias, Lookup(index_BS.clamp_min(0), grad_BSP, num_experts))
+                hand.give(bias, Lookup(index_BS.clamp_min(0), grad_BSP, num_experts))
             if not shares:
                 return
             x, *more = more
@@ -170,18 +173,34 @@ class ExpertsRule:
             left, right = (x_BTD, grad_BSP) if is_transposed else (grad_BSP, x_BTD)
             use = Routed(index_BS, left, right, num_experts, input_side="left" if is_transposed else "right")
             for share, count in zip(shares, counts, strict=True):
-                share.record(use, [more.pop(0) for _ in range(count)], self.book)
+                share.record(use, [more.pop(0) for _ in range(count)], hand)
 
         saved = [x, *(t for factors in kept for t in factors)] if shares else []
-        # In one dimension: the slots are sorted by expert, and the book must not take them for the tokens of rows.
-        flat = self.book.tap(output_SP.flatten(), receive, route.index_Nk, route.place_S, *saved)
+        # In one dimension: the slots are sorted by expert, and must not be taken for the tokens of rows.
+        flat = tap_output(call, output_SP.flatten(), receive, route.index_Nk, route.place_S, *saved)
         return flat.view(shape)
 
 
 _ATTACHED: weakref.WeakKeyDictionary[nn.Module, ExpertsRule] = weakref.WeakKeyDictionary()
 
 
-def attach_partitioned(model: nn.Module, book: Host) -> list[ExpertsRule]:
+def refuse_divided(path: str, module: nn.Module) -> None:
+    """Raise `GhostError` for experts that are divided over processes."""
+    if getattr(module, "_is_expert_parallel", False):
+        raise GhostError(
+            f"{path} ({type(module).__name__}) computes only the experts of this process (expert parallelism), and "
+            "a unit's norm would be spread over processes. Load the model without it."
+        )
+
+
+def train_experts(path: str, module: nn.Module, trainable: Mapping[str, Target], host: Host) -> ExpertsRule:
+    """Return the rule of a module whose own parameters, by their names in it, are trained."""
+    rule = ExpertsRule.on(path, module, host)
+    rule.train(trainable)
+    return rule
+
+
+def attach_partitioned(model: nn.Module, host: Host) -> list[ExpertsRule]:
     """Compute frozen experts that ZeRO-3 partitioned by our implementation too, in place of transformers' eager one.
 
     That one calls a module for each expert that has tokens, and DeepSpeed stops where the processes differ in the
@@ -189,10 +208,10 @@ def attach_partitioned(model: nn.Module, book: Host) -> list[ExpertsRule]:
 
     Args:
         model: the model.
-        book: of the clipper; nothing of these experts is recorded.
+        host: the clipper; nothing of these experts is recorded.
     """
     return [
-        ExpertsRule.on(path, module, book)
+        ExpertsRule.on(path, module, host)
         for path, module in model.named_modules()
         if is_experts(module)
         and getattr(module.config, "_experts_implementation", None) == "eager"
@@ -204,24 +223,29 @@ def attach_partitioned(model: nn.Module, book: Host) -> list[ExpertsRule]:
 class Whole:
     """A stack of matrices that is trained itself."""
 
-    parameter: nn.Parameter
+    target: Target
+
+    @property
+    def targets(self) -> list[Target]:
+        """The stack."""
+        return [self.target]
 
     def factors(self, module: nn.Module) -> list[Tensor]:
         """Return nothing: the gradient does not depend on the value."""
         del module
         return []
 
-    def record(self, use: Routed, factors: list[Tensor], book: Recorder) -> None:
-        """Record the use."""
+    def record(self, use: Routed, factors: list[Tensor], hand: Hand) -> None:
+        """Hand over the use."""
         del factors
-        book.record(self.parameter, use)
+        hand.give(self.target, use)
 
 
 @dataclass(frozen=True)
 class _Rows:
     """Sorts slots back by token, and cuts them into the rows of the batch."""
 
-    book: Recorder
+    hand: Hand
     index_Nk: Tensor
     place_S: Tensor
 
@@ -236,10 +260,10 @@ class _Rows:
 
     def of_tokens(self, x_ND: Tensor) -> Tensor:
         """Return (B, T, D) from the values of tokens."""
-        return as_tokens(self.book.by_rows(x_ND))
+        return as_tokens(self.hand.view(x_ND))
 
     def _cut(self, x_NC: Tensor, k: int | None = None) -> Tensor:
-        x_BTC = as_tokens(self.book.by_rows(x_NC))
+        x_BTC = as_tokens(self.hand.view(x_NC))
         return x_BTC.flatten(1) if k is None else x_BTC.unflatten(2, (k, -1)).flatten(1, 2)
 
 
@@ -294,14 +318,18 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
         )
 
     def product(name: str, x: Tensor, of_tokens: bool) -> Tensor:
+        is_trained = rule is not None and rule.is_trained(name)
         weight = getattr(module, name)
+        bias = getattr(module, f"{name}_bias") if module.has_bias else None
+        if is_trained:
+            weight, bias = weight.detach(), None if bias is None else bias.detach()
         x = x.to(weight.dtype)
         x_SD = x[route.order_S // top_k_index.shape[1]] if of_tokens else x
         with torch.autocast(x.device.type, enabled=False):  # as transformers' grouped product: in the weight's dtype
             out_SP = grouped_product(x_SD, weight, route.counts_E, outputs_first=not module.is_transposed)
-        if module.has_bias:
-            out_SP = out_SP + getattr(module, f"{name}_bias")[route.index_Nk.reshape(-1)[route.order_S]]
-        return out_SP if rule is None else rule.tap(name, module, out_SP, x, route, of_tokens)
+        if bias is not None:
+            out_SP = out_SP + bias[route.index_Nk.reshape(-1)[route.order_S]]
+        return rule.tap(name, module, out_SP, x, route, of_tokens) if rule is not None and is_trained else out_SP
 
     up_SP = product("gate_up_proj" if module.has_gate else "up_proj", hidden_states, of_tokens=True)
     inner_SP = module._apply_gate(up_SP) if module.has_gate else module.act_fn(up_SP)

@@ -21,16 +21,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from dpllm.data.transfer import send_array
 
 # Temporaries of a Gram product are kept below this many entries by walking over the rows in chunks.
 _MAX_GRAM_ENTRIES = 1 << 26
 _MAX_TERMS = 128  # of an inner product that are added in one go; at 512, a single token of a unit exceeded the slack
 _STRIP = 128  # tokens of a symmetric product that are formed together
+# Tensors up to this size are copied next to each other for one product: above it the copy costs more than launches.
+_SMALL = 1 << 16
+_MAX_STACKED = 1 << 18  # entries of several inputs, or their Gram matrices, that are formed together
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -85,30 +92,44 @@ def exact_matmul() -> contextlib.AbstractContextManager[None]:
     return _ExactMatmul()
 
 
+def is_exact() -> bool:
+    """Return whether float32 products are exact now, without `exact_matmul`."""
+    return not (_rounds() or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(_accelerator()))
+
+
+def _rounds() -> bool:
+    of_cuda, of_mkldnn = _readers()
+    return of_cuda() not in _EXACT or of_mkldnn() not in _EXACT
+
+
 class _ExactMatmul:
     """A class, because a generator costs more, and it is entered for every layer."""
 
     __slots__ = ("_changed", "_with_grad")
+    within = threading.local()
 
     def __enter__(self) -> None:
-        """Change the settings; nothing, at once, where products are exact already."""
+        """Change the settings; nothing, at once, within another one of these."""
+        depth = self.within.depth = getattr(self.within, "depth", 0) + 1
+        if depth > 1:
+            return
         self._changed: contextlib.ExitStack | None = None
         self._with_grad = torch.is_grad_enabled()
         if self._with_grad:
             torch.set_grad_enabled(False)
-        accelerator = _accelerator()
-        of_cuda, of_mkldnn = _readers()
-        rounds = of_cuda() not in _EXACT or of_mkldnn() not in _EXACT
-        if rounds or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(accelerator):
+        if not is_exact():
             with contextlib.ExitStack() as changed:
-                if rounds:
+                if _rounds():
                     changed.enter_context(_exact_flags())
-                for device in ("cpu", accelerator):
+                for device in ("cpu", _accelerator()):
                     changed.enter_context(torch.autocast(device, enabled=False))
                 self._changed = changed.pop_all()
 
     def __exit__(self, *_: object) -> None:
         """Restore them."""
+        self.within.depth -= 1
+        if self.within.depth:
+            return
         if self._changed is not None:
             self._changed.close()
         if self._with_grad:
@@ -178,6 +199,10 @@ def _products(x_BTD: Tensor, y_BSD: Tensor) -> Tensor:
     sign were seen to be 76 units in the last place too small, more than `rounding_slack` allows.
     """
     width = x_BTD.shape[2]
+    if width > _MAX_TERMS and is_small(x_BTD) and is_small(y_BSD):
+        x_NTD = _split(x_BTD)
+        products = _short_products(x_NTD, x_NTD if y_BSD is x_BTD else _split(y_BSD))
+        return products.unflatten(0, (len(x_BTD), -(-width // _MAX_TERMS))).sum(1)  # `sum` adds pairwise
     parts = [
         _short_products(x_BTD[..., start : start + _MAX_TERMS], y_BSD[..., start : start + _MAX_TERMS])
         for start in range(0, max(width, 1), _MAX_TERMS)
@@ -188,6 +213,13 @@ def _products(x_BTD: Tensor, y_BSD: Tensor) -> Tensor:
     return parts[0]
 
 
+def _split(x_BTD: Tensor) -> Tensor:
+    """Cut the width into parts of `_MAX_TERMS`, (B, T, D) to (B * parts, T, `_MAX_TERMS`)."""
+    if x_BTD.shape[2] % _MAX_TERMS:
+        x_BTD = torch.nn.functional.pad(x_BTD, (0, -x_BTD.shape[2] % _MAX_TERMS))
+    return x_BTD.unflatten(2, (-1, _MAX_TERMS)).transpose(1, 2).flatten(0, 1)
+
+
 def _short_products(x_BTD: Tensor, y_BSD: Tensor) -> Tensor:
     return wide_bmm(x_BTD, y_BSD.mT)
 
@@ -195,6 +227,8 @@ def _short_products(x_BTD: Tensor, y_BSD: Tensor) -> Tensor:
 def on_tensor_cores(*tensors: Tensor) -> bool:
     """Whether the products of these tensors are exact before they are added in float32: 16 bits each, on a GPU."""
     first = tensors[0].dtype
+    if first is torch.float32:
+        return False
     return first in (torch.bfloat16, torch.float16) and all(t.is_cuda and t.dtype == first for t in tensors)
 
 
@@ -229,6 +263,16 @@ def squared_norms(x_B: Tensor) -> Tensor:
     return sq_norm_B + torch.linalg.vector_norm(flat[:, whole:], dim=1).square()
 
 
+def is_small(x: Tensor) -> bool:
+    """Whether a tensor is so small that copying it costs less than a few launches."""
+    return x.numel() <= _SMALL
+
+
+def is_short(tokens: int) -> bool:
+    """Whether a whole Gram matrix of so many tokens is formed at a time."""
+    return tokens <= _STRIP
+
+
 def gram_norms(shared_BTD: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the squared norms of the gradients of several layers that read one input, summed over the layers.
 
@@ -249,28 +293,77 @@ def gram_norms(shared_BTD: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]
     >>> torch.allclose(sq, instance.square().sum((1, 2)), rtol=1e-4)
     True
     """
-    rows, tokens = shared_BTD.shape[:2]
-    dtype = accumulation_dtype(shared_BTD.dtype)
-    sq_norm_B = torch.zeros(rows, dtype=dtype, device=shared_BTD.device)
-    root_B, least = torch.zeros_like(sq_norm_B), least_square(dtype)  # root of the mass
+    ((sq_norm_B, mass_B),) = grouped_gram_norms([(shared_BTD, grads)])
+    return sq_norm_B, mass_B
+
+
+def grouped_gram_norms(groups: Sequence[tuple[Tensor, list[Tensor]]]) -> list[tuple[Tensor, Tensor]]:
+    """Return `gram_norms` of several groups of layers with few launches.
+
+    The Gram matrices of all inputs of one width are one product, and so are those of all output gradients of one width.
+
+    Args:
+        groups: inputs (B, T, D_i) of equal dtype, B and T, each with the output gradients (B, T, P_ij) of the layers
+            that read it; more than one group only if their inputs satisfy `is_small` and `is_short`.
+    """
+    rows, tokens = groups[0][0].shape[:2]
+    most = max(1, _MAX_STACKED // max(1, rows * tokens * tokens, *(x.numel() for x, _ in groups)))
+    if len(groups) > most:
+        return [both for i in range(0, len(groups), most) for both in grouped_gram_norms(groups[i : i + most])]
+    inputs, grads = [x for x, _ in groups], [grad for _, grads in groups for grad in grads]
+    owners = [i for i, (_, grads) in enumerate(groups) for _ in grads]
+    dtype = accumulation_dtype(inputs[0].dtype)
+    sq_norm_SB = torch.zeros(len(groups), rows, dtype=dtype, device=inputs[0].device)
+    root_SB, least = torch.zeros_like(sq_norm_SB), least_square(dtype)  # root of the mass
     chunk = max(1, _MAX_GRAM_ENTRIES // max(1, tokens * min(tokens, _STRIP)))
     for row in range(0, rows, chunk):
         here = slice(row, row + chunk)
         for start in range(0, tokens, _STRIP):
-            strip, before = (here, slice(start, start + _STRIP)), (here, slice(0, start + _STRIP))
-            input_gram = _products(shared_BTD[strip], shared_BTD[before])
-            grad_gram = _products(grads[0][strip], grads[0][before])
-            for grad_BTP in grads[1:]:
-                grad_gram += _products(grad_BTP[strip], grad_BTP[before])
+            strip = here, slice(start, start + _STRIP)
+            input_gram = _grams(inputs, range(len(groups)), len(groups), strip)
+            grad_gram = _grams(grads, owners, len(groups), strip)
             squares = [_diagonal(gram, start).clamp_min(least) for gram in (input_gram, grad_gram)]
-            root_B[here] += (squares[0] * squares[1]).sqrt().sum(1)
+            root_SB[:, here] += (squares[0] * squares[1]).sqrt().sum(2)
             terms = input_gram.mul_(grad_gram)
-            sq_norm_B[here] += 2 * terms[:, :, :start].sum((1, 2)) + terms[:, :, start:].sum((1, 2))
-    return sq_norm_B, root_B.square()
+            sq_norm_SB[:, here] += terms[..., start:].sum((2, 3))
+            if start:
+                sq_norm_SB[:, here] += 2 * terms[..., :start].sum((2, 3))
+    return list(zip(sq_norm_SB.unbind(), root_SB.square().unbind(), strict=True))
 
 
-def _diagonal(strip_BST: Tensor, start: int) -> Tensor:
-    return strip_BST[:, :, start:].diagonal(dim1=1, dim2=2)
+def _diagonal(strip_SBTT: Tensor, start: int) -> Tensor:
+    return strip_SBTT[..., start:].diagonal(dim1=2, dim2=3)
+
+
+def _grams(tensors: Sequence[Tensor], owners: Sequence[int], num_owners: int, strip: tuple[slice, slice]) -> Tensor:
+    """Return a strip of the Gram matrices of tensors (B, T, any width), summed over those of each owner; (S, B, T, T).
+
+    Small ones of one width are one product.
+    """
+    alike: dict[tuple, list[int]] = {}
+    for i, x in enumerate(tensors):
+        alike.setdefault((x.shape[2], x.dtype) if num_owners > 1 or is_small(x) else (i,), []).append(i)
+    total: Tensor | None = None
+    for at in alike.values():
+        x_SBTD = torch.stack([tensors[i] for i in at]) if len(at) > 1 else tensors[at[0]][None]
+        x_NTD = x_SBTD[:, *strip].flatten(0, 1)
+        before = x_NTD if strip[1].start == 0 else x_SBTD[:, strip[0], : strip[1].stop].flatten(0, 1)
+        grams = _products(x_NTD, before).unflatten(0, (len(at), x_NTD.shape[0] // len(at)))
+        places = [owners[i] for i in at]
+        if places == list(range(num_owners)):
+            total = grams if total is None else total.add_(grams)
+            continue
+        if total is None:
+            total = grams.new_zeros(num_owners, *grams.shape[1:])
+        total.index_add_(0, _sent(tuple(places), grams.device), grams)
+    assert total is not None, "there are tensors"
+    return total
+
+
+@functools.lru_cache(maxsize=256)
+def _sent(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return numbers on a device, which are sent once: a copy makes the host wait."""
+    return send_array(np.array(numbers), device)
 
 
 def instance_norms(left_BTL: Tensor, right_BTR: Tensor) -> Tensor:
@@ -314,23 +407,24 @@ def lookup_norms(index_BT: Tensor, right_BTR: Tensor, unit_B: Tensor, num_units:
     return total_U.index_add_(0, unit_of_slot, slots.square().sum(1))[:num_units]  # a slot without tokens adds 0
 
 
+def short_lookup_norms(index_BT: Tensor, right_BTR: Tensor) -> Tensor:
+    """Return (B, 2): each row's squared gradient norm of a lookup table, and sum_t |right_t|, from one Gram matrix.
+
+    Args:
+        index_BT: the entries looked up; T at most `is_short`.
+        right_BTR: their gradients.
+    """
+    gram_BTT = _products(right_BTR, right_BTR)
+    root_B = gram_BTT.diagonal(dim1=1, dim2=2).clamp_min(least_square(gram_BTT.dtype)).sqrt().sum(1)
+    same_BTT = index_BT[:, :, None] == index_BT[:, None, :]
+    return torch.stack([gram_BTT.masked_fill_(~same_BTT, 0).sum((1, 2)), root_B], 1)
+
+
 def sum_tokens(grad: Tensor, keep: int = 1) -> Tensor:
     """Sum (B, ..., D) over all but the first and the last ``keep`` dimensions, in the accumulation dtype."""
     middle = tuple(range(1, grad.ndim - keep))
     dtype = accumulation_dtype(grad.dtype)
     return grad.sum(middle, dtype=dtype) if middle else grad.to(dtype)
-
-
-def outer_inner(left_NTL: Tensor, right_NTR: Tensor, left_NSL: Tensor, right_NSR: Tensor) -> Tensor:
-    """Return the inner products <g_n, h_n> of N pairs of gradients, each a sum of outer products; (N,)."""
-    pairs, tokens = left_NTL.shape[:2]
-    chunk = max(1, _MAX_GRAM_ENTRIES // max(1, tokens * left_NSL.shape[1]))
-    parts = []
-    for start in range(0, pairs, chunk):
-        here = slice(start, start + chunk)
-        left = _products(left_NTL[here], left_NSL[here])
-        parts.append((left * _products(right_NTR[here], right_NSR[here])).sum((1, 2)))
-    return torch.cat(parts) if parts else left_NTL.new_zeros(0, dtype=accumulation_dtype(left_NTL.dtype))
 
 
 def lookup_outer_inner(index_NT: Tensor, right_NTR: Tensor, left_NSL: Tensor, right_NSR: Tensor) -> Tensor:
@@ -347,18 +441,6 @@ def lookup_outer_inner(index_NT: Tensor, right_NTR: Tensor, left_NSL: Tensor, ri
         picks_NST = left_NSL[here].gather(2, index_NT[here, None, :].expand(-1, left_NSL.shape[1], -1))
         right_NST = _products(right_NSR[here], right_NTR[here])
         parts.append((picks_NST.to(right_NST.dtype) * right_NST).sum((1, 2)))
-    return torch.cat(parts) if parts else right_NTR.new_zeros(0, dtype=accumulation_dtype(right_NTR.dtype))
-
-
-def lookup_inner(index_NT: Tensor, right_NTR: Tensor, index_NS: Tensor, right_NSR: Tensor) -> Tensor:
-    """Return the inner products of N pairs of lookup gradients, summed over equal entries; (N,)."""
-    pairs, tokens = index_NT.shape
-    chunk = max(1, _MAX_GRAM_ENTRIES // max(1, tokens * index_NS.shape[1]))
-    parts = []
-    for start in range(0, pairs, chunk):
-        here = slice(start, start + chunk)
-        same_NTS = index_NT[here][:, :, None] == index_NS[here][:, None, :]
-        parts.append((_products(right_NTR[here], right_NSR[here]) * same_NTS).sum((1, 2)))
     return torch.cat(parts) if parts else right_NTR.new_zeros(0, dtype=accumulation_dtype(right_NTR.dtype))
 
 
@@ -389,5 +471,10 @@ def add_weighted_outer_(
         left_BTL = left_BTL * factor_B11
     else:
         right_BTR = right_BTR * factor_B11
+    add_product_(total_LR, left_BTL.flatten(0, 1).mT, right_BTR.flatten(0, 1), is_empty)
+
+
+def add_product_(total_LR: Tensor, left_LN: Tensor, right_NR: Tensor, is_empty: bool) -> None:
+    """Add a product of matrices of the dtype of ``total`` to it; ``is_empty``: as `add_weighted_outer_`."""
     # With beta=0 an entry of the total that is not finite has no effect.
-    total_LR.addmm_(left_BTL.flatten(0, 1).mT, right_BTR.flatten(0, 1), beta=0 if is_empty else 1)
+    total_LR.addmm_(left_LN, right_NR, beta=0 if is_empty else 1)

@@ -6,14 +6,13 @@ Place in the flow: the book asks before each backward pass, if it may choose bet
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dpllm.ghost import kernels
-from dpllm.ghost.call import flatten_tensors
 
 SHORTAGES = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "can't allocate memory")
 """What errors say where memory ran out beside PyTorch's own allocator: CUDA's and Triton's launches, cuBLAS, cuDNN, and
@@ -45,12 +44,15 @@ class Passes:
     def __init__(self, model: nn.Module) -> None:
         """Find the modules that may recompute their activations."""
         self._modules = list(model.modules())
-        self._recomputing = [module for module in self._modules if may_recompute(module)]
+        self._recomputing = [module for module in self._modules if hasattr(module, "gradient_checkpointing")]
 
     @property
     def recomputes(self) -> bool:
-        """Whether activation checkpointing is on."""
-        return recomputes(self._recomputing)
+        """Whether activation checkpointing is on, as transformers marks it.
+
+        Without it, autograd holds the activations until the end in any case, and a second pass saves little.
+        """
+        return any(module.gradient_checkpointing for module in self._recomputing)
 
     def needed(self, rows: int, tokens: int, device: torch.device) -> int:
         """Return 2 if activations are recomputed and one pass would not fit, otherwise 1.
@@ -60,9 +62,8 @@ class Passes:
             tokens: of each of its rows.
             device: of the losses.
         """
-        if not self.recomputes:
-            return 1
-        return 1 if one_pass_fits(self._modules, rows, tokens, free_bytes(device)) else 2
+        free = free_bytes(device) if self.recomputes else None
+        return 1 if free is None or held_bytes(self._modules, rows, tokens) <= _SHARE * free else 2
 
     def sums_are_smaller(self, rows: int, tokens: int, finished: bool) -> bool:
         """Whether the clipped sums take less memory than what they are formed from.
@@ -78,18 +79,6 @@ class Passes:
             for p in trained.values()
         )
         return sums < held_bytes(self._modules, rows, tokens)
-
-
-def one_pass_fits(modules: Iterable[nn.Module], rows: int, tokens: int, free: int | None) -> bool:
-    """Whether inputs and output gradients of all trainable layers fit in the free memory.
-
-    Args:
-        modules: of the model.
-        rows: of the microbatch.
-        tokens: of each of its rows.
-        free: bytes, from `free_bytes`; None: not known; they are then assumed to fit.
-    """
-    return free is None or held_bytes(modules, rows, tokens) <= _SHARE * free
 
 
 def held_bytes(modules: Iterable[nn.Module], rows: int, tokens: int) -> int:
@@ -114,6 +103,22 @@ def _held_per_row(module: nn.Module, parameter: nn.Parameter, tokens: int) -> in
     return min(instance, tokens * width * parameter.element_size())
 
 
+def logits_outweigh(vocabulary: int, width: int, layers: float) -> bool:
+    """Whether a token's logits and their gradient take more than what activation checkpointing keeps of its blocks.
+
+    That is the input of each block. A trained head is then computed in chunks (`dpllm.ghost.chunked_head`).
+
+    Args:
+        vocabulary: the number of logits.
+        width: of the hidden states.
+        layers: the number of blocks.
+
+    >>> logits_outweigh(32_000, 2048, 16), logits_outweigh(32_000, 4096, 32)
+    (True, False)
+    """
+    return 2 * vocabulary > layers * width
+
+
 def free_bytes(device: torch.device) -> int | None:
     """Return the bytes that can still be allocated on a GPU; None on other devices, where it is not known."""
     if device.type != "cuda":
@@ -122,20 +127,7 @@ def free_bytes(device: torch.device) -> int | None:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def may_recompute(module: nn.Module) -> bool:
-    """Whether activation checkpointing can be switched on for a module, as transformers marks it."""
-    return hasattr(module, "gradient_checkpointing")
-
-
-def recomputes(modules: Iterable[nn.Module]) -> bool:
-    """Whether activation checkpointing is on, as transformers marks it.
-
-    Without it, autograd holds the activations until the end in any case, and a second pass saves little.
-    """
-    return any(getattr(module, "gradient_checkpointing", False) for module in modules)
-
-
 def tokens_of_call(args: tuple, kwargs: dict) -> int:
     """Return the tokens of each row, from the first input of a model that has rows and tokens; 1 if none has."""
-    shapes: Iterable[Tensor] = flatten_tensors((args, kwargs))
-    return next((math.prod(t.shape[1:2]) for t in shapes if t.ndim >= 2), 1)
+    tensors = (t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
+    return next((t.shape[1] for t in tensors if t.ndim >= 2), 1)

@@ -1,6 +1,6 @@
 """The choice between equivalent algorithms for a norm, and between PyTorch and fused kernels.
 
-Place in the flow: between the arithmetic (`kernels` in PyTorch, `triton_kernels` fused) and the contributions of a
+Place in the flow: between the arithmetic (`kernels` in PyTorch, `triton_launch` fused) and the contributions of a
 layer (`contributions`). The gradient of a matrix for one unit is sum_t a_t (x) g_t over its T tokens, D x P. Its norm
 can be computed from
 
@@ -17,6 +17,7 @@ Shape suffixes: B rows, U units, T tokens, D, L, R, P widths.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -24,10 +25,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from dpllm.ghost import kernels, triton_kernels
-from dpllm.ghost.normalisation import Normalisation
+from dpllm.ghost import kernels, triton_launch
 from dpllm.ghost.sums import Sum, Weights
-from dpllm.ghost.triton_probe import is_usable
 
 NormAlgorithm = Literal["auto", "gram", "instance", "tiled"]
 
@@ -66,7 +65,7 @@ class NormMethod:
             raise ValueError(f"algorithm is {self.algorithm!r}; choose one of {', '.join(get_args(NormAlgorithm))}.")
         if self.backward_passes not in ("auto", 1, 2):
             raise ValueError(f"backward_passes is {self.backward_passes!r}; choose auto, 1 or 2.")
-        if self.fused and not triton_kernels.available():
+        if self.fused and not triton_launch.available():
             raise ValueError(
                 "fused=True needs the Triton kernels, which cannot run here: Triton or a CUDA device is missing. "
                 "Leave fused=None; the PyTorch functions compute the same."
@@ -76,9 +75,9 @@ class NormMethod:
         """Whether the kernels work on these tensors."""
         if self.fused is not None:
             return self.fused
-        if not triton_kernels.available():
+        if not triton_launch.available():
             return False
-        return all(t.is_cuda and t.dtype in triton_kernels.DTYPES and is_usable(t.device) for t in tensors)
+        return all(t.is_cuda and t.dtype in triton_launch.DTYPES and triton_launch.is_usable(t.device) for t in tensors)
 
     def holds_instance(self, factor_bytes: float, instance_bytes: float) -> bool:
         """Whether a gradient is held as an instance rather than as factors: if that takes no more memory.
@@ -105,20 +104,28 @@ class NormMethod:
     def grouped_outer_norms(self, groups: Sequence[tuple[Tensor, list[Tensor]]]) -> list[tuple[Tensor, Tensor]]:
         """Return `outer_norms` of several groups of layers; the kernels take all of them in one launch.
 
+        Without the kernels, those with small inputs are computed together, see `kernels.grouped_gram_norms`.
+
         Args:
             groups: inputs (B, T_i, D_i), each with the output gradients (B, T_i, P_ij) of the layers that read it.
         """
         norms: list[tuple[Tensor, Tensor] | None] = [None] * len(groups)
-        fused = []
+        fused: list[int] = []
+        stacked: dict[tuple, list[int]] = {}
         for i, (shared_BTD, grads) in enumerate(groups):
             if self._tiles(shared_BTD, grads):
                 norms[i] = self._tiled_norms(shared_BTD, grads)
             elif self.fuses(shared_BTD, *grads) and all(grad.dtype == grads[0].dtype for grad in grads):
                 fused.append(i)
+            elif kernels.is_small(shared_BTD) and kernels.is_short(shared_BTD.shape[1]):
+                stacked.setdefault((shared_BTD.shape[:2], shared_BTD.dtype), []).append(i)
             else:
                 norms[i] = kernels.gram_norms(shared_BTD, grads)
+        for together in stacked.values():
+            for i, both in zip(together, kernels.grouped_gram_norms([groups[i] for i in together]), strict=True):
+                norms[i] = both
         if fused:
-            sq_norm_NB, mass_NB = triton_kernels.grouped_gram_norms([groups[i] for i in fused])
+            sq_norm_NB, mass_NB = triton_launch.grouped_gram_norms([groups[i] for i in fused])
             for i, sq_norm_B, mass_B in zip(fused, sq_norm_NB, mass_NB, strict=True):
                 norms[i] = sq_norm_B, mass_B
         return [found for found in norms if found is not None]
@@ -132,54 +139,59 @@ class NormMethod:
 
     def _tiled_norms(self, shared_BTD: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]:
         dtype = kernels.accumulation_dtype(shared_BTD.dtype)
-        norms = triton_kernels.instance_norms if self.fuses(shared_BTD, *grads) else kernels.instance_norms
+        norms = triton_launch.instance_norms if self.fuses(shared_BTD, *grads) else kernels.instance_norms
         sq_norm_B = shared_BTD.new_zeros(shared_BTD.shape[0], dtype=dtype)
         mass_B = torch.zeros_like(sq_norm_B)
-        size_BT = torch.linalg.vector_norm(shared_BTD, dim=2, dtype=dtype)
+        least = math.sqrt(kernels.least_square(dtype))
+        size_BT = torch.linalg.vector_norm(shared_BTD, dim=2, dtype=dtype).clamp_min_(least)
         for grad_BTP in grads:
             sq_norm_B += norms(shared_BTD, grad_BTP)
-            mass_B += (size_BT * torch.linalg.vector_norm(grad_BTP, dim=2, dtype=dtype)).sum(1).square()
+            grad_size_BT = torch.linalg.vector_norm(grad_BTP, dim=2, dtype=dtype).clamp_min_(least)
+            mass_B += (size_BT * grad_size_BT).sum(1).square()
         return sq_norm_B, mass_B
 
-    def add_weighted_outer_(self, total: Sum, left_BTL: Tensor, right_BTR: Tensor, weights: Weights) -> None:
-        """Add ``sum_b factor_b sum_t left_bt (x) right_bt`` to ``total``; the fused kernel may finish it."""
+    def add_weighted_outer_(
+        self, total: Sum, left_BTL: Tensor, right_BTR: Tensor, weights: Weights, input_side: str = "right"
+    ) -> None:
+        """Add ``sum_b factor_b sum_t left_bt (x) right_bt`` to ``total``; the fused kernel may finish it.
+
+        Args:
+            total: the sum.
+            left_BTL: factor along the first dimension of the parameter.
+            right_BTR: factor along its second.
+            weights: of the rows.
+            input_side: "left" or "right", whichever holds the input, which layers may share.
+        """
         narrow = left_BTL.element_size() == right_BTR.element_size() == 2  # cuBLAS is best for wider ones
-        if not (narrow and total.dtype == torch.float32 and self.fuses(left_BTL, right_BTR)):
-            left_BTL, right_BTR, factor_B = weights.kept(left_BTL, right_BTR)
-            kernels.add_weighted_outer_(total.total, left_BTL, right_BTR, factor_B, total.is_empty)
+        narrow = narrow and total.dtype == torch.float32
+        if not (narrow and self.fuses(left_BTL, right_BTR)):
+            if narrow and kernels.on_tensor_cores(left_BTL, right_BTR):
+                left_BTL, right_BTR, factor_B = weights.kept(left_BTL, right_BTR)
+                kernels.add_weighted_outer_(total.total, left_BTL, right_BTR, factor_B, total.is_empty)
+            else:
+                self._add_scaled_outer_(total, left_BTL, right_BTR, weights, input_side)
         elif total.takes_last:
             gradient, scale = total.begin_gradient()
             start = None if total.is_empty else total.total
-            triton_kernels.weighted_outer_(gradient, start, left_BTL, right_BTR, weights.factor, scale)
+            triton_launch.weighted_outer_(gradient, start, left_BTL, right_BTR, weights.factor, scale)
             total.gradient = gradient
         else:
             start = None if total.is_empty else total.total
-            triton_kernels.weighted_outer_(total.total, start, left_BTL, right_BTR, weights.factor)
+            triton_launch.weighted_outer_(total.total, start, left_BTL, right_BTR, weights.factor)
         total.is_empty = False
+
+    def _add_scaled_outer_(
+        self, total: Sum, left_BTL: Tensor, right_BTR: Tensor, weights: Weights, input_side: str
+    ) -> None:
+        """Add the product of scaled inputs and output gradients, in the dtype of the sum."""
+        x, grad = (left_BTL, right_BTR) if input_side == "left" else (right_BTR, left_BTL)
+        x_ND, grad_NP = weights.scaled(x, total.dtype), weights.kept(grad)[0].to(total.dtype).flatten(0, 1)
+        left_NL, right_NR = (x_ND, grad_NP) if input_side == "left" else (grad_NP, x_ND)
+        kernels.add_product_(total.total, left_NL.mT, right_NR, total.is_empty)
 
     def lookup_norms(
         self, index_BT: Tensor, right_BTR: Tensor, unit_B: Tensor, num_units: int, num_entries: int
     ) -> Tensor:
         """Return the squared norm of each unit's gradient of a lookup table, (U,); see `kernels.lookup_norms`."""
-        norms = triton_kernels.lookup_norms if self.fuses(right_BTR) else kernels.lookup_norms
+        norms = triton_launch.lookup_norms if self.fuses(right_BTR) else kernels.lookup_norms
         return norms(index_BT, right_BTR, unit_B, num_units, num_entries)
-
-    def norm_layer_grads(
-        self, normalisation: Normalisation, x: Tensor, grad: Tensor, with_bias: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return each row's gradients of a norm layer's weight and bias from its input; see `Normalisation.grads`."""
-        if x.ndim in (3, 4) and x.shape[-1] <= triton_kernels.WIDEST_NORM and self.fuses(x, grad):
-            return triton_kernels.norm_layer_grads(x, grad, with_bias, normalisation.kind, normalisation.eps)
-        return normalisation.grads(x, grad, with_bias)
-
-    def scale_grads(self, normed: Tensor, grad: Tensor, keep: int = 1) -> Tensor:
-        """Return the per-row gradient of a feature scale, sum_t n_t * g_t, (B, ...) in the accumulation dtype.
-
-        Args:
-            normed: n(x), rows first.
-            grad: output gradient of the same shape.
-            keep: the number of trailing dimensions of the scale.
-        """
-        if keep == 1 and normed.ndim in (3, 4) and self.fuses(normed, grad):
-            return triton_kernels.norm_layer_grads(normed, grad)[0]
-        return kernels.sum_tokens(kernels.widen(grad) * kernels.widen(normed), keep)

@@ -72,6 +72,7 @@ class TrainedParameters:
         self.num_groups, self.groups = numbered(groups, self.by_name)
         self.sharded = any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in self.by_name.values())
         self._names = {id(p): name for name, p in self.by_name.items()}
+        self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._model = model
 
     def name_of(self, parameter: nn.Parameter) -> str:
@@ -88,13 +89,22 @@ class TrainedParameters:
         """Raise `GhostError` for a parameter that is not among the ids of those that received a gradient."""
         refuse_missing(self.by_name, seen)
 
-    def refuse_others(self) -> None:
-        """Make sure that no other parameter of the model is trainable now; of sharded ones nothing is known.
+    def refuse_others(self, added: bool = True) -> None:
+        """Make sure that these and no other parameters of the model are trainable; of sharded ones nothing is known.
+
+        Args:
+            added: whether to look for parameters that the model did not have when this object was made.
 
         Raises:
-            GhostError: one was unfrozen or added after this object was made.
+            GhostError: one was frozen, unfrozen or added after this object was made.
         """
-        if not self.sharded:
+        for name, parameter in self.by_name.items():
+            if not parameter.requires_grad:
+                raise GhostError(
+                    f"{name} was frozen after GhostClipper was made, and would still be clipped and trained. Call "
+                    "remove() and make another GhostClipper for the parameters that are trained now"
+                )
+        if not self.sharded and (added or any(p.requires_grad for p in self._frozen)):
             refuse_others(self._model, self._names)
 
     def refuse_outside(self, loss_B: Tensor) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -154,21 +153,28 @@ Finish = Callable[[nn.Parameter, AddSum], None]
 """Makes the gradient of one parameter and keeps it, as soon as its clipped sum can be formed."""
 
 
-@dataclass(frozen=True)
 class Weights:
     """The factor of each row's or each unit's gradient in the sum.
 
-    Attributes:
-        factor: their factors. A gradient with factor 0 contributes exactly zero, also if it is not finite.
+    A gradient with factor 0 contributes exactly zero, also if it is not finite.
+
+    Args:
+        factor: their factors.
     """
 
-    factor: Tensor
+    def __init__(self, factor: Tensor) -> None:
+        """Remember the factors."""
+        self.factor = factor
+        self._scaled: tuple[tuple, Tensor, Tensor] | None = None
 
     @functools.cached_property
-    def _keep(self) -> Tensor | None:
+    def _keep(self) -> Tensor | slice | None:
         """The rows or units that contribute; None: all."""
         (keep,) = torch.nonzero(self.factor, as_tuple=True)
-        return None if keep.numel() == self.factor.numel() else keep
+        count = keep.numel()
+        if count == self.factor.numel():
+            return None
+        return slice(count) if count == 0 or int(keep[-1]) == count - 1 else keep  # padding is at the end: no copy
 
     def kept(self, *values: Tensor) -> tuple[Tensor, ...]:
         """Return values of rows or units, and their factors, so that factor 0 contributes 0: 0 * inf would be NaN.
@@ -181,3 +187,23 @@ class Weights:
         if self._keep is None:
             return *values, self.factor
         return *(value[self._keep] for value in values), self.factor[self._keep]
+
+    def scaled(self, x_BTD: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the rows of a layer's input that `kept` returns, times their factors, with all tokens (N, D).
+
+        The last one is kept until `release`: layers that read one input follow each other.
+
+        Args:
+            x_BTD: the input.
+            dtype: of the sum. In 16 bits the product would be rounded away from the gradient whose norm was bounded.
+        """
+        key = x_BTD.data_ptr(), x_BTD.shape, x_BTD.stride(), x_BTD.dtype, dtype
+        if self._scaled is None or self._scaled[0] != key:
+            kept, factor = self.kept(x_BTD)
+            # Holding the input prevents reuse of its address.
+            self._scaled = key, x_BTD, (kept.to(dtype) * factor.to(dtype)[:, None, None]).flatten(0, 1)
+        return self._scaled[2]
+
+    def release(self) -> None:
+        """Release the scaled input."""
+        self._scaled = None

@@ -1,6 +1,6 @@
-"""The programs on the device, written in Triton, each for one tile, run or unit; `triton_kernels` launches them.
+"""The programs on the device, written in Triton, each for one tile, run or unit; `triton_launch` launches them.
 
-Place in the flow: see `dpllm.ghost.triton_kernels`, which checks shapes, chooses tiles and adds up the partial results.
+Place in the flow: see `dpllm.ghost.triton_launch`, which checks shapes, chooses tiles and adds up the partial results.
 
 Triton compiles a program again whenever an integer argument becomes 1 or a multiple of 16, which takes seconds. Lengths
 vary, so sizes and strides are excluded from that (`_VARYING`). Instead the caller says whether all tensors are ALIGNED:
@@ -11,13 +11,21 @@ one program from the first to the last, so its order is fixed.
 
 Shape suffixes: M, N, K of a product; S, T tokens; L, R, D widths; J places in a sorted list. Parameters in capitals are
 fixed at compilation.
+
+Tile sizes follow from shape, dtype and compute capability by a fixed table, not from timing, so that bits are
+reproducible. They were chosen from compiled code only (``benchmarks/registers.py``): no program spills registers, and
+its shared memory fits. There are few, since each takes seconds to compile. None was chosen by time on any GPU yet.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 try:
     import triton
@@ -31,10 +39,8 @@ INTERPRETED: bool = triton is not None and triton.knobs.runtime.interpret
 
 # fmt: off
 _VARYING = frozenset((
-    "groups", "rows", "tokens", "inner", "width", "plane", "pairs", "tiles", "tiles_l", "tiles_r", "tiles_d",
-    "splits", "span", "end_of_units", "start_rows", "size_l", "size_r", "left_row", "left_token", "left_last",
-    "right_row", "right_token", "right_last", "x_row", "x_token", "x_head", "x_last", "grad_row", "grad_token",
-    "grad_head", "grad_last", "out_row", "out_split",
+    "groups", "rows", "tokens", "width", "plane", "pairs", "tiles", "tiles_l", "tiles_r", "end_of_units", "start_rows",
+    "size_l", "size_r", "left_row", "left_token", "left_last", "right_row", "right_token", "right_last", "out_row",
 ))
 # fmt: on
 
@@ -57,45 +63,6 @@ def multiple(value: tl.tensor, ALIGNED: tl.constexpr, NUMBER: tl.constexpr) -> t
 
 
 @jit_if_present
-def product(
-    left: tl.tensor,
-    left_m: tl.tensor,
-    left_k: tl.tensor,
-    right: tl.tensor,
-    right_n: tl.tensor,
-    right_k: tl.tensor,
-    m_M1: tl.tensor,
-    n_1N: tl.tensor,
-    size_m: tl.tensor,
-    size_n: tl.tensor,
-    start: tl.tensor,
-    end: tl.tensor,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SAME_DTYPE: tl.constexpr,
-    WIDEN: tl.constexpr,
-) -> tl.tensor:
-    """Return the tile of sum_{start <= k < end} left[m, k] right[n, k], (M, N), in float32."""
-    total_MN = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
-    k_K = start + tl.arange(0, BLOCK_K)
-    left_MK = left + m_M1 * left_m + k_K.to(tl.int64)[None, :] * left_k
-    right_KN = right + n_1N * right_n + k_K.to(tl.int64)[:, None] * right_k
-    for k in range(start, end, BLOCK_K):
-        inside_K = tl.arange(0, BLOCK_K) < end - k
-        x_MK = tl.load(left_MK, mask=(m_M1 < size_m) & inside_K[None, :], other=0.0)
-        y_KN = tl.load(right_KN, mask=(n_1N < size_n) & inside_K[:, None], other=0.0)
-        # The interpreter multiplies the bit patterns of bfloat16; widening is exact, as are the tensor cores' products.
-        if WIDEN or not SAME_DTYPE:
-            x_MK = x_MK.to(tl.float32)
-            y_KN = y_KN.to(tl.float32)
-        total_MN = tl.dot(x_MK, y_KN, total_MN, input_precision="ieee")
-        left_MK += BLOCK_K * left_k
-        right_KN += BLOCK_K * right_k
-    return total_MN
-
-
-@jit_if_present
 def gram_program(
     table: tl.tensor,
     groups: tl.tensor,
@@ -115,7 +82,7 @@ def gram_program(
 ) -> None:
     """Compute one tile pair (s, t), t <= s, of one row of one group: its share of the squared norm and the mass's root.
 
-    A group is an input and the output gradients of the layers that read it; `dpllm.ghost.triton_kernels._table`
+    A group is an input and the output gradients of the layers that read it; `dpllm.ghost.triton_launch._table`
     describes the table of their addresses.
     """
     program = tl.program_id(0)
@@ -246,18 +213,25 @@ def instance_program(
     x = left + row * multiple(left_row, ALIGNED, UNITS_L)
     y = right + row * multiple(right_row, ALIGNED, UNITS_R)
     by_x, by_y = multiple(left_token, ALIGNED, UNITS_L), multiple(right_token, ALIGNED, UNITS_R)
+    by_l, by_r = 1 if ALIGNED else left_last, 1 if ALIGNED else right_last
     for start in range(0, tokens, CHUNK_T):
         end = tl.minimum(start + CHUNK_T, tokens)
-        if ALIGNED:
-            total_LR += product(
-                x, 1, by_x, y, 1, by_y, l_L1, r_1R, left_width, right_width, start, end, BLOCK_L, BLOCK_R, BLOCK_T,
-                SAME_DTYPE, WIDEN,
-            )  # fmt: skip
-        else:
-            total_LR += product(
-                x, left_last, by_x, y, right_last, by_y, l_L1, r_1R, left_width, right_width, start, end,
-                BLOCK_L, BLOCK_R, BLOCK_T, SAME_DTYPE, WIDEN,
-            )  # fmt: skip
+        part_LR = tl.full((BLOCK_L, BLOCK_R), 0.0, tl.float32)
+        t_T = (start + tl.arange(0, BLOCK_T)).to(tl.int64)
+        left_LT = x + l_L1 * by_l + t_T[None, :] * by_x
+        right_TR = y + r_1R * by_r + t_T[:, None] * by_y
+        for t in range(start, end, BLOCK_T):
+            inside_T = tl.arange(0, BLOCK_T) < end - t
+            x_LT = tl.load(left_LT, mask=(l_L1 < left_width) & inside_T[None, :], other=0.0)
+            y_TR = tl.load(right_TR, mask=(r_1R < right_width) & inside_T[:, None], other=0.0)
+            # The interpreter multiplies the bits of bfloat16; widening is exact, as are the tensor cores' products.
+            if WIDEN or not SAME_DTYPE:
+                x_LT = x_LT.to(tl.float32)
+                y_TR = y_TR.to(tl.float32)
+            part_LR = tl.dot(x_LT, y_TR, part_LR, input_precision="ieee")
+            left_LT += BLOCK_T * by_x
+            right_TR += BLOCK_T * by_y
+        total_LR += part_LR
     square_L = tl.sum(total_LR * total_LR, axis=1)
     tl.store(partial + program, tl.sum(square_L, axis=0))
 
@@ -344,83 +318,6 @@ def weighted_outer_program(
 
 
 @jit_if_present
-def norm_layer_program(
-    x: tl.tensor,
-    x_row: tl.tensor,
-    x_token: tl.tensor,
-    x_head: tl.tensor,
-    x_last: tl.tensor,
-    grad: tl.tensor,
-    grad_row: tl.tensor,
-    grad_token: tl.tensor,
-    grad_head: tl.tensor,
-    grad_last: tl.tensor,
-    partial_weight: tl.tensor,
-    partial_bias: tl.tensor,
-    out_row: tl.tensor,
-    out_split: tl.tensor,
-    eps: tl.tensor,
-    tokens: tl.tensor,
-    inner: tl.tensor,
-    width: tl.tensor,
-    splits: tl.tensor,
-    span: tl.tensor,
-    tiles_d: tl.tensor,
-    KIND: tl.constexpr,
-    WITH_BIAS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> None:
-    """Sum over a span of one row's tokens of n(x) * grad, and of grad, for one block of features.
-
-    n(x) is x ("given"), x / rms(x) ("rms") or (x - mean(x)) / std(x) ("layer"); for the last two the block is all
-    features, and their statistics are computed from the block that was read.
-    """
-    UNITS_X: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth  # 16 bytes
-    UNITS_G: tl.constexpr = 128 // grad.dtype.element_ty.primitive_bitwidth
-    program = tl.program_id(0)
-    tile = program % tiles_d
-    split = (program // tiles_d) % splits
-    row = (program // (tiles_d * splits)).to(tl.int64)
-    d_D = tile * BLOCK_D + tl.arange(0, BLOCK_D)
-    inside_D = d_D < multiple(width, ALIGNED, UNITS_X)
-    weight_D = tl.full((BLOCK_D,), 0.0, tl.float32)
-    bias_D = tl.full((BLOCK_D,), 0.0, tl.float32)
-    x += row * multiple(x_row, ALIGNED, UNITS_X)
-    grad += row * multiple(grad_row, ALIGNED, UNITS_G)
-    x_token, x_head = multiple(x_token, ALIGNED, UNITS_X), multiple(x_head, ALIGNED, UNITS_X)
-    grad_token, grad_head = multiple(grad_token, ALIGNED, UNITS_G), multiple(grad_head, ALIGNED, UNITS_G)
-    if ALIGNED:
-        x_1D = x + d_D[None, :]
-        g_1D = grad + d_D[None, :]
-    else:
-        x_1D = x + d_D.to(tl.int64)[None, :] * x_last
-        g_1D = grad + d_D.to(tl.int64)[None, :] * grad_last
-    end = tl.minimum((split + 1) * span, tokens)
-    for start in range(split * span, end, BLOCK_T):
-        t_T = start + tl.arange(0, BLOCK_T)
-        inside_TD = (t_T < end)[:, None] & inside_D[None, :]
-        outer_T1 = (t_T // inner).to(tl.int64)[:, None]
-        inner_T1 = (t_T % inner).to(tl.int64)[:, None]
-        x_TD = tl.load(x_1D + outer_T1 * x_token + inner_T1 * x_head, mask=inside_TD, other=0.0).to(tl.float32)
-        g_TD = tl.load(g_1D + outer_T1 * grad_token + inner_T1 * grad_head, mask=inside_TD, other=0.0).to(tl.float32)
-        if WITH_BIAS:
-            bias_D += tl.sum(g_TD, axis=0)
-        if KIND == "layer":
-            mean_T = tl.sum(x_TD, axis=1) / width
-            x_TD = tl.where(inside_TD, x_TD - mean_T[:, None], 0.0)
-        if KIND != "given":
-            square_T = tl.sum(x_TD * x_TD, axis=1) / width
-            g_TD *= (1.0 / tl.sqrt(square_T + eps))[:, None]
-        weight_D += tl.sum(x_TD * g_TD, axis=0)
-    place = row * out_row + split * out_split
-    tl.store(partial_weight + place + d_D, weight_D, mask=inside_D)
-    if WITH_BIAS:
-        tl.store(partial_bias + place + d_D, bias_D, mask=inside_D)
-
-
-@jit_if_present
 def run_program(
     keys: tl.tensor,
     order: tl.tensor,
@@ -475,3 +372,52 @@ def segment_program(
         n_N = first + tl.arange(0, BLOCK)
         sum_N += tl.load(partial + n_N, mask=n_N < end, other=0.0)
     tl.store(total + unit, tl.sum(sum_N, axis=0))
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The square tile of a program that multiplies matrices.
+
+    Attributes:
+        block: rows and columns of the result.
+        depth: terms of the inner product that are read at a time.
+        num_warps: of a program, 32 threads each.
+        num_stages: reads under way at a time.
+    """
+
+    block: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+_SMALL = Tile(64, 64, 4, 3)
+_EXACT = Tile(64, 16, 4, 3)  # float32 outside of tensor cores
+_SCATTERED = Tile(64, 32, 8, 3)  # tensors that are read entry by entry
+# By the major number of the compute capability: 8 is Ampere and Ada, 9 Hopper, 10 and 12 Blackwell. At a depth of 64,
+# the large Gram tile would spill on 8 and 12; these also have at most 99 KB of shared memory in some models.
+_LARGE = {8: Tile(128, 32, 8, 4), 9: Tile(128, 64, 8, 3), 10: Tile(128, 64, 8, 3), 12: Tile(128, 32, 8, 4)}
+
+
+def tile_of(device: torch.device, size: int, exact: bool, aligned: bool) -> Tile:
+    """Return the tile for products on a device.
+
+    Args:
+        device: of the tensors.
+        size: the tokens of a row for Gram matrices; the smaller side of a gradient, in features.
+        exact: whether an input is float32.
+        aligned: whether tensors can be read 16 bytes at a time.
+    """
+    return tile_for(_major(device), size, exact, aligned)
+
+
+@functools.cache
+def _major(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 8
+
+
+def tile_for(major: int, size: int, exact: bool, aligned: bool) -> Tile:
+    """Return `tile_of` for a major compute capability; for one that is not in the table, the tile that needs least."""
+    if exact or not aligned:
+        return _EXACT if exact else _SCATTERED
+    return _SMALL if size <= 64 else _LARGE.get(major, _LARGE[8])

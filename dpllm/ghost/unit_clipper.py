@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.factors import with_sizes
-from dpllm.ghost.kernels import accumulation_dtype
+from dpllm.ghost.kernels import accumulation_dtype, exact_matmul
 from dpllm.ghost.own_sums import OwnSums
 from dpllm.ghost.sums import Finish, Sum
 from dpllm.mechanism.clipping import FlatClipping
@@ -130,8 +130,9 @@ class UnitClipper(abc.ABC):
         with self._sums.unwritten(self.parameters):
             result = self.clip(losses, unit_index)
         self._sums.begin()
-        for parameter in self.parameters.values():
-            self.add_clipped_sum_(parameter, Sum.onto(_accumulator(parameter)))
+        with exact_matmul():
+            for parameter in self.parameters.values():
+                _add_to_grad(parameter, self.add_clipped_sum_)
         self._sums.end()
         return result
 
@@ -299,16 +300,18 @@ class UnitClipper(abc.ABC):
         """Leave the model as it was before."""
 
 
-def _accumulator(parameter: nn.Parameter) -> Tensor:
-    """Return ``.grad`` in the accumulation dtype; create it if there is none.
+def _add_to_grad(parameter: nn.Parameter, add: Callable[[nn.Parameter, Sum], None]) -> None:
+    """Add a clipped sum to ``.grad``, in the accumulation dtype.
 
     A sum kept in bfloat16 would be rounded by up to its own size times 2^-9, more than one unit may change it.
     """
-    dtype = accumulation_dtype(parameter.dtype)
-    grad = parameter.grad
-    if grad is None or grad.dtype != dtype:
-        parameter.grad = None
+    dtype, grad = accumulation_dtype(parameter.dtype), parameter.grad
+    if grad is not None and grad.dtype == dtype:
+        add(parameter, Sum.onto(grad))
+        return
+    total = Sum(parameter.shape, dtype, parameter.device) if grad is None else Sum.onto(grad.to(dtype))
+    add(parameter, total)
+    parameter.grad = None
+    if parameter.grad_dtype != dtype:
         parameter.grad_dtype = dtype
-        start = torch.zeros_like(parameter, dtype=dtype) if grad is None else grad.to(dtype)
-        parameter.grad = grad = start
-    return grad
+    parameter.grad = total.filled()

@@ -13,7 +13,7 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from dpllm.config import ConfigError, ModelConfig
-from dpllm.ghost.linear import is_linear, is_transposed
+from dpllm.ghost.attach import is_linear, is_transposed
 from dpllm.models.inputs import num_positions
 from dpllm.models.load import load_tokenizer, skeleton
 from dpllm.models.loading import NO_CODE, not_loaded, require_folder

@@ -89,7 +89,7 @@ class GivenModel:
         if hasattr(model, "_orig_mod"):
             raise ConfigError(
                 "the model was compiled with torch.compile, which hides its layers: pass the model itself (model = "
-                "compiled._orig_mod), and train it without compilation"
+                "compiled._orig_mod); torch_compile=True in the arguments compiles its layers"
             )
         if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
             raise ConfigError(

@@ -45,9 +45,46 @@ def _token_losses(logits_BTV: Tensor, target_BT: Tensor) -> Tensor:
     return _CrossEntropy.apply(logits_BTV.flatten(0, 1), target_BT.flatten()).view(target_BT.shape)
 
 
+def row_means(loss_BT: Tensor, target_BT: Tensor) -> Tensor:
+    """Return (B,): token losses averaged over each row's own targets; 0 for a row without any."""
+    return loss_BT.sum(1) / (target_BT != IGNORE).sum(1).clamp_min(1)
+
+
+def next_tokens(labels: Tensor) -> Tensor:
+    """Return (B, T): the target of each position, which is the label of the position after it; -100 for the last."""
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORE)
+
+
+def next_packed_tokens(labels: Tensor, cu_seq_lens: Tensor) -> Tensor:
+    """Return (1, N): the target of each position of packed rows; -100 for the last of each row.
+
+    Args:
+        labels: (1, N) as for `packed_sequence_loss`.
+        cu_seq_lens: (B + 1,) as for `packed_sequence_loss`.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    if len(labels) != 1 or cu_seq_lens.ndim != 1 or int(host_values(cu_seq_lens)[-1]) != labels.shape[1]:
+        raise ValueError(
+            f"One row of all tokens and the places where rows begin are needed; labels are {tuple(labels.shape)}, and "
+            f"the last of the boundaries, {tuple(cu_seq_lens.shape)}, is {cu_seq_lens.flatten()[-1:].tolist()}."
+        )
+    return next_tokens(labels).index_fill(1, cu_seq_lens[1:].long() - 1, IGNORE)
+
+
+def packed_row_means(loss_1N: Tensor, target_1N: Tensor, cu_seq_lens: Tensor) -> Tensor:
+    """Return `row_means` of rows that were laid end to end, (B,)."""
+    boundaries = cu_seq_lens.long()
+    rows = torch.arange(len(boundaries) - 1, device=loss_1N.device)
+    row_N = torch.repeat_interleave(rows, boundaries.diff(), output_size=loss_1N.shape[1])
+    total_B = loss_1N.new_zeros(len(rows)).index_add(0, row_N, loss_1N[0])
+    count_B = torch.zeros_like(total_B).index_add(0, row_N, (target_1N[0] != IGNORE).to(total_B.dtype))
+    return total_B / count_B.clamp_min(1)
+
+
 def _token_mean(logits_BTV: Tensor, target_BT: Tensor) -> Tensor:
-    """Return (B,): cross-entropy averaged over each row's own targets; 0 for a row without any."""
-    return _token_losses(logits_BTV, target_BT).sum(1) / (target_BT != IGNORE).sum(1).clamp_min(1)
+    return row_means(_token_losses(logits_BTV, target_BT), target_BT)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -113,7 +150,7 @@ def per_sequence_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """
     _check(logits, labels)
     # The labels are shifted, not the logits: a slice of those would be copied, and its gradient scattered back.
-    return _token_mean(logits, F.pad(labels[:, 1:], (0, 1), value=IGNORE))
+    return _token_mean(logits, next_tokens(labels))
 
 
 def token_log_probs(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,7 +170,7 @@ def token_log_probs(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     tensor([[ 0.0000, -2.3026,  0.0000]])
     """
     _check(logits, labels)
-    target_BT = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
+    target_BT = next_tokens(labels)
     return 0 - _token_losses(logits, target_BT), target_BT != IGNORE
 
 
@@ -157,19 +194,8 @@ def packed_sequence_loss(logits: Tensor, labels: Tensor, cu_seq_lens: Tensor) ->
     tensor([2.3026, 2.3026])
     """
     _check(logits, labels)
-    if len(labels) != 1 or cu_seq_lens.ndim != 1 or int(host_values(cu_seq_lens)[-1]) != labels.shape[1]:
-        raise ValueError(
-            f"One row of all tokens and the places where rows begin are needed; labels are {tuple(labels.shape)}, and "
-            f"the last of the boundaries, {tuple(cu_seq_lens.shape)}, is {cu_seq_lens.flatten()[-1:].tolist()}."
-        )
-    boundaries = cu_seq_lens.long()
-    target_N = F.pad(labels[0, 1:], (0, 1), value=IGNORE).index_fill(0, boundaries[1:] - 1, IGNORE)
-    loss_N = _token_mean(logits[0, :, None], target_N[:, None])  # one token each
-    rows = torch.arange(len(boundaries) - 1, device=labels.device)
-    row_N = torch.repeat_interleave(rows, boundaries.diff(), output_size=len(loss_N))
-    total_B = loss_N.new_zeros(len(rows)).index_add(0, row_N, loss_N)
-    count_B = torch.zeros_like(total_B).index_add(0, row_N, (target_N != IGNORE).to(total_B.dtype))
-    return total_B / count_B.clamp_min(1)
+    target_1N = next_packed_tokens(labels, cu_seq_lens)
+    return packed_row_means(_token_losses(logits, target_1N), target_1N, cu_seq_lens)
 
 
 def seq2seq_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ from transformers import TrainingArguments
 from dpllm.config import ConfigError, Recipe, nearest
 from dpllm.config.train_values import second_moment_of
 from dpllm.ghost import NormMethod
+from dpllm.ghost.memory import logits_outweigh
 from dpllm.mechanism.catalogue import noise_of
 from dpllm.mechanism.generators import ENTRIES_AT_A_TIME
 from dpllm.mechanism.parts import Draw, Spec
@@ -96,6 +97,8 @@ class Run(Update):
     is independent or regenerated."""
     per_unit: bool = False
     """Whether one unit is run at a time (privacy.gradients=per_unit)."""
+    head: str = "auto"
+    """``model.head``; "whole" where the loss is not that of a causal language model."""
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -183,7 +186,8 @@ class Passing:
     """The saved tensors of one block, recomputed in the backward pass; 0 without checkpointing."""
     logits: int
     """Logits and their gradient, in the model's dtype, at the peak, which is the start of the backward pass; and a
-    float32 chunk of `dpllm.models.losses`."""
+    float32 chunk of `dpllm.models.losses`. In chunks: two float32 ones, the gradient of the hidden states, and Gram
+    matrices of a trained head's rows."""
     book: int
     """Tensors that private training holds at the end of the backward pass, until the norms are known: input and output
     gradient of every trainable layer, or the per-row gradient if that is smaller. Ordinary training frees these layer
@@ -302,7 +306,6 @@ def footprint(shape: ModelShape, run: Run) -> Footprint:
     saved = tokens * shape.hidden * dtypes.stream if run.checkpointing else block + block_casts
     outer = tokens * shape.hidden * (_FLOAT32 + dtypes.stream + dtypes.compute)
     outer += _BFLOAT16 * shape.head.entries if dtypes.casts_weights else 0
-    num_logits = tokens * shape.head.vocabulary
     return Footprint(
         run=run,
         shape=shape,
@@ -317,13 +320,40 @@ def footprint(shape: ModelShape, run: Run) -> Footprint:
             gathered=_gathered(shape, run, dtypes),
             activations=shape.num_layers * saved + outer,
             recomputed=block + block_casts if run.checkpointing else 0,
-            logits=2 * dtypes.compute * num_logits + _FLOAT32 * min(CHUNK_ENTRIES, num_logits),
+            logits=_logits(shape, run, dtypes),
             book=_book(shape, run, dtypes),
             forming=_forming(shape, run),
             update=max(_update(shape, run, dtypes), _replaced(shape, run, dtypes)),
         ),
         sent=_communication(shape, run, dtypes, whole),
     )
+
+
+def in_chunks(shape: ModelShape, run: Run) -> bool:
+    """Whether logits exist a chunk at a time, by the rule of `dpllm.training.head_losses`."""
+    head = shape.head
+    if run.head == "whole" or not head.entries:
+        return False
+    if not head.trainable:
+        return True
+    if run.per_unit or run.shards_weights:
+        return False
+    return run.head == "chunks" or (
+        run.checkpointing and logits_outweigh(head.vocabulary, shape.hidden, shape.num_layers)
+    )
+
+
+def _has_gram(shape: ModelShape, run: Run) -> bool:
+    return in_chunks(shape, run) and shape.head.trainable and run.tokens <= 2 * shape.hidden
+
+
+def _logits(shape: ModelShape, run: Run, dtypes: _Dtypes) -> int:
+    tokens = run.rows * run.tokens
+    chunk = _FLOAT32 * min(CHUNK_ENTRIES, tokens * shape.head.vocabulary)
+    if not in_chunks(shape, run):
+        return 2 * dtypes.compute * tokens * shape.head.vocabulary + chunk
+    gram = _FLOAT32 * tokens * run.tokens if _has_gram(shape, run) else 0
+    return 2 * chunk + dtypes.compute * tokens * shape.hidden + gram
 
 
 def _share(size: int, group: int) -> int:
@@ -470,7 +500,11 @@ def _book(shape: ModelShape, run: Run, dtypes: _Dtypes) -> int:
     block += sum(_FLOAT32 * norm.width for norm in shape.block.norms if norm.trainable)
     outer = sum(tokens * (dtypes.stream * shape.hidden + _INDEX) for _ in range(shape.trainable_tables))
     if shape.head.trainable:
-        outer += tokens * compute * (shape.hidden + shape.head.vocabulary)
+        inputs, outputs = shape.hidden, shape.head.vocabulary
+        factors = tokens * compute * (inputs + outputs)
+        if in_chunks(shape, run):  # hidden states, times the gradient of the loss, and Gram matrices
+            factors = tokens * (2 * compute * inputs + (_FLOAT32 * tokens if _has_gram(shape, run) else 0))
+        outer += min(factors, _FLOAT32 * inputs * outputs)
     per_row = shape.num_layers * block + outer
     if run.unit_rows <= rows:
         return rows * per_row
@@ -488,7 +522,7 @@ def _forming(shape: ModelShape, run: Run) -> int:
     tokens = run.rows * run.tokens
     copies = 0
     layers = [(x.inputs, x.outputs) for x in shape.block.linears if x.trainable]
-    if shape.head.trainable:
+    if shape.head.trainable and not in_chunks(shape, run):
         layers.append((shape.hidden, shape.head.vocabulary))
     if run.per_unit:
         layers, copies = [], _FLOAT32 * shape.largest_trainable
@@ -572,6 +606,10 @@ def footprint_of_recipe(
         rows = max(1, recipe.microbatch_tokens // recipe.data.max_length)
     if one_unit := recipe.privacy.gradients == "per_unit":
         rows = min(rows, per_unit)
+    shape, head = shape_of_model(recipe.model), recipe.model.head
+    is_causal = recipe.model.task == "causal_lm" and recipe.train.get("trainer") != "dpo"
+    if not is_causal or (recipe.pack_rows and shape.head.trainable):
+        head = "whole"
     run = Run(
         engine=engine,
         num_gpus=num_gpus,
@@ -586,8 +624,9 @@ def footprint_of_recipe(
         corrected=second_moment_of(optimizer, arguments.optim_args) is not None,
         moment_bits=_ADAMW[optimizer],
         per_unit=one_unit,
+        head=head,
     )
-    return footprint(shape_of_model(recipe.model), run)
+    return footprint(shape, run)
 
 
 def _most_kept(recipe: Recipe, batch: int) -> int:

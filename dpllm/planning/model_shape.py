@@ -18,7 +18,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from dpllm.config import TASKS, ConfigError, ModelConfig
 from dpllm.config.quantization import Quantization
-from dpllm.ghost.linear import is_linear, is_transposed
+from dpllm.ghost.attach import is_linear, is_transposed
 from dpllm.models.load import AUTO_MODEL, DTYPES, config_arguments, load_tokenizer, prepare_model
 
 _COMPOSED = ("NewGELUActivation", "FastGELUActivation")

@@ -274,6 +274,7 @@ def _loss_of(
         callbacks=[Steps(moved)],
         max_tokens_per_microbatch=recipe.microbatch_tokens,
         pack_rows=recipe.pack_rows,
+        head=recipe.model.head,
         noise_memory=recipe.noise_memory,
         average=shortened.average,
         start_is_independent=True,  # of the public rows nothing is protected

@@ -54,8 +54,8 @@ _EVALUATION = "for evaluation"
 _REDUCER = "the reducer of DistributedDataParallel takes no part: the clipped sums are reduced once per step"
 _FOLLOWS = "only if eval_is_public is declared: a choice must not follow results on private rows"
 _COMPILED = (
-    "a compiled graph may fuse layers, so the hooks that compute the norms are lost; with "
-    "privacy.gradients=per_unit, which has no hooks, call model.compile() before DPTrainer"
+    "the clipper compiles the blocks of the model after the checks of the first step; head and loss stay eager. With "
+    "privacy.gradients=per_unit it has no effect: call model.compile() before DPTrainer"
 )
 _LIGER = "its fused head hides the head's weight gradient from the norms"
 _CONVERTED = (
@@ -102,9 +102,9 @@ _TRAINING: dict[str, Argument] = {
     "activation_checkpointing_kwargs": works("offload was not tried: it needs a GPU"),
     "gradient_checkpointing": works(),
     "gradient_checkpointing_kwargs": works(),
-    "torch_compile": refused(_COMPILED, False),
-    "torch_compile_backend": refused(_COMPILED, None),
-    "torch_compile_mode": refused(_COMPILED, None),
+    "torch_compile": works(_COMPILED),
+    "torch_compile_backend": works(),
+    "torch_compile_mode": works(),
     "use_liger_kernel": refused(_LIGER, False),
     "liger_kernel_config": refused(_LIGER, None),
     "use_cache": works(),

@@ -53,8 +53,9 @@ def refuse_environment(environment: Mapping[str, str] | None = None) -> None:
     compiler = given.get("ACCELERATE_DYNAMO_BACKEND", "no")
     if compiler.lower() not in ("", "no"):
         raise ConfigError(
-            f"The accelerate configuration sets dynamo_backend (ACCELERATE_DYNAMO_BACKEND={compiler}): a compiled "
-            'graph may fuse layers, so the hooks that compute the norms are lost. Set dynamo_backend: "NO"'
+            f"The accelerate configuration sets dynamo_backend (ACCELERATE_DYNAMO_BACKEND={compiler}): the graph of "
+            'a whole model may leave out the taps that compute the norms. Set dynamo_backend: "NO" there, and '
+            "torch_compile=True in TrainingArguments (model.compile: blocks in a recipe)"
         )
     precision = given.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision.lower() in ("fp16", "fp8"):
@@ -173,6 +174,14 @@ def check_optimizer(args: TrainingArguments) -> None:
         ) from error
 
 
+def compile_options(args: TrainingArguments) -> dict[str, Any] | None:
+    """Return the arguments of `dpllm.GhostClipper.compile`; None if nothing is compiled."""
+    if not args.torch_compile:
+        return None
+    mode = {} if args.torch_compile_mode is None else {"mode": args.torch_compile_mode}
+    return {"backend": args.torch_compile_backend or "inductor", **mode}
+
+
 def _processes_on_cpu() -> dict[str, Any]:
     """Return the option that several processes need on a machine without an accelerator: gloo."""
     if "WORLD_SIZE" not in os.environ or torch.accelerator.is_available():
@@ -205,6 +214,8 @@ def private_arguments(args: TrainingArguments, table: Mapping[str, Argument] = A
     private = copy.copy(args)
     private.max_grad_norm = 0.0
     private.ignore_data_skip = True
+    # accelerate would compile the whole model.
+    private.torch_compile, private.torch_compile_backend, private.torch_compile_mode = False, None, None
     if args.deepspeed_plugin is not None:
         private_config(args.deepspeed_plugin.deepspeed_config)
     return private
@@ -221,6 +232,8 @@ def refuse_changed(args: TrainingArguments, table: Mapping[str, Argument] = ARGU
         ConfigError: as `refuse_options`; or ``max_grad_norm`` was set.
     """
     refuse_options(args, table)
+    if args.torch_compile:
+        raise ConfigError("train.torch_compile was set after DPTrainer was made. Set it in the arguments that it gets.")
     if args.max_grad_norm:
         raise ConfigError(
             f"train.max_grad_norm={args.max_grad_norm!r} cannot be used in private training: the Trainer's own "

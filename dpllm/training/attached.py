@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from dpllm.engines.errors import no_totals
 from dpllm.engines.optimizers import refuse_unsteppable
 from dpllm.engines.processes import Processes
 from dpllm.engines.replicas import check_model
-from dpllm.ghost import NormMethod, PerUnitClipper, UnitClipper
+from dpllm.ghost import GhostClipper, NormMethod, PerUnitClipper, UnitClipper
 from dpllm.ghost.checks import no_gradient
 from dpllm.models.ended import RunWeights, sums_of_trained
 from dpllm.models.quantization import BASE_STORED_AS, make_ready, stored_as
@@ -49,6 +50,8 @@ from dpllm.training.step import refuse_leftovers
 STARTING_WEIGHTS = "starting weights"
 """Name of the fact about weights that were declared independent of the private rows."""
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(kw_only=True)
 class Attached:
@@ -67,6 +70,7 @@ class Attached:
         averaging: average of the weights; None: the weights after the last step are released.
         reach_checked: whether it was checked that losses reach every trained parameter.
         tell: tells the number of each step to an optimizer that knows the noise; None: it does not.
+        compile: arguments of `GhostClipper.compile` until the blocks are compiled; None: they are, or shall not be.
     """
 
     model: Any
@@ -81,6 +85,7 @@ class Attached:
     averaging: Averaging | None = None
     reach_checked: bool = False
     tell: Callable[[int], None] | None = None
+    compile: Mapping[str, Any] | None = None
 
     def make_ready(self) -> None:
         """Check that weights and gradients are unchanged since the last update; checks this process only."""
@@ -112,6 +117,16 @@ class Attached:
             self.watch.complete()  # a tensor that was written is the likeliest cause
             ledger.append_disclosure("losses of single rows, in an error message", 1)
             raise
+
+    def compile_blocks(self) -> None:
+        """Compile the model's blocks after the checks of the first step, whose shapes would need further graphs."""
+        options, self.compile = self.compile, None
+        if options is None:
+            return
+        if isinstance(self.clipper, GhostClipper):
+            self.clipper.compile(**options)
+        else:
+            logger.warning("torch_compile has no effect with one unit at a time: call model.compile() before training")
 
     def note_trained(self, num_steps: int) -> None:
         """Record, from the first step on, that this run trains the model."""
@@ -225,6 +240,7 @@ def attach(
     loss_of: LossOf | None,
     averaging: Averaging | None = None,
     lr_scheduler: Any = None,
+    compile: Mapping[str, Any] | None = None,
 ) -> Attached:
     """Create all parts of an attached model. Called by all processes together.
 
@@ -242,6 +258,7 @@ def attach(
         loss_of: see `dpllm.training.run.PrivateRun.attach`.
         averaging: average of the weights that is released; None: the weights after the last step are.
         lr_scheduler: see `dpllm.training.run.PrivateRun.attach`.
+        compile: see `dpllm.training.run.PrivateRun.attach`.
 
     Raises:
         EngineError, GhostError, DisagreementError, WatchError, ConfigError: see `dpllm.training.run.PrivateRun.attach`.
@@ -297,6 +314,7 @@ def attach(
             rates=rates,
             averaging=averaging,
             tell=tell,
+            compile=compile,
         )
         if averaging is not None:
             _attach_average(averaging, attached, model, plan, ledger, processes)

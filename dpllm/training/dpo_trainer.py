@@ -173,6 +173,8 @@ class DPDPOTrainer(DPTrainer):
     def _row_losses(self, model: nn.Module, compute_loss_func: RowLoss | None, pack_rows: bool) -> Any:
         """Return the losses of pairs."""
         del model, compute_loss_func, pack_rows
+        if self._head == "chunks":
+            raise ConfigError('head="chunks" is for losses of single texts, not of pairs. Leave it out')
         return PairLosses(self.loss)
 
     def _note_outlets(self, ledger: SharedLedger) -> None:

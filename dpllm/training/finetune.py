@@ -172,7 +172,7 @@ def run(recipe: Recipe) -> int:
             f"dpllm {name}, or leave the section out"
         )
     check_recipe(recipe)  # before anything is read
-    args = training_arguments({**PLAIN, **recipe.train})
+    args = training_arguments(_section(recipe))
     output = Path(str(args.output_dir))
     restart = begin_in(output, args.resume_from_checkpoint, Processes())
     resume = restart.checkpoint
@@ -193,7 +193,7 @@ def run(recipe: Recipe) -> int:
     num_labels = num_labels_of(train_records, recipe.data)
     start = public_start(recipe, train_records, eval_records, num_labels, restart.continues, phases)
     if recipe.public_pretrain:
-        args = training_arguments({**PLAIN, **recipe.train})  # again: the engine was set up for the other training
+        args = training_arguments(_section(recipe))  # again: the engine was set up for the other training
     phases.begin("loading the model, tokenizing the records")
     before = Begin(None, phases, plan.num_steps)
     trainer, held_out = trainer_of(recipe, args, start, (train_records, eval_records), num_labels, before)
@@ -244,6 +244,11 @@ def add_sources(
     sources.public += start.public
 
 
+def _section(recipe: Recipe) -> dict[str, Any]:
+    compiled = {"torch_compile": True} if recipe.model.compile == "blocks" else {}
+    return {**PLAIN, **compiled, **recipe.train}
+
+
 def note_start(recipe: Recipe, trainer: DPTrainer, output: Path) -> None:
     """Write the recipe beside the ledger, and the hash of the starting weights of an adapter into it; on rank 0.
 
@@ -290,6 +295,7 @@ def trainer_of(
         "pack_rows": recipe.pack_rows,
         "eval_is_public": recipe.data.eval_is_public,
         "start_is_independent": recipe.model.start_is_independent,
+        "head": recipe.model.head,
         "noise_memory": recipe.noise_memory,
         "average": recipe.train.get("average"),
         "merge_adapter": recipe.merge_adapter,

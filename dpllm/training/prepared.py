@@ -100,6 +100,7 @@ class Prepared:
         start_is_independent: as for `PrivateRun.attach`.
         noise_memory: as for `PrivateRun`.
         average: the average of the weights that is released. None: those after the last step are.
+        compile: as for `PrivateRun.attach`.
     """
 
     privacy: PrivacyConfig
@@ -114,6 +115,7 @@ class Prepared:
     start_is_independent: bool
     noise_memory: str
     average: Average | None
+    compile: Mapping[str, Any] | None
 
     @classmethod
     def of(
@@ -132,6 +134,7 @@ class Prepared:
         start_is_independent: bool,
         noise_memory: str,
         average: Average | None = None,
+        compile: Mapping[str, Any] | None = None,
     ) -> Prepared:
         """Read the data and compute the plan. Called by all processes together.
 
@@ -149,6 +152,7 @@ class Prepared:
             start_is_independent: as for `PrivateRun.attach`.
             noise_memory: as for `PrivateRun`.
             average: the average of the weights that is released.
+            compile: as for `PrivateRun.attach`.
 
         Raises:
             ConfigError, DataError, ValueError: an option or a row would make the guarantee untrue.
@@ -201,6 +205,7 @@ class Prepared:
             start_is_independent=start_is_independent,
             noise_memory=noise_memory,
             average=average,
+            compile=compile,
         )
 
     def refuse_replaced(self, dataset: Any) -> None:
@@ -300,6 +305,7 @@ class Prepared:
             averaging=averaging,
             gradients=self.privacy.gradients,
             loss_of=loss_of,
+            compile=self.compile,
             lr_scheduler=None if takes_metrics(lr_scheduler) else lr_scheduler,
         )
 

@@ -14,9 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from dpllm.data.labels import BOUNDARIES
-from dpllm.models.losses import packed_sequence_loss, take_labels
+from dpllm.models.losses import (
+    next_packed_tokens,
+    next_tokens,
+    packed_row_means,
+    packed_sequence_loss,
+    row_means,
+    take_labels,
+)
 from dpllm.models.packing import attention_by_row
 from dpllm.models.tasks import RowLoss, task_of
+from dpllm.training.head_losses import HeadLosses
 
 
 def _is_decoded(model: Any) -> bool:
@@ -31,11 +39,13 @@ class RowLosses:
     Args:
         row_loss: ``(outputs, labels) -> (B,)``; not used for packed rows.
         packed: whether rows are concatenated without padding.
+        head: computes the losses of a causal language model's tokens without all logits, where it can; ``row_loss`` is
+            then their mean. None: the model computes all logits.
     """
 
-    def __init__(self, row_loss: RowLoss, packed: bool) -> None:
+    def __init__(self, row_loss: RowLoss, packed: bool, head: HeadLosses | None = None) -> None:
         """Store the loss and the layout."""
-        self._row_loss, self._packed = row_loss, packed
+        self._row_loss, self._packed, self._head = row_loss, packed, head
 
     def attention(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Return the context in which the model's attention processes packed rows separately."""
@@ -60,9 +70,20 @@ class RowLosses:
         """
         inputs = dict(inputs)
         labels = take_labels(inputs)
+        if self._head is not None:
+            return self._by_head(self._head, model, inputs, labels)
         if self._packed:
             return packed_sequence_loss(model(**inputs).logits, labels, inputs[BOUNDARIES])
         if "decoder_input_ids" not in inputs and _is_decoded(model):
             shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)  # M2M100 shifts labels by itself
             inputs.update({"labels": labels} if shift is None else {"decoder_input_ids": shift(labels)})
         return self._row_loss(model(**inputs), labels)
+
+    def _by_head(self, head: HeadLosses, model: Any, inputs: Mapping[str, Any], labels: Tensor) -> Tensor:
+        target = next_packed_tokens(labels, inputs[BOUNDARIES]) if self._packed else next_tokens(labels)
+        outputs, loss_BT = head(model, inputs, target)
+        if self._packed:
+            if loss_BT is None:
+                return packed_sequence_loss(outputs.logits, labels, inputs[BOUNDARIES])
+            return packed_row_means(loss_BT, target, inputs[BOUNDARIES])
+        return self._row_loss(outputs, labels) if loss_BT is None else row_means(loss_BT, target)

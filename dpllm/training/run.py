@@ -29,7 +29,7 @@ from dpllm.config import ConfigError
 from dpllm.engines import model_inside
 from dpllm.engines.processes import Processes, found_by
 from dpllm.engines.replicas import check_before_saving
-from dpllm.ghost import GhostError, NormMethod
+from dpllm.ghost import GhostError, NormMethod, UnitClipper
 from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.regenerated import stream_of
 from dpllm.mechanism.sampling import seeded_rng
@@ -241,6 +241,7 @@ class PrivateRun:
         gradients: str = "ghost",
         loss_of: LossOf | None = None,
         lr_scheduler: Any = None,
+        compile: Mapping[str, Any] | None = None,
     ) -> None:
         """Hook a model that was prepared for its engine.
 
@@ -263,6 +264,8 @@ class PrivateRun:
                 no rule. None: "auto" looks at the modules only.
             lr_scheduler: the scheduler of the optimizer, which steps once after each update. The rates of all updates
                 are computed from a copy, and an update with a different rate is refused. None: rates are recorded only.
+            compile: arguments of `dpllm.GhostClipper.compile`, which compiles the model's blocks after the checks of
+                the first step. None: nothing is compiled.
 
         Raises:
             EngineError: the guarantee would not hold under the engine or one of its options.
@@ -307,6 +310,7 @@ class PrivateRun:
                 loss_of=loss_of,
                 averaging=averaging,
                 lr_scheduler=lr_scheduler,
+                compile=compile,
             )
             self.weights = self._attached.weights
             self._attached.reach_checked = self.ledger in _SIFTED
@@ -437,6 +441,7 @@ class PrivateRun:
         if isinstance(self.max_tokens, str):
             self.max_tokens = attached.find_max_tokens(loss_of, self.rows, self.plan, self.processes)
         attached.check_rows(loss_of, self.max_tokens, self.ledger, self.steps_planned)
+        attached.compile_blocks()
         attached.note_trained(self.ledger.num_steps)
         progress(0.0)
         self._entropy.streams.separate()
@@ -603,6 +608,11 @@ class PrivateRun:
     def is_main(self) -> bool:
         """Return whether this process writes the files."""
         return self.processes.is_main
+
+    @property
+    def clipper(self) -> UnitClipper | None:
+        """The clipper of the attached model; None while no model is attached."""
+        return None if self._attached is None else self._attached.clipper
 
     @property
     def engine_name(self) -> str:

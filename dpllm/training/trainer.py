@@ -28,6 +28,7 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
 from dpllm.config import ConfigError, PrivacyConfig, refuse_drawn_pieces
+from dpllm.config.model_values import HEADS
 from dpllm.config.output_folder import REPORTS, check_output_folder
 from dpllm.config.values import choice
 from dpllm.data.lengths import refuse_other_classes
@@ -37,7 +38,7 @@ from dpllm.data.units import UnitIndex
 from dpllm.engines import whole_state
 from dpllm.engines.processes import Processes
 from dpllm.engines.weights import require_finite
-from dpllm.ghost import NormMethod
+from dpllm.ghost import GhostClipper, NormMethod
 from dpllm.mechanism.averages import LAST_FOLDER
 from dpllm.mechanism.limits import NOISE_MEMORIES
 from dpllm.models.ended import note_changes
@@ -66,10 +67,11 @@ from dpllm.report.model_card import keep_own_card
 from dpllm.report.statement import ReleaseNotes, privacy_report
 from dpllm.training.advice import advice
 from dpllm.training.argument_table import ARGUMENTS, Argument
-from dpllm.training.arguments import refuse_changed
+from dpllm.training.arguments import compile_options, refuse_changed
 from dpllm.training.averaging import checked_average
 from dpllm.training.corrected_adamw import optimizer_for
 from dpllm.training.fetching import refuse_ignored
+from dpllm.training.head_losses import HeadLosses
 from dpllm.training.noted import PrivateSources, own_parts, tokens_of_others
 from dpllm.training.outlets import StartingModel
 from dpllm.training.preflight import refuse_unusable_model
@@ -311,6 +313,8 @@ class DPTrainer(RowsTrainer):
         pack_rows: concatenate the rows of a microbatch without padding, for causal language models. The attention
             processes each row separately (`dpllm.models.packing`) during `train`; evaluation pads as before.
         norm_method: method of computing norms (`dpllm.ghost.NormMethod`); the default is the cheapest for each layer.
+        head: how a causal language model's losses are computed (`dpllm.training.head_losses.HeadLosses`): "auto",
+            "whole" (from all logits) or "chunks". It changes them only by rounding.
         eval_is_public: declares that ``eval_dataset`` is public: schedules may follow it, and it is not a disclosure.
         start_is_independent: as for `dpllm.PrivateRun.attach`.
         noise_memory: "stored", "regenerated" or "auto", as for `dpllm.PrivateRun`.
@@ -354,6 +358,7 @@ class DPTrainer(RowsTrainer):
         max_tokens_per_microbatch: int | str | None = None,
         pack_rows: bool = False,
         norm_method: NormMethod | None = None,
+        head: str = "auto",
         eval_is_public: bool = False,
         start_is_independent: bool = False,
         noise_memory: str = "auto",
@@ -379,6 +384,8 @@ class DPTrainer(RowsTrainer):
         refuse_steering(args, callbacks or [], optimizers[1], eval_is_public)
         kept, own = checked_average(average), optimizers[0] is not None
         choice("noise_memory", noise_memory, NOISE_MEMORIES)
+        choice("head", head, HEADS)
+        self._head = head
         if isinstance(max_tokens_per_microbatch, int) and max_tokens_per_microbatch < 1:
             raise ConfigError(f"max_tokens_per_microbatch must be at least 1, got {max_tokens_per_microbatch}")
         arguments = agreed_arguments(args, own, self.argument_table, kept, norm_method)
@@ -427,11 +434,13 @@ class DPTrainer(RowsTrainer):
             start_is_independent=start_is_independent,
             noise_memory=noise_memory,
             average=kept,
+            compile=compile_options(args),
         )
         if compute_loss_func is None and hasattr(model, "config"):
             refuse_other_classes(rows, task_of(model), getattr(model.config, "num_labels", 2))
         self._refuse_private_evaluation(held_out)
         self._start = StartingModel.of(model)
+        self._head_losses: HeadLosses | None = None
         self._losses = self._row_losses(model, compute_loss_func, pack_rows)
         self._run: TrainerRun | None = None  # of the present or the last train()
         self._checkpoints = StagedCheckpoints(self.processes)
@@ -455,7 +464,13 @@ class DPTrainer(RowsTrainer):
 
     def _row_losses(self, model: nn.Module, compute_loss_func: RowLoss | None, pack_rows: bool) -> RowLosses:
         """Return the object that computes one loss per row; a trainer with other inputs may return its own."""
-        return RowLosses(compute_loss_func or default_row_loss(model), pack_rows)
+        if compute_loss_func is not None or task_of(model) != "causal_lm":
+            if self._head == "chunks":
+                raise ConfigError('head="chunks" is for the default loss of a causal language model. Leave it out')
+            return RowLosses(compute_loss_func or default_row_loss(model), pack_rows)
+        has_prompt = bool(getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False))
+        self._head_losses = HeadLosses(self._head, has_prompt)
+        return RowLosses(default_row_loss(model), pack_rows, self._head_losses)
 
     # -------------------------------------------------- the parts of the run, to read
 
@@ -614,6 +629,8 @@ class DPTrainer(RowsTrainer):
             return result
         finally:
             run.detach()
+            if self._head_losses is not None:
+                self._head_losses.clipper = None
             if reason in ("failed", "interrupted"):  # what is saved of it are its checkpoints
                 run.end(folder, reason, self.notes)
             else:
@@ -658,6 +675,9 @@ class DPTrainer(RowsTrainer):
         self._run_of_now().attach(
             self.model_wrapped, self.optimizer, self.is_deepspeed_enabled, loss_of, self.lr_scheduler
         )
+        clipper = self._run_of_now().private.clipper
+        if self._head_losses is not None and isinstance(clipper, GhostClipper):
+            self._head_losses.clipper = clipper
 
     @property
     def _steps_began(self) -> float | None:

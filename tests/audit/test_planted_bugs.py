@@ -120,7 +120,7 @@ BUGS = [
     Bug(
         "norms without the tied cross term",
         "tied_head",
-        (("dpllm/ghost/contributions.py", "sq_norm_U = sq_norm_U + 2 * _cross(x, y, rows, sq_norm_U)", "pass"),),
+        (("dpllm/ghost/norms.py", "sq_norm_U = sq_norm_U + 2 * _cross(x, y, rows)", "pass"),),
     ),
     Bug(
         "loss averaged over the batch",
@@ -162,7 +162,7 @@ BUGS = [
                 "weight_B = torch.ones_like(loss_B)",
             ),
             (
-                "dpllm/ghost/passes.py",
+                "dpllm/ghost/receivers.py",
                 "torch.where(unit_B >= 0, factor_U[unit_B.clamp_min(0)] if factor_U.numel() else 0, 0)",
                 "torch.where(unit_B >= 0, factor_U[unit_B.clamp_min(0)] if factor_U.numel() else 1.0, 1.0)",
             ),

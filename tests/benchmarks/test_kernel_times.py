@@ -7,12 +7,12 @@ import json
 import pytest
 import torch
 
-from dpllm.ghost import kernels, triton_kernels
+from dpllm.ghost import kernels, triton_launch
 from tests.benchmarks.material import program
 
 benchmark = program("kernel_times")
 
-needs_triton = pytest.mark.skipif(not triton_kernels.available(), reason="Triton is not installed, or not interpreted")
+needs_triton = pytest.mark.skipif(not triton_launch.available(), reason="Triton is not installed, or not interpreted")
 CPU = torch.device("cpu")
 
 
@@ -54,7 +54,6 @@ def test_operations_and_bytes_are_counted_from_the_shapes():
     assert gram.flops == 2 * pairs * 2 * (4 + 3 + 7)
     assert gram.bytes == 2 * 2 * 5 * (4 + 3 + 7) + 2 * 2 * 4
     assert benchmark.instance_case((2, 5, 4, 3), torch.float32, CPU).flops == 2 * 2 * 5 * 4 * 3
-    assert benchmark.norm_layer_case((2, 5, 4), torch.float32, CPU).bytes == 2 * (2 * 5 * 4 * 4) + 2 * 4 * 4
     assert benchmark.lookup_case((2, 5, 4, 9), torch.float32, CPU).flops == 2 * 5 * 4
 
 

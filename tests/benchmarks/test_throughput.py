@@ -211,7 +211,6 @@ def test_an_error_in_our_step_keeps_the_others_figures(monkeypatch, tmp_path, at
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("compiled", ["--layers=0"], "--layers is 0; at least 1 is needed"),
         ("kernel_times", ["--rounds=0"], "--rounds is 0; at least 1 is needed"),
         ("kernel_times", ["--bandwidth=0"], "--bandwidth is 0.0; it has to be positive"),
         ("kernel_times", ["--only=nothing"], "invalid choice"),

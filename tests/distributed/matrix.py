@@ -143,6 +143,7 @@ def movement(
     thresholds: list[float] | None = None,
     gradients: str = "ghost",
     calls: int = 1,
+    compiled: list[Any] | None = None,
 ) -> list[Tensor]:
     """Return each step's release: the movement of all parameters under SGD, over lr/b, (P,) in float64.
 
@@ -161,6 +162,7 @@ def movement(
         thresholds: takes the clipper's threshold after each step.
         gradients: as in recipes.
         calls: of the model for each loss.
+        compiled: takes what of the blocks was compiled; None: nothing is.
     """
     batch = make_batch(case.spec, num_rows=NUM_ROWS)
     dtype = "bfloat16" if case.dtype == "bfloat16" else "float32"
@@ -171,6 +173,8 @@ def movement(
     if sabotage is not None:
         sabotage(runner, prepared)
     clipper = clipper_for(gradients, inner, plan.mechanism.clipping)
+    if compiled is not None:
+        clipper.compile("aot_eager")
     rank, size = runner.processes.rank, runner.processes.size
     owners = owners or list(range(NUM_ROWS))
     every = list(range(max(owners) + 1)) if units is None else units
@@ -186,6 +190,8 @@ def movement(
         update(prepared, optimizer)
         after = whole_parameters(prepared, inner)
         released.append((flat(before) - flat(after)) / lr * plan.expected_batch_size)
+    if compiled is not None:
+        compiled.append(clipper.compiled)
     clipper.remove()
     dispose(prepared)
     return released
@@ -229,6 +235,20 @@ def errors(jobs: list[Job], clip_norm: float = 0.5, bucket_bytes: int | None = N
         ways: Any = {"owners": job.owners, "gradients": job.gradients, "calls": job.calls}
         (released,) = movement(job.engine, model, job.case, plan, job.max_rows, **ways)
         found.append(tuple(float((released - value).norm() / value.norm()) for value in values))
+    return found
+
+
+def compiled_errors(jobs: list[Job], clip_norm: float = 0.5) -> list[tuple[float, float, Any]]:
+    """As `errors`, for two steps with compiled blocks: the errors of the first, and what was compiled."""
+    plan = plan_of(clip_norm, noise_multiplier=0.0)
+    expected, found = [reference(job, clip_norm) for job in jobs], []
+    for job, values in zip(jobs, expected, strict=True):
+        torch._dynamo.reset()
+        blocks: list[Any] = []
+        first, _ = movement(
+            job.engine, build_model(job.case), job.case, plan, job.max_rows, owners=job.owners, steps=2, compiled=blocks
+        )
+        found.append((*(float((first - value).norm() / value.norm()) for value in values), blocks[0]))
     return found
 
 

@@ -7,11 +7,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from dpllm import PrivateRun, packed_sequence_loss
+from dpllm import PrivateRun
 from dpllm.data.rows import PackedCollator
 from dpllm.data.units import UnitIndex
 from dpllm.engines import model_inside
 from dpllm.models.packing import attention_by_row
+from dpllm.models.tasks import default_row_loss
+from dpllm.training.head_losses import HeadLosses
+from dpllm.training.row_losses import RowLosses
 from tests.distributed.matrix import NUM_ROWS, flat, plan_of
 from tests.distributed.setups import dispose, prepare, update, whole_parameters
 from tests.memory_ledger import MemoryLedger
@@ -47,11 +50,15 @@ def movement(engine: str, model: Any, case: Case, owners: list[int], batch: Any,
     units = UnitIndex.from_ids(owners)
     data = rows_by_number(rows, PackedCollator(), lengths, units=units, max_rows=None, max_tokens=22, packed=True)
 
-    def loss(module: Any, inputs: Any) -> torch.Tensor:
-        inputs = dict(inputs)
-        labels = inputs.pop("labels")
-        return packed_sequence_loss(module(**inputs).logits, labels, inputs["cu_seq_lens_q"])
+    chunks = set()
 
+    class Watched(HeadLosses):
+        def __call__(self, *args: Any) -> Any:
+            outputs, losses = super().__call__(*args)
+            chunks.add(losses is not None)
+            return outputs, losses
+
+    loss = RowLosses(default_row_loss(model), packed=True, head=Watched())
     with attention_by_row(model):
         prepared, optimizer = prepare(engine, model, lr=1e3)
         inner = model_inside(prepared)
@@ -64,5 +71,6 @@ def movement(engine: str, model: Any, case: Case, owners: list[int], batch: Any,
         update(prepared, optimizer)
         after = whole_parameters(prepared, inner)
         run.detach()
+        assert chunks == {case.mode != "full" and engine != "zero3"}, chunks  # DeepSpeed's hooks are on every module
         dispose(prepared)
     return (flat(before) - flat(after)) / 1e3 * plan.expected_batch_size

@@ -115,6 +115,22 @@ def test_every_engine_moves_the_parameters_by_at_most_lr_clip_norm_batch(tmp_pat
     check_reach(jobs, run(tmp_path, "tests.distributed.matrix:reach", jobs=jobs))
 
 
+@pytest.mark.deep
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_compiled_blocks(tmp_path):
+    """The same sums on engines that shard; ZeRO-3 gathers the parameters of modules, whose blocks stay eager."""
+    jobs = [
+        Job(engine, Case("llama", mode=mode, tied=mode == "full", dtype="float32", checkpointing=checkpointing))
+        for engine in ("ddp", "fsdp2", "zero1", "zero2", "zero3")
+        for mode in MODES
+        for checkpointing in ("none", "non-reentrant", "reentrant")
+    ]
+    results = run(tmp_path, "tests.distributed.matrix:compiled_errors", jobs=jobs)
+    for job, (to_float64, to_same_precision, blocks) in zip(jobs, results[0], strict=True):
+        assert to_float64 < 2e-5 and to_same_precision < 1e-6, job
+        assert bool(blocks.eager) == (job.engine == "zero3") != bool(blocks.blocks), (job, str(blocks))
+
+
 # family, mode, activation checkpointing, rows of a microbatch, rows of a unit
 MIXTURES: dict[str, tuple[tuple[str, str, str, int, int], ...]] = {
     **dict.fromkeys(

@@ -108,18 +108,6 @@ def test_a_sum_that_was_added_in_part_is_not_added_again(error):
     assert number > 50 and refused > 3
 
 
-def test_a_second_clipper_on_a_model_is_named():
-    """As when the cell of a notebook that makes it runs again."""
-    model, x = Net(), torch.randn(3, 4)
-    first = GhostClipper(model, 1.0)
-    second = GhostClipper(model, 1.0)
-    with pytest.raises(GhostError, match="call remove"):
-        second.backward(model(x).square()[:, 0])
-    first.remove()
-    second.backward(model(x).square()[:, 0])
-    assert all(p.grad is not None for p in model.parameters())
-
-
 def test_models_that_share_a_parameter_are_clipped_apart():
     """The clipper of one does not take the gradients of the other."""
     one, other, x = Net(), Net(), torch.randn(3, 4)

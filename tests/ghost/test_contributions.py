@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from dpllm import GhostClipper
-from dpllm.ghost.contributions import Instance, Lookup, Outer, RowGradients, Rows, held, merge, squared_norms
+from dpllm.ghost.contributions import Instance, Lookup, Outer, RowGradients, Rows, held, merge
 from dpllm.ghost.norm_method import NormMethod
+from dpllm.ghost.norms import squared_norms
 from dpllm.ghost.sums import Sum, Weights
 from tests.mutations import kills
 
@@ -67,17 +68,17 @@ def units_of(gradient_B, unit_of_row, num_units):
 )
 @kills(
     "the cross term of a tied head is deleted",
-    "dpllm/ghost/contributions.py",
-    "sq_norm_U = sq_norm_U + 2 * _cross(x, y, rows, sq_norm_U)",
+    "dpllm/ghost/norms.py",
+    "sq_norm_U = sq_norm_U + 2 * _cross(x, y, rows)",
     "pass",
 )
 @kills(
-    "the cross term between a unit's rows is deleted",
-    "dpllm/ghost/contributions.py",
-    "    both = norm_method.outer_norms(units.fold(uses[0].input), [units.fold(one.grad) for one in uses])\n",
+    "the rows of a unit behind its first one are deleted from its norm",
+    "dpllm/ghost/norms.py",
+    "    return group.fold(uses[0].input), [group.fold(use.grad) for use in uses]\n",
     (
-        "    both = norm_method.outer_norms(uses[0].input, [one.grad for one in uses])\n"
-        "    both = tuple(x_B[units.rows_GN].sum(1) for x_B in both)\n"
+        "    x, grads = uses[0].input, [use.grad for use in uses]\n"
+        "    return x[group.rows_GN[:, 0]], [grad[group.rows_GN[:, 0]] for grad in grads]\n"
     ),
 )
 @pytest.mark.parametrize("norm_method", METHODS.values(), ids=METHODS.keys())
@@ -89,7 +90,7 @@ def test_norms_and_sums_equal_those_of_the_instances(uses, unit_of_row, norm_met
     unit_B = torch.tensor(unit_of_row)
     num_units = int(unit_B.max()) + 1
     rows = Rows.of(unit_B, num_units)
-    contributions = merge([held(use, rows, norm_method) for use in made], rows)
+    contributions = merge([held(use, rows, norm_method) for use in made], rows, norm_method)
     gradient_B = sum(gradient_of_rows(use) for use in made)
     gradient_U = units_of(gradient_B, unit_of_row, num_units)
     sq_norm_U, slack_U = squared_norms(contributions, rows, norm_method)
@@ -132,7 +133,7 @@ def test_merge_turns_a_mixture_into_one_instance():
     """Instances and factors of one parameter are merged before they enter a norm."""
     rows = Rows.of(torch.arange(B), B)
     uses = [outer(), instance()]
-    (merged,) = merge([held(use, rows, NormMethod(algorithm="gram")) for use in uses], rows)
+    (merged,) = merge([held(use, rows, NormMethod(algorithm="gram")) for use in uses], rows, NormMethod("gram"))
     assert isinstance(merged, Instance)
     torch.testing.assert_close(merged.value_U, sum(gradient_of_rows(use) for use in uses))
 
@@ -149,19 +150,6 @@ def test_the_cheaper_form_is_held():
     table = Lookup(torch.zeros(2, 64, dtype=torch.int64), torch.zeros(2, 64, 3), 65)
     assert isinstance(held(table, rows, NormMethod()), Lookup)
     assert isinstance(held(table, Rows.of(torch.zeros(2, dtype=torch.int64), 1), NormMethod()), Instance)
-
-
-def test_large_instances_of_a_unit_are_formed_a_few_rows_at_a_time(monkeypatch):
-    """The gradients of all rows of a unit never exist at the same time, and the result is the same."""
-    unit_B = torch.tensor([0, 1, 0, -1, 1, 0])
-    rows, use = Rows.of(unit_B, 2), outer()
-    whole = use.instance(rows)
-    formed = []
-    monkeypatch.setattr("dpllm.ghost.contributions._MAX_ENTRIES", 2 * V * R)
-    sums = rows.sum_formed(lambda here: formed.append(gradient_of_rows(use)[here]) or formed[-1], V * R)
-    assert [len(part) for part in formed] == [2, 2, 2]
-    torch.testing.assert_close(sums, units_of(gradient_of_rows(use), unit_B.tolist(), 2))
-    torch.testing.assert_close(use.instance(rows), whole)
 
 
 def test_rows_are_viewed_where_they_lie_as_their_units_do():

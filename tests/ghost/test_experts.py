@@ -247,6 +247,7 @@ def test_the_model_is_computed_as_before_once_the_clipper_is_removed():
     assert model.config._experts_implementation == "eager"
     before = model(batch()["input_ids"]).logits
     clipper = GhostClipper(model, 1.0)
+    clipper.backward(losses(model, batch()))
     assert model.config._experts_implementation == NAME
     assert NAME not in str(model.config.to_dict())
     with torch.no_grad():
@@ -254,6 +255,7 @@ def test_the_model_is_computed_as_before_once_the_clipper_is_removed():
     clipper.remove()
     assert model.config._experts_implementation == "eager"
     frozen = GhostClipper(only(model, "q_proj"), 1.0)
+    frozen.backward(losses(model, batch()))
     assert model.config._experts_implementation == "eager"
     frozen.remove()
 
@@ -277,9 +279,9 @@ def refused(model, match):
 
 @kills(
     "frozen experts that ZeRO-3 partitioned call as many modules as experts have tokens",
-    "dpllm/ghost/hooks.py",
-    "self._handles += attach_partitioned(model, host)",
-    "pass",
+    "dpllm/ghost/attach.py",
+    "        self.experts += attach_partitioned(self._model, self._host)\n",
+    "",
 )
 def test_frozen_experts_that_are_partitioned_call_the_same_modules_for_any_tokens():
     """The eager function calls a module for each expert with tokens; DeepSpeed compares the calls of processes."""
@@ -292,6 +294,7 @@ def test_frozen_experts_that_are_partitioned_call_the_same_modules_for_any_token
     for stack in stacks:
         stack.act_fn.register_forward_hook(lambda *_: calls.append(1))
     clipper = GhostClipper(model, 1.0)
+    losses(model, batch())
     for ids in (torch.full((2, 3), 5), torch.arange(3, 43).view(2, 20)):
         calls.clear()
         with torch.no_grad():
@@ -305,7 +308,9 @@ def test_a_parameter_of_experts_that_is_no_stack_is_refused():
     """Nothing is silently not trained."""
     model = mixtral()
     model.model.layers[0].mlp.experts.scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
-    refused(model, r"trainable parameter scale, which is not a matrix or a bias of its experts")
+    clipper = GhostClipper(model, 1.0)
+    with pytest.raises(GhostError, match=r"experts\.scale"):
+        clipper.backward(losses(model, batch()))
 
 
 def test_experts_spread_over_processes_are_refused():
@@ -330,9 +335,10 @@ def test_adapters_that_are_switched_off_are_refused():
     clipper.remove()
 
 
-def test_lora_on_a_parameter_elsewhere_is_refused():
-    """The router's weight is no stack of experts, and PEFT's wrapper does not call it as a layer."""
-    refused(lora_on_experts(mixtral(), target_parameters=["gate.weight"]), "target_parameters.*Adapt a linear layer")
+def test_lora_on_the_weight_of_a_router_is_the_loop():
+    """It is no stack of experts, and PEFT's wrapper does not call it as a layer."""
+    model = perturbed(lora_on_experts(mixtral(), target_parameters=["gate.weight"]))
+    assert_is_the_loop(model, losses, batch(), unit_index=UNITS)
 
 
 @pytest.mark.parametrize("at_the_start", [False, True])
@@ -361,6 +367,7 @@ def test_choices_that_do_not_fit_the_experts_are_refused():
     """An index beyond the experts would be left out silently."""
     model = mixtral()
     clipper = GhostClipper(model, 1.0)
+    losses(model, batch())
     experts = model.model.layers[0].mlp.experts
     x, weights = torch.randn(3, 32, dtype=torch.float64), torch.ones(3, 2, dtype=torch.float64)
     with torch.no_grad():

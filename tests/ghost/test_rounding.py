@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from dpllm import GhostClipper
-from dpllm.ghost import GhostError, NormMethod, kernels, rounding, triton_kernels
+from dpllm.ghost import GhostError, NormMethod, kernels, rounding, triton_launch
 from dpllm.ghost.contributions import Outer, Rows
+from dpllm.ghost.norms import NormTally
 from dpllm.ghost.rounding import _SHAPES, shortfalls, slack_factor
-from dpllm.ghost.tally import NormTally
 
 # On a GPU the kernels take no tensor of the CPU; training and benchmarks/gpu.sh measure their rounding there.
-FUSED = [False, pytest.param(True, marks=pytest.mark.skipif(not triton_kernels.INTERPRETED, reason="no interpreter"))]
+FUSED = [False, pytest.param(True, marks=pytest.mark.skipif(not triton_launch.INTERPRETED, reason="no interpreter"))]
 
 
 @pytest.mark.parametrize("fused", FUSED)
@@ -18,11 +18,11 @@ FUSED = [False, pytest.param(True, marks=pytest.mark.skipif(not triton_kernels.I
 @pytest.mark.parametrize("size", [*_SHAPES, (1, 256), (17, 200)])
 def test_norms_of_one_signed_terms_are_within_the_slack(size, dtype, fused):
     """Every algorithm, at the length at which cut-off bits add up."""
-    if fused and triton_kernels.INTERPRETED:
+    if fused and triton_launch.INTERPRETED:
         size = (min(size[0], 64), min(size[1], 300))
     excess = shortfalls(NormMethod(fused=fused), torch.device("cpu"), dtype, *size)
-    names = {"gram norms", "tiled norms", "lookup norms", "clipped sums", "finished sums", "gradients of scales"}
-    assert excess.keys() == names and max(excess.values()) <= 1
+    assert excess.keys() == {"gram norms", "tiled norms", "lookup norms", "clipped sums", "finished sums"}
+    assert max(excess.values()) <= 1
 
 
 def test_a_machine_that_rounds_as_allowed_needs_no_more_slack():

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from dpllm.ghost import NormMethod
-from dpllm.ghost.contributions import Outer, RowGradients, Rows, join, merge, squared_norms
+from dpllm.ghost.contributions import Outer, RowGradients, Rows, join, merge
+from dpllm.ghost.norms import squared_norms
 from dpllm.ghost.routed import Routed
 from dpllm.ghost.sums import Sum, Weights
 from tests.mutations import kills
@@ -90,7 +91,7 @@ def test_two_uses_are_one_with_the_slots_of_both(layout):
     """Cross terms of experts that two layers share, or two calls of the model, are part of the norm."""
     one, two, rows = use_of(layout), use_of(layout, tokens=3, seed=1), Rows.of(UNIT_B, 3)
     expected_U = unit_gradients(one) + unit_gradients(two)
-    (merged,) = merge([one, two], rows)
+    (merged,) = merge([one, two], rows, NormMethod("gram"))
     sq_norm_U, _ = squared_norms([merged], rows, NormMethod("gram"))
     torch.testing.assert_close(sq_norm_U, expected_U.square().flatten(1).sum(1))
     torch.testing.assert_close(merged.instance(rows), expected_U)
@@ -102,7 +103,7 @@ def test_a_use_beside_one_of_another_kind_becomes_an_instance():
     other = RowGradients(torch.randn(5, EXPERTS * LEFT, RIGHT, dtype=torch.float64))
     left, right = (torch.randn(5, 2, width, dtype=torch.float64) for width in (EXPERTS * LEFT, RIGHT))
     outer = Outer(left, right, "right")
-    (merged,) = merge([use, outer], rows)
+    (merged,) = merge([use, outer], rows, NormMethod("gram"))
     torch.testing.assert_close(merged.instance(rows), use.instance(rows) + outer.instance(rows))
     assert other.instance(rows).shape == merged.instance(rows).shape
 
@@ -114,7 +115,7 @@ def test_a_unit_in_several_passes_is_one_segment_in_each_expert(algorithm):
     method, whole = NormMethod(algorithm), Rows.one_unit(torch.device("cpu"))
     joined = join(join([], [one], method), [two], method)
     expected = row_gradients(one).sum(0) + row_gradients(two).sum(0)
-    sq_norm_U, _ = squared_norms(merge(joined, whole), whole, method)
+    sq_norm_U, _ = squared_norms(merge(joined, whole, method), whole, method)
     torch.testing.assert_close(sq_norm_U, expected.square().sum()[None])
 
 

@@ -1,4 +1,4 @@
-"""Soft prompts, which are computed once for all rows: each row has a separate gradient."""
+"""Soft prompts, which PEFT computes once for all rows: each row has a separate gradient."""
 
 import pytest
 import torch
@@ -86,6 +86,32 @@ def test_a_microbatch_of_one_row(name):
     torch.testing.assert_close(*totals, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.filterwarnings("ignore:dropout option adds dropout")
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("name", ["prompt tuning", "p-tuning, MLP", "p-tuning, LSTM", "several tasks"])
+def test_prompts_under_activation_checkpointing(name, use_reentrant):
+    """The prompt is outside the layers that are computed again."""
+    model = causal(name)
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    assert_is_the_loop(model, losses, batch_of())
+
+
+@pytest.mark.parametrize("name", ["prompt tuning", "p-tuning, MLP", "several tasks"])
+def test_layers_get_all_rows_at_once(name):
+    """The layers of the model don't run row by row because of a prompt."""
+    model, batch = causal(name), batch_of()
+    clipper = GhostClipper(model, 1.0)
+    clipper.backward(losses(model, batch))
+    seen = []
+    handle = model.get_base_model().model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(len(kwargs["inputs_embeds"])), with_kwargs=True
+    )
+    clipper.backward(losses(model, batch))
+    handle.remove()
+    clipper.remove()
+    assert seen == [4]
+
+
 def test_two_calls_per_loss():
     """The prompt is computed twice."""
 
@@ -152,25 +178,23 @@ def test_wherever_a_prompt_meets_the_rows(meet, passes):
     )
 
 
-def test_a_prompt_that_hides_the_rows_is_refused():
-    """The error names the shape that it was changed to."""
-    model = Prompted(lambda prompt, x: x + prompt.repeat(3, 1, 1)[:1])
-    GhostClipper(model, 1.0)
-    with pytest.raises(GhostError, match=r"default: a prompt .* changed to the shape \(3, 2, 4\), in which its 4 rows"):
-        model(torch.randn(4, 2, 4))
+def test_a_prompt_that_hides_the_rows():
+    """It has more rows than the batch before they are cut off: exact all the same."""
+    model = nn.Sequential(nn.Linear(4, 4), Prompted(lambda prompt, x: x + prompt.repeat(3, 1, 1)[:1]))
+    x = torch.randn(4, 2, 4, dtype=torch.float64)
+    assert_is_the_loop(perturbed(model), lambda model, batch: model(batch["x"]), {"x": x})
 
 
-def test_a_prompt_of_sharded_parameters_is_refused():
-    """Its encoder is run again after its weights were freed."""
-    model = Prompted(lambda prompt, x: x + prompt)
-    model.last.weight.ds_id = 0  # how DeepSpeed marks a partitioned parameter
-    GhostClipper(model, 1.0)
-    with pytest.raises(GhostError, match="computes one prompt"):
-        model(torch.randn(4, 2, 4))
+def test_a_prompt_that_mixes_the_rows_is_refused():
+    """Through its mean with the rows."""
+    model = Prompted(lambda prompt, x: x + (prompt + x).mean(0, keepdim=True))
+    clipper = GhostClipper(model.double(), 1.0)
+    with pytest.raises(GhostError, match="rows depend on each other"):
+        clipper.backward(model(torch.randn(4, 2, 4, dtype=torch.float64)))
 
 
-def test_a_prompt_that_is_no_tensor_is_refused():
-    """An encoder that returns several tensors."""
+def test_an_encoder_that_returns_several_tensors():
+    """The module around it decides which of them it uses."""
 
     class Two(nn.Linear):
         def forward(self, x):
@@ -178,9 +202,8 @@ def test_a_prompt_that_is_no_tensor_is_refused():
 
     model = Prompted(lambda prompt, x: x + prompt[0])
     model.prompt_encoder["default"] = Two(3, 4)
-    GhostClipper(model, 1.0)
-    with pytest.raises(GhostError, match="tuple"):
-        model(torch.randn(4, 2, 4))
+    x = torch.randn(4, 2, 4, dtype=torch.float64)
+    assert_is_the_loop(perturbed(model), lambda model, batch: model(batch["x"]), {"x": x})
 
 
 def test_a_hook_on_a_gradient_is_refused():

@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
 
 from dpllm import GhostClipper
 from dpllm.engines import SingleProcess
-from dpllm.ghost import NormMethod, triton_kernels
+from dpllm.ghost import NormMethod, triton_launch
 from dpllm.ghost.sums import Sum
 from dpllm.mechanism.generators import NoiseSource
 from tests.mutations import kills
@@ -92,7 +92,7 @@ def test_a_gradient_of_the_dtype_of_the_sum_takes_its_memory(begun):
     "finish, self._finish = self._finish, None",
     "finish = self._finish",
 )
-@pytest.mark.skipif(not triton_kernels.INTERPRETED, reason="the kernels need Triton's interpreter")
+@pytest.mark.skipif(not triton_launch.INTERPRETED, reason="the kernels need Triton's interpreter")
 @pytest.mark.parametrize("uses", [1, 2])
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_the_kernel_makes_the_gradient_that_separate_passes_make(microbatches, uses):

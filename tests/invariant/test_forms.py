@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dpllm import GhostClipper
-from dpllm.ghost import NormMethod, triton_kernels
+from dpllm.ghost import NormMethod, triton_launch
 from tests.reference.oracle import LOSSES, clipped_sum, relative_error, row_gradients, trainable, unit_gradients
 from tests.reference.zoo import Case, build_model, float64_copy, forward_context, make_batch
 
@@ -23,7 +23,7 @@ CASES = [
     Case("t5", tied=True),
 ]
 FUSED = pytest.param(
-    True, id="kernels", marks=pytest.mark.skipif(not triton_kernels.available(), reason="Triton is not installed")
+    True, id="kernels", marks=pytest.mark.skipif(not triton_launch.available(), reason="Triton is not installed")
 )
 KERNELS = pytest.mark.parametrize("fused", [pytest.param(False, id="pytorch"), FUSED])
 NORMS = pytest.mark.parametrize("norm", ["auto", "gram", "instance", "tiled"])

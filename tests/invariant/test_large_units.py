@@ -48,7 +48,7 @@ def in_passes(model, case: Case, batch: Batch, sizes: list[int], clip_norm: floa
 
 @kills(
     "rows of a large unit are forgotten",
-    "dpllm/ghost/passes.py",
+    "dpllm/ghost/receivers.py",
     "join(self._contributions.get(key, []), contributions, one.norm_method)",
     "join([], contributions, one.norm_method)",
 )

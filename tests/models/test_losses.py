@@ -65,7 +65,7 @@ def test_a_row_without_targets_has_loss_zero_and_no_gradient():
 @kills(
     "a packed row's last token predicts the next row's first",
     "dpllm/models/losses.py",
-    ".index_fill(0, boundaries[1:] - 1, IGNORE)",
+    ".index_fill(1, cu_seq_lens[1:].long() - 1, IGNORE)",
     "",
 )
 def test_packed_rows_have_the_losses_of_padded_ones():

@@ -14,18 +14,21 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dpllm import GhostClipper, per_sequence_loss
+from dpllm import GhostClipper
 from dpllm.config import ConfigError, ModelConfig, load_recipe
 from dpllm.ghost.refusals import scales_of
 from dpllm.ghost.sums import Sum
 from dpllm.mechanism.workload import Workload
 from dpllm.models.load import DTYPES, prepare_model
 from dpllm.models.quantization import config_for, make_ready
-from dpllm.planning.footprint import ENGINES, Run, engines_for, footprint, footprint_of_recipe
+from dpllm.models.tasks import default_row_loss
+from dpllm.planning.footprint import ENGINES, Run, engines_for, footprint, footprint_of_recipe, in_chunks
 from dpllm.planning.footprint_text import comparison_rows, footprint_rows, format_bytes, setting_of
 from dpllm.planning.model_shape import shape_of_model
 from dpllm.privacy.plan import make_plan
 from dpllm.training.arguments import training_arguments
+from dpllm.training.head_losses import HeadLosses
+from dpllm.training.row_losses import RowLosses
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -200,14 +203,15 @@ def measured(model, run):
     sums = {p: torch.zeros(p.shape) for p in clipper.parameters.values()}
     ids = torch.randint(0, 500, (run.rows, run.tokens))
     autocast = torch.autocast("cpu", torch.bfloat16) if run.bf16 else contextlib.nullcontext()
+    head = HeadLosses(run.head)
+    head.clipper = clipper
+    row_losses = RowLosses(default_row_loss(net), False, head)
 
     def step(saved=None):
         keep = saved.append if saved is not None else lambda _: None
         with autocast, torch.autograd.graph.saved_tensors_hooks(lambda t: (keep(t.detach()), t)[1], lambda t: t):
-            logits = net(input_ids=ids, use_cache=False).logits
+            losses = row_losses(net, {"input_ids": ids, "labels": ids})
             model_saved = None if saved is None else [t for t in saved if t.untyped_storage()._cdata not in weights]
-            losses = per_sequence_loss(logits, ids)
-        del logits
         clipper.clip(losses)
         return model_saved
 
@@ -215,8 +219,9 @@ def measured(model, run):
         for parameter, total in sums.items():
             clipper.add_clipped_sum_(parameter, Sum.onto(total))
 
-    step()  # the checks of the first batch
-    form_sums()
+    for _ in range(4):  # the checks of the first batch, and those of parameters without a gradient in losses 2 and 4
+        step()
+        form_sums()
     saved = step([])
     held = clipper._book._pass.contributions.values()
     book = storages(t for uses in held for use in uses for t in vars(use).values() if isinstance(t, torch.Tensor))
@@ -237,6 +242,7 @@ def measured(model, run):
     ("config", "dtype", "bf16", "peft", "checkpointing"),
     [
         (LLAMA, "float32", False, None, False),
+        (LLAMA, "bfloat16", False, None, True),
         (LLAMA, "float32", False, LORA, True),
         (LLAMA, "float32", True, None, True),
         (LLAMA, "bfloat16", True, None, False),
@@ -396,12 +402,30 @@ def test_more_rows_cost_memory_and_save_communication(shape):
 
 def test_checkpointing_trades_activations(shape):
     """With checkpointing blocks keep only their input, and one block is recomputed; the book does not change."""
-    without, kept = (footprint(shape, run_of(checkpointing=on)) for on in (False, True))
+    without, kept = (footprint(shape, run_of(checkpointing=on, head="whole")) for on in (False, True))
     assert (
         kept.passing.activations < without.passing.activations
         and without.passing.recomputed == 0 < kept.passing.recomputed
     )
     assert kept.passing.book == without.passing.book
+
+
+def test_logits_of_a_head_in_chunks(shape):
+    """A frozen head has no tensor of all logits; a trained one has none under checkpointing, unless it is sharded."""
+    run = run_of(rows=8, tokens=2048)
+    lora = shape_of_model(llama3("8B", peft=LORA))
+    chunked, whole = (footprint(lora, dataclasses.replace(run, head=head)).passing.logits for head in ("auto", "whole"))
+    assert 10 * chunked < whole
+    big = shape_of_model(llama3("8B"))
+    kept = dataclasses.replace(run, checkpointing=True)
+    by_default, alone, never = (
+        footprint(big, one).passing for one in (run, kept, dataclasses.replace(kept, head="whole"))
+    )
+    assert by_default.logits == never.logits > 5 * alone.logits and alone.book < never.book
+    for engine in ("fsdp2", "zero3"):
+        assert not in_chunks(big, dataclasses.replace(kept, engine=engine, num_gpus=8))
+    assert in_chunks(big, dataclasses.replace(run, head="chunks"))
+    assert not in_chunks(big, dataclasses.replace(run, head="chunks", per_unit=True, rows=1))
 
 
 def test_correlated_noise_keeps_a_slice_of_each_gpu_on_every_engine(shape):

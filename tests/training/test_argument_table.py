@@ -51,6 +51,9 @@ EXAMPLES = {
     "bf16": True,
     "activation_checkpointing": True,
     "activation_checkpointing_kwargs": {"use_reentrant": False},
+    "torch_compile": True,
+    "torch_compile_backend": "aot_eager",
+    "torch_compile_mode": "default",
     "gradient_checkpointing": True,
     "gradient_checkpointing_kwargs": {"use_reentrant": False},
     "use_cache": True,
@@ -136,8 +139,6 @@ TOGETHER = {  # options without which TrainingArguments refuses the example
 OFF = {  # a value of each refused option
     "gradient_accumulation_steps": 2,
     "label_smoothing_factor": 0.1,
-    "torch_compile_backend": "eager",
-    "torch_compile_mode": "default",
     "liger_kernel_config": {"rope": True},
     "neftune_noise_alpha": 5.0,
     "train_sampling_strategy": "sequential",

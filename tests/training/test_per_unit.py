@@ -111,7 +111,7 @@ def test_a_structure_without_a_rule_is_refused_with_this_remedy_and_runs_with_it
     """One row in each call: its rows cannot depend on each other. With several, they do, and are refused."""
     with pytest.raises(NoRuleError, match=r"privacy\.gradients=per_unit"):
         model = Coupled()
-        run, optimizer = begun(tmp_path / "ghost", model, "ghost", 1)
+        run, optimizer = begun(tmp_path / "ghost", model, "ghost")
         gradients_of(run, optimizer, model, [[0, 3]])
     torch.manual_seed(3)
     model = Coupled()

@@ -25,7 +25,8 @@ and without padding. `python -m tests.zoo` writes this file; `make test` repeats
   routers, and the head of a classifier.
 - **ghost**: `privacy.gradients: ghost`, the default, all rows in one backward pass. **per_unit**: one row at a time.
 - **exact**: relative error of norms and sum below 1e-5 (1e-4 for the few classes that compute in float32 only).
-- LoRA on a router (PEFT's "all-linear" includes it for Mixtral and others) is refused by ghost and exact by per_unit.
+- LoRA on a router (PEFT's "all-linear" includes it for Mixtral and others) is exact as well; tests/zoo/test_zoo.py has
+  the classes.
 - **refused**: an error before a step is charged, with the reason below. **wrong**: neither exact nor refused.
 - BigBird and BigBird-Pegasus have `attention_type="original_full"`: their block-sparse attention is refused, because
   a batch of short rows switches it off for all later ones.

@@ -651,7 +651,8 @@ def _targets(inputs: Mapping[str, Any], count: int) -> list[int]:
 
 def _as_written(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
     """Return the context in which compiled parts of a model run without their compiled graphs."""
-    compiled = any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) for m in model.modules())
+    marks = ("_orig_mod", "_compiled_call_impl", "_tap_block")
+    compiled = any(getattr(m, mark, None) is not None for m in model.modules() for mark in marks)
     return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 
 

@@ -12,8 +12,6 @@ with fewer transfers through memory:
 * `weighted_outer_`: the clipped sum of a matrix. The factor multiplies a row's gradient after its tokens are summed, in
   float32; scaling an input of 16 bits beforehand would round it and read it once more. With noise and scale it makes
   the gradient in the same pass.
-* `norm_layer_grads`: weight and bias gradients of LayerNorm and RMSNorm per row, from one pass over input and gradient;
-  mean and deviation are computed again from what was read.
 * `lookup_norms`: embedding norms; equal tokens of a unit are adjacent after a sort, and each run is summed,
   squared and reduced without a slot per token.
 
@@ -30,20 +28,26 @@ Inputs are bfloat16, float16 or float32, of any strides and never copied; sizes 
 installed. With ``TRITON_INTERPRET=1`` set before the first import of Triton in the process, the kernels
 run on the CPU, slowly, which is how they are tested without a GPU.
 
+Triton needs a C compiler and Python's header files when it first launches a program, and tensor cores that multiply
+bfloat16. Where they are missing, the PyTorch functions compute the same.
+
 Shape suffixes: B rows, T tokens, U units, V table entries, D, L, R, P widths.
 """
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dpllm.ghost import triton_programs as programs
 from dpllm.ghost.kernels import least_square
-from dpllm.ghost.triton_tiles import tiles_of
+from dpllm.ghost.memory import is_shortage
+from dpllm.ghost.triton_programs import Tile, tile_of
 
 triton, tl = programs.triton, programs.tl
 INTERPRETED = programs.INTERPRETED
@@ -51,13 +55,11 @@ INTERPRETED = programs.INTERPRETED
 CHUNK = 1024
 """Terms that a tensor core adds up before its sum is added to a total with rounding to nearest."""
 
-WIDEST_NORM = 16384
-"""Features of a norm layer that one program can read at a time."""
+OLDEST = (8, 0)
+"""The least compute capability, of Ampere. On older GPUs programs spill kilobytes of registers."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _TRITON_DTYPES = {} if triton is None else dict(zip(DTYPES, (tl.bfloat16, tl.float16, tl.float32), strict=True))
-# Below this many programs a smaller tile is faster: about two for each of the 132 multiprocessors of an H100 or H200.
-_MANY_PROGRAMS = 256
 
 
 def available() -> bool:
@@ -67,6 +69,50 @@ def available() -> bool:
     True
     """
     return triton is not None and (INTERPRETED or torch.cuda.is_available())
+
+
+@functools.cache
+def is_usable(device: torch.device) -> bool:
+    """Return whether kernels run on a CUDA device; if not, warn once and say why.
+
+    Args:
+        device: a CUDA device, on a machine on which Triton is installed.
+    """
+    problem = _problem(device)
+    if problem is not None:
+        warnings.warn(
+            f"The Triton kernels cannot run on {device}: {problem}. dpllm uses its PyTorch functions there, which "
+            "compute the same but take more time and memory. NormMethod(fused=False) does so without this warning.",
+            stacklevel=2,
+        )
+    return problem is None
+
+
+def _problem(device: torch.device) -> str | None:
+    """Return what keeps the kernels from running, or None."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST:
+        return f"its compute capability is {'.'.join(map(str, capability))}, and they need at least 8.0 (Ampere)"
+    try:
+        found = probe(device)
+    except Exception as error:  # of a compiler, an assembler, a linker, a driver or a folder for the cache
+        if is_shortage(error):
+            raise  # says nothing about Triton
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return (
+            f"Triton could not compile a program ({type(error).__name__}: {first_line}). It needs a C compiler, the "
+            "header files of Python (python3-dev) and a folder that it can write to (TRITON_CACHE_DIR)"
+        )
+    return None if found == 3.0 else f"a program returned {found} instead of 3.0"
+
+
+def probe(device: torch.device) -> float:
+    """Compile and run the smallest program, which adds up three ones, and return its result."""
+    partial, total = torch.ones(3, device=device), torch.zeros(1, device=device)
+    bounds = torch.tensor([0, 3], device=device)
+    with torch.cuda.device_of(partial):
+        programs.segment_program[(1,)](partial, bounds, total, 1, BLOCK=1024, num_warps=4, enable_fp_fusion=True)
+    return float(total)
 
 
 def gram_norms(shared_BTD: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -136,7 +182,7 @@ def _gram_norms(groups: Sequence[tuple[Tensor, list[Tensor]]], aligned: bool) ->
     if rows == 0 or tokens == 0:
         return _zeros(first, 2, len(groups), rows)
     exact = torch.float32 in (first.dtype, first_grad.dtype)
-    tile = tiles_of(first.device).gram(tokens, exact, aligned)
+    tile = tile_of(first.device, tokens, exact, aligned)
     blocks = -(-tokens // tile.block)
     pairs = blocks * (blocks + 1) // 2
     partial = torch.empty(2, len(groups), rows, pairs, dtype=torch.float32, device=first.device)
@@ -152,10 +198,7 @@ def _gram_norms(groups: Sequence[tuple[Tensor, list[Tensor]]], aligned: bool) ->
             "BLOCK_K": tile.depth,
             "CHUNK_K": CHUNK,
             "LEAST": least_square(torch.float32),
-            "WIDEN": INTERPRETED,
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
-            "enable_fp_fusion": True,
+            **_options(tile),
         },
         partial,
     )
@@ -225,7 +268,7 @@ def instance_norms(left_BTL: Tensor, right_BTR: Tensor) -> Tensor:
         return _zeros(left_BTL, rows)
     exact = torch.float32 in (left_BTL.dtype, right_BTR.dtype)
     aligned = _is_aligned(left_BTL) and _is_aligned(right_BTR)
-    tile = tiles_of(left_BTL.device).instance(min(left, right), exact, aligned)
+    tile = tile_of(left_BTL.device, min(left, right), exact, aligned)
     tiles_r = -(-right // tile.block)
     tiles = -(-left // tile.block) * tiles_r
     partial = torch.empty(rows, tiles, dtype=torch.float32, device=left_BTL.device)
@@ -240,10 +283,7 @@ def instance_norms(left_BTL: Tensor, right_BTR: Tensor) -> Tensor:
             "BLOCK_R": tile.block,
             "BLOCK_T": tile.depth,
             "CHUNK_T": CHUNK,
-            "WIDEN": INTERPRETED,
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
-            "enable_fp_fusion": True,
+            **_options(tile),
         },
         partial,
     )
@@ -292,7 +332,7 @@ def weighted_outer_(
     exact = torch.float32 in (left_BTL.dtype, right_BTR.dtype)
     tensors = (left_BTL, right_BTR, out_LR) if start_LR is None else (left_BTL, right_BTR, out_LR, start_LR)
     aligned = all(map(_is_aligned, tensors))
-    tile = tiles_of(out_LR.device).instance(min(left, right), exact, aligned)
+    tile = tile_of(out_LR.device, min(left, right), exact, aligned)
     tiles_l, tiles_r = -(-left // tile.block), -(-right // tile.block)
     _launch(
         "weighted_outer_program",
@@ -323,94 +363,10 @@ def weighted_outer_(
             "BLOCK_T": tile.depth,
             "CHUNK": max(1, CHUNK // tile.depth),
             "GROUP": 8,
-            "WIDEN": INTERPRETED,
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
-            "enable_fp_fusion": True,
+            **_options(tile),
         },
         out_LR,
     )
-
-
-def norm_layer_grads(
-    x: Tensor,
-    grad: Tensor,
-    with_bias: bool = False,
-    kind: Literal["given", "rms", "layer"] = "given",
-    eps: float = 0.0,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the per-row gradients of the weight (and bias) of a layer y = w * n(x) + b over the last dimension.
-
-    Args:
-        x: (B, T, D), or (B, T, H, D) for a norm per attention head.
-        grad: output gradient of the same shape, with its own strides.
-        with_bias: whether to return the bias gradient as well, from the same pass.
-        kind: "given": n(x) = x. "rms": x / sqrt(mean(x^2) + eps). "layer": the same of x - mean(x). The last two are
-            over the last dimension, of at most `WIDEST_NORM` features.
-        eps: of the last two, above 0.
-
-    Returns:
-        ``(weight_BD, bias_BD)`` in float32: sum_t n_t * g_t and sum_t g_t; the second is None without ``with_bias``.
-
-    Raises:
-        ValueError: shapes that differ or have other than 3 or 4 dimensions, too many features, a dtype or device that
-            the kernels do not take.
-    """
-    _require("norm_layer_grads", x, grad)
-    if x.shape != grad.shape or x.ndim not in (3, 4):
-        raise ValueError(
-            f"norm_layer_grads: the input has shape {tuple(x.shape)}, the gradient {tuple(grad.shape)}."
-            " Give both as (B, T, D) or both as (B, T, H, D)."
-        )
-    if x.ndim == 3:
-        x, grad = x.unsqueeze(2), grad.unsqueeze(2)
-    rows, outer, inner, width = x.shape
-    if x.numel() == 0:
-        empty = _zeros(x, rows, width)
-        return empty, torch.zeros_like(empty) if with_bias else None
-    if width > WIDEST_NORM and kind != "given":
-        raise ValueError(f"norm_layer_grads: {width} features; a norm can have at most {WIDEST_NORM}.")
-    tokens = outer * inner
-    block_d = max(16, min(WIDEST_NORM, triton.next_power_of_2(width)))
-    num_warps = max(4, block_d // 1024)
-    block_t = max(1, 1024 * num_warps // block_d)
-    tiles_d = -(-width // block_d)
-    # Long rows are split so that there are enough programs; the partial results are added up afterwards.
-    splits = max(1, min(-(-tokens // (4 * block_t)), 4 * _MANY_PROGRAMS // (rows * tiles_d)))
-    partial = torch.empty(1 + with_bias, rows, splits, width, dtype=torch.float32, device=x.device)
-    _launch(
-        "norm_layer_program",
-        rows * splits * tiles_d,
-        (
-            x,
-            *x.stride(),
-            grad,
-            *grad.stride(),
-            partial[0],
-            partial[-1],
-            splits * width,
-            width,
-            eps,
-            tokens,
-            inner,
-            width,
-            splits,
-            -(-tokens // splits),
-            tiles_d,
-        ),
-        {
-            "KIND": kind,
-            "WITH_BIAS": with_bias,
-            "ALIGNED": _is_aligned(x) and _is_aligned(grad),
-            "BLOCK_T": block_t,
-            "BLOCK_D": block_d,
-            "num_warps": num_warps,
-            "enable_fp_fusion": True,
-        },
-        partial,
-    )
-    sums = partial.sum(2) if splits > 1 else partial.squeeze(2)
-    return sums[0], sums[1] if with_bias else None
 
 
 def lookup_norms(index_BT: Tensor, right_BTR: Tensor, unit_B: Tensor, num_units: int, num_entries: int) -> Tensor:
@@ -482,6 +438,12 @@ def _launch(name: str, grid: int, args: tuple, options: dict[str, Any], written:
     with torch.cuda.device_of(written):
         table = _table(first, written.device) if isinstance(first, list) else first
         getattr(programs, name)[(grid,)](table, *rest, **options)
+
+
+def _options(tile: Tile) -> dict[str, Any]:
+    """Return the options that all products have."""
+    compiler = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
+    return {"WIDEN": INTERPRETED, **compiler}
 
 
 def _require(name: str, *tensors: Tensor) -> None:

@@ -20,13 +20,22 @@ import torch
 from torch import Tensor, nn
 
 from dpllm.ghost import kernels
-from dpllm.ghost.calls import Calls, used_again
-from dpllm.ghost.contributions import Contribution, Instance, Outer, Place, Rows, Use, held, join, merge
+from dpllm.ghost.contributions import (
+    Contribution,
+    Instance,
+    Part,
+    Rows,
+    Use,
+    held,
+    join,
+    merge,
+    put_side_by_side,
+)
 from dpllm.ghost.factors import GroupFactors
-from dpllm.ghost.instances import Pool
+from dpllm.ghost.model_calls import used_again
 from dpllm.ghost.norm_method import NormMethod
+from dpllm.ghost.norms import NormTally
 from dpllm.ghost.sums import Finish, Sum, Weights
-from dpllm.ghost.tally import NormTally
 
 
 class Receiver(Protocol):
@@ -43,6 +52,14 @@ class Receiver(Protocol):
         ...
 
 
+class Uses(Protocol):
+    """The number of uses of each parameter."""
+
+    def used_once(self, parameter: nn.Parameter) -> bool:
+        """Whether the losses use the parameter once."""
+        ...
+
+
 @dataclass
 class Pass:
     """A microbatch, from its backward pass to its clipped sum.
@@ -54,7 +71,6 @@ class Pass:
         sums: clipped sums that are complete already.
         weights: of the rows and of the units, by the number of a group whose clip factors are known.
         groups: the number of each parameter's group, by its id; 0 if it has no entry.
-        pool: where gradients of units are kept side by side; None: each by itself.
         finish: takes the sums that are formed during the backward pass; None: they are kept in ``sums``.
     """
 
@@ -64,21 +80,11 @@ class Pass:
     sums: dict[int, Tensor] = field(default_factory=dict)
     weights: dict[int, tuple[Weights, Weights]] = field(default_factory=dict)
     groups: Mapping[int, int] = field(default_factory=dict)
-    pool: Pool | None = None
     finish: Finish | None = None
 
     def keep(self, parameter: nn.Parameter, use: Use) -> None:
         """Keep a contribution until the sum is formed."""
-        kept = self.contributions[id(parameter)]
-        kept.append(held(use, self.rows, self.norm_method, None if kept else self._place(parameter)))
-
-    def _place(self, parameter: nn.Parameter) -> Place | None:
-        """Return the function that places the gradients of units of a parameter, if they have a place."""
-        pool, key = self.pool, id(parameter)
-        if pool is None:
-            return None
-        group = self.groups.get(key, 0)
-        return lambda shape, dtype, device, *sizes: pool.take(key, (group, dtype, device), shape, *sizes)
+        self.contributions[id(parameter)].append(held(use, self.rows, self.norm_method))
 
     def add_norms(self, tally: NormTally) -> tuple[Tensor, Tensor]:
         """Add the norms of the contributions kept; return ``(sq_norm_GU, slack_GU)`` of all parameters."""
@@ -98,12 +104,14 @@ class Pass:
             tally: receives the norms.
             place: the number of the group in the tally.
         """
+        keys = list(keys)
         for key in keys:
-            one, *more = self.contributions[key] = merge(self.contributions[key], self.rows)
-            if not isinstance(one, Instance) or one.slot is None:
-                tally.add([one, *more], place)
-        for block in self.pool.pop(group) if self.pool is not None else []:
-            tally.add([Instance(block.value_UP)], place)
+            self.contributions[key] = merge(self.contributions[key], self.rows, self.norm_method)
+        for value_UP in put_side_by_side(self.contributions, keys):
+            tally.add([Instance(value_UP)], place)
+        for key in keys:
+            if not isinstance(self.contributions[key][0], Part):
+                tally.add(self.contributions[key], place)
 
     def weigh(self, factor_GU: Tensor) -> None:
         """Fix the factors (G, U) of the clipped sum."""
@@ -112,8 +120,9 @@ class Pass:
 
     def weigh_group(self, group: int, factor_U: Tensor) -> None:
         """Fix the factors (U,) of one group of parameters."""
-        unit_B = self.rows.unit_B
-        factor_B = torch.where(unit_B >= 0, factor_U[unit_B.clamp_min(0)] if factor_U.numel() else 0, 0)
+        unit_B, factor_B = self.rows.unit_B, factor_U
+        if not self.rows.in_order or len(unit_B) > len(factor_U):
+            factor_B = torch.where(unit_B >= 0, factor_U[unit_B.clamp_min(0)] if factor_U.numel() else 0, 0)
         self.weights[group] = (Weights(factor_B), Weights(factor_U))
 
     def add_clipped_sum_(self, parameter: nn.Parameter, total: Sum) -> None:
@@ -122,26 +131,32 @@ class Pass:
             total.take_(self.sums.pop(id(parameter)))
         else:
             self.add_weighted_(parameter, total, self.contributions.pop(id(parameter)))
+            self._release()
 
     def form_sum(self, parameter: nn.Parameter, contributions: Iterable[Contribution]) -> None:
         """Form one parameter's clipped sum for ``finish``; without it, keep the sum until `add_clipped_sum_`."""
         if self.finish is not None:
             self.finish(parameter, lambda total: self.add_weighted_(parameter, total, contributions))
-            return
-        total = Sum.of(parameter)
-        self.add_weighted_(parameter, total, contributions)
-        self.sums[id(parameter)] = total.filled()
+        else:
+            total = Sum.of(parameter)
+            self.add_weighted_(parameter, total, contributions)
+            self.sums[id(parameter)] = total.filled()
+        self._release()
 
     def add_weighted_(self, parameter: nn.Parameter, total: Sum, contributions: Iterable[Contribution]) -> None:
         """Add the contributions to a parameter's gradient, weighted, to ``total``."""
         of_rows, of_units = self.weights[self.groups.get(id(parameter), 0)]
-        *others, last = contributions
-        if others:
-            *others, last = sorted((*others, last), key=lambda one: isinstance(one, Outer))  # which may finish the sum
+        *others, last = contributions  # `merge` puts the matrix product last, which may finish the sum
         for one in others:
             with total.kept_open():
                 one.add_weighted_(total, of_units if isinstance(one, Instance) else of_rows, self.norm_method)
         last.add_weighted_(total, of_units if isinstance(last, Instance) else of_rows, self.norm_method)
+
+    def _release(self) -> None:
+        """Release scaled inputs behind the last contribution."""
+        if not self.contributions:
+            for of_rows, _ in self.weights.values():
+                of_rows.release()
 
 
 class Keep:
@@ -164,7 +179,7 @@ class Measure:
         seen: ids of the parameters that received a gradient.
     """
 
-    def __init__(self, one: Pass, calls: Calls, tally: NormTally) -> None:
+    def __init__(self, one: Pass, calls: Uses, tally: NormTally) -> None:
         """Start without norms."""
         self._pass, self._calls, self.tally = one, calls, tally
         self.seen: set[int] = set()
@@ -218,7 +233,7 @@ class AddUpGroups:
     def __init__(
         self,
         one: Pass,
-        calls: Calls,
+        calls: Uses,
         parameters: Iterable[nn.Parameter],
         tally: Callable[[], NormTally],
         factors: GroupFactors,

@@ -1,0 +1,189 @@
+"""The squared norms of all parameters' gradients, for each unit, and the rounding error that they may have.
+
+Place in the flow: between the contributions of one microbatch and the clip factors. A unit's rows are one long row, so
+the cross terms between them are part of its norm; so is the cross term of a table that is also a head. Layers that
+read one input share its Gram matrix, and those of small inputs are computed together (`NormMethod`).
+
+Shape suffixes: B rows, G groups of parameters or units of a group, S inputs, U units.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from dpllm.ghost import kernels
+from dpllm.ghost.contributions import Contribution, Group, Instance, Lookup, Outer, Routed, Rows, sum_of
+from dpllm.ghost.head_use import HeadUse, head_norms
+from dpllm.ghost.norm_method import NormMethod
+
+
+class NormTally:
+    """Squared norms over parameters, added as they arrive.
+
+    Layers that read one input share its Gram matrix; they wait for each other.
+
+    Args:
+        rows: the units of the rows.
+        norm_method: how norms are computed.
+        dtype: in which the norms add up.
+        slack: returns the allowed multiple of `dpllm.ghost.kernels.rounding_slack`; called by `total`, when all dtypes
+            and devices are known.
+        max_waiting: the most inputs whose layers wait at a time; None: all, until `total`. 1 frees activations one
+            after another: layers that share an input follow each other in a backward pass.
+        num_groups: G, the groups of parameters with separate norms.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        norm_method: NormMethod,
+        dtype: torch.dtype,
+        slack: Callable[[], float] | None = None,
+        max_waiting: int | None = None,
+        num_groups: int = 1,
+    ) -> None:
+        """Start at zero."""
+        self._rows, self._norm_method, self._slack, self._max_waiting = rows, norm_method, slack, max_waiting
+        self._dtype, self._num_groups = dtype, num_groups
+        self._waiting: dict[tuple, list[Outer]] = {}
+        # Norms and masses, by the group of parameters and the multiple of a mass that is the slack.
+        self._parts: dict[tuple[int, float], list[Tensor]] = {}
+
+    def add(self, contributions: Sequence[Contribution], group: int = 0) -> None:
+        """Add one parameter's norm.
+
+        Args:
+            contributions: every use of it, as returned by `dpllm.ghost.contributions.merge`.
+            group: the group of the parameter.
+        """
+        first = contributions[0]
+        if len(contributions) > 1 or not isinstance(first, Outer):
+            self._note(group, *_norm_mass_slack(contributions, self._rows, self._norm_method))
+            return
+        self._waiting.setdefault((group, *first.input_key()), []).append(first)
+        while self._max_waiting is not None and len(self._waiting) > self._max_waiting:
+            self._measure([next(iter(self._waiting))])
+
+    def total(self) -> tuple[Tensor, Tensor]:
+        """Return ``(sq_norm_GU, slack_GU)``: squared norms of each group, and the error of a unit's share."""
+        self._measure(list(self._waiting))
+        shape, device = (self._num_groups, 2, self._rows.num_units), self._rows.unit_B.device
+        total_G2U = torch.zeros(shape, dtype=self._dtype, device=device)
+        for (group, multiple), values in self._parts.items():
+            sum_2U = torch.stack([value.to(self._dtype) for value in values]).unflatten(0, (-1, 2)).sum(0)
+            total_G2U[group, 0] += sum_2U[0]
+            total_G2U[group, 1].add_(sum_2U[1], alpha=multiple * (self._slack() if self._slack else 1.0))
+        return total_G2U[:, 0], total_G2U[:, 1]
+
+    def _note(self, group: int, sq_norm_U: Tensor, mass_U: Tensor, multiple: float) -> None:
+        self._parts.setdefault((group, multiple), []).extend((sq_norm_U, mass_U))
+
+    def _measure(self, keys: list[tuple]) -> None:
+        """Measure the layers that read these inputs."""
+        if not keys:
+            return
+        sharing = [self._waiting.pop(key) for key in keys]
+        norms = shared_norms(sharing, self._rows, self._norm_method)
+        for (group, *_), uses, both in zip(keys, sharing, norms, strict=True):
+            self._note(group, *both, kernels.rounding_slack(uses[0].input.dtype))
+
+
+def squared_norms(contributions: Sequence[Contribution], rows: Rows, norm_method: NormMethod) -> tuple[Tensor, Tensor]:
+    """Return the squared norm of each unit's gradient of one parameter, cross terms included.
+
+    Args:
+        contributions: every use of the parameter, as returned by `dpllm.ghost.contributions.merge`.
+        rows: the units of the rows.
+        norm_method: how norms are computed.
+
+    Returns:
+        ``(sq_norm_U, slack_U)``: the squared norms, and the rounding error that they may have lost or that the
+        clipped sum may gain.
+    """
+    sq_norm_U, mass_U, multiple = _norm_mass_slack(contributions, rows, norm_method)
+    return sq_norm_U, multiple * mass_U
+
+
+def _norm_mass_slack(
+    contributions: Sequence[Contribution], rows: Rows, norm_method: NormMethod
+) -> tuple[Tensor, Tensor, float]:
+    """Return `squared_norms`, with the slack as a tensor and the number by which it is multiplied."""
+    first = contributions[0]
+    if isinstance(first, Instance):
+        sq_norm_U = kernels.squared_norms(first.value_U)
+        return sq_norm_U, sq_norm_U, kernels.rounding_slack(sq_norm_U.dtype)
+    if isinstance(first, Routed):
+        return *first.norms(rows, norm_method), 1.0
+    factored = [c for c in contributions if isinstance(c, Outer | Lookup)]
+    heads = [c for c in contributions if isinstance(c, HeadUse)]
+    assert len(factored) + len(heads) == len(contributions), "merge() returns no mixture of forms"
+    found = [_norm_and_root(c, rows, norm_method) for c in factored]
+    if heads:
+        sq_norm_U = head_norms(heads, [c for c in factored if isinstance(c, Lookup)], rows)
+        found.append((sq_norm_U, rows.sum_rows(sum_of(head.mass() for head in heads))))
+    norms, roots = zip(*found, strict=True)
+    sq_norm_U = sum_of(norms)
+    for i, x in enumerate(factored):
+        for y in factored[:i]:
+            sq_norm_U = sq_norm_U + 2 * _cross(x, y, rows)
+    return sq_norm_U, sum_of(roots).square(), kernels.rounding_slack(sq_norm_U.dtype)
+
+
+def shared_norms(
+    sharing: Sequence[Sequence[Outer]], rows: Rows, norm_method: NormMethod
+) -> list[tuple[Tensor, Tensor]]:
+    """Return ``(sq_norm_U, mass_U)`` of parameters that are used once each, for each set of layers that read one input.
+
+    Rows are copied where units have different numbers of them or their rows are not adjacent. Sets with large inputs
+    are then computed one after another.
+
+    Args:
+        sharing: the uses in layers that read one input, for one or more inputs.
+        rows: the units of the rows.
+        norm_method: how norms are computed.
+    """
+    if rows.whole is not None:
+        return norm_method.grouped_outer_norms([_folded(uses, rows.whole) for uses in sharing])
+
+    def of(group: Group) -> Tensor:
+        norms = [norm_method.grouped_outer_norms([_folded(uses, group) for uses in sets]) for sets in _copied(sharing)]
+        return torch.stack([x for of_sets in norms for both in of_sets for x in both], 1)
+
+    columns = rows.by_groups(of).unbind(1)
+    return list(zip(columns[::2], columns[1::2], strict=True))
+
+
+def _copied(sharing: Sequence[Sequence[Outer]]) -> Iterator[Sequence[Sequence[Outer]]]:
+    """Yield sets of layers whose rows may be copied at the same time."""
+    for is_small, sets in itertools.groupby(sharing, lambda uses: kernels.is_small(uses[0].input)):
+        together = list(sets)
+        yield from [together] if is_small else ([uses] for uses in together)
+
+
+def _folded(uses: Sequence[Outer], group: Group) -> tuple[Tensor, list[Tensor]]:
+    return group.fold(uses[0].input), [group.fold(use.grad) for use in uses]
+
+
+def _norm_and_root(x: Outer | Lookup, rows: Rows, norm_method: NormMethod) -> tuple[Tensor, Tensor]:
+    """Return (U,), (U,): the squared norm of one use, and sum_t |left_t| |right_t| or sum_t |right_t|."""
+    if isinstance(x, Outer):
+        ((sq_norm_U, mass_U),) = shared_norms([[x]], rows, norm_method)
+        return sq_norm_U, mass_U.sqrt()
+    longest = x.index_BT.shape[1] * max(group.rows_GN.shape[1] for group in rows.groups)
+    if kernels.is_short(longest) and kernels.is_small(x.right_BTR) and not norm_method.fuses(x.right_BTR):
+        both_U2 = rows.by_groups(lambda units: kernels.short_lookup_norms(*map(units.fold, (x.index_BT, x.right_BTR))))
+        return both_U2[:, 0], both_U2[:, 1]
+    sq_norm_U = norm_method.lookup_norms(x.index_BT, x.right_BTR, rows.unit_B, rows.num_units, x.num_entries)
+    return sq_norm_U, rows.sum_rows(x.mass())
+
+
+def _cross(x: Outer | Lookup, y: Outer | Lookup, rows: Rows) -> Tensor:
+    """Return (U,): <gradient of a lookup, gradient of a matrix product>, of each unit."""
+    lookup, outer = (x, y) if isinstance(x, Lookup) else (y, x)
+    assert isinstance(lookup, Lookup) and isinstance(outer, Outer), "merge() returns one use of each kind"
+    of_both = lookup.index_BT, lookup.right_BTR, outer.left_BTL, outer.right_BTR
+    return rows.by_groups(lambda units: kernels.lookup_outer_inner(*map(units.fold, of_both)))

@@ -1,0 +1,218 @@
+"""Taps for layers of PEFT that compute with a trained parameter in a way of their own.
+
+Without them the layers run row by row, which costs as many launches as there are rows and does not work for packed
+rows. A layer runs PEFT's own forward with the parameter detached, so its values are those of PEFT; a tap adds the
+parameter's gradient. Whether that is exact is decided by value (`dpllm.ghost.weights_check`).
+
+Sources: PEFT's ``peft_model.py``, and under ``tuners/`` ``lora/dora.py`` and the ``layer.py`` of ``lora``,
+``ia3``, ``vera`` and ``trainable_tokens``. Classes are recognised by name: PEFT need not be installed.
+
+Shape suffixes: B rows, T tokens, N entries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from dpllm.ghost import kernels
+from dpllm.ghost.taps import LINEAR, Call, LinearSite, Site, SpreadSite, TableSite, Target, active, subclass, tap_output
+
+_OF_VERA = ("vera_lambda_b", "vera_lambda_d")
+_CASTS = (Tensor.to, Tensor.type, Tensor.float)
+
+
+def tap(module: Any, trained: Callable[[Any], Target | None]) -> tuple[type[nn.Module], dict[str, Site]] | None:
+    """Return the subclass of a layer of PEFT, and the sites of the parameters that it uses; None if there is no tap.
+
+    Args:
+        module: any module.
+        trained: returns the target of a trained parameter, and None for any other value.
+    """
+    kind = type(module)
+    way = "prompts" if hasattr(module, "get_prompt") else _LAYERS.get(f"{kind.__module__}.{kind.__name__}")
+    if way is None or not kind.__module__.startswith("peft.") or "forward" in vars(module):
+        return None
+    method, function, sites_of = _WAYS[way]
+    sites: dict[str, Site] | None = sites_of(module, trained)
+    if sites is None:
+        return None
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call PEFT's method, tapped in a call of the model."""
+        peft, call = getattr(kind, method), active(self)
+        if call is None or not torch.is_grad_enabled() or getattr(self, "disable_adapters", None) is True:
+            return peft(self, *args, **kwargs)
+        return function(self, call, peft, *args, **kwargs)
+
+    return subclass(kind, way, None, **{method: run}), sites
+
+
+@contextlib.contextmanager
+def _holding(module: nn.Module, name: str, value: Any) -> Iterator[None]:
+    """Put a value in the place of a parameter of a module."""
+    module.__dict__[name] = value
+    try:
+        yield
+    finally:
+        del module.__dict__[name]
+
+
+def _prompts(self: Any, call: Call, peft: Any, batch_size: int, *args: Any, **kwargs: Any) -> Any:
+    """Compute one prompt for each row, where PEFT computes a single one and repeats it.
+
+    The encoder's table looks up the prompt's tokens once for each row (`TableSite`), so PEFT needs to repeat nothing.
+    """
+    kind = str(getattr(self.active_peft_config.peft_type, "value", ""))
+    if kind not in ("PROMPT_TUNING", "P_TUNING") or batch_size != call.rows_together:
+        return peft(self, batch_size, *args, **kwargs)
+    prompt = peft(self, 1, *args, **kwargs)
+    return prompt if len(prompt) == batch_size else prompt.repeat(batch_size, 1, 1)
+
+
+def _dora(self: Any, call: Call, peft: Any, x: Tensor, **kwargs: Any) -> Tensor:
+    """Tap y = (m / n) u - W x, in which n is a constant and u = W x + s B A x: dy / dm = (y + W x) / m.
+
+    It is NaN for m = 0, where the layer has to run row by row.
+    """
+    bias, site = getattr(kwargs["base_layer"], "bias", None), self._tap_sites["weight"]
+    if kwargs.get("base_result") is None:  # with dropout, W x is that of the dropped input
+        # Whoever built such a layer has loaded PEFT; this folder does not import it.
+        dequantized = sys.modules["peft.utils.integrations"].dequantize_module_weight
+        weight = dequantized(kwargs["base_layer"]).to(x.dtype)
+        base = LINEAR(x, weight.T if self.fan_in_fan_out else weight)
+        kwargs["base_result"] = base if bias is None else base + bias
+    m = self._parameters["weight"].detach()
+    with _holding(self, "weight", m):
+        y = peft(self, x, **kwargs)
+    with torch.no_grad():
+        slope = (y + kwargs["base_result"] - (0 if bias is None else bias)) / m
+    site.uses += call.host.in_forward
+    return tap_output(
+        call, y, lambda hand, grad, saved: site.receive(hand, kernels.widen(grad) * kernels.widen(saved[0])), slope
+    )
+
+
+def _ia3(self: Any, call: Call, peft: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Multiply the features of the input, or of the output, by one copy of the vector for each row."""
+    names = [name for name in self.active_adapters if name in self.ia3_l]
+    if self.merged or len(names) != 1 or names[0] not in self._tap_sites:
+        return peft(self, x, *args, **kwargs)
+    vector, site = self.ia3_l[names[0]], self._tap_sites[names[0]]
+    if self.is_feedforward:
+        x = (x.to(vector.dtype) * site.read(call, vector.flatten(), x.shape)).to(x.dtype)
+        return self.base_layer(x, *args, **kwargs)
+    y = self.base_layer(x, *args, **kwargs)
+    return (y * site.read(call, vector.flatten(), y.shape)).to(y.dtype)
+
+
+def _vera(self: Any, call: Call, peft: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Give PEFT one copy of each vector for each row, in the places of the vectors."""
+    with contextlib.ExitStack() as held:
+        for place in _OF_VERA:
+            vectors = dict(getattr(self, place).items())
+            own = {name: site for name in vectors if (site := self._tap_sites.get(f"{place}.{name}")) is not None}
+            copies = {name: site.read(call, vectors[name], x.shape) for name, site in own.items()}
+            held.enter_context(_holding(self, place, vectors | copies))
+        return peft(self, x, *args, **kwargs)
+
+
+def _wrapper(self: Any, call: Call, peft: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a router with the matrix W + s B A, while gradients are those of W and of the layers A and B."""
+    own = [name for name in self.active_adapters if name in self.lora_A]
+    delta = {name: self.get_delta_weight(name).detach() for name in own}
+    with _holding(self, "get_delta_weight", delta.__getitem__), _LoraProduct(self, own):
+        return peft(self, *args, **kwargs)
+
+
+class _LoraProduct(TorchFunctionMode):
+    """Gives products with a wrapped matrix, also in another dtype, the gradients of its LoRA factors."""
+
+    def __init__(self, wrapper: Any, adapters: list[str]) -> None:
+        super().__init__()
+        self._wrapper, self._adapters, self._casts = wrapper, adapters, list[Tensor]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, one = kwargs or {}, self._wrapper
+        y = func(*args, **kwargs)
+        if one.parameter_name not in getattr(one.get_base_layer(), "parametrizations", {}):
+            return y
+        if func in _CASTS and self._is_sum(args[0]):
+            self._casts.append(y)
+        elif func is LINEAR:
+            x, weight = (args[i] if i < len(args) else kwargs[name] for i, name in enumerate(("input", "weight")))
+            for name in self._adapters if self._is_sum(weight) else ():
+                low = one.lora_B[name](one.lora_A[name](x.detach().to(one.lora_A[name].weight.dtype)))
+                y = _with_gradient_of(y, (low * one.scaling[name]).to(y.dtype))
+        return y
+
+    def _is_sum(self, value: Any) -> bool:
+        """Whether a value is W + s B A, which PEFT computes once for this call."""
+        return value is self._wrapper.get_param() or any(value is cast for cast in self._casts)
+
+
+def _with_gradient_of(y: Tensor, part: Tensor) -> Tensor:
+    return y + (part - part.detach())
+
+
+def _tokens(self: Any, call: Call, peft: Any, x: Tensor, adapters: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Look up, or multiply by a tied head, in a table in which some entries are replaced by trained ones."""
+    deltas = dict(self.trainable_tokens_delta.items())
+    with _holding(self, "trainable_tokens_delta", {name: delta.detach() for name, delta in deltas.items()}):
+        y: Tensor = peft(self, x, adapters, *args, **kwargs)
+    for name in adapters if not self.merged else ():
+        site, index_N = self._tap_sites.get(name), torch.tensor(self.token_indices[name], device=x.device)
+        if isinstance(site, LinearSite):
+            part = site.run(call, x.detach(), deltas[name], None)
+            y = _with_gradient_of(y, y.new_zeros(y.shape).index_copy(-1, index_N, part.to(y.dtype)))
+        elif isinstance(site, TableSite):
+            is_it = x[..., None] == index_N
+            if (padding := self.base_layer.padding_idx) is not None:
+                is_it = is_it & (x != padding)[..., None]
+            part = site.run(call, is_it.long().argmax(-1), deltas[name]) * is_it.any(-1)[..., None]
+            scale = self._get_embed_scale()
+            y = _with_gradient_of(y, (part if scale is None else part * scale).to(y.dtype))
+    return y
+
+
+def _sites_of_tokens(module: Any, trained: Any) -> dict[str, Site] | None:
+    kind: Any = TableSite if isinstance(module.get_base_layer(), nn.Embedding) else LinearSite
+    found = {n: kind(t, None) for n, p in module.trainable_tokens_delta.items() if (t := trained(p)) is not None}
+    return found if found and not module.get_base_layer().weight.requires_grad else None
+
+
+def _sites_of_wrapper(module: Any, trained: Any) -> dict[str, Site] | None:
+    factors = [(f"{n}.{i}", p) for n in ("lora_A", "lora_B") for i, p in enumerate(getattr(module, n).parameters())]
+    found: dict[str, Site] = {n: LinearSite(t, None) for n, p in factors if (t := trained(p)) is not None}
+    return found if found and module.num_experts == 1 and not module.get_param().requires_grad else None
+
+
+def _vectors(named: Any, trained: Any) -> dict[str, Site] | None:
+    return {name: SpreadSite(target) for name, p in named if (target := trained(p)) is not None} or None
+
+
+def _named_vectors(module: Any) -> Iterator[tuple[str, Any]]:
+    return ((f"{place}.{name}", vector) for place in _OF_VERA for name, vector in getattr(module, place).items())
+
+
+_LAYERS = {
+    "peft.tuners.lora.dora.DoraLinearLayer": "dora",
+    "peft.tuners.ia3.layer.Linear": "ia3",
+    "peft.tuners.vera.layer.Linear": "vera",
+    "peft.tuners.lora.layer.ParamWrapper": "wrapper",
+    "peft.tuners.trainable_tokens.layer.TrainableTokensLayer": "tokens",
+}
+_WAYS: dict[str, tuple[str, Callable[..., Any], Callable[[Any, Any], dict[str, Site] | None]]] = {
+    "prompts": ("get_prompt", _prompts, lambda module, trained: {} if hasattr(module, "prompt_encoder") else None),
+    "dora": ("forward", _dora, lambda module, trained: _vectors(module._parameters.items(), trained)),
+    "ia3": ("forward", _ia3, lambda module, trained: _vectors(module.ia3_l.items(), trained)),
+    "vera": ("forward", _vera, lambda module, trained: _vectors(_named_vectors(module), trained)),
+    "wrapper": ("forward", _wrapper, _sites_of_wrapper),
+    "tokens": ("forward_adapters", _tokens, _sites_of_tokens),
+}

@@ -1,0 +1,291 @@
+"""Modules that run row by row: exact for any module that computes each of its rows by itself.
+
+Each row gets its own copy of the parameters that no tap serves, so the gradients of the copies are those of the rows.
+Modules inside stay tapped; what they find in single rows is put together when the last of them has arrived. This costs
+as many launches as there are rows, in this module only.
+
+Shape suffixes: B rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpllm.ghost.contributions import Lookup, Outer, RowGradients, Use, sum_of
+from dpllm.ghost.graph import items_of, rebuilt
+from dpllm.ghost.routed import Routed
+from dpllm.ghost.taps import Call, Host, NoTapError, SpreadSite, Target, call_of, is_own
+
+
+@dataclass
+class Copied:
+    """A parameter of which a module that runs row by row gets a copy for each row.
+
+    Attributes:
+        site: takes the gradients of the copies.
+        places: modules that hold the parameter, each with the parameter's name there.
+    """
+
+    site: SpreadSite
+    places: list[tuple[nn.Module, str]]
+
+
+@dataclass
+class Split:
+    """What one call of the module needs: its parameters, and which of its arguments have rows.
+
+    Attributes:
+        host: the clipper.
+        path: of the module.
+        copied: the parameters.
+        without_rows: arguments, by their names, that were once seen without the rows of a call.
+    """
+
+    host: Host
+    path: str
+    copied: list[Copied]
+    without_rows: set[tuple] = field(default_factory=set)
+
+    @property
+    def targets(self) -> list[Target]:
+        """The parameters of which each row gets a copy."""
+        return [one.site.weight for one in self.copied]
+
+    def run(self, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """Run the module's forward in a call of the model, row by row."""
+        call = call_of(self.host, self.path)
+        if call is None:
+            return forward(*args, **kwargs)
+        present = [
+            one
+            for one in self.copied
+            if all(is_own(one.site.weight, m._parameters.get(name)) for m, name in one.places)
+        ]  # not where a module around this one has put a copy
+        if call.place is not None:  # a module around this one runs row by row
+            with self._in_place(present, [copy[0] for copy in self._copies(call, present, 1)]):
+                return forward(*args, **kwargs)
+        if len(call.packed.lengths) > 1:
+            raise NoTapError(self.targets, "the rows are packed, and the module would have to run row by row")
+        arguments = _Arguments(forward, without_cache(args), without_cache(kwargs), call.rows, self.without_rows)
+        if not arguments.has_rows:
+            raise NoTapError(self.targets, f"no argument has {call.rows} rows first")
+        gathered, anchor = _Gathered(call), call.anchor
+        copies = self._copies(call, present, call.rows)
+        # In the order of autograd, the gate comes after everything that the rows have found.
+        gate = _Gate.apply(anchor, gathered) if torch.is_grad_enabled() else anchor
+        outputs = []
+        call.inside.append(self)  # and stays there if the module raises
+        try:
+            call.anchor, call.place = gate, gathered
+            for row in range(call.rows):
+                call.row = row
+                own_args, own_kwargs = arguments.of(row)
+                with self._in_place(present, [copy[row] for copy in copies]):
+                    outputs.append(forward(*own_args, **own_kwargs))
+        finally:
+            call.anchor, call.place = anchor, None
+        call.inside.pop()
+        return joined(outputs)
+
+    def _copies(self, call: Call, present: Sequence[Copied], rows: int) -> list[tuple[Tensor, ...]]:
+        copies = []
+        for one in present:
+            module, name = one.places[0]
+            weight = module._parameters[name]
+            assert weight is not None, "it was trained when the clipper was attached"
+            if call.host.in_forward:
+                one.site.uses += 1
+            copies.append(one.site.copies(call, weight, torch.Size((rows, *weight.shape))).unbind(0))
+        return copies
+
+    @contextlib.contextmanager
+    def _in_place(self, present: Sequence[Copied], copies: Sequence[Tensor]) -> Iterator[None]:
+        """Put copies in the places of the parameters, whose order in their modules stays."""
+        taken: list[tuple[nn.Module, str, Any]] = []
+        lists: dict[tuple[nn.Module, str], Any] = {  # in which recurrent layers keep their parameters once more
+            (module, name): vars(module)[name]
+            for one in present
+            for module, _ in one.places
+            if isinstance(module, nn.RNNBase)
+            for name in ("_flat_weights", "_flat_weight_refs")
+            if name in vars(module)
+        }
+        for (holder, attribute), value in lists.items():
+            holder.__dict__[attribute] = list(value)
+        try:
+            for one, copy in zip(present, copies, strict=True):
+                for module, name in one.places:
+                    taken.append((module, name, module._parameters[name]))
+                    module._parameters[name] = copy  # type: ignore[assignment]
+            yield
+        finally:
+            for module, name, parameter in taken:
+                module._parameters[name] = parameter
+            for (holder, attribute), value in lists.items():
+                holder.__dict__[attribute] = value
+
+
+class _Gate(torch.autograd.Function):
+    """An anchor whose backward runs after that of everything that it anchors."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, gathered: _Gathered) -> Tensor:
+        ctx.gathered = gathered
+        ctx.set_materialize_grads(False)
+        return anchor.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        ctx.gathered.hand_over()
+        return None, None
+
+
+class _Gathered:
+    """The uses that were found in single rows of one call of a module."""
+
+    def __init__(self, call: Call) -> None:
+        self._host, self._rows = call.host, call.rows
+        self._found: dict[tuple[Target, type], dict[int, list[Use]]] = {}
+
+    def add(self, target: Target, row: int, use: Use) -> None:
+        """Take the use of one row."""
+        self._found.setdefault((target, type(use)), {}).setdefault(row, []).append(use)
+
+    def hand_over(self) -> None:
+        """Give the clipper one use for all rows of each parameter."""
+        found, self._found = self._found, {}
+        for (target, _), by_row in found.items():
+            self._host.record(target, _together(by_row, self._rows))
+
+
+def _together(by_row: dict[int, list[Any]], rows: int) -> Use:
+    """Return one use of all rows, from the uses in single rows; a row that has none gets zeros."""
+    like = next(iter(by_row.values()))[0]
+    if isinstance(like, RowGradients):
+        none = torch.zeros_like(like.value_B)
+        return RowGradients(
+            torch.cat([sum_of(u.value_B for u in by_row[b]) if b in by_row else none for b in range(rows)])
+        )
+    if isinstance(like, Routed):
+        return _routed_together(by_row, rows)
+
+    def length(uses: list[Any]) -> int:
+        return sum(use.grad.shape[1] for use in uses)
+
+    longest = max(map(length, by_row.values()))
+
+    def laid(name: str) -> Tensor:
+        per_row = []
+        for b in range(rows):
+            x = torch.cat([getattr(u, name) for u in by_row[b]], 1) if b in by_row else getattr(like, name)[:, :0]
+            per_row.append(F.pad(x, (0, 0) * (x.ndim - 2) + (0, longest - x.shape[1])))
+        return torch.cat(per_row)
+
+    if isinstance(like, Outer):
+        return Outer(laid("left_BTL"), laid("right_BTR"), like.input_side)
+    return Lookup(laid("index_BT"), laid("right_BTR"), like.num_entries)
+
+
+def _routed_together(by_row: dict[int, list[Routed]], rows: int) -> Routed:
+    whole = {b: Routed.cat(uses).per_slot() for b, uses in by_row.items()}
+    like = next(iter(whole.values()))
+    longest = max(use.index_BS.shape[1] for use in whole.values())
+
+    def laid(name: str, fill: int) -> Tensor:
+        per_row = []
+        for b in range(rows):
+            x = getattr(whole[b], name) if b in whole else getattr(like, name)[:, :0]
+            per_row.append(F.pad(x, (0, 0) * (x.ndim - 2) + (0, longest - x.shape[1]), value=fill))
+        return torch.cat(per_row)
+
+    return replace(like, index_BS=laid("index_BS", -1), left_BTL=laid("left_BTL", 0), right_BTR=laid("right_BTR", 0))
+
+
+class _Arguments:
+    """The arguments of a call, cut into rows.
+
+    An argument has rows if its first dimension has as many entries as the call has rows. Where tokens are as many as
+    rows, this says nothing; but then an argument that was seen without rows before, such as positions (T,), has none.
+    An argument goes by its name, since others may be left out in one call and given in another.
+    """
+
+    def __init__(
+        self, forward: Callable[..., Any], args: tuple, kwargs: dict, rows: int, without_rows: set[tuple]
+    ) -> None:
+        names = _names(forward)
+        named = [(names[i] if i < len(names) else i, value) for i, value in enumerate(args)]
+        tensors = [item for name, value in (*named, *kwargs.items()) for item in _paths(value, (name,))]
+        sizes = [t.shape[0] if t.ndim else 0 for _, t in tensors]
+        some_have = any(
+            size == rows and path not in without_rows for (path, _), size in zip(tensors, sizes, strict=True)
+        )
+        for (path, _), size in zip(tensors, sizes, strict=True):
+            if rows > 1 and size != rows and (some_have or not (size and size % rows == 0)):
+                without_rows.add(path)
+        has_rows = [size == rows and path not in without_rows for (path, _), size in zip(tensors, sizes, strict=True)]
+        # Rows and tokens in one dimension, rows first: only where no argument has the rows themselves.
+        self._each = [
+            1 if whole else size // rows if not any(has_rows) and size and size % rows == 0 else 0
+            for whole, size in zip(has_rows, sizes, strict=True)
+        ]
+        self._parts, self.has_rows = [args, kwargs], any(self._each)
+
+    def of(self, row: int) -> Any:
+        """Return the arguments of one row."""
+        each = iter(self._each)
+
+        def cut(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                n = next(each)
+                return value[row * n : (row + 1) * n] if n else value
+            return rebuilt(value, cut)
+
+        return [cut(part) for part in self._parts]
+
+
+def _names(forward: Callable[..., Any]) -> list[str]:
+    """Return the names of a forward's positional parameters."""
+    function = forward.func if isinstance(forward, functools.partial) else getattr(forward, "__func__", forward)
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return []
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return names[1:] if function is not forward else names
+
+
+def _paths(value: Any, path: tuple) -> Iterator[tuple[tuple, Tensor]]:
+    """Yield the tensors in an argument, in the order of `rebuilt`, with their places in it."""
+    if isinstance(value, Tensor):
+        yield path, value
+    for key, item in items_of(value):
+        yield from _paths(item, (*path, key))
+
+
+def without_cache(value: Any) -> Any:
+    """Replace empty key-value caches by None: one row after another would be taken for the next tokens of the first."""
+    if isinstance(value, tuple):
+        return tuple(without_cache(item) for item in value) if not hasattr(value, "_fields") else value
+    if isinstance(value, dict):
+        return {key: without_cache(item) for key, item in value.items()}
+    length = getattr(value, "get_seq_length", None)
+    return None if callable(length) and length() == 0 else value
+
+
+def joined(outputs: Sequence[Any]) -> Any:
+    """Return the outputs of all rows as one output, in the nesting of the first."""
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(outputs)) if first.ndim else sum_of(outputs)
+    parts = [joined(items) for items in zip(*([item for _, item in items_of(one)] for one in outputs), strict=True)]
+    following = iter(parts)
+    return rebuilt(first, lambda _: next(following))

@@ -1,0 +1,158 @@
+"""The check by value, in the first call of a model: do taps give the gradients that autograd gives?
+
+The outputs of a few rows become one number per row, by fixed random weights. One plain pass gives the gradients of the
+sum of these numbers, each row with its own random weight. The taps give each row's gradient; the product's own code
+sums them with the same weights. Equality means: every use is seen, each gradient is that of its row, and no row reaches
+another row's part of a tensor. Parameters that differ take the next rung of the ladder (`dpllm.ghost.attach`).
+
+Coupling before the first trained layer is not seen here; `dpllm.training.checks` compares rows by value.
+
+Shape suffixes: B rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpllm.ghost.graph import flatten_tensors, rebuilt
+from dpllm.ghost.packed import PackedRows
+
+ROWS = 3
+"""The most rows that are compared: more than two, so that fewer other dimensions are as long."""
+
+_TOLERANCE = {torch.float64: 1e-4, torch.float32: 2e-3}
+_SIXTEEN_BITS = 0.1
+_SMALL = 1e-3  # of the largest gradient: below it, a parameter's difference is compared with this
+
+
+class Random:
+    """The random numbers of all devices in use, so that a call can be repeated with the same ones."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Keep the state."""
+        self._device = device
+        self._cpu = torch.get_rng_state()
+        self._own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore(self) -> None:
+        """Go back to the state."""
+        torch.set_rng_state(self._cpu)
+        if self._own is not None:
+            torch.cuda.set_rng_state(self._own, self._device)
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether numbers were drawn since."""
+        if not torch.equal(self._cpu, torch.get_rng_state()):
+            return True
+        return self._own is not None and not torch.equal(self._own, torch.cuda.get_rng_state(self._device))
+
+
+@contextlib.contextmanager
+def in_evaluation(model: nn.Module) -> Iterator[None]:
+    """Switch every module to evaluation, where dropout draws no numbers, and back."""
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+def first_rows(args: tuple, kwargs: dict, rows: int) -> tuple[tuple, dict, int]:
+    """Return the arguments of a call for its first `ROWS` rows, and how many these are."""
+    if rows <= ROWS:
+        return args, kwargs, rows
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value[:ROWS] if value.ndim and value.shape[0] == rows else value
+        return rebuilt(value, cut)
+
+    return cut(args), cut(kwargs), ROWS
+
+
+def has_rows(output: Any, rows: int) -> bool:
+    """Whether an output has a tensor of numbers with this many rows."""
+    return any(v.ndim and v.shape[0] == rows and v.is_floating_point() for v in flatten_tensors(output))
+
+
+def values_of(output: Any, rows: int, packed: PackedRows) -> list[Tensor]:
+    """Return the tensors of an output that have rows first and a gradient; without any, those that flatten rows."""
+    values, flattened = [], []
+    for value in flatten_tensors(output):
+        if value.requires_grad and value.is_floating_point():
+            by_row = packed.cut(value) if packed.lengths else value
+            if by_row.ndim and by_row.shape[0] == rows:
+                values.append(by_row)
+            elif not packed.lengths and by_row.ndim and by_row.shape[0] and by_row.shape[0] % rows == 0:
+                flattened.append(by_row.unflatten(0, (rows, -1)))
+    return values or flattened
+
+
+def losses_of(values: list[Tensor]) -> Tensor:
+    """Return one number for each row (B,), from all entries of its outputs."""
+    total: Tensor | None = None
+    for number, value in enumerate(values):
+        generator = torch.Generator().manual_seed(number)
+        weight = torch.rand(value.shape[1:], generator=generator).to(value) + 0.5
+        loss_B = (value * weight).reshape(len(value), -1).sum(1, dtype=torch.promote_types(value.dtype, torch.float32))
+        loss_B = loss_B / max(1, weight.numel()) ** 0.5
+        total = loss_B if total is None else total + loss_B
+    assert total is not None, "there are values"
+    return total
+
+
+def losses_and_weights(output: Any, rows: int, packed: PackedRows) -> tuple[Tensor, Tensor] | None:
+    """Return the numbers of the rows and their random weights (B,); None without an output that has a gradient.
+
+    An output whose rows do not come first gives one number, of which each row gets the same share: then sums over all
+    rows are compared.
+    """
+    values = values_of(output, rows, packed)
+    if values:
+        loss_B = losses_of(values)
+        return loss_B, weights_of(rows).to(loss_B)
+    others = [v for v in flatten_tensors(output) if v.requires_grad and v.is_floating_point()]
+    if not others:
+        return None
+    loss = losses_of([value[None] for value in others])
+    return (loss / rows).expand(rows), loss.new_ones(rows)
+
+
+def weights_of(rows: int) -> Tensor:
+    """Return the random weights of the rows, between 1/2 and 3/2 (B,)."""
+    return torch.rand(rows, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 0.5
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Return the relative difference that rounding explains."""
+    return _TOLERANCE.get(dtype, _SIXTEEN_BITS)
+
+
+def differ(plain: Mapping[str, Tensor | None], tapped: Callable[[str], Tensor], dtype: torch.dtype) -> list[str]:
+    """Return the names of the parameters whose two gradients differ.
+
+    Args:
+        plain: the gradients of autograd; None: none.
+        tapped: returns the weighted sum of a parameter's row gradients.
+        dtype: in which the model computed.
+    """
+    top = max((float(g.double().norm()) for g in plain.values() if g is not None), default=0.0)
+    most, wrong = tolerance(dtype), []
+    for name, gradient in plain.items():
+        sum_ = tapped(name).detach().double()
+        expected = torch.zeros_like(sum_) if gradient is None else gradient.double()
+        scale = max(float(expected.norm()), _SMALL * top)
+        difference = float((sum_ - expected).norm())
+        is_number = math.isfinite(difference) or not bool(torch.isfinite(expected).all())
+        if difference > most * scale or not is_number:
+            wrong.append(name)
+    return wrong
