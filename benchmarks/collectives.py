@@ -237,7 +237,7 @@ def counted(settings: Sequence[Setting]) -> list[tuple[Traffic, Traffic]]:
         pair = []
         for make in (plain_steps, private_steps):
             step = make(setting)
-            for _ in range(STEPS + 1):  # ZeRO-3 learns the order of modules anew after the first step's comparison
+            for _ in range(STEPS - 1):
                 step()
             with Counting(_host_group()) as counting:
                 step()

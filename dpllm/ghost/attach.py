@@ -257,7 +257,8 @@ class Ladder:
         if has_own_forward(module):
             return False
         if own.keys() <= {"weight", "bias"} and (is_transposed(module) or isinstance(module, nn.Linear)):
-            site = LinearSite(own.get("weight"), own.get("bias"), is_transposed(module))
+            frozen = {id(p) for p in module._parameters.values() if p is not None and not p.requires_grad}
+            site = LinearSite(own.get("weight"), own.get("bias"), is_transposed(module), frozen)
             if is_transposed(module):
                 self._put(module, subclass(kind, "linear", forward=conv1d_forward), site)
             else:

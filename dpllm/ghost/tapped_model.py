@@ -318,8 +318,12 @@ class TappedModel:
     def _own(self, args: tuple, kwargs: dict) -> Any:
         """Call the model once more; its hooks do not take it for another call."""
         self._is_own = True
+        model: Any = self._model
+        # DeepSpeed's hook on the model ends the record of the order in which ZeRO-3 gathers. A record of a forward pass
+        # alone would make it release each weight after its forward, in all later steps (its sets are cached).
+        is_partitioned = any(hasattr(p, "ds_id") for p in self._trained.by_name.values())
         try:
-            return self._model(*args, **kwargs)
+            return (model.forward if is_partitioned and not model._parameters else model)(*args, **kwargs)
         finally:
             self._is_own = False
 

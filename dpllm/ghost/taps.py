@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copyreg
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -450,14 +450,21 @@ class LinearSite:
         weight: None if it is frozen.
         bias: None if it is frozen, or there is none.
         is_transposed: whether the weight is (inputs, outputs), as in ``Conv1D`` of transformers.
+        frozen: the ids of the module's parameters that are frozen. One that is unfrozen later stays out of autograd.
         follows: whether it gets all tokens of the call, with the rows first, in one dimension.
     """
 
-    __slots__ = ("bias", "follows", "is_transposed", "uses", "weight")
+    __slots__ = ("bias", "follows", "frozen", "is_transposed", "uses", "weight")
 
-    def __init__(self, weight: Target | None, bias: Target | None, is_transposed: bool = False) -> None:
+    def __init__(
+        self,
+        weight: Target | None,
+        bias: Target | None,
+        is_transposed: bool = False,
+        frozen: Collection[int] = (),
+    ) -> None:
         """Remember what is trained."""
-        self.weight, self.bias, self.is_transposed = weight, bias, is_transposed
+        self.weight, self.bias, self.is_transposed, self.frozen = weight, bias, is_transposed, frozen
         self.uses, self.follows = 0, False
 
     @property
@@ -467,7 +474,9 @@ class LinearSite:
 
     def serves(self, weight: Tensor, bias: Tensor | None) -> bool:
         """Whether these are the parameters, and no others in their places."""
-        return is_own(self.weight, weight) and is_own(self.bias, bias)
+        return (is_own(self.weight, weight) or id(weight) in self.frozen) and (
+            is_own(self.bias, bias) or id(bias) in self.frozen
+        )
 
     def receive(self, hand: Hand, x: Tensor, grad: Tensor) -> None:
         """Take the input and the output gradient of one call."""

@@ -12,9 +12,8 @@ LIMITS = {
     Setting("zero1", "full", 2): (2, 1.67),
     Setting("zero2", "full", 2): (5, 1.81),
     Setting("zero2", "lora", 2): (4, 1.01),
-    # Since modules are tapped, DeepSpeed gathers one parameter after another: the limits were (7, 1.94) and (5, 1.04).
-    Setting("zero3", "full", 2): (85, 2.44),
-    Setting("zero3", "lora", 2): (185, 1.82),
+    Setting("zero3", "full", 2): (7, 1.94),
+    Setting("zero3", "lora", 2): (5, 1.04),
 }
 
 

@@ -230,7 +230,7 @@ def test_a_write_past_the_version_counter_is_found_before_a_save_and_at_the_end(
     ("act", "match"),
     [
         (lambda m: m[2].bias.add_(1), r"2\.bias was written during a private step"),
-        (lambda m: m[0].bias.requires_grad_(True), r"0\.(bias was unfrozen|weight received)"),
+        (lambda m: m[0].bias.requires_grad_(True), r"0\.bias was unfrozen after the run was attached"),
     ],
     ids=["written", "unfrozen"],
 )
@@ -247,7 +247,7 @@ def test_a_loss_that_writes_or_unfreezes_is_refused_within_its_step(act, match, 
             act(module)
         return losses
 
-    with pytest.raises((WatchError, GhostError), match=match):
+    with pytest.raises(WatchError, match=match):
         run.step(run.choose(np.arange(8)), loss)
 
 
@@ -322,7 +322,7 @@ def test_a_forward_pass_that_unfreezes_is_stopped_before_the_update(tmp_path):
         module[0].bias.requires_grad_(True)
         return loss_of(module, inputs)
 
-    with pytest.raises((WatchError, GhostError), match=r"0\.(bias|weight)"):
+    with pytest.raises(WatchError, match=r"0\.bias"):
         take(run, optimizer, 1, unfreezing)
 
 
@@ -696,12 +696,7 @@ PLANTED = {
         "begin", lambda m, _: m[0].bias.requires_grad_(True), "step 3", "was unfrozen", model=lambda: frozen(network())
     ),
     "unfreezing in the loss": Bug(
-        "loss",
-        lambda m, _: m[0].bias.requires_grad_(True),
-        "step 3",
-        r"0\.weight received",
-        GhostError,
-        lambda: frozen(network()),
+        "loss", lambda m, _: m[0].bias.requires_grad_(True), "step 3", "was unfrozen", model=lambda: frozen(network())
     ),
     "an auxiliary backward pass": Bug("gradient", backward_again, "update 3", "backward.. was called", GhostError),
     "a gradient of one's own added": Bug(
