@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import torch
+from torch import nn
 
 from dpllm import GhostClipper
 
@@ -70,3 +71,30 @@ def assert_is_the_loop(model, losses, batch, norm_method=None, unit_index=None, 
     assert float((total - expected).norm()) <= 1e-6 * float(expected.norm())
     assert 0 < int((norms > clip_norm).sum()) < len(norms)
     torch.testing.assert_close(result.factors.double(), (clip_norm / norms).clamp(max=1), rtol=1e-5, atol=0)
+
+
+class Net(nn.Module):
+    """Rows of 3 features to one loss per row, with a module in the middle."""
+
+    def __init__(self, middle=None):
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.middle = middle if middle is not None else nn.Identity()
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.last(self.middle(self.first(x)))[:, 0] ** 2
+
+
+class Kernel(torch.autograd.Function):
+    """An operation that is no function of PyTorch's, such as one of a library."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).sum((0, 1))

@@ -14,22 +14,9 @@ from transformers import LlamaForCausalLM
 from dpllm import GhostClipper, GhostError, per_sequence_loss
 from dpllm.ghost import CoupledError, NormMethod, NoRuleError
 from tests.conftest import tiny_llama_config
-from tests.ghost.loop import assert_is_the_loop, perturbed
+from tests.ghost.loop import Net, assert_is_the_loop, perturbed
 from tests.ghost.test_taps import CHOSEN, Picks, picked_losses, picks_of
 from tests.mutations import kills
-
-
-class Net(nn.Module):
-    """Rows of 3 features to one loss per row, with a module in the middle."""
-
-    def __init__(self, middle=None):
-        super().__init__()
-        self.first = nn.Linear(3, 4)
-        self.middle = middle if middle is not None else nn.Identity()
-        self.last = nn.Linear(4, 1)
-
-    def forward(self, x):
-        return self.last(self.middle(self.first(x)))[:, 0] ** 2
 
 
 def x(rows=5):

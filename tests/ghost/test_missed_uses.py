@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from dpllm import GhostClipper, GhostError
 from dpllm.ghost import NoRuleError
 from dpllm.mechanism.per_layer import PerLayerClipping
-from tests.ghost.loop import assert_is_the_loop, perturbed
+from tests.ghost.loop import Kernel, assert_is_the_loop, perturbed
 from tests.mutations import kills
 
 X = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(1))
@@ -44,20 +44,6 @@ class Net(nn.Module):
 
 def losses(model):
     return model(X).square().sum((1, 2))
-
-
-class Kernel(torch.autograd.Function):
-    """An operation of a library."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        return grad * weight, (grad * x).sum((0, 1))
 
 
 def instead(module, h, **tensors):

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from dpllm import GhostClipper
 from dpllm.ghost import NormMethod
 from dpllm.models.losses import per_sequence_loss, seq2seq_loss
-from tests.ghost.loop import assert_is_the_loop, perturbed
+from tests.ghost.loop import Kernel, assert_is_the_loop, perturbed
 from tests.mutations import kills
 
 TOKENS, WIDTH = 6, 4
@@ -95,20 +95,6 @@ def twice(m, h):
     """One value of a parameter, used twice."""
     value = m.vector.exp()
     return h * value + value
-
-
-class Kernel(torch.autograd.Function):
-    """An operation that is no function of PyTorch's."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        return grad * weight, (grad * x).sum((0, 1))
 
 
 def prefixed(m, h):

@@ -6,20 +6,8 @@ from torch import nn
 
 from dpllm import GhostClipper, GhostError, per_sequence_loss
 from dpllm.ghost import NormMethod
+from tests.ghost.loop import Net
 from tests.mutations import kills
-
-
-class Net(nn.Module):
-    """Rows of 3 features to one loss per row, with a module in the middle."""
-
-    def __init__(self, middle=None):
-        super().__init__()
-        self.first = nn.Linear(3, 4)
-        self.middle = middle if middle is not None else nn.Identity()
-        self.last = nn.Linear(4, 1)
-
-    def forward(self, x):
-        return self.last(self.middle(self.first(x)))[:, 0] ** 2
 
 
 def x(rows=5):
