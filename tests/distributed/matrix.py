@@ -531,3 +531,29 @@ def broken() -> dict[str, str | None]:
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
     return found
+
+
+def missed(engines: list[str]) -> dict[str, tuple[int, str]]:
+    """By engine and mode: the steps before a trained weight is used outside its layer, and the error of the next."""
+    found: dict[str, tuple[int, str]] = {}
+    for engine in engines:
+        for mode in ("full", "lora-attention"):
+            case, done = Case("llama", mode=mode, dtype="float32"), []
+            part = "q_proj.lora_A.default" if mode == "lora-attention" else "q_proj"
+
+            def use_later(runner: Any, prepared: Any, part: str = part, done: list[float] = done) -> None:
+                layer = next(m for name, m in model_inside(prepared).named_modules() if name.endswith(part))
+
+                def also(module: Any, args: tuple[Tensor]) -> tuple[Tensor]:  # within the layer's call: ZeRO-3 gathers
+                    return args if len(done) < 2 else (args[0] + module.weight.mean(0),)
+
+                layer.register_forward_pre_hook(also)
+
+            try:
+                movement(
+                    engine, build_model(case), case, plan_of(0.5, 0.0), steps=3, sabotage=use_later, thresholds=done
+                )
+                found[f"{engine}, {mode}"] = len(done), ""
+            except Exception as error:
+                found[f"{engine}, {mode}"] = len(done), f"{type(error).__name__}: {error}"
+    return found

@@ -386,6 +386,14 @@ def test_an_engine_that_is_broken_from_outside_stops_in_its_first_step(tmp_path)
     assert results[1].keys() == results[0].keys() and all(results[1].values())
 
 
+def test_a_use_that_no_tap_sees_stops_every_engine_in_the_step_in_which_it_begins(tmp_path):
+    """Two steps were sound; then a layer reads a trained weight once more, on all processes."""
+    for found in run(tmp_path, "tests.distributed.matrix:missed", engines=list(ENGINES)):
+        assert len(found) == 2 * len(ENGINES)
+        for name, (steps, error) in found.items():
+            assert steps == 2 and error.startswith("MissedUseError: ") and "q_proj" in error, name
+
+
 @pytest.mark.deep
 @pytest.mark.skipif(not SHARED.exists(), reason="the test weights and texts beside the project are not here")
 def test_pretrained_weights_on_real_text(tmp_path):
