@@ -226,13 +226,8 @@ class GhostClipper(UnitClipper):
         one.finish = finish
         receiver: Keep | Measure | AddUpGroups = Keep(one)
         if early is not None and self._forms_groups(loss_B, finish):
-            receiver = AddUpGroups(
-                one,
-                self._tapped.ladder,
-                self._trained.by_name.values(),
-                lambda: self._tally(one, num_norms=1),
-                early,
-            )
+            every = self._trained.by_name.values()
+            receiver = AddUpGroups(one, self._tapped.ladder, every, lambda: self._tally(one, num_norms=1), early)
         elif not self._held and self._passes(loss_B) == 2:
             receiver = Measure(one, self._tapped.ladder, self._tally(one, max_waiting=1))
         self._differentiate(one, loss_B, receiver, retain_graph=isinstance(receiver, Measure))
@@ -265,9 +260,8 @@ class GhostClipper(UnitClipper):
         if self.norm_method.backward_passes != "auto":
             return self.norm_method.backward_passes
         calls = self._tapped.calls
-        if self._trained.sharded:
-            return 1
-        return self._memory.needed(calls.rows or len(loss_B), calls.tokens, loss_B.device)
+        sharded = self._trained.sharded
+        return 1 if sharded else self._memory.needed(calls.rows or len(loss_B), calls.tokens, loss_B.device)
 
     def _begin(self, loss_B: Tensor, unit_B: Tensor, num_units: int) -> Pass:
         self._tapped.calls.differentiated(len(loss_B))
@@ -290,7 +284,7 @@ class GhostClipper(UnitClipper):
         weight_B = (one.rows.unit_B >= 0).to(loss_B.dtype)
         try:
             if len(one.rows.real) > 1 and not (self._checked.packed if self._is_packed else self._checked.rows):
-                self._probe_rows(loss_B, weight_B)
+                self.refuse_coupled(loss_B, weight_B > 0)
                 self._checked.note(self._is_packed)
             self._run_backward(loss_B, weight_B, receiver, retain_graph)
         finally:
@@ -385,18 +379,11 @@ class GhostClipper(UnitClipper):
         return self._checked.rows
 
     def check_rows(self, losses_of_row: Callable[[], Tensor], unit_index: Tensor) -> None:
-        """Measure that a row's loss has no gradient in other rows, with a separate forward and backward pass per probe.
+        """See `UnitClipper.check_rows`; with a separate forward and backward pass per probe.
 
-        `backward` does this by itself on the first batch and keeps the graph for several passes. An engine that frees
-        weights after their first use in a backward pass (ZeRO-3) cannot do that. Only this method measures, for packed
-        rows, that values which are not finite do not pass from one row to another.
-
-        Args:
-            losses_of_row: runs the model again at each call and returns the losses (B,).
-            unit_index: (B,), -1 for a padding row.
-
-        Raises:
-            GhostError: a row's loss depends on another row.
+        `backward` measures this by itself on the first batch, and keeps the graph for several passes. An engine that
+        frees weights after their first use in a backward pass (ZeRO-3) cannot do that. Only this method measures, for
+        packed rows, that values which are not finite do not pass from one row to another.
         """
 
         def losses() -> Tensor:
@@ -426,10 +413,6 @@ class GhostClipper(UnitClipper):
         self._run_backward(loss_B, _ones_at(unit_index >= 0, loss_B), probe)
         # A process with a single row has nothing to measure, and relies on the others.
         self._checked.spread = len(loss_B) == 1 or bool(probe.healthy_B.any())
-
-    def _probe_rows(self, loss_B: Tensor, weight_B: Tensor) -> None:
-        for probe in row_probes(weight_B > 0, self._is_packed):
-            self._run_backward(loss_B, _ones_at(probe.rows, loss_B), probe, retain_graph=True)
 
     # ----------------------------------------------- interface of the taps, see `dpllm.ghost.tapped_model.Receiver`
 
@@ -490,9 +473,10 @@ class GhostClipper(UnitClipper):
 
         return weighted
 
-    def refuse_coupled(self, loss_B: Tensor) -> None:
-        """Raise `CoupledError` if the loss of one of some rows has a gradient in another row."""
-        self._probe_rows(loss_B, torch.ones_like(loss_B))
+    def refuse_coupled(self, loss_B: Tensor, real_B: Tensor | None = None) -> None:
+        """Raise `CoupledError` if the loss of one of some rows (B,), all or these, has a gradient in another row."""
+        for probe in row_probes(torch.ones_like(loss_B) > 0 if real_B is None else real_B, self._is_packed):
+            self._run_backward(loss_B, _ones_at(probe.rows, loss_B), probe, retain_graph=True)
 
 
 def _ones_at(rows: Tensor, loss_B: Tensor) -> Tensor:

@@ -273,7 +273,7 @@ def test_rows_that_depend_on_each_other_are_refused(passes, middle):
 @kills(
     "rows are not compared in the backward pass",
     "dpllm/ghost/clipper.py",
-    "                self._probe_rows(loss_B, weight_B)\n",
+    "                self.refuse_coupled(loss_B, weight_B > 0)\n",
     "                pass\n",
 )
 @kills(
