@@ -55,23 +55,14 @@ class Passes:
         return any(module.gradient_checkpointing for module in self._recomputing)
 
     def needed(self, rows: int, tokens: int, device: torch.device) -> int:
-        """Return 2 if activations are recomputed and one pass would not fit, otherwise 1.
-
-        Args:
-            rows: of the microbatch.
-            tokens: of each of its rows.
-            device: of the losses.
-        """
+        """Return 2 if activations are recomputed and one pass over rows of these tokens would not fit, otherwise 1."""
         free = free_bytes(device) if self.recomputes else None
         return 1 if free is None or held_bytes(self._trained, rows, tokens) <= _SHARE * free else 2
 
     def sums_are_smaller(self, rows: int, tokens: int, finished: bool) -> bool:
-        """Whether the clipped sums take less memory than what they are formed from.
+        """Whether the clipped sums take less memory than what they are formed from, for rows of these tokens.
 
-        Args:
-            rows: of the microbatch.
-            tokens: of each of its rows.
-            finished: whether each sum becomes a gradient in its parameter's dtype at once.
+        ``finished``: each sum becomes a gradient in its parameter's dtype at once.
         """
         trained = {id(p): p for module in self._trained for p in module.parameters(recurse=False) if p.requires_grad}
         sums = sum(

@@ -120,9 +120,9 @@ class UnitClipper(abc.ABC):
 
         Raises:
             GhostError: losses of another shape or without a graph; a unit index of another shape; a parameter that
-                received no norm; the clipping is not as it was when the clipper was made; a parameter would receive a
-                gradient that is not clipped; or the call before was broken off while it added to ``.grad``. Parameters
-                outside the model are searched for in the calls 1, 2, 4, 8, ….
+                received no norm, or would receive a gradient that is not clipped; or the call before was broken off
+                while it added to ``.grad``. Parameters outside the model, and those that it got after the clipper was
+                made, are searched for in the calls 1, 2, 4, 8, ….
         """
         unit_B, num_units = units_of(losses, unit_index)
         self._refuse_broken_off()
