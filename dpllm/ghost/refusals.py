@@ -32,18 +32,27 @@ _COUPLED = (
     (r"InstanceNorm.*", "running statistics mix the rows; use layer or group normalisation"),
 )
 
-_JITTER = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
-_CAPACITY = ("expert_capacity", "capacity_factor", "moe_capacity_factor", "moe_expert_capacity_factor")
-_COMPETING = {
-    "batch_prioritized_routing": "tokens of all rows compete, and the last ones are dropped",
-    "expert_choice": "experts choose among the tokens of all rows (expert choice)",
-    "use_expert_choice": "experts choose among the tokens of all rows (expert choice)",
-}
 _NAMED = (
     (r"(SwitchTransformers|NllbMoe)(Top\d)?(Router|SparseMLP|SparseMoE)", "an expert drops tokens beyond its capacity"),
     (r"TopKGate|MOELayer|ExpertChoice.*", "an expert takes a limited number of the tokens of all rows"),
 )
 _REMEDY = "use a model whose routers choose for each token by itself, without a capacity (Mixtral, Qwen3-MoE, gpt-oss)"
+# Options of routers that couple rows when they are true or above 0: their names, the reason, and the remedy.
+_OPTIONS = (
+    (("batch_prioritized_routing",), "tokens of all rows compete, and the last ones are dropped", _REMEDY),
+    (("expert_choice", "use_expert_choice"), "experts choose among the tokens of all rows (expert choice)", _REMEDY),
+    (
+        ("expert_capacity", "capacity_factor", "moe_capacity_factor", "moe_expert_capacity_factor"),
+        "an expert drops tokens of one row where those of others have used up its capacity",
+        _REMEDY,
+    ),
+    (
+        ("jitter_noise", "input_jitter_noise", "moe_jitter_eps"),
+        "its router multiplies the tokens of all rows by random numbers from one generator",
+        "load the model with 0 for it (router_jitter_noise=0, input_jitter_noise=0, or "
+        "ffn_config.moe_jitter_eps=None); DP-SGD already adds noise",
+    ),
+)
 
 
 def refuse_for_one_pass(model: nn.Module) -> None:
@@ -195,28 +204,12 @@ def _choice_of_experts(module: nn.Module) -> str | None:
     for pattern, reason in _NAMED:
         if re.fullmatch(pattern, type(module).__name__):
             return f"{reason}, so the tokens of one row displace those of others; {_REMEDY}"
-    held = vars(module)
-    for name, reason in _COMPETING.items():
-        if held.get(name):
-            return f"{reason} ({name}={held[name]}); {_REMEDY}"
-    for name in _CAPACITY:
-        if _above_zero(held.get(name)):
-            return (
-                f"an expert drops tokens beyond its capacity ({name}={held[name]}), which those of other rows use up; "
-                f"{_REMEDY}"
-            )
-    for name in _JITTER:
-        if _above_zero(held.get(name)):
-            return (
-                f"its router multiplies the tokens of all rows by random numbers from one generator ({name}="
-                f"{held[name]}). Load the model with 0 for it (router_jitter_noise=0, input_jitter_noise=0, or "
-                "ffn_config.moe_jitter_eps=None); DP-SGD already adds noise"
-            )
+    for names, reason, remedy in _OPTIONS:
+        for name in names:
+            value = vars(module).get(name)
+            if isinstance(value, int | float) and value > 0:
+                return f"{reason} ({name}={value}); {remedy}"
     return None
-
-
-def _above_zero(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def _refuse_router_loss(config: Any, where: str = "config") -> None:
