@@ -25,7 +25,7 @@ from dpllm.ghost.norm_method import NormMethod
 from dpllm.ghost.norms import NormTally
 from dpllm.ghost.receivers import AddUp, AddUpGroups, HeldUnit, Keep, Measure, Pass, Receiver
 from dpllm.ghost.refusals import refuse_for_one_pass
-from dpllm.ghost.row_checks import Checked, SpreadProbe, row_probes, unmeasured_spread
+from dpllm.ghost.row_checks import Checked, SpreadProbe, row_probes
 from dpllm.ghost.sums import Finish, Sum
 from dpllm.ghost.tapped_model import TappedModel
 from dpllm.ghost.taps import Call, Target
@@ -73,7 +73,7 @@ class GhostClipper(UnitClipper):
     ) -> None:
         """Check the model and attach to it."""
         refuse_for_one_pass(model)
-        super().__init__(model, clip_norm, clipping)
+        super().__init__(model, clip_norm, clipping, parameter_norms)
         self.norm_method = norm_method or NormMethod()
         trained = self._trained
         if trained.sharded and self.norm_method.backward_passes == 2:
@@ -82,10 +82,9 @@ class GhostClipper(UnitClipper):
                 "the second, and a process that holds a gradient of the whole model; this one's are sharded. Use "
                 "NormMethod(backward_passes=1) with smaller microbatches, or a replicated model."
             )
-        self._by_parameter = parameter_norms
         # Each group of parameters has a norm, or each parameter: their number, and that of each parameter's by its id.
         self._num_norms, self._norm_of = trained.num_groups, trained.groups
-        if parameter_norms:
+        if self._by_parameter:
             self._num_norms = len(trained.by_name)
             self._norm_of = {id(p): number for number, p in enumerate(trained.by_name.values())}
         self._flows = rounding.Flows()
@@ -245,7 +244,11 @@ class GhostClipper(UnitClipper):
             self._again = loss_B, sq_norm_GU + slack_GU
         others = self._is_packed and not self._checked.spread and bool((unit_B != unit_B[0]).any())
         if others and not bool(torch.isfinite(sq_norm_GU).all()):
-            raise unmeasured_spread()
+            raise GhostError(
+                "A unit's gradient is not finite, and it was not measured that such values stay within their packed "
+                "row: they may have reached other units. Call GhostClipper.check_rows() before the first step, or do "
+                "not pack the rows (pack_rows: false)."
+            )
         return sq_norm_GU, slack_GU
 
     def _forms_groups(self, loss_B: Tensor, finish: Finish | None) -> bool:

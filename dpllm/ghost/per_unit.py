@@ -80,14 +80,13 @@ class PerUnitClipper(UnitClipper):
     ) -> None:
         """Find the trainable parameters; nothing is attached to the model, unless it limits the length of rows."""
         refuse_for_one_unit(model)
-        super().__init__(model, clip_norm, clipping)
+        super().__init__(model, clip_norm, clipping, parameter_norms)
         if self._trained.sharded:
             raise GhostError(
                 "privacy.gradients=per_unit needs the whole gradient of a unit on one process, and this model's "
                 "parameters are divided over processes (FSDP2, ZeRO-3). Use replicas (dpllm train --config ddp) or "
                 "ZeRO-2 (dpllm train --config zero2), with LoRA if they do not fit; or privacy.gradients=ghost"
             )
-        self._by_parameter = parameter_norms
         self._rows_held: dict[int, Tensor] | None = None  # the sum of a unit's gradients over its calls so far
         self._joining = False  # rows are being added to the held ones; after a failure those are not a unit's any more
         self._gradients: dict[int, Tensor] = {}  # of the last unit, and the factors of its groups
@@ -120,7 +119,7 @@ class PerUnitClipper(UnitClipper):
                 )
             self._gradients, self._factor_G = {}, []
             none = loss_B.new_zeros(self._trained.num_groups, 0, dtype=torch.float32)
-            return self._result(none, none, none.new_zeros(len(self.parameters), 0) if self._by_parameter else None)
+            return self._result(none, none, none.new_zeros(len(self.parameters), 0))
         gradients = self._differentiate(loss_B, (unit_B >= 0).to(loss_B))
         if self._rows_held is not None:
             self._hold(gradients)
@@ -128,7 +127,7 @@ class PerUnitClipper(UnitClipper):
         sq_norm_P1 = self._squared_norms(gradients, loss_B.device)
         sq_norm_G1 = self._trained.grouped(sq_norm_P1)
         factor_G1 = clip_factors(self._fitted, sq_norm_G1, kernels.rounding_slack(sq_norm_G1.dtype) * sq_norm_G1)
-        result = self._result(sq_norm_G1, factor_G1, sq_norm_P1 if self._by_parameter else None)
+        result = self._result(sq_norm_G1, factor_G1, sq_norm_P1)
         # Last: if memory runs out before it, the unit can be retried, unless it had held rows, which are joined by now.
         self._gradients, self._factor_G, self._joining = gradients, factor_G1[:, 0].tolist(), False
         return result

@@ -39,26 +39,24 @@ class Checked:
         self.packed |= packed
 
 
+@dataclass
 class RowProbe:
     """Receives the gradients of some rows' losses; any gradient in another row is an error.
 
-    Args:
+    Attributes:
         rows: the numbers of the rows whose losses are differentiated.
         packed: whether rows were laid end to end.
-
-    Attributes:
-        finite_B: packed rows that received only finite values.
+        finite_B: packed rows that received only finite values; None before the first gradient.
     """
 
-    def __init__(self, rows: Tensor, packed: bool) -> None:
-        """Start without gradients."""
-        self.rows, self._packed = rows, packed
-        self.finite_B: Tensor | None = None
+    rows: Tensor
+    packed: bool
+    finite_B: Tensor | None = None
 
     def take(self, name: str, parameter: nn.Parameter, use: Use) -> None:
         """Check the gradient that one use of a parameter received."""
         others = kernels.entries(use.grad.detach()).clone()
-        if self._packed:
+        if self.packed:
             finite_B = torch.isfinite(others).all(1)
             self.finite_B = finite_B if self.finite_B is None else self.finite_B & finite_B
         others[self.rows] = 0
@@ -66,7 +64,7 @@ class RowProbe:
         if not bool(touched.any()):
             return
         other = int(torch.nonzero(touched)[0])
-        if self._packed:
+        if self.packed:
             raise CoupledError(
                 f"A packed row's loss depends on the packed row {other} (seen at {name}), so a unit cannot "
                 "be bounded: something in the model mixes tokens across the end of a row. Do not pack the "
@@ -124,12 +122,3 @@ class SpreadProbe:
                 "an attention that runs each row separately (dpllm.models.packing, flash_attention_2), or do not pack "
                 "the rows (pack_rows: false)."
             )
-
-
-def unmeasured_spread() -> GhostError:
-    """Return the error for a packed unit that is not finite and may have reached other units."""
-    return GhostError(
-        "A unit's gradient is not finite, and it was not measured that such values stay within their packed row: they "
-        "may have reached other units. Call GhostClipper.check_rows() before the first step, or do not pack the rows "
-        "(pack_rows: false)."
-    )

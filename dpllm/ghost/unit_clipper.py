@@ -53,6 +53,7 @@ class UnitClipper(abc.ABC):
         model: whose trainable parameters are clipped.
         clip_norm: C > 0, where clipping is flat.
         clipping: another way to bound a contribution, instead of ``clip_norm``.
+        parameter_norms: whether results have each unit's norm in each parameter.
 
     Attributes:
         one_unit: whether each call of the model gets the rows of one unit only.
@@ -64,12 +65,15 @@ class UnitClipper(abc.ABC):
 
     one_unit: ClassVar[bool] = False
 
-    def __init__(self, model: nn.Module, clip_norm: float | None, clipping: Clipping | None) -> None:
+    def __init__(
+        self, model: nn.Module, clip_norm: float | None, clipping: Clipping | None, parameter_norms: bool
+    ) -> None:
         """Choose the clipping, and find the parameters."""
         if (clip_norm is None) == (clipping is None):
             raise ValueError("Give one of clip_norm (flat clipping) and clipping (another kind).")
         self._clipping: Clipping = FlatClipping(clip_norm) if clip_norm is not None else frozen_copy(clipping)  # type: ignore[arg-type]
         self._trained = TrainedParameters(model, self._clipping.groups)
+        self._by_parameter = parameter_norms
         self._fit()
         self._broken_off = False  # whether .grad may hold a part of a sum only
         self._calls = 0  # of `backward`; engines call `clip`, and the run's watch sees other gradients
@@ -222,9 +226,9 @@ class UnitClipper(abc.ABC):
         """See `clip`, with the units as `units_of` returns them."""
 
     def _result(self, sq_norm_GU: Tensor, factor_GU: Tensor, sq_norm_PU: Tensor | None) -> ClipResult:
-        """Return norms and factors of the units, and norms in each parameter if their squares are given."""
+        """Return norms and factors of the units; ``sq_norm_PU`` is needed where norms of parameters were requested."""
         by_parameter: dict[str, Tensor] = {}
-        if sq_norm_PU is not None:
+        if self._by_parameter and sq_norm_PU is not None:
             by_parameter = dict(zip(self._trained.by_name, sq_norm_PU.clamp_min(0).sqrt().float(), strict=True))
         factors = factor_GU.float() if len(factor_GU) > 1 else factor_GU[0].float()
         return ClipResult(sq_norm_GU.sum(dim=0).clamp_min(0).sqrt().float(), factors, by_parameter)
