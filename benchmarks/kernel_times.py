@@ -222,7 +222,7 @@ def errors(case: Case, form: str) -> dict[str, float | None]:
     relative = float(((value.double() - exact).abs() / scale).max())
     slack = None
     if mass is not None:
-        # As the book computes it, for a result in float32.
+        # As the clipper computes it, for a result in float32.
         slack = float(((exact - value.double()) / (kernels.rounding_slack(value.dtype) * mass.double())).max())
     return {"error": relative, "slack_used": slack}
 

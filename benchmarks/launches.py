@@ -209,7 +209,7 @@ def steps_of(settings: Settings) -> tuple[dict[str, Step], Tensor]:
     ours = GhostStep(twin(model), NormMethod(fused=False))
     ours.prepare(ids_BT)  # by values, which programs that do not run have not
     with as_on_gpu():
-        ours.clipper._book.norm_method = NormMethod(fused=True)
+        ours.clipper.norm_method = NormMethod(fused=True)
     steps: dict[str, Step] = {PLAIN: Step(model), OURS: ours}
     for name, step in steps.items():
         for tokens_BT in (ids_BT[:, :4], ids_BT):

@@ -167,7 +167,7 @@ def uses(model: Llama, rows: int, tokens: int, lora: bool) -> Iterator[list[Oute
 
 
 def launch(model: Llama, rows: int, tokens: int, lora: bool, totals: dict[tuple, Tensor]) -> None:
-    """Launch the norms and sums of one layer of a microbatch, as the book does."""
+    """Launch the norms and sums of one layer of a microbatch, as the clipper does."""
     method = NormMethod(fused=True)
     of_rows = Rows.of(torch.arange(rows), rows)
     tally = NormTally(of_rows, method, torch.float32)

@@ -14,8 +14,7 @@ from dpllm.engines.errors import EngineError
 from dpllm.engines.fsdp2 import FullySharded
 from dpllm.engines.processes import Processes
 from dpllm.engines.single import SingleProcess
-from dpllm.ghost.refusals import is_packed
-from dpllm.ghost.rules import refuse_tensor_parallel
+from dpllm.ghost.refusals import is_packed, refuse_tensor_parallel
 
 
 def engine_for(model: Any, optimizer: Any) -> Engine:

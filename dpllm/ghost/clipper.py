@@ -1,4 +1,12 @@
-"""GhostClipper: exact per-unit clipping for a custom training loop."""
+"""GhostClipper: per-unit gradient norms and the clipped sum from one backward pass, for a custom training loop.
+
+While a clipper is attached, trained weights are detached where modules use them, so autograd computes no weight
+gradients. The modules' taps give the clipper the input and the output gradient of each use. The exact norms are
+computed from these. Once the clip factors are known, so is the clipped sum, at the cost of autograd's own weight
+gradients (book-keeping, Bu et al. 2023, arXiv:2210.00038).
+
+Shape suffixes: B rows, G groups of parameters, P parameters, U units.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpllm.ghost import kernels, memory, rounding
 from dpllm.ghost.blocks import CompiledBlocks
-from dpllm.ghost.book import Book
-from dpllm.ghost.contributions import Use
+from dpllm.ghost.contributions import Layouts, Rows, Use
+from dpllm.ghost.errors import GhostError, NoRuleError
 from dpllm.ghost.factors import GroupFactors, clip_factors
 from dpllm.ghost.norm_method import NormMethod
-from dpllm.ghost.parameters import numbered, shapes_of
+from dpllm.ghost.norms import NormTally
+from dpllm.ghost.receivers import AddUp, AddUpGroups, HeldUnit, Keep, Measure, Pass, Receiver
+from dpllm.ghost.refusals import refuse_for_one_pass
+from dpllm.ghost.row_checks import Checked, SpreadProbe, row_probes
 from dpllm.ghost.sums import Finish, Sum
-from dpllm.ghost.unit_clipper import ClipResult, UnitClipper
+from dpllm.ghost.tapped_model import TappedModel
+from dpllm.ghost.taps import Call, Target
+from dpllm.ghost.unit_clipper import ClipResult, UnitClipper, incomplete_unit, units_of
 from dpllm.mechanism.parts import Clipping
 
 
@@ -57,20 +71,35 @@ class GhostClipper(UnitClipper):
         clipping: Clipping | None = None,
         parameter_norms: bool = False,
     ) -> None:
-        """Attach to the model."""
-        super().__init__(clip_norm, clipping)
-        groups = self.clipping.groups
-        self._book = Book(model, norm_method, _one_by_one if parameter_norms else groups)
-        self._group_P: Tensor | None = None  # of each parameter, if norms of parameters are separate
-        if parameter_norms:
-            self._num_groups, numbers = numbered(groups, self.parameters)
-            self._group_P = torch.tensor([numbers[id(p)] for p in self.parameters.values()])
-        self._fit(shapes_of(self.parameters))
-
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """The trainable parameters by name, each once."""
-        return self._book.parameters
+        """Check the model and attach to it."""
+        refuse_for_one_pass(model)
+        super().__init__(model, clip_norm, clipping, parameter_norms)
+        self.norm_method = norm_method or NormMethod()
+        trained = self._trained
+        if trained.sharded and self.norm_method.backward_passes == 2:
+            raise GhostError(
+                "Two backward passes (NormMethod(backward_passes=2)) need parameters that stay whole from the first to "
+                "the second, and a process that holds a gradient of the whole model; this one's are sharded. Use "
+                "NormMethod(backward_passes=1) with smaller microbatches, or a replicated model."
+            )
+        # Each group of parameters has a norm, or each parameter: their number, and that of each parameter's by its id.
+        self._num_norms, self._norm_of = trained.num_groups, trained.groups
+        if self._by_parameter:
+            self._num_norms = len(trained.by_name)
+            self._norm_of = {id(p): number for number, p in enumerate(trained.by_name.values())}
+        self._flows = rounding.Flows()
+        self._held = HeldUnit()
+        self._layouts = Layouts()
+        self._memory = memory.Passes(model)
+        self._checked = Checked()
+        self._poisoned_B: Tensor | None = None  # packed rows that are NaN in the call of the model that runs
+        self._pass: Pass | None = None
+        self._receiver: Receiver | None = None
+        self._num_rows = 0  # of the losses that are differentiated
+        self._is_exact = False  # whether products are exact in that pass without further ado
+        self._again: tuple[Tensor, Tensor] | None = None  # losses to differentiate again, and upper bounds of norms
+        self._longer: Tensor | None = None  # whether a second pass since `settle` gave a unit a longer gradient
+        self._tapped = TappedModel(model, trained, self)
 
     def compile(self, backend: Any = "inductor", **options: Any) -> None:
         """Compile the forward passes of the model's blocks as full graphs, from the next loss on.
@@ -85,12 +114,12 @@ class GhostClipper(UnitClipper):
             backend: of ``torch.compile``.
             options: other arguments of ``torch.compile``, such as ``mode`` or ``dynamic``.
         """
-        self._book.tapped.blocks.compile(backend, options)
+        self._tapped.blocks.compile(backend, options)
 
     @property
     def compiled(self) -> CompiledBlocks:
         """The blocks that are compiled, those that stay eager, and the number of graphs; empty before the next call."""
-        return self._book.tapped.blocks.compiled
+        return self._tapped.blocks.compiled
 
     @property
     def row_by_row(self) -> dict[str, list[str]]:
@@ -98,42 +127,7 @@ class GhostClipper(UnitClipper):
 
         They take as many launches as there are rows. Empty before the first call of the model.
         """
-        return self._book.tapped.row_by_row
-
-    def _refuse_unclipped(self, losses: Tensor, outside: bool) -> None:
-        self._book.refuse_unclipped(losses, outside)
-
-    def hold(self, losses: Tensor) -> None:
-        """See `UnitClipper.hold`."""
-        self._check(losses, None)
-        self._book.hold(losses)
-
-    def clip(self, losses: Tensor, unit_index: Tensor | None = None, finish: Finish | None = None) -> ClipResult:
-        """See `UnitClipper.clip`."""
-        result = self._clip(losses, unit_index, finish)
-        self.settle()
-        return result
-
-    def _clip(self, losses: Tensor, unit_index: Tensor | None, finish: Finish | None) -> ClipResult:
-        unit_B, num_units = self._check(losses, unit_index)
-        clipping = self._fitted
-        early = GroupFactors.of(clipping, self._book.num_groups) if self._group_P is None else None
-        return self._weighed(*self._book.backward(losses, unit_B, num_units, early, finish), clipping, early)
-
-    def run(
-        self,
-        loss_of: Callable[[Mapping[str, Any]], Tensor],
-        inputs: Mapping[str, Any],
-        unit_index: Tensor | None = None,
-        finish: Finish | None = None,
-    ) -> tuple[Tensor, ClipResult]:
-        """See `UnitClipper.run`."""
-        losses = loss_of(inputs)
-        return losses.detach(), self._clip(losses, unit_index, finish)
-
-    def settle(self) -> None:
-        """See `UnitClipper.settle`."""
-        self._book.settle()
+        return self._tapped.row_by_row
 
     # ------------------------------------------------------------------ uses that a caller computes by itself
 
@@ -148,17 +142,17 @@ class GhostClipper(UnitClipper):
         Raises:
             GhostError: see the class.
         """
-        self._book.tapped.prepare((), dict(inputs))
+        self._tapped.prepare((), dict(inputs))
 
     @property
     def takes_uses(self) -> bool:
         """Whether `expect` and `take` are possible: no module runs row by row, and no parameter is sharded."""
-        return not self._book.sharded and not self._book.tapped.ladder.splits
+        return not self._trained.sharded and not self._tapped.ladder.splits
 
     @property
     def recomputes(self) -> bool:
         """Whether activation checkpointing is on."""
-        return self._book.recomputes
+        return self._memory.recomputes
 
     def expect(self, parameter: nn.Parameter) -> None:
         """Announce, within a call of the model, a use of a trained parameter by a function with its own gradient.
@@ -169,7 +163,7 @@ class GhostClipper(UnitClipper):
         Raises:
             GhostError: no call of the model runs with gradients on.
         """
-        self._book.tapped.expect(parameter)
+        self._tapped.expect(parameter)
 
     def take(self, parameter: nn.Parameter, use: Use) -> None:
         """Take a use that `expect` announced: what it contributes to the gradient of each row.
@@ -181,76 +175,315 @@ class GhostClipper(UnitClipper):
         Raises:
             GhostError: the backward pass is not one of the clipper; or the use has other rows.
         """
-        self._book.tapped.take(parameter, use)
+        self._tapped.take(parameter, use)
 
-    def _weighed(
-        self, sq_norm_GU: Tensor, slack_GU: Tensor, clipping: Clipping, early: GroupFactors | None
-    ) -> ClipResult:
-        """Fix the clip factors of the last pass."""
-        by_parameter: dict[str, Tensor] = {}
-        if self._group_P is not None:
-            by_parameter = dict(zip(self.parameters, sq_norm_GU.clamp_min(0).sqrt().float(), strict=True))
-            sq_norm_GU, slack_GU = self._grouped(sq_norm_GU), self._grouped(slack_GU)
-        factor_GU = clip_factors(clipping, sq_norm_GU, slack_GU)
+    # ------------------------------------------------------------------------------ norms, factors and sums
+
+    def _clip(self, loss_B: Tensor, unit_B: Tensor, num_units: int, finish: Finish | None = None) -> ClipResult:
+        early = None if self._by_parameter else GroupFactors.of(self._fitted, self._num_norms)
+        sq_norm_GU, slack_GU = self._norms(loss_B, unit_B, num_units, early, finish)
+        sq_norm_PU = None
+        if self._by_parameter:
+            sq_norm_PU, sq_norm_GU = sq_norm_GU, self._trained.grouped(sq_norm_GU)
+            slack_GU = self._trained.grouped(slack_GU)
+        factor_GU = clip_factors(self._fitted, sq_norm_GU, slack_GU)
         if early is not None:
             factor_GU = early.joined(factor_GU)
-        factors = factor_GU.float() if len(factor_GU) > 1 else factor_GU[0].float()
-        result = ClipResult(sq_norm_GU.sum(dim=0).clamp_min(0).sqrt().float(), factors, by_parameter)
+        result = self._result(sq_norm_GU, factor_GU, sq_norm_PU)
         # Last: if memory runs out before it, the microbatch can be retried.
-        self._book.weigh(factor_GU if self._group_P is None else factor_GU[self._group_P.to(factor_GU.device)])
+        self._weigh(factor_GU[self._trained.group_P] if self._by_parameter else factor_GU)
         return result
 
-    def _grouped(self, value_PU: Tensor) -> Tensor:
-        """Sum the values of parameters over the clipping's groups, (G, U)."""
-        assert self._group_P is not None, "norms of parameters were requested"
-        total_GU = value_PU.new_zeros(self._num_groups, value_PU.shape[1])
-        return total_GU.index_add_(0, self._group_P.to(value_PU.device), value_PU)
+    def _norms(
+        self,
+        loss_B: Tensor,
+        unit_B: Tensor,
+        num_units: int,
+        early: GroupFactors | None = None,
+        finish: Finish | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run the backward pass and return each unit's squared gradient norm.
 
-    def row_norms(self, losses: Tensor, unit_index: Tensor) -> Tensor:
-        """See `UnitClipper.row_norms`."""
-        return self.clip(losses, unit_index).norms
+        Args:
+            loss_B: (B,) losses with a graph, each depending only on its own row.
+            unit_B: (B,) int64 unit of each row, best on the CPU; -1 for a padding row, whose loss gets weight 0.
+            num_units: U.
+            early: factors of groups that do not depend on each other. The sum of a group may then be formed before the
+                gradients of other groups arrive, where that takes less memory.
+            finish: takes the sums that are formed during a backward pass; `add_clipped_sum_` adds the others.
+
+        Returns:
+            ``(sq_norm_GU, slack_GU)`` in float32 (float64 for a float64 model): squared norms of each group of
+            parameters, and an upper bound of the rounding error in the square of a unit's share of the clipped sum.
+        """
+        if self._held and (num_units != 1 or bool((unit_B != 0).any())):
+            raise GhostError(
+                f"Rows of a unit are held, and this microbatch has rows of {num_units} units or padding. Pass the "
+                "other rows of that unit in a call without other rows, as unit 0."
+            )
+        one = self._begin(loss_B, unit_B, num_units)
+        one.finish = finish
+        receiver: Keep | Measure | AddUpGroups = Keep(one)
+        if early is not None and self._forms_groups(loss_B, finish):
+            every = self._trained.by_name.values()
+            receiver = AddUpGroups(one, self._tapped.ladder, every, lambda: self._tally(one, num_norms=1), early)
+        elif not self._held and self._passes(loss_B) == 2:
+            receiver = Measure(one, self._tapped.ladder, self._tally(one, max_waiting=1))
+        self._differentiate(one, loss_B, receiver, retain_graph=isinstance(receiver, Measure))
+        if self._held:
+            one = self._pass = self._held.complete(one, loss_B.device)
+        seen = set() if isinstance(receiver, Keep) else receiver.seen
+        self._trained.refuse_missing(seen | one.contributions.keys())
+        with kernels.exact_matmul(), torch.no_grad():
+            sq_norm_GU, slack_GU = one.add_norms(receiver.tally if isinstance(receiver, Measure) else self._tally(one))
+        if isinstance(receiver, AddUpGroups):
+            for group, (sq_norm_U, slack_U) in receiver.norms.items():
+                sq_norm_GU[group], slack_GU[group] = sq_norm_U, slack_U
+        elif isinstance(receiver, Measure):
+            one.contributions.clear()
+            self._again = loss_B, sq_norm_GU + slack_GU
+        others = self._is_packed and not self._checked.spread and bool((unit_B != unit_B[0]).any())
+        if others and not bool(torch.isfinite(sq_norm_GU).all()):
+            raise GhostError(
+                "A unit's gradient is not finite, and it was not measured that such values stay within their packed "
+                "row: they may have reached other units. Call GhostClipper.check_rows() before the first step, or do "
+                "not pack the rows (pack_rows: false)."
+            )
+        return sq_norm_GU, slack_GU
+
+    def _forms_groups(self, loss_B: Tensor, finish: Finish | None) -> bool:
+        """Whether the sums of groups are formed during the backward pass."""
+        if self._trained.sharded or self._held or self.norm_method.backward_passes == 2:
+            return False
+        calls = self._tapped.calls
+        return self._memory.sums_are_smaller(calls.rows or len(loss_B), calls.tokens, finish is not None)
+
+    def _passes(self, loss_B: Tensor) -> int:
+        """Return the number of backward passes."""
+        if self.norm_method.backward_passes != "auto":
+            return self.norm_method.backward_passes
+        calls = self._tapped.calls
+        sharded = self._trained.sharded
+        return 1 if sharded else self._memory.needed(calls.rows or len(loss_B), calls.tokens, loss_B.device)
+
+    def _begin(self, loss_B: Tensor, unit_B: Tensor, num_units: int) -> Pass:
+        self._tapped.calls.differentiated(len(loss_B))
+        rows = self._layouts.of(unit_B, num_units, loss_B.device)
+        self._pass = Pass(rows, self.norm_method, groups=self._norm_of)
+        return self._pass
+
+    def _tally(self, one: Pass, max_waiting: int | None = None, num_norms: int | None = None) -> NormTally:
+        return NormTally(
+            one.rows,
+            self.norm_method,
+            self._trained.norm_dtype,
+            lambda: self._flows.slack_factor(self.norm_method),
+            max_waiting,
+            num_norms or self._num_norms,
+        )
+
+    def _differentiate(self, one: Pass, loss_B: Tensor, receiver: Receiver, retain_graph: bool = False) -> None:
+        """Pass the contributions of these rows to the receiver; the first time, make sure that rows are independent."""
+        weight_B = (one.rows.unit_B >= 0).to(loss_B.dtype)
+        try:
+            if len(one.rows.real) > 1 and not (self._checked.packed if self._is_packed else self._checked.rows):
+                self.refuse_coupled(loss_B, weight_B > 0)
+                self._checked.note(self._is_packed)
+            self._run_backward(loss_B, weight_B, receiver, retain_graph)
+        finally:
+            self._tapped.stop()
+
+    def _run_backward(self, loss_B: Tensor, weight_B: Tensor, receiver: Receiver, retain_graph: bool = False) -> None:
+        # Read once for a backward pass, in which no module changes the settings of products.
+        self._receiver, self._num_rows, self._is_exact = receiver, len(loss_B), kernels.is_exact()
+        try:
+            with self._tapped.backward():
+                torch.autograd.backward(loss_B, weight_B, retain_graph=retain_graph)
+        finally:
+            self._receiver = None
+
+    def _weigh(self, factor_GU: Tensor) -> None:
+        """Fix the factors (G, U) of the clipped sum; with two passes, run the second.
+
+        It adds up each layer's weighted gradient as it arrives, and checks its norm. A unit with factor 0 contributes
+        exactly zero, even if its gradient is not finite.
+        """
+        one = self._last_pass()
+        one.weigh(factor_GU)
+        self._held.joining = False
+        if self._again is None:
+            return
+        (loss_B, upper_GU), self._again = self._again, None
+        one = self._pass = Pass(
+            one.rows, self.norm_method, weights=one.weights, groups=self._norm_of, finish=one.finish
+        )
+        add_up = AddUp(one, self._tapped.ladder, self._tally(one, max_waiting=1))
+        self._differentiate(one, loss_B, add_up)
+        with kernels.exact_matmul(), torch.no_grad():
+            sq_norm_GU, _ = one.add_norms(add_up.tally)
+        longer = ((sq_norm_GU > upper_GU) & (factor_GU > 0)).any()
+        self._longer = longer if self._longer is None else self._longer | longer
+
+    def settle(self) -> None:
+        """See `UnitClipper.settle`."""
+        longer, self._longer = self._longer, None
+        if longer is not None and bool(longer):
+            raise GhostError(
+                "The second backward pass gave a unit a longer gradient than the first, from which its clip factor "
+                "comes: some operation is not repeatable. Call torch.use_deterministic_algorithms(True), or clip in "
+                "one pass (NormMethod(backward_passes=1))."
+            )
+
+    def add_clipped_sum_(self, parameter: nn.Parameter, total: Sum) -> None:
+        """See `UnitClipper.add_clipped_sum_`.
+
+        Guarantee: the sum is formed in the dtype of ``total`` from the same factors whose norms were returned; no
+        rounding to the parameter's dtype takes place.
+        """
+        with kernels.exact_matmul():
+            self._last_pass().add_clipped_sum_(parameter, total)
+
+    def _last_pass(self) -> Pass:
+        assert self._pass is not None, "a microbatch was differentiated"
+        return self._pass
+
+    def hold(self, losses: Tensor) -> None:
+        """See `UnitClipper.hold`."""
+        units_of(losses, None)
+        one = self._begin(losses, torch.zeros(len(losses), dtype=torch.int64), 1)
+        self._differentiate(one, losses, Keep(one))
+        self._held.add(one)
+
+    def forget(self) -> None:
+        """See `UnitClipper.forget`."""
+        self._tapped.break_off()
+        self._tapped.stop()
+        self._tapped.calls.spend()
+        self._pass = self._again = None
+        if self._held.joining:
+            raise incomplete_unit("train fewer parameters (LoRA), or shard the model")
+
+    def remove(self) -> None:
+        """Give every module its class back; the model is as before."""
+        self._tapped.remove()
+        self._held = HeldUnit()
+        self.forget()
+
+    # -------------------------------------------------------------------------------- independence of rows
+
+    @property
+    def _is_packed(self) -> bool:
+        """Whether the model was last called with rows laid end to end."""
+        return bool(self._tapped.calls.packed.lengths)
 
     @property
     def rows_checked(self) -> bool:
         """Whether it was measured that a row's loss has no gradient in other rows."""
-        return self._book.checked.rows
+        return self._checked.rows
 
     def check_rows(self, losses_of_row: Callable[[], Tensor], unit_index: Tensor) -> None:
-        """Measure that a row's loss has no gradient in other rows, with a separate forward and backward pass per set.
+        """See `UnitClipper.check_rows`; with a separate forward and backward pass per probe.
 
-        `backward` does this by itself on the first batch and keeps the graph for several passes. An engine that frees
-        weights after their first use in a backward pass (ZeRO-3) cannot do that. Only this method measures, for packed
-        rows, that values which are not finite do not pass from one row to another.
+        `backward` measures this by itself on the first batch, and keeps the graph for several passes. An engine that
+        frees weights after their first use in a backward pass (ZeRO-3) cannot do that. Only this method measures, for
+        packed rows, that values which are not finite do not pass from one row to another.
+        """
 
-        Args:
-            losses_of_row: runs the model again at each call and returns the losses (B,).
-            unit_index: (B,), -1 for a padding row.
+        def losses() -> Tensor:
+            loss_B = losses_of_row()
+            units_of(loss_B, unit_index)
+            self._tapped.calls.differentiated(len(loss_B))
+            return loss_B
+
+        done, count, finite = 0, 1, []
+        while done < count:  # as many as the rows of the call need, packed or not
+            loss_B = losses()
+            probes = row_probes(unit_index >= 0, self._is_packed)
+            probe, count, done = probes[done], len(probes), done + 1
+            self._run_backward(loss_B, _ones_at(probe.rows, loss_B), probe)
+            finite += [] if probe.finite_B is None else [probe.finite_B]
+        if finite:
+            self._check_spread(losses, unit_index, SpreadProbe(torch.stack(finite).all(dim=0)))
+        self._checked.note(self._is_packed)
+
+    def _check_spread(self, losses: Callable[[], Tensor], unit_index: Tensor, probe: SpreadProbe) -> None:
+        """Make sure that values that are not finite stay within their packed row, forward and backward."""
+        self._poisoned_B = probe.poisoned_B
+        try:
+            loss_B = losses()
+        finally:
+            self._poisoned_B = None
+        self._run_backward(loss_B, _ones_at(unit_index >= 0, loss_B), probe)
+        # A process with a single row has nothing to measure, and relies on the others.
+        self._checked.spread = len(loss_B) == 1 or bool(probe.healthy_B.any())
+
+    # ----------------------------------------------- interface of the taps, see `dpllm.ghost.tapped_model.Receiver`
+
+    def begin_call(self, call: Call) -> None:
+        """Note that a call of the model begins."""
+        call.poisoned_B = self._poisoned_B
+        self._pass = self._again = None
+
+    def arrived(self, *tensors: Tensor) -> None:
+        """Note tensors that came out of a backward pass."""
+        if rounding.is_measured(tensors[0]):
+            self._flows.note(tensors)
+
+    def record(self, target: Target, use: Use) -> None:
+        """Take the contribution of one use of a parameter to the gradient of each row.
 
         Raises:
-            GhostError: a row's loss depends on another row.
+            GhostError: it has another number of rows than the losses.
         """
-        done, sets = 0, 1
-        while done < sets:
-            losses = losses_of_row()
-            unit_B, num_units = self._check(losses, unit_index)
-            sets = self._book.probe(losses, done, unit_B, num_units)
-            done += 1
-        if self._book.is_packed:
-            self._book.probe_spread(losses_of_row, unit_B, num_units)
-        self._book.note_rows_checked()
+        assert self._receiver is not None, "gradients arrive in a backward pass"
+        if use.grad.shape[0] != self._num_rows:
+            raise self._other_rows(target.name, use.grad.shape)
+        if self._is_exact:
+            self._receiver.take(target.name, target.parameter, use)
+        else:
+            with kernels.exact_matmul():
+                self._receiver.take(target.name, target.parameter, use)
 
-    def add_clipped_sum_(self, parameter: nn.Parameter, total: Sum) -> None:
-        """See `UnitClipper.add_clipped_sum_`."""
-        self._book.add_clipped_sum_(parameter, total)
+    def _other_rows(self, name: str, shape: torch.Size) -> GhostError:
+        if self._is_packed:
+            return NoRuleError(
+                f"{name}: a module that uses it works on {tuple(shape)}, which cannot be cut into the packed rows. "
+                "Freeze the parameter, or do not pack the rows (pack_rows: false)."
+            )
+        return NoRuleError(
+            f"{name}: a module that uses it works on {shape[0]} rows, the losses on {self._num_rows}. Every module "
+            "with trainable parameters has to keep the rows of the batch as its first dimension, and all calls of the "
+            "model that a loss is computed from need the same rows. Or freeze these parameters."
+        )
 
-    def forget(self) -> None:
-        """See `UnitClipper.forget`."""
-        self._book.forget()
+    def weighted_sums(self, loss_B: Tensor, weight_B: Tensor) -> Callable[[str], Tensor]:
+        """Differentiate losses by taps; return the sum of a parameter's row gradients with these weights, by name."""
+        rows = Rows.of(torch.arange(len(loss_B)), len(loss_B), loss_B.device)
+        one = Pass(rows, self.norm_method, groups=self._norm_of)
+        with torch.autocast(loss_B.device.type, enabled=False):
+            self._run_backward(loss_B, torch.ones_like(loss_B), Keep(one))
+            with kernels.exact_matmul(), torch.no_grad():
+                one.add_norms(self._tally(one))
+        one.weigh(weight_B.to(loss_B.device, self._trained.norm_dtype).expand(self._num_norms, -1))
 
-    def remove(self) -> None:
-        """Give every module its class back; the model is as before."""
-        self._book.remove()
+        def weighted(name: str) -> Tensor:
+            parameter = self._trained.by_name[name]
+            total = Sum.of(parameter)
+            with torch.autocast(loss_B.device.type, enabled=False), kernels.exact_matmul():
+                if id(parameter) in one.contributions:
+                    one.add_clipped_sum_(parameter, total)
+                return total.filled()
+
+        return weighted
+
+    def refuse_coupled(self, loss_B: Tensor, real_B: Tensor | None = None) -> None:
+        """Raise `CoupledError` if the loss of one of some rows (B,), all or these, has a gradient in another row."""
+        for probe in row_probes(torch.ones_like(loss_B) > 0 if real_B is None else real_B, self._is_packed):
+            self._run_backward(loss_B, _ones_at(probe.rows, loss_B), probe, retain_graph=True)
 
 
-def _one_by_one(shapes: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
-    return [[name] for name in shapes]
+def _ones_at(rows: Tensor, loss_B: Tensor) -> Tensor:
+    """Return weights of the losses: 1 for these rows, given by numbers or as a mask, 0 for the others."""
+    weight_B = torch.zeros_like(loss_B)
+    weight_B[rows] = 1
+    return weight_B

@@ -1,6 +1,6 @@
-"""The memory that the book would hold between a backward pass and the clipped sum, and the memory that is free.
+"""The memory that a clipper would hold between a backward pass and the clipped sum, and the memory that is free.
 
-Place in the flow: the book asks before each backward pass, if it may choose between one pass and two
+Place in the flow: the clipper asks before each backward pass, if it may choose between one pass and two
 (`NormMethod.backward_passes`).
 """
 
@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from dpllm.ghost import kernels
 
@@ -35,16 +34,17 @@ def is_shortage(error: BaseException) -> bool:
 
 
 class Passes:
-    """Chooses between one backward pass and two, if the user set neither.
+    """Chooses between one backward pass and two, if the user set neither, and when sums are formed.
 
     Args:
         model: that is trained.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Find the modules that may recompute their activations."""
-        self._modules = list(model.modules())
-        self._recomputing = [module for module in self._modules if hasattr(module, "gradient_checkpointing")]
+        """Find the modules that hold trained parameters, and those that may recompute their activations."""
+        modules = list(model.modules())
+        self._trained = [module for module in modules if any(p.requires_grad for p in module.parameters(recurse=False))]
+        self._recomputing = [module for module in modules if hasattr(module, "gradient_checkpointing")]
 
     @property
     def recomputes(self) -> bool:
@@ -55,30 +55,21 @@ class Passes:
         return any(module.gradient_checkpointing for module in self._recomputing)
 
     def needed(self, rows: int, tokens: int, device: torch.device) -> int:
-        """Return 2 if activations are recomputed and one pass would not fit, otherwise 1.
-
-        Args:
-            rows: of the microbatch.
-            tokens: of each of its rows.
-            device: of the losses.
-        """
+        """Return 2 if activations are recomputed and one pass over rows of these tokens would not fit, otherwise 1."""
         free = free_bytes(device) if self.recomputes else None
-        return 1 if free is None or held_bytes(self._modules, rows, tokens) <= _SHARE * free else 2
+        return 1 if free is None or held_bytes(self._trained, rows, tokens) <= _SHARE * free else 2
 
     def sums_are_smaller(self, rows: int, tokens: int, finished: bool) -> bool:
-        """Whether the clipped sums take less memory than what they are formed from.
+        """Whether the clipped sums take less memory than what they are formed from, for rows of these tokens.
 
-        Args:
-            rows: of the microbatch.
-            tokens: of each of its rows.
-            finished: whether each sum becomes a gradient in its parameter's dtype at once.
+        ``finished``: each sum becomes a gradient in its parameter's dtype at once.
         """
-        trained = {id(p): p for module in self._modules for p in module.parameters(recurse=False) if p.requires_grad}
+        trained = {id(p): p for module in self._trained for p in module.parameters(recurse=False) if p.requires_grad}
         sums = sum(
             p.numel() * (p.element_size() if finished else kernels.accumulation_dtype(p.dtype).itemsize)
             for p in trained.values()
         )
-        return sums < held_bytes(self._modules, rows, tokens)
+        return sums < held_bytes(self._trained, rows, tokens)
 
 
 def held_bytes(modules: Iterable[nn.Module], rows: int, tokens: int) -> int:
@@ -90,17 +81,13 @@ def held_bytes(modules: Iterable[nn.Module], rows: int, tokens: int) -> int:
     total = 0
     for module in modules:
         for parameter in module.parameters(recurse=False):
-            if parameter.requires_grad:
-                total += rows * _held_per_row(module, parameter, tokens)
+            instance = parameter.numel() * kernels.accumulation_dtype(parameter.dtype).itemsize
+            if parameter.requires_grad and parameter.ndim == 2:
+                width = parameter.shape[1] if isinstance(module, nn.Embedding) else sum(parameter.shape)
+                total += rows * min(instance, tokens * width * parameter.element_size())
+            elif parameter.requires_grad:
+                total += rows * instance
     return total
-
-
-def _held_per_row(module: nn.Module, parameter: nn.Parameter, tokens: int) -> int:
-    instance = parameter.numel() * kernels.accumulation_dtype(parameter.dtype).itemsize
-    if parameter.ndim != 2:
-        return instance
-    width = parameter.shape[1] if isinstance(module, nn.Embedding) else sum(parameter.shape)
-    return min(instance, tokens * width * parameter.element_size())
 
 
 def logits_outweigh(vocabulary: int, width: int, layers: float) -> bool:
@@ -125,9 +112,3 @@ def free_bytes(device: torch.device) -> int | None:
         return None
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-def tokens_of_call(args: tuple, kwargs: dict) -> int:
-    """Return the tokens of each row, from the first input of a model that has rows and tokens; 1 if none has."""
-    tensors = (t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
-    return next((t.shape[1] for t in tensors if t.ndim >= 2), 1)

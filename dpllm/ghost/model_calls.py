@@ -6,19 +6,19 @@ if all calls use one row layout.
 
 from __future__ import annotations
 
-from torch import nn
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from dpllm.ghost import memory
-from dpllm.ghost.checks import (
-    placeholders_of,
-    refuse_long_rows,
-    refuse_shared_media,
-    rows_of_call,
-    tokens_by_themselves,
-)
+import torch
+from torch import Tensor, nn
+
 from dpllm.ghost.errors import GhostError, NoRuleError
 from dpllm.ghost.graph import flatten_tensors
 from dpllm.ghost.packed import PackedRows
+
+_ROW_ARGUMENTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "attention_mask", "pixel_values", "input_features")
+_PLACEHOLDER = re.compile(r"(image|video|audio|speech)_token_(id|index)$")
 
 
 class ModelCalls:
@@ -49,7 +49,7 @@ class ModelCalls:
         refuse_shared_media(kwargs, self._placeholders)
         packed = PackedRows()
         packed.start(kwargs)
-        self.rows, self.tokens, self.packed = rows_of_call(args, kwargs), memory.tokens_of_call(args, kwargs), packed
+        self.rows, self.tokens, self.packed = rows_of_call(args, kwargs), tokens_of_call(args, kwargs), packed
         self.lengths = frozenset(t.shape[1] for t in flatten_tensors((args, kwargs)) if t.ndim > 1)
         refuse_long_rows(max(packed.lengths, default=self.tokens), self._most_tokens)
         first, self._spent = self._spent, False
@@ -97,10 +97,85 @@ def used_again(name: str) -> GhostError:
     )
 
 
-def not_repeatable() -> GhostError:
-    """Return the error for a second backward pass that differs from the first."""
-    return GhostError(
-        "The second backward pass gave a unit a longer gradient than the first, from which its clip factor comes: some "
-        "operation is not repeatable. Call torch.use_deterministic_algorithms(True), or clip in one pass "
-        "(NormMethod(backward_passes=1))."
-    )
+def rows_of_call(args: tuple, kwargs: dict[str, Any]) -> int | None:
+    """Return the number of rows in a call of the model: the first dimension of its main input, or first tensor."""
+    for named in (kwargs, *(value for value in (*args, *kwargs.values()) if isinstance(value, Mapping))):
+        for name in _ROW_ARGUMENTS:
+            if isinstance(named.get(name), Tensor):
+                return int(named[name].shape[0])
+    given = next((value for value in flatten_tensors((*args, *kwargs.values())) if value.ndim > 0), None)
+    return None if given is None else given.shape[0]
+
+
+def tokens_of_call(args: tuple, kwargs: dict) -> int:
+    """Return the tokens of each row, from the first input of a model that has rows and tokens; 1 if none has."""
+    return next((t.shape[1] for t in flatten_tensors((args, kwargs)) if t.ndim >= 2), 1)
+
+
+def tokens_by_themselves(model: nn.Module) -> int | None:
+    """Return the tokens up to which a row's position embeddings do not depend on other rows; None: any number.
+
+    Rotary embeddings of the types "dynamic" and "longrope" choose their frequencies by the longest row of the batch
+    (transformers, ``modeling_rope_utils.py``): beyond the length that the model was first trained for, a row's loss
+    depends on the length of the other rows. No gradient shows that. "dynamic" keeps the frequencies of the longest row
+    until a short one comes, so that it depends on earlier batches as well.
+    """
+    return min(_rope_limits(_described(model), None), default=None)
+
+
+def _rope_limits(section: dict, longest: int | None) -> Iterator[int]:
+    longest = section.get("max_position_embeddings", longest)
+    kind = str(section.get("rope_type", section.get("type", "")))
+    if "dynamic" in kind or kind == "longrope":
+        yield section.get("original_max_position_embeddings") or longest or 0
+    for value in section.values():
+        if isinstance(value, dict):
+            yield from _rope_limits(value, longest)
+
+
+def refuse_long_rows(longest: int, most: int | None) -> None:
+    """Raise `GhostError` for rows of more tokens than `tokens_by_themselves` allows."""
+    if most is not None and longest > most:
+        raise GhostError(
+            f"Rows of {longest} tokens: beyond {most} this model chooses its position embeddings by the longest row of "
+            "the batch, or of a batch before (dynamic or longrope), so that a row's loss depends on the others. Set "
+            f"data.max_length={most}, or another rope type."
+        )
+
+
+def placeholders_of(model: nn.Module) -> tuple[int, ...]:
+    """Return the ids of the tokens in whose places a model puts what it computed of images or sound."""
+    named = {token for name, token in _described(model).items() if _PLACEHOLDER.match(name) and type(token) is int}
+    return tuple(sorted(named))
+
+
+def _described(model: nn.Module) -> dict[str, Any]:
+    """Return what a model's config holds; nothing where it has none."""
+    config: Any = getattr(model, "config", None)
+    return config.to_dict() if hasattr(config, "to_dict") else {}
+
+
+def refuse_shared_media(kwargs: Mapping[str, Any], placeholders: Sequence[int]) -> None:
+    """Raise `GhostError` where a row may take another's image: features fill the placeholders of all rows in order.
+
+    The models compare the number of features with that of placeholders over the whole batch only (``masked_scatter`` in
+    transformers), so a row with too few passes on what is left of its image to the next.
+    """
+    ids = kwargs.get("input_ids")
+    media = [value for value in kwargs.values() if _is_media(value)]
+    if not placeholders or not isinstance(ids, Tensor) or not media:
+        return
+    places_B = torch.isin(ids, torch.tensor(placeholders, device=ids.device)).sum(dim=1)
+    # Some models leave out images of zeros, which pad a row with fewer images than another (B, images, C, H, W).
+    images_B = [(value != 0).flatten(2).any(dim=2).sum(dim=1) for value in media if value.ndim > 4]
+    if any(bool((count_B != count_B[0]).any()) for count_B in (places_B, *images_B)):
+        raise GhostError(
+            "The rows of a call have different numbers of images, or of tokens that stand for images or sound: "
+            f"{int(places_B.min())} to {int(places_B.max())} tokens. The model puts features in their places in the "
+            "order of the rows, so a row could take the image of another unit. Give all rows as many (a fixed size: no "
+            "splitting of images in the processor), or train one unit at a time (privacy.gradients=per_unit)."
+        )
+
+
+def _is_media(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.ndim > 2 or (value.ndim == 2 and value.is_floating_point()))

@@ -2,7 +2,7 @@
 
 Rows of different lengths can go through a model without padding, as one row of all their tokens whose attention is
 block-diagonal. The argument ``cu_seq_lens_q`` gives the boundaries of the rows; the attention needs it as well
-(transformers' ``FlashAttentionKwargs``). The book reads it from the call of the model. Inputs and output gradients are
+(transformers' ``FlashAttentionKwargs``). It is read from the call of the model. Inputs and output gradients are
 cut into (B, T, ...) with exact zeros behind short rows. Zeros change no sum over tokens, so all later steps are the
 same as for padded rows.
 

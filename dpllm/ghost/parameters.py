@@ -1,7 +1,9 @@
-"""The trainable parameters of one model: their names, and the groups that have separate norms and clip factors.
+"""The trainable parameters of one model: their names, and the groups that have separate clip factors.
 
-Place in the flow: found when a clipper is attached, and read by the book for every contribution and every tally. A
-clipping names its groups then; from there on norms and factors are (G, U). Flat clipping has one group.
+Place in the flow: found when a clipper is attached, and read for every contribution and every tally. A clipping names
+its groups then; from there on factors are (G, U). Flat clipping has one group.
+
+Shape suffixes: B rows, G groups of parameters, P parameters, U units.
 """
 
 from __future__ import annotations
@@ -12,39 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dpllm.ghost.checks import refuse_missing, refuse_others, refuse_outside, refuse_uses_in_loss
-from dpllm.ghost.errors import GhostError
-from dpllm.ghost.rules import refuse_tensor_parallel, trainable_parameters
+from dpllm.ghost.errors import GhostError, UnreachedError
+from dpllm.ghost.graph import leaves_of
+from dpllm.ghost.refusals import is_packed, refuse_tensor_parallel
 
 Groups = Callable[[Mapping[str, tuple[int, ...]]], Sequence[Sequence[str]]]
 """Maps names and shapes of all trainable parameters to the names in each group."""
 
 
-def one_group(shapes: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
-    """Return one group with all names."""
-    return [list(shapes)]
-
-
 def shapes_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, ...]]:
     """Return the full shape of each parameter, also of one that DeepSpeed has partitioned."""
     return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in parameters.items()}
-
-
-def numbered(groups: Groups, parameters: Mapping[str, nn.Parameter]) -> tuple[int, dict[int, int]]:
-    """Return the number of groups, and the index of each parameter's group, by the parameter's id.
-
-    Raises:
-        GhostError: the groups are not a partition of the parameters.
-    """
-    named = [list(group) for group in groups(shapes_of(parameters))]
-    every = [name for group in named for name in group]
-    if sorted(every) != sorted(parameters):
-        wrong = sorted(set(every) ^ set(parameters)) or sorted(name for name in set(every) if every.count(name) > 1)
-        raise GhostError(
-            f"The groups of a clipping must hold each trainable parameter once; {wrong[0]} is in none, in two, or is "
-            "not a parameter of the model. A parameter without a group would have no bound."
-        )
-    return len(named), {id(parameters[name]): number for number, group in enumerate(named) for name in group}
 
 
 class TrainedParameters:
@@ -53,6 +33,7 @@ class TrainedParameters:
     Attributes:
         by_name: the parameters, each once.
         groups: the number of each parameter's group, by the parameter's id.
+        group_P: the same, in the order of the parameters.
         num_groups: G.
         sharded: whether processes hold parts of the parameters.
 
@@ -61,23 +42,35 @@ class TrainedParameters:
         groups: returns the groups of names from all names and shapes.
 
     Raises:
-        GhostError: there is none, one has a hook on its gradient, the groups are not a partition, or the model is
-            divided by tensor parallelism.
+        GhostError: there is none, one is quantised or complex or has a hook on its gradient, the groups are not a
+            partition, or the model is divided by tensor parallelism.
     """
 
     def __init__(self, model: nn.Module, groups: Groups) -> None:
         """Find and number the parameters."""
         refuse_tensor_parallel(model)
-        self.by_name: Mapping[str, nn.Parameter] = trainable_parameters(model)
-        self.num_groups, self.groups = numbered(groups, self.by_name)
+        self.by_name: Mapping[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        if not self.by_name:
+            raise GhostError(
+                "The model has no trainable parameter. Set requires_grad on the parameters to train (for LoRA: wrap "
+                "the model with peft.get_peft_model before)."
+            )
+        for name, parameter in self.by_name.items():
+            _refuse_untrainable(name, parameter)
+        named = [list(group) for group in groups(shapes_of(self.by_name))]
+        every = [name for group in named for name in group]
+        if sorted(every) != sorted(self.by_name):
+            wrong = sorted(set(every) ^ set(self.by_name)) or sorted({name for name in every if every.count(name) > 1})
+            raise GhostError(
+                f"The groups of a clipping must hold each trainable parameter once; {wrong[0]} is in none, in two, or "
+                "is not a parameter of the model. A parameter without a group would have no bound."
+            )
+        self.num_groups = len(named)
+        self.groups = {id(self.by_name[name]): number for number, group in enumerate(named) for name in group}
+        self.group_P = torch.tensor([self.groups[id(p)] for p in self.by_name.values()])
         self.sharded = any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in self.by_name.values())
-        self._names = {id(p): name for name, p in self.by_name.items()}
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._model = model
-
-    def name_of(self, parameter: nn.Parameter) -> str:
-        """Return the name of one of the parameters."""
-        return self._names[id(parameter)]
 
     @property
     def norm_dtype(self) -> torch.dtype:
@@ -85,18 +78,28 @@ class TrainedParameters:
         wide = any(p.dtype == torch.float64 for p in self.by_name.values())
         return torch.float64 if wide else torch.float32
 
+    def grouped(self, value_PU: Tensor) -> Tensor:
+        """Return the sums of values of parameters over the groups (G, U); in float64, so that no rounding adds up."""
+        total_GU = value_PU.new_zeros(self.num_groups, value_PU.shape[1], dtype=torch.float64)
+        return total_GU.index_add_(0, self.group_P.to(value_PU.device), value_PU.double()).to(value_PU.dtype)
+
     def refuse_missing(self, seen: Collection[int]) -> None:
         """Raise `GhostError` for a parameter that is not among the ids of those that received a gradient."""
-        refuse_missing(self.by_name, seen)
+        missing = [name for name, p in self.by_name.items() if id(p) not in seen]
+        if missing:
+            raise no_gradient(missing)
 
-    def refuse_others(self, added: bool = True) -> None:
-        """Make sure that these and no other parameters of the model are trainable; of sharded ones nothing is known.
+    def refuse_others(self, loss_B: Tensor, everywhere: bool) -> None:
+        """Make sure that these parameters are trainable, and that no other one will receive a gradient.
 
         Args:
-            added: whether to look for parameters that the model did not have when this object was made.
+            loss_B: (B,) losses with a graph.
+            everywhere: whether to look for parameters that the model did not have when this object was made, and in
+                the graph of the losses for those that it does not hold.
 
         Raises:
-            GhostError: one was frozen, unfrozen or added after this object was made.
+            GhostError: one was frozen, unfrozen (not seen where parameters are sharded) or added after this object was
+                made, or the model does not hold it.
         """
         for name, parameter in self.by_name.items():
             if not parameter.requires_grad:
@@ -104,22 +107,69 @@ class TrainedParameters:
                     f"{name} was frozen after GhostClipper was made, and would still be clipped and trained. Call "
                     "remove() and make another GhostClipper for the parameters that are trained now"
                 )
-        if not self.sharded and (added or any(p.requires_grad for p in self._frozen)):
-            refuse_others(self._model, self._names)
+        if not self.sharded and (any(p.requires_grad for p in self._frozen) or (everywhere and self._has_more())):
+            other = next(n for n, p in self._model.named_parameters() if p.requires_grad and id(p) not in self.groups)
+            raise GhostError(
+                f"{other} was unfrozen or added after GhostClipper was made: its gradient would be neither clipped nor "
+                "given noise. Set requires_grad of all parameters before, or call remove() and make another "
+                "GhostClipper, which clips all of them together"
+            )
+        # Other leaf tensors are allowed: the output of a frozen embedding is one where activations are recomputed.
+        for leaf in leaves_of(loss_B) if everywhere else ():
+            if isinstance(leaf, nn.Parameter) and leaf.requires_grad and id(leaf) not in self.groups:
+                raise GhostError(
+                    f"The losses depend on a trainable parameter of shape {tuple(leaf.shape)} that the model given to "
+                    "GhostClipper does not hold: its gradient would be neither clipped nor given noise. Make it a part "
+                    "of that model, or freeze it (requires_grad_(False)); compute a reference model's output in "
+                    "torch.no_grad()"
+                )
 
-    def refuse_outside(self, loss_B: Tensor) -> None:
-        """Raise `GhostError` for a trainable parameter in the graph of losses (B,) that the model does not hold."""
-        refuse_outside(loss_B, self._names)
+    def _has_more(self) -> bool:
+        """Whether the model has another trainable parameter; without names, which would take most of the time."""
+        modules, seen = [self._model], {id(self._model)}
+        for module in modules:  # grows
+            for parameter in module._parameters.values():
+                if parameter is not None and parameter.requires_grad and id(parameter) not in self.groups:
+                    return True
+            for child in module._modules.values():
+                if child is not None and id(child) not in seen:
+                    seen.add(id(child))
+                    modules.append(child)
+        return False
 
-    def refuse_uses_in_loss(self, loss_B: Tensor, name_of: Callable[[Tensor], str | None] | None = None) -> None:
-        """Raise `GhostError` for a parameter that the losses (B,) use where no rule sees it.
 
-        Args:
-            loss_B: losses with a graph.
-            name_of: also knows the tensors that a sharded model puts in place of its parameters.
-        """
+def no_gradient(missing: Sequence[str]) -> UnreachedError:
+    """Return the error for trainable parameters that no loss reaches."""
+    return UnreachedError(
+        f"No gradient reached {len(missing)} trainable parameter(s), the first is {missing[0]}. Either it has no "
+        "part in the loss (then freeze it: privacy.unused_parameters=freeze, or requires_grad_(False)), or only some "
+        "rows use it (then privacy.gradients=per_unit), or activation checkpointing with use_reentrant=True cut the "
+        "graph (then call model.enable_input_require_grads() or set use_reentrant=False)."
+    )
 
-        def name(leaf: nn.Parameter) -> str | None:
-            return self._names.get(id(leaf)) or (name_of(leaf) if name_of is not None else None)
 
-        refuse_uses_in_loss(loss_B, name)
+def _refuse_untrainable(name: str, parameter: nn.Parameter) -> None:
+    """Raise `GhostError` for a parameter that is quantised or complex, or whose gradient a hook changes or reads."""
+    if is_packed(parameter):
+        raise GhostError(
+            f"{name} is quantised ({type(parameter).__name__}) and trainable: the update of a weight in this form "
+            "is rounded by the weights beside it, and it has no exact gradient. Freeze it "
+            "(requires_grad_(False)), and train LoRA adapters on top of it."
+        )
+    if parameter.is_complex():
+        raise GhostError(
+            f"{name} has the dtype {parameter.dtype}, and norms, sums and noise are those of real numbers: its "
+            "imaginary part would not be trained. Keep two real parameters, or one of the shape (..., 2), and use "
+            "torch.view_as_complex; or freeze it."
+        )
+    if any(not getattr(hook, "is_guard", False) for hook in (parameter._backward_hooks or {}).values()):
+        raise GhostError(
+            f"{name} has a hook on its gradient (Tensor.register_hook), and the clipped sum is formed without one: "
+            "a hook that masks the gradient would have no effect. Remove the hook; instead of PEFT's CPT, which "
+            "sets one, use prompt tuning."
+        )
+
+
+def state_of_gradient(parameter: nn.Parameter) -> tuple[int, int] | None:
+    """Return what changes when a gradient is written to ``.grad``."""
+    return None if parameter.grad is None else (id(parameter.grad), parameter.grad._version)

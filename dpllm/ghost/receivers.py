@@ -1,10 +1,10 @@
 """One backward pass over a microbatch: the contributions from its taps, and their receiver.
 
-Place in the flow: between the taps and the book. A `Pass` is made for each microbatch and dropped after its sum. Each
+Place in the flow: between taps and clipper. A `Pass` is made for each microbatch and dropped after its sum. Each
 contribution at a tap goes to one *receiver*: it keeps the contribution (`Keep`), adds up the clipped sum of a group of
 parameters when its last one has arrived (`AddUpGroups`), measures its norm and forgets it (`Measure`, the first of two
 passes), adds up the clipped sum at once (`AddUp`, the second), or probes whether rows are independent
-(`dpllm.ghost.checks`).
+(`dpllm.ghost.row_checks`).
 
 Shape suffixes: B rows, G groups of parameters, U units.
 """

@@ -1,30 +1,124 @@
-"""Modules whose arithmetic on one row depends on other rows, or on the padded length: refused by name.
+"""Models that cannot be clipped exactly, refused by name when a clipper is attached, before anything is computed.
 
-Also the weights that are stored in a form without a gradient: quantised ones, which only stay frozen.
-
-A router that chooses the experts of each token from that token, and an expert that takes every token sent to it, couple
-no rows. Rows are coupled by experts with a limited capacity, by tokens that compete for experts, by a loss over the
-batch's loads, and by statistics of them. Random numbers of routers are refused too: the check that rows are independent
+The largest part are modules whose arithmetic on one row depends on other rows, or on the padded length. A router that
+chooses the experts of each token from that token, and an expert that takes every token sent to it, couple no rows. Rows
+are coupled by experts with a limited capacity, by tokens that compete for experts, by a loss over the batch's loads,
+and by statistics of them. Random numbers of routers are refused too: the check that rows are independent
 (`dpllm.training.checks.independence`) could not tell them from a coupling.
 
-Their libraries need not be installed, so classes are recognised by name and module, and routers, which come from many
-libraries, by the options that they hold. The check measures the independence of rows as well; the modules here are
-refused before anything is computed.
+Most of these modules live in libraries that need not be installed, so classes are recognised by name and module, and
+routers, which come from many libraries, by the options that they hold. The independence of rows is measured as well
+(`dpllm.ghost.row_checks`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-from dpllm.ghost.errors import NoRuleError
+from dpllm.ghost.errors import GhostError, NoRuleError
 
 _PACKED = ("Params4bit", "Int8Params")  # of bitsandbytes
 _CAST = ("input", "grad_output")  # what torchao casts to fp8, besides weights
 _FP8 = ("transformer_engine", "msamp")
+
+# Modules through which one row changes another row's loss or gradient, with the reason.
+_COUPLED = (
+    (r"(Lazy|Sync|Frozen)?_?BatchNorm.*", "batch statistics mix the rows; use layer or group normalisation"),
+    (r"InstanceNorm.*", "running statistics mix the rows; use layer or group normalisation"),
+)
+
+_NAMED = (
+    (r"(SwitchTransformers|NllbMoe)(Top\d)?(Router|SparseMLP|SparseMoE)", "an expert drops tokens beyond its capacity"),
+    (r"TopKGate|MOELayer|ExpertChoice.*", "an expert takes a limited number of the tokens of all rows"),
+)
+_REMEDY = "use a model whose routers choose for each token by itself, without a capacity (Mixtral, Qwen3-MoE, gpt-oss)"
+# Options of routers that couple rows when they are true or above 0: their names, the reason, and the remedy.
+_OPTIONS = (
+    (("batch_prioritized_routing",), "tokens of all rows compete, and the last ones are dropped", _REMEDY),
+    (("expert_choice", "use_expert_choice"), "experts choose among the tokens of all rows (expert choice)", _REMEDY),
+    (
+        ("expert_capacity", "capacity_factor", "moe_capacity_factor", "moe_expert_capacity_factor"),
+        "an expert drops tokens of one row where those of others have used up its capacity",
+        _REMEDY,
+    ),
+    (
+        ("jitter_noise", "input_jitter_noise", "moe_jitter_eps"),
+        "its router multiplies the tokens of all rows by random numbers from one generator",
+        "load the model with 0 for it (router_jitter_noise=0, input_jitter_noise=0, or "
+        "ffn_config.moe_jitter_eps=None); DP-SGD already adds noise",
+    ),
+)
+
+
+def refuse_for_one_pass(model: nn.Module) -> None:
+    """Raise `GhostError` for a model whose units cannot be clipped in one backward pass for all of them."""
+    _refuse_replicating(model)
+    refuse_compiled(model)
+    for path, module in model.named_modules():
+        kind = type(module).__name__
+        found = next((reason for pattern, reason in _COUPLED if re.fullmatch(pattern, kind)), None) or coupling(module)
+        if found is not None:
+            # What is carried between calls cannot be clipped one unit at a time either.
+            error = GhostError if "Norm" in kind or is_fp8(module) else NoRuleError
+            raise error(f"{path or 'the model'} ({kind}) couples the rows of a batch: {found}.")
+    _refuse_router_loss(getattr(model, "config", None))
+    _refuse_skipped_layers(model)
+    _refuse_switching(model)
+
+
+def refuse_for_one_unit(model: nn.Module) -> None:
+    """Raise `GhostError` for a model in which the gradient of one unit depends on the units before it."""
+    _refuse_replicating(model)
+    _refuse_statistics(model)
+    _refuse_switching(model)
+
+
+def _refuse_replicating(model: nn.Module) -> None:
+    """Raise `GhostError` for a model wrapped by replicas with their own reducer."""
+    if isinstance(model, nn.DataParallel):
+        raise GhostError(
+            "nn.DataParallel splits the batch, so that gradients cannot be assigned to rows. Use one process per "
+            "device instead."
+        )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise GhostError(
+            "DistributedDataParallel reduces unclipped gradients with its own hooks. Give GhostClipper the model "
+            "inside (model.module); dpllm.engines.engine_for reduces the clipped sum."
+        )
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Raise `GhostError` for a whole model that was compiled, by ``torch.compile(model)`` or ``model.compile()``."""
+    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
+        raise NoRuleError(
+            "The model was compiled with torch.compile, and its graph may leave out the taps that compute the norms. "
+            "Give GhostClipper the model before compilation, train that one, and call GhostClipper.compile(), which "
+            "compiles its blocks; with DPTrainer, set TrainingArguments(torch_compile=True)."
+        )
+
+
+def refuse_tensor_parallel(model: nn.Module) -> None:
+    """Raise `GhostError` for a model whose layers are divided over processes that compute the same rows together.
+
+    transformers divides by its ``tp_plan``, PyTorch by ``parallelize_module``. FSDP2 divides parameters too, and
+    gathers them for each layer.
+    """
+    modules = list(model.modules())
+    size = max(getattr(module, "_tp_size", None) or 1 for module in modules)
+    gathered = any(isinstance(module, FSDPModule) for module in modules)
+    divided = [] if gathered else [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
+    if size > 1 or divided:
+        what = f"{divided[0]} is divided over processes" if divided else f"tp_size={size}"
+        raise GhostError(
+            f"The model is tensor-parallel ({what}): each process has a part of a unit's gradient, so a unit could not "
+            "be bounded there. Load the model without distributed_config and parallelize_module, and shard it with "
+            "FSDP2 (dpllm train --config fsdp2)."
+        )
 
 
 def coupling(module: nn.Module) -> str | None:
@@ -105,61 +199,72 @@ def _word(cast: Any, name: str) -> str:
     return str(getattr(value, "value", value))
 
 
-_JITTER = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
-_CAPACITY = ("expert_capacity", "capacity_factor", "moe_capacity_factor", "moe_expert_capacity_factor")
-_COMPETING = {
-    "batch_prioritized_routing": "tokens of all rows compete, and the last ones are dropped",
-    "expert_choice": "experts choose among the tokens of all rows (expert choice)",
-    "use_expert_choice": "experts choose among the tokens of all rows (expert choice)",
-}
-_NAMED = (
-    (r"(SwitchTransformers|NllbMoe)(Top\d)?(Router|SparseMLP|SparseMoE)", "an expert drops tokens beyond its capacity"),
-    (r"TopKGate|MOELayer|ExpertChoice.*", "an expert takes a limited number of the tokens of all rows"),
-)
-_REMEDY = "use a model whose routers choose for each token by itself, without a capacity (Mixtral, Qwen3-MoE, gpt-oss)"
-
-
 def _choice_of_experts(module: nn.Module) -> str | None:
     """Return the reason why a module couples rows by its choice of experts, with the remedy; None if it does not."""
     for pattern, reason in _NAMED:
         if re.fullmatch(pattern, type(module).__name__):
             return f"{reason}, so the tokens of one row displace those of others; {_REMEDY}"
-    held = vars(module)
-    for name, reason in _COMPETING.items():
-        if held.get(name):
-            return f"{reason} ({name}={held[name]}); {_REMEDY}"
-    for name in _CAPACITY:
-        if _above_zero(held.get(name)):
-            return (
-                f"an expert drops tokens beyond its capacity ({name}={held[name]}), which those of other rows use up; "
-                f"{_REMEDY}"
-            )
-    for name in _JITTER:
-        if _above_zero(held.get(name)):
-            return (
-                f"its router multiplies the tokens of all rows by random numbers from one generator ({name}="
-                f"{held[name]}). Load the model with 0 for it (router_jitter_noise=0, input_jitter_noise=0, or "
-                "ffn_config.moe_jitter_eps=None); DP-SGD already adds noise"
-            )
+    for names, reason, remedy in _OPTIONS:
+        for name in names:
+            value = vars(module).get(name)
+            if isinstance(value, int | float) and value > 0:
+                return f"{reason} ({name}={value}); {remedy}"
     return None
 
 
-def _above_zero(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+def _refuse_router_loss(config: Any, where: str = "config") -> None:
+    """Raise `NoRuleError` for a model that adds a loss over the loads of its experts, by its config or one inside."""
+    if getattr(config, "output_router_logits", False):
+        raise NoRuleError(
+            f"The model adds a router loss over the batch ({where}.output_router_logits). Set it to False."
+        )
+    for name in getattr(config, "sub_configs", None) or {}:
+        _refuse_router_loss(getattr(config, name, None), f"{where}.{name}")
 
 
-def refuse_router_loss(model: nn.Module) -> None:
-    """Raise `NoRuleError` for a model that adds a loss over the loads of its experts."""
-    for where, config in _configs(getattr(model, "config", None), "config"):
-        if getattr(config, "output_router_logits", False):
+def _refuse_skipped_layers(model: nn.Module) -> None:
+    """Raise `GhostError` where whole layers with trainable parameters are left out of a pass at random.
+
+    In such a pass the parameters of a layer receive no gradient, which looks like a graph that was cut.
+    """
+    holders = [(path, module) for path, module in model.named_modules() if "layerdrop" in vars(module)]
+    for path, module in holders or [("the model's config", model)]:
+        rate = module.layerdrop if holders else getattr(getattr(model, "config", None), "layerdrop", 0)
+        if isinstance(rate, int | float) and rate > 0 and any(p.requires_grad for p in module.parameters()):
             raise NoRuleError(
-                f"The model adds a router loss over the batch ({where}.output_router_logits). Set it to False."
+                f"{path} has layerdrop={rate}: whole layers are skipped at random, and their parameters then have no "
+                "gradient. Set layerdrop to 0 there (and in the model's config); use dropout instead."
             )
 
 
-def _configs(config: Any, where: str) -> Iterator[tuple[str, Any]]:
-    """Yield a config and those inside it, with their places."""
-    yield where, config
-    for name in getattr(config, "sub_configs", None) or {}:
-        if getattr(config, name, None) is not None:
-            yield from _configs(getattr(config, name), f"{where}.{name}")
+def _refuse_switching(model: nn.Module) -> None:
+    """Raise `GhostError` for a module that a short row switches to another attention, for all later rows.
+
+    BigBird and BigBird-Pegasus do (transformers, ``set_attention_type`` in their forward passes).
+    """
+    for path, module in model.named_modules():
+        if vars(module).get("attention_type") == "block_sparse":
+            raise GhostError(
+                f"{path or 'the model'} ({type(module).__name__}) leaves its block-sparse attention for good at the "
+                "first batch of short rows, so one unit changes the gradients of all later ones. Load the model with "
+                'attention_type="original_full", or call its set_attention_type("original_full").'
+            )
+
+
+def _refuse_statistics(model: nn.Module) -> None:
+    """Raise `GhostError` for a module that keeps something of the rows it has seen, or shares it between processes."""
+    for path, module in model.named_modules():
+        kind, reason = type(module).__name__, None
+        if isinstance(module, nn.SyncBatchNorm):
+            reason = "adds its statistics up over the processes, and so over units. Use layer or group normalisation"
+        elif getattr(module, "track_running_stats", False):
+            reason = (
+                "keeps running statistics of the rows that it has seen; they would be saved without noise. Use layer "
+                "or group normalisation, or statistics that do not change (a FrozenBatchNorm)"
+            )
+        elif getattr(module, "max_norm", None) is not None and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            reason = "rewrites the rows of its table that a unit looks up (max_norm). Set max_norm=None"
+        elif is_fp8(module):
+            reason = "scales its products by what it has seen before (fp8). Train in bf16"
+        if reason is not None:
+            raise GhostError(f"{path or 'the model'} ({kind}) {reason}.")

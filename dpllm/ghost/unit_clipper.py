@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.factors import with_sizes
 from dpllm.ghost.kernels import accumulation_dtype, exact_matmul
-from dpllm.ghost.own_sums import OwnSums
+from dpllm.ghost.parameters import TrainedParameters, shapes_of
 from dpllm.ghost.sums import Finish, Sum
 from dpllm.mechanism.clipping import FlatClipping
 from dpllm.mechanism.parts import AdaptiveClipping, Clipping, frozen_copy
@@ -50,26 +50,32 @@ class UnitClipper(abc.ABC):
     """Bounds the contribution of each unit to ``.grad``.
 
     Args:
+        model: whose trainable parameters are clipped.
         clip_norm: C > 0, where clipping is flat.
         clipping: another way to bound a contribution, instead of ``clip_norm``.
+        parameter_norms: whether results have each unit's norm in each parameter.
 
     Attributes:
         one_unit: whether each call of the model gets the rows of one unit only.
 
     Raises:
         ValueError: both of ``clip_norm`` and ``clipping``, or neither; or the clipping is not a frozen dataclass.
+        GhostError: see `dpllm.ghost.parameters.TrainedParameters`.
     """
 
     one_unit: ClassVar[bool] = False
 
-    def __init__(self, clip_norm: float | None, clipping: Clipping | None) -> None:
-        """Choose the clipping."""
+    def __init__(
+        self, model: nn.Module, clip_norm: float | None, clipping: Clipping | None, parameter_norms: bool
+    ) -> None:
+        """Choose the clipping, and find the parameters."""
         if (clip_norm is None) == (clipping is None):
             raise ValueError("Give one of clip_norm (flat clipping) and clipping (another kind).")
         self._clipping: Clipping = FlatClipping(clip_norm) if clip_norm is not None else frozen_copy(clipping)  # type: ignore[arg-type]
-        self._fitted = self._clipping  # with the sizes of this model's groups, if its factors depend on them
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._sums = OwnSums()
+        self._trained = TrainedParameters(model, self._clipping.groups)
+        self._by_parameter = parameter_norms
+        self._fit()
+        self._broken_off = False  # whether .grad may hold a part of a sum only
         self._calls = 0  # of `backward`; engines call `clip`, and the run's watch sees other gradients
 
     @property
@@ -88,17 +94,16 @@ class UnitClipper(abc.ABC):
                 "follows the norms by noisy counts that ε covers"
             )
         self._clipping = clipping
-        self._fit(self._shapes)
+        self._fit()
 
-    def _fit(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Give the clipping the sizes of its groups; ``shapes``: of the trainable parameters, by name."""
-        self._shapes = dict(shapes)
-        self._fitted = with_sizes(self._clipping, self._shapes)
+    def _fit(self) -> None:
+        """Give the clipping the sizes of this model's groups, if its factors depend on them."""
+        self._fitted = with_sizes(self._clipping, shapes_of(self._trained.by_name))
 
     @property
-    @abc.abstractmethod
     def parameters(self) -> dict[str, nn.Parameter]:
         """The trainable parameters by name, each once."""
+        return dict(self._trained.by_name)
 
     @property
     def threshold(self) -> float:
@@ -119,34 +124,48 @@ class UnitClipper(abc.ABC):
 
         Raises:
             GhostError: losses of another shape or without a graph; a unit index of another shape; a parameter that
-                received no norm; the clipping is not as it was when the clipper was made; a parameter would receive a
-                gradient that is not clipped; or the call before was broken off while it added to ``.grad``. Parameters
-                outside the model are searched for in the calls 1, 2, 4, 8, ….
+                received no norm, or would receive a gradient that is not clipped; or the call before was broken off
+                while it added to ``.grad``. Parameters outside the model, and those that it got after the clipper was
+                made, are searched for in the calls 1, 2, 4, 8, ….
         """
-        self._check(losses, unit_index)
-        self._sums.refuse_broken_off(self.parameters)
+        unit_B, num_units = units_of(losses, unit_index)
+        self._refuse_broken_off()
         self._calls += 1
-        self._refuse_unclipped(losses, outside=self._calls & (self._calls - 1) == 0)
-        with self._sums.unwritten(self.parameters):
-            result = self.clip(losses, unit_index)
-        self._sums.begin()
+        self._trained.refuse_others(losses, everywhere=self._calls & (self._calls - 1) == 0)
+        result = self._clip(losses, unit_B, num_units)
+        self.settle()
+        self._broken_off = True
         with exact_matmul():
-            for parameter in self.parameters.values():
-                _add_to_grad(parameter, self.add_clipped_sum_)
-        self._sums.end()
+            for parameter in self._trained.by_name.values():
+                self._add_to_grad(parameter)
+        self._broken_off = False
         return result
 
-    @abc.abstractmethod
-    def _refuse_unclipped(self, losses: Tensor, outside: bool) -> None:
-        """Make sure that only clipped parameters will receive a gradient.
+    def _refuse_broken_off(self) -> None:
+        """Raise `GhostError` if an error or Ctrl-C came while the last sum was added, and ``.grad`` still has it."""
+        gradients = [p.grad for p in self._trained.by_name.values()] if self._broken_off else []
+        if any(grad is not None and bool(grad.any()) for grad in gradients):
+            raise GhostError(
+                "The last backward() was broken off while it added its sum to .grad, so some parameters have the "
+                "gradients of its units, and a second attempt would add these again. Call "
+                "optimizer.zero_grad(set_to_none=True), and compute all units of the step again."
+            )
 
-        Args:
-            losses: (B,) losses with a graph.
-            outside: whether to search their graph for parameters that the model does not hold.
+    def _add_to_grad(self, parameter: nn.Parameter) -> None:
+        """Add a clipped sum to ``.grad``, in the accumulation dtype.
 
-        Raises:
-            GhostError: another parameter would.
+        A sum kept in bfloat16 would be rounded by up to its own size times 2^-9, more than one unit may change it.
         """
+        dtype, grad = accumulation_dtype(parameter.dtype), parameter.grad
+        if grad is not None and grad.dtype == dtype:
+            self.add_clipped_sum_(parameter, Sum.onto(grad))
+            return
+        total = Sum(parameter.shape, dtype, parameter.device) if grad is None else Sum.onto(grad.to(dtype))
+        self.add_clipped_sum_(parameter, total)
+        parameter.grad = None
+        if parameter.grad_dtype != dtype:
+            parameter.grad_dtype = dtype
+        parameter.grad = total.filled()
 
     @abc.abstractmethod
     def hold(self, losses: Tensor) -> None:
@@ -163,7 +182,6 @@ class UnitClipper(abc.ABC):
             GhostError: losses of another shape or without a graph.
         """
 
-    @abc.abstractmethod
     def clip(self, losses: Tensor, unit_index: Tensor | None = None, finish: Finish | None = None) -> ClipResult:
         """Do the same as `backward` without the sum, which `add_clipped_sum_` forms one parameter at a time.
 
@@ -176,6 +194,9 @@ class UnitClipper(abc.ABC):
                 parameters, or two passes. `add_clipped_sum_` is for the other parameters only. If this method raises,
                 drop everything that ``finish`` made.
         """
+        result = self._clip(losses, *units_of(losses, unit_index), finish)
+        self.settle()
+        return result
 
     def run(
         self,
@@ -198,9 +219,20 @@ class UnitClipper(abc.ABC):
             The losses (B,) without their graph, and norms and factors of the units.
         """
         losses = loss_of(inputs)
-        return losses.detach(), self.clip(losses, unit_index, finish)
+        return losses.detach(), self._clip(losses, *units_of(losses, unit_index), finish)
 
     @abc.abstractmethod
+    def _clip(self, loss_B: Tensor, unit_B: Tensor, num_units: int, finish: Finish | None = None) -> ClipResult:
+        """See `clip`, with the units as `units_of` returns them."""
+
+    def _result(self, sq_norm_GU: Tensor, factor_GU: Tensor, sq_norm_PU: Tensor | None) -> ClipResult:
+        """Return norms and factors of the units; ``sq_norm_PU`` is needed where norms of parameters were requested."""
+        by_parameter: dict[str, Tensor] = {}
+        if self._by_parameter and sq_norm_PU is not None:
+            by_parameter = dict(zip(self._trained.by_name, sq_norm_PU.clamp_min(0).sqrt().float(), strict=True))
+        factors = factor_GU.float() if len(factor_GU) > 1 else factor_GU[0].float()
+        return ClipResult(sq_norm_GU.sum(dim=0).clamp_min(0).sqrt().float(), factors, by_parameter)
+
     def settle(self) -> None:
         """Read what the calls of `run` have measured on the device. Call it before their sums are used.
 
@@ -208,8 +240,8 @@ class UnitClipper(abc.ABC):
             GhostError: with two backward passes, the second gave a unit a longer gradient than the first, from which
                 its clip factor comes: no sum since the last call of this method may be released.
         """
+        return
 
-    @abc.abstractmethod
     def row_norms(self, losses: Tensor, unit_index: Tensor) -> Tensor:
         """Return the gradient norm of each row (B,) by itself, for checks. `forget` follows.
 
@@ -221,13 +253,13 @@ class UnitClipper(abc.ABC):
             (B,) norms; -1 where a norm is not known because another row is not finite. One unit at a time, such a row
             makes the unit's contribution zero in any case.
         """
+        return self.clip(losses, unit_index).norms
 
     @property
-    @abc.abstractmethod
     def rows_checked(self) -> bool:
-        """Whether it was measured that a row's loss has no gradient in other rows, as far as this is needed."""
+        """Whether it was measured that a row's loss has no gradient in other rows, or no other unit's can be there."""
+        return self.one_unit
 
-    @abc.abstractmethod
     def check_rows(self, losses_of_row: Callable[[], Tensor], unit_index: Tensor) -> None:
         """Measure that a row's loss has no gradient in other rows, where rows of several units share a call.
 
@@ -238,6 +270,7 @@ class UnitClipper(abc.ABC):
         Raises:
             GhostError: a row's loss depends on another row.
         """
+        return
 
     @abc.abstractmethod
     def add_clipped_sum_(self, parameter: nn.Parameter, total: Sum) -> None:
@@ -258,60 +291,47 @@ class UnitClipper(abc.ABC):
             GhostError: the pass failed while it was joined to the held rows, which cannot be undone.
         """
 
-    @classmethod
-    def _check(cls, losses: Tensor, unit_index: Tensor | None) -> tuple[Tensor, int]:
-        cls._check_losses(losses)
-        if unit_index is None:
-            return torch.arange(len(losses)), len(losses)
-        return cls._check_units(unit_index, losses.shape)
-
-    @staticmethod
-    def _check_losses(losses: Tensor) -> None:
-        if not isinstance(losses, Tensor):
-            raise GhostError(
-                f"The loss is of the type {type(losses).__name__}; a tensor with one loss per row (B,) is needed. "
-                "Return it from the loss function, for instance dpllm.per_sequence_loss(outputs.logits, labels)"
-            )
-        if losses.ndim != 1 or losses.numel() == 0:
-            raise GhostError(
-                f"The loss has shape {tuple(losses.shape)}; one loss per row (B,) is needed, each from only "
-                "its own row. Do not average over the batch: see dpllm.per_sequence_loss."
-            )
-        if not losses.requires_grad:
-            raise GhostError(
-                "The losses carry no graph. Compute them with gradients on, from the model given to GhostClipper."
-            )
-
-    @staticmethod
-    def _check_units(unit_index: Tensor, shape: torch.Size) -> tuple[Tensor, int]:
-        if unit_index.shape != shape or unit_index.is_floating_point() or unit_index.dtype == torch.bool:
-            raise GhostError(
-                f"unit_index has shape {tuple(unit_index.shape)} and dtype {unit_index.dtype}; integers of shape "
-                f"{tuple(shape)} are needed, the unit "
-                "of each row."
-            )
-        lowest, highest = int(unit_index.min()), int(unit_index.max())
-        if lowest < -1:
-            raise GhostError(f"unit_index contains {lowest}; units are numbered from 0, and -1 marks a padding row.")
-        return unit_index.long(), highest + 1
-
     @abc.abstractmethod
     def remove(self) -> None:
         """Leave the model as it was before."""
 
 
-def _add_to_grad(parameter: nn.Parameter, add: Callable[[nn.Parameter, Sum], None]) -> None:
-    """Add a clipped sum to ``.grad``, in the accumulation dtype.
+def units_of(losses: Tensor, unit_index: Tensor | None) -> tuple[Tensor, int]:
+    """Return the unit of each row (B,), -1 for padding, and the number of units.
 
-    A sum kept in bfloat16 would be rounded by up to its own size times 2^-9, more than one unit may change it.
+    Raises:
+        GhostError: see `UnitClipper.backward`.
     """
-    dtype, grad = accumulation_dtype(parameter.dtype), parameter.grad
-    if grad is not None and grad.dtype == dtype:
-        add(parameter, Sum.onto(grad))
-        return
-    total = Sum(parameter.shape, dtype, parameter.device) if grad is None else Sum.onto(grad.to(dtype))
-    add(parameter, total)
-    parameter.grad = None
-    if parameter.grad_dtype != dtype:
-        parameter.grad_dtype = dtype
-    parameter.grad = total.filled()
+    if not isinstance(losses, Tensor):
+        raise GhostError(
+            f"The loss is of the type {type(losses).__name__}; a tensor with one loss per row (B,) is needed. "
+            "Return it from the loss function, for instance dpllm.per_sequence_loss(outputs.logits, labels)"
+        )
+    if losses.ndim != 1 or losses.numel() == 0:
+        raise GhostError(
+            f"The loss has shape {tuple(losses.shape)}; one loss per row (B,) is needed, each from only "
+            "its own row. Do not average over the batch: see dpllm.per_sequence_loss."
+        )
+    if not losses.requires_grad:
+        raise GhostError(
+            "The losses carry no graph. Compute them with gradients on, from the model given to GhostClipper."
+        )
+    if unit_index is None:
+        return torch.arange(len(losses)), len(losses)
+    if unit_index.shape != losses.shape or unit_index.is_floating_point() or unit_index.dtype == torch.bool:
+        raise GhostError(
+            f"unit_index has shape {tuple(unit_index.shape)} and dtype {unit_index.dtype}; integers of shape "
+            f"{tuple(losses.shape)} are needed, the unit of each row."
+        )
+    lowest, highest = int(unit_index.min()), int(unit_index.max())
+    if lowest < -1:
+        raise GhostError(f"unit_index contains {lowest}; units are numbered from 0, and -1 marks a padding row.")
+    return unit_index.long(), highest + 1
+
+
+def incomplete_unit(remedies: str) -> GhostError:
+    """Return the error for held rows to which a pass was added only in part."""
+    return GhostError(
+        "The parts of a unit that has more rows than fit at once could not be combined: out of memory. Allow fewer "
+        f"rows per unit (max_rows_per_unit), {remedies}."
+    )

@@ -25,7 +25,7 @@ from dpllm.engines.optimizers import refuse_unsteppable
 from dpllm.engines.processes import Processes
 from dpllm.engines.replicas import check_model
 from dpllm.ghost import GhostClipper, NormMethod, PerUnitClipper, UnitClipper
-from dpllm.ghost.checks import no_gradient
+from dpllm.ghost.parameters import no_gradient
 from dpllm.models.ended import RunWeights, sums_of_trained
 from dpllm.models.quantization import BASE_STORED_AS, make_ready, stored_as
 from dpllm.models.starting_point import check_start, note_trained

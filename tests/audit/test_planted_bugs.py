@@ -157,7 +157,7 @@ BUGS = [
         "empty_steps",
         (
             (
-                "dpllm/ghost/book.py",
+                "dpllm/ghost/clipper.py",
                 "weight_B = (one.rows.unit_B >= 0).to(loss_B.dtype)",
                 "weight_B = torch.ones_like(loss_B)",
             ),

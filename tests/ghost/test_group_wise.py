@@ -177,7 +177,7 @@ def test_the_share_of_a_unit_that_is_not_finite_does_not_depend_on_when_sums_are
         always(monkeypatch, early)
         net = stack(4)
         clipper = GhostClipper(net, clipping=clipping, norm_method=NormMethod(backward_passes=passes))
-        clipper._book.checked.rows = True
+        clipper._checked.rows = True
         net.at, net.between = 1, Overflow.apply
         result = clipper.backward(losses_of(net, x), unit_index)
         assert result.num_nonfinite == 1
@@ -193,7 +193,7 @@ def test_a_unit_that_is_not_finite_from_some_layer_on_stays_within_the_bound(mon
     always(monkeypatch)
     net = stack(4)
     clipper = GhostClipper(net, clipping=PerLayerClipping(1e-3))
-    clipper._book.checked.rows = True
+    clipper._checked.rows = True
     x = torch.randn(3, 4, 8)
     net.at, net.between = 2, Overflow.apply
     result = clipper.backward(losses_of(net, x))

@@ -272,13 +272,13 @@ def test_rows_that_depend_on_each_other_are_refused(passes, middle):
 
 @kills(
     "rows are not compared in the backward pass",
-    "dpllm/ghost/book.py",
-    "                    self._check_rows(loss_B, weight_B)\n",
-    "                    pass\n",
+    "dpllm/ghost/clipper.py",
+    "                self.refuse_coupled(loss_B, weight_B > 0)\n",
+    "                pass\n",
 )
 @kills(
     "one of two sets of rows is probed",
-    "dpllm/ghost/checks.py",
+    "dpllm/ghost/row_checks.py",
     "else [real[:1], real[-1:]]",
     "else [real[-1:]]",
 )

@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from dpllm import GhostClipper, GhostError, per_sequence_loss
-from dpllm.ghost.checks import refuse_shared_media
+from dpllm.ghost.model_calls import refuse_shared_media
 from tests.ghost.loop import assert_is_the_loop, perturbed
 from tests.ghost.media import TOKEN, batch_of, freeze_tower, gemma3, idefics3, llava
 from tests.mutations import kills

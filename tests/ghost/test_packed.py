@@ -152,7 +152,7 @@ LEAKS = {"convolution": TokenConvolution, "long convolution": LongConvolution, "
 
 @kills(
     "of packed rows the first alone is probed",
-    "dpllm/ghost/checks.py",
+    "dpllm/ghost/row_checks.py",
     "[real[::2], real[1::2], real[-1:]] if packed",
     "[real[:1]] if packed",
 )
@@ -201,7 +201,7 @@ def test_a_cache_that_makes_transformers_forget_the_rows_is_found():
 @kills(
     "values that aren't finite may pass from one packed row to another",
     "dpllm/ghost/clipper.py",
-    "            self._book.probe_spread(losses_of_row, unit_B, num_units)\n",
+    "            self._check_spread(losses, unit_index, SpreadProbe(torch.stack(finite).all(dim=0)))\n",
     "            pass\n",
 )
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

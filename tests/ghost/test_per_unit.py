@@ -214,8 +214,8 @@ def test_a_unit_that_is_not_finite_contributes_exactly_zero_and_the_next_one_its
 @kills(
     "one unit at a time, padding rows get weight 1",
     "dpllm/ghost/per_unit.py",
-    "(unit_B >= 0).to(losses)",
-    "torch.ones_like(losses)",
+    "(unit_B >= 0).to(loss_B)",
+    "torch.ones_like(loss_B)",
 )
 def test_padding_rows_have_weight_zero():
     """A padding row beside a unit's rows, and a call of padding rows only."""
@@ -255,7 +255,7 @@ def test_nothing_is_left_in_grad_but_the_clipped_sum():
 
 @kills(
     "running statistics are kept from unit to unit",
-    "dpllm/ghost/per_unit.py",
+    "dpllm/ghost/refusals.py",
     'elif getattr(module, "track_running_stats", False):',
     "elif False:",
 )

@@ -75,8 +75,8 @@ REFUSED = {
 @kills(
     "experts with a capacity are accepted",
     "dpllm/ghost/refusals.py",
-    '        if _above_zero(held.get(name)):\n            return (\n                f"an expert drops',
-    '        if False:\n            return (\n                f"an expert drops',
+    '("expert_capacity", "capacity_factor", ',
+    '("expert_capacity", ',
 )
 @pytest.mark.parametrize(("make", "match"), REFUSED.values(), ids=REFUSED.keys())
 def test_a_choice_of_experts_that_couples_rows_is_refused(make, match):

@@ -8,6 +8,7 @@ from torch import nn
 
 from dpllm import GhostClipper, per_sequence_loss
 from dpllm.ghost import GhostError, NormMethod, memory
+from dpllm.ghost.model_calls import tokens_of_call
 from tests.conftest import tiny_llama_config
 from tests.ghost.alive import Watch
 from tests.mutations import kills
@@ -89,7 +90,7 @@ class Growing(torch.autograd.Function):
 
 @kills(
     "the second pass is not compared with the first",
-    "dpllm/ghost/book.py",
+    "dpllm/ghost/clipper.py",
     "        if longer is not None and bool(longer):\n",
     "        if False:\n",
 )
@@ -97,7 +98,7 @@ def test_a_second_pass_with_longer_gradients_is_refused():
     """The factors come from the first pass: a result that is not repeatable could exceed the clip norm."""
     net = stack(2)
     clipper = GhostClipper(net, 1e-3, NormMethod(backward_passes=2))
-    clipper._book.checked.rows = True
+    clipper._checked.rows = True
     losses = Growing.apply(net(torch.randn(3, 4, 32)), [1.0]).square().sum((1, 2))
     with pytest.raises(GhostError, match="pass gave"):
         clipper.backward(losses)
@@ -132,11 +133,11 @@ def test_two_passes_are_chosen_where_one_does_not_fit(monkeypatch, checkpointing
     monkeypatch.setattr(memory, "free_bytes", lambda device: free)
     net = stack(2)
     net.gradient_checkpointing = checkpointing
-    book = GhostClipper(net, 1.0)._book
+    clipper = GhostClipper(net, 1.0)
     losses = net(torch.randn(3, 4, 32)).square().sum((1, 2))
-    assert book._passes(losses) == passes
-    book.backward(losses, torch.arange(3), 3)
-    assert (book._again is not None) == (passes == 2)
+    assert clipper._passes(losses) == passes
+    clipper._norms(losses, torch.arange(3), 3)
+    assert (clipper._again is not None) == (passes == 2)
 
 
 def test_what_one_pass_holds_is_the_smaller_form_of_each_layer():
@@ -146,8 +147,8 @@ def test_what_one_pass_holds_is_the_smaller_form_of_each_layer():
     expected = 2 * (10 * 150 * 4 + 50 * 4 + 2 * 300 * 4 + 10 * 8 * 4)
     assert memory.held_bytes([*modules, frozen], rows=2, tokens=10) == expected
     assert memory.free_bytes(torch.device("cpu")) is None
-    assert memory.tokens_of_call((torch.zeros(3),), {"x": torch.zeros(2, 9)}) == 9
-    assert memory.tokens_of_call((), {}) == 1
+    assert tokens_of_call((torch.zeros(3),), {"x": torch.zeros(2, 9)}) == 9
+    assert tokens_of_call((), {}) == 1
 
 
 def test_unknown_numbers_of_passes_are_refused():
@@ -167,10 +168,10 @@ def test_what_is_held_of_lora_does_not_grow_with_the_tokens(checkpointing):
     model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
     model.enable_input_require_grads()
     model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear")).train()
-    book = GhostClipper(model, 1.0)._book
-    trainable_bytes = sum(p.nbytes for p in book.parameters.values())
+    clipper = GhostClipper(model, 1.0)
+    trainable_bytes = sum(p.nbytes for p in clipper.parameters.values())
     for tokens in (24, 60):
         ids = torch.randint(3, 61, (3, tokens))
-        book.backward(per_sequence_loss(model(input_ids=ids).logits, ids), torch.arange(3), 3)
-        held = [c for contributions in book._pass.contributions.values() for c in contributions]
+        clipper._norms(per_sequence_loss(model(input_ids=ids).logits, ids), torch.arange(3), 3)
+        held = [c for contributions in clipper._pass.contributions.values() for c in contributions]
         assert sum(c.value_U.nbytes for c in held) == 3 * trainable_bytes

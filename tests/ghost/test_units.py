@@ -70,7 +70,7 @@ def test_padding_rows_get_no_gradient_even_if_they_are_not_finite():
 
 @kills(
     "padding rows get weight 1",
-    "dpllm/ghost/book.py",
+    "dpllm/ghost/clipper.py",
     "weight_B = (one.rows.unit_B >= 0).to(loss_B.dtype)",
     "weight_B = torch.ones_like(loss_B)",
 )

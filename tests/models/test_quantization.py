@@ -139,7 +139,7 @@ def test_weights_in_a_layout_without_a_backward_pass_are_refused(folder):
         make_ready(model)
 
 
-@kills("a quantised weight may be trained", "dpllm/ghost/rules.py", "if is_packed(parameter):", "if False:")
+@kills("a quantised weight may be trained", "dpllm/ghost/parameters.py", "if is_packed(parameter):", "if False:")
 def test_a_quantised_weight_is_never_trained():
     """Packed values may have a floating type (bnb_4bit_quant_storage), with which PyTorch allows a gradient."""
     layer = bnb.nn.Linear4bit(64, 64, quant_storage=torch.float32).to("cpu")

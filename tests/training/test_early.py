@@ -201,7 +201,7 @@ def test_after_memory_ran_out_each_unit_and_each_noise_is_there_once(tmp_path, i
     clipped = clipped_in_a_loop(model, units, layers_of(method, "untied", model))
     run = Stepping(tmp_path, method, model, noise_multiplier=1.0)
     run.engine.guard.done = not is_checked
-    run.clipper._book.checked.rows = True
+    run.clipper._checked.rows = True
     refused = scarce(run, 20, lambda: run.engine.early.count > 0)
     done, found = run.take(units)
     assert refused and 0 < refused[0] < len(found) and done.num_divided == 1 and done.num_units == 4
@@ -220,7 +220,7 @@ def test_a_pass_that_fails_otherwise_leaves_no_gradient(tmp_path):
     run.model.model.embed_tokens.register_forward_hook(
         lambda module, args, output: output.requires_grad_().register_hook(fail) and None
     )
-    run.clipper._book.checked.rows = True
+    run.clipper._checked.rows = True
     with pytest.raises(RuntimeError, match="a fault"):
         run.take([3, 8])
     assert all(p.grad is None for p in run.parameters.values())
@@ -234,7 +234,7 @@ def test_the_guard_checks_them_in_the_first_step(tmp_path, tampered, runs_out):
     """In the dtype of the model: sums handed in early are compared with the optimizer's gradients, dropped ones not."""
     run = Stepping(tmp_path, model=LlamaForCausalLM(tiny_llama_config()).bfloat16(), noise_multiplier=1.0)
     run.noise = IndependentStream(NoiseSource(1))
-    run.clipper._book.checked.rows = True
+    run.clipper._checked.rows = True
     refused = scarce(run, 20, lambda: runs_out and run.engine.early.count > 0)
     run.take([3, 8, 21, 30])
     assert bool(refused) == runs_out and 0 < run.engine.early.count <= len(run.parameters)
@@ -256,7 +256,7 @@ def test_memory_may_run_out_while_the_first_gradient_is_made(tmp_path, method):
         folder.mkdir()
         run = Stepping(folder, method, noise_multiplier=1.0)
         run.noise = IndependentStream(NoiseSource(1))
-        run.clipper._book.checked.rows = True
+        run.clipper._checked.rows = True
         with BreaksOff(number, torch.OutOfMemoryError("none left"), within="finish") as broken:
             done, _ = run.take([3, 8, 21, 30])
         if run.engine.early.count or broken.at is None:  # the first one was made

@@ -137,7 +137,7 @@ def test_trials_of_a_model_leave_nothing_behind(limit, expected, direction):
     found = rows_that_fit(clipper, lambda inputs: loss_of(model, inputs), longest, Counted(gate, 500), 1000)
     assert found == expected or (limit == 25 and 23 <= found <= 25)
     assert all(p.grad is None and p.requires_grad for p in model.parameters()) and torch.equal(flat(model), before)
-    assert clipper._book._pass is None and not clipper._book._held
+    assert clipper._pass is None and not clipper._held
     assert clipper.rows_checked == (found > 1)
     clipper.remove()
 

@@ -260,7 +260,7 @@ def test_nothing_of_the_failed_pass_stays_in_memory(kind):
         gc.enable()
     assert outcome == OutOfMemory("Tried to allocate 2.00 GiB.")
     assert made and all(reference() is None for reference in made)
-    assert clipper._book._pass is None
+    assert clipper._pass is None
     clipper.remove()
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from dpllm.config import ConfigError
 from dpllm.data.rows import RowCollator, tokenize_records
 from dpllm.data.units import Int64Array
-from dpllm.ghost.checks import tokens_by_themselves
+from dpllm.ghost.model_calls import tokens_by_themselves
 from dpllm.methods.pate.prepare import Prepared
 from dpllm.methods.pate.trainings import OneBase
 from dpllm.methods.pate.votes import NO_LABEL

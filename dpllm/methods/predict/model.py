@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dpllm.config import ConfigError
-from dpllm.ghost.checks import tokens_by_themselves
+from dpllm.ghost.model_calls import tokens_by_themselves
 from dpllm.ghost.refusals import coupling
 from dpllm.models.continuation import Continuation
 

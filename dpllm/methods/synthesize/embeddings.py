@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from transformers import AutoModel, PreTrainedTokenizerBase
 
 from dpllm.config import ConfigError, ModelConfig
-from dpllm.ghost.checks import tokens_by_themselves
+from dpllm.ghost.model_calls import tokens_by_themselves
 from dpllm.models.inputs import num_positions
 from dpllm.models.load import load_tokenizer
 from dpllm.models.loading import NO_CODE, not_loaded, require_folder
