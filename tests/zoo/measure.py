@@ -273,18 +273,16 @@ def _result(method: str, model: nn.Module, task: str, rows: list[Batch], rows_BP
     pad = int(model.config.get_text_config().pad_token_id)  # type: ignore[union-attr,operator,arg-type]
     model.zero_grad(set_to_none=True)
     try:
-        clipped = Clipped(*METHODS[method](model, task, rows, pad, float(norms.median()) * (1 + 1e-9)))
+        found = Clipped(*METHODS[method](model, task, rows, pad, float(norms.median()) * (1 + 1e-9)))
     except GhostError as error:
         return Result("refused", first_sentence(str(error)))
     except Exception as error:  # of torch or of the class, in a pass that ran before without a clipper
         return Result("crash", _words(error))
     total = torch.cat([p.grad.flatten().double() for p in trainable(model).values()])  # type: ignore[union-attr]
-    expected = clipped.factors @ rows_BP
-    worst = max(
-        float(((clipped.norms - norms) / norms).abs().max()), float((total - expected).norm() / expected.norm())
-    )
+    expected = found.factors @ rows_BP
+    worst = max(float(((found.norms - norms) / norms).abs().max()), float((total - expected).norm() / expected.norm()))
     if worst <= TOLERANCE[model.dtype]:
-        return Result("exact", error=worst, rung=clipped.rung)
+        return Result("exact", error=worst, rung=found.rung)
     refusal = ""
     if method == "ghost":
         refusal = refusal_by_run(model, task, rows, pad)
