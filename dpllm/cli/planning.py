@@ -24,7 +24,7 @@ from dpllm.cli.suggesting import (
     run_suggest,
 )
 from dpllm.cli.sweeping import UTILIZATION, Setting, run_noise_sweep, run_sweep
-from dpllm.config import Recipe, load_recipe
+from dpllm.config import ConfigError, Recipe, load_recipe
 from dpllm.config.query_recipe import method_in
 
 if TYPE_CHECKING:
@@ -345,18 +345,23 @@ def _show_plan(path: Path, planned: _Planned, as_json: bool) -> None:
 def _memory(path: Path, recipe: Recipe, gpus: int, engine: str | None, as_json: bool) -> None:
     from dpllm.planning.footprint import engines_for, footprint_of_recipe
     from dpllm.planning.footprint_text import NATURE, comparison_rows, footprint_rows, setting_of
+    from dpllm.planning.row_by_row import row_by_row_modules, row_by_row_words
     from dpllm.training.arguments import training_arguments
     from dpllm.training.preflight import to_plan
 
     arguments, batch = training_arguments(to_plan(recipe.train)), recipe.privacy.expected_batch_size
-    results = [
-        footprint_of_recipe(recipe, arguments, batch, name, gpus)
-        for name in (
-            [engine]
-            if engine
-            else engines_for(gpus, recipe.model.quantization is not None, recipe.privacy.gradients == "per_unit")
-        )
-    ]
+    one_unit = recipe.privacy.gradients == "per_unit"
+    slow = [] if one_unit else row_by_row_modules(recipe.model)
+    try:
+        results = [
+            footprint_of_recipe(recipe, arguments, batch, name, gpus)
+            for name in ([engine] if engine else engines_for(gpus, recipe.model.quantization is not None, one_unit))
+        ]
+    except ConfigError as error:
+        if not slow:
+            raise
+        words = row_by_row_words(slow, arguments.per_device_train_batch_size)
+        raise ConfigError(f"{error}. Modules that run row by row: {words}") from error
     shape = results[0].shape
     values = {
         "recipe": str(path),
@@ -366,9 +371,12 @@ def _memory(path: Path, recipe: Recipe, gpus: int, engine: str | None, as_json: 
         "nature": NATURE,
         "unit": "bytes",
         "engines": [result.to_dict() for result in results],
+        "row_by_row": slow,
     }
+    words = row_by_row_words(slow, results[0].run.rows)
     if as_json or engine:
-        show(values, footprint_rows(results[0]), f"Memory and communication of {path}, per GPU", as_json)
+        rows_of_table = [*footprint_rows(results[0]), ("run row by row", words)]
+        show(values, rows_of_table, f"Memory and communication of {path}, per GPU", as_json)
         return
     unit, (head, *rows) = comparison_rows(results)
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
@@ -381,3 +389,4 @@ def _memory(path: Path, recipe: Recipe, gpus: int, engine: str | None, as_json: 
     console.print(f"Memory and communication of {path} on {of_them}, {unit} per GPU:", soft_wrap=True)
     console.print(table)
     console.print(f"{setting_of(results[0])}; {NATURE}.")
+    console.print(f"Modules that run row by row: {words}.", soft_wrap=True)

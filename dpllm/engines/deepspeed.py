@@ -37,7 +37,7 @@ from dpllm.engines.errors import EngineError, no_totals
 from dpllm.engines.guard import Projections, UpdateGuard
 from dpllm.engines.processes import Processes
 from dpllm.engines.single import AddTo, ToTotal
-from dpllm.ghost.expert_adapters import is_wrapper
+from dpllm.ghost.experts import is_wrapper
 from dpllm.ghost.kernels import accumulation_dtype
 from dpllm.ghost.sums import Sum
 

@@ -27,9 +27,18 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from dpllm.ghost import expert_adapters, peft_taps
+from dpllm.ghost import peft_taps
 from dpllm.ghost.errors import GhostError, NoRuleError
-from dpllm.ghost.experts import ExpertsRule, Stack, attach_partitioned, is_experts, refuse_divided, train_experts
+from dpllm.ghost.experts import (
+    ExpertsRule,
+    Stack,
+    attach_partitioned,
+    is_experts,
+    is_wrapper,
+    refuse_divided,
+    train_adapters,
+    train_experts,
+)
 from dpllm.ghost.functions import Functions, takes
 from dpllm.ghost.row_split import Copied, Split
 from dpllm.ghost.taps import (
@@ -302,9 +311,9 @@ class Ladder:
         served: set[str] = set()
         for path, module in self._modules.items():
             own = {name: t for name, p in module.named_parameters() if (t := self._targets.get(id(p))) is not None}
-            if expert_adapters.is_wrapper(module):
+            if is_wrapper(module):
                 own = {name: target for name, target in own.items() if name.startswith(("lora_A.", "lora_B."))}
-                train: Callable[..., ExpertsRule] = expert_adapters.train
+                train: Callable[..., ExpertsRule] = train_adapters
             elif is_experts(module):
                 own = {name: target for name, target in own.items() if "." not in name}
                 train = train_experts

@@ -1,4 +1,4 @@
-"""Trained experts of a mixture, through the interface of transformers: an implementation of ours, registered there.
+"""Trained experts of a mixture, and LoRA on them, through the interface of transformers.
 
 transformers keeps the experts of a layer as stacks of matrices, and looks up the function that computes them in a
 public registry (``ALL_EXPERTS_FUNCTIONS``), by the name in the model's config. While a clipper is attached, that name
@@ -7,7 +7,13 @@ products, so that the input, the output gradient and the expert of each token ar
 
 Choosing experts for each token by itself couples no rows. `dpllm.ghost.refusals` refuses other ways of choosing.
 
-Shape suffixes: N tokens of all rows, k experts of each token, S = N * k slots, E experts, D and P widths, B rows.
+PEFT's ``ParamWrapper`` (``target_parameters``) adds scaling * B[e] A[e] to the matrix of each expert while the experts
+run. A and B are views of ``lora_A.weight`` and ``lora_B.weight``, which are never called as layers. If the gradient of
+the matrix is the sum of g_s (x) x_s over slots, that of A is scaling * sum of (B^T g_s) (x) x_s, and that of B is
+scaling * sum of g_s (x) (A x_s). So no gradient of a whole matrix is formed.
+
+Shape suffixes: N tokens of all rows, k experts of each token, S = N * k slots, E experts, D and P widths, K rank,
+B rows, T tokens of each.
 """
 
 from __future__ import annotations
@@ -15,38 +21,22 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpllm.ghost import kernels
 from dpllm.ghost.contributions import Lookup
 from dpllm.ghost.errors import GhostError, NoRuleError
-from dpllm.ghost.grouped import grouped_product
-from dpllm.ghost.routed import Routed
-from dpllm.ghost.taps import Hand, Host, Target, as_tokens, tap_output
+from dpllm.ghost.routed import Layout, Routed
+from dpllm.ghost.taps import Call, Hand, Host, Target, as_tokens, tap_output
 
 NAME = "dpllm"
 _MATRICES = ("gate_up_proj", "up_proj", "down_proj")
-_BIASES = {"gate_up_proj_bias": "gate_up_proj", "up_proj_bias": "up_proj", "down_proj_bias": "down_proj"}
-
-
-class Share(Protocol):
-    """A parameter, or several, of which a stack of matrices is computed: the stack itself, or LoRA factors of it."""
-
-    @property
-    def targets(self) -> list[Target]:
-        """The parameters."""
-        ...
-
-    def factors(self, module: nn.Module) -> list[Tensor]:
-        """Return the tensors that `record` needs, copied: the parameters may be freed before the backward pass."""
-        ...
-
-    def record(self, use: Routed, factors: list[Tensor], hand: Hand) -> None:
-        """Hand over the contributions to the parameters, from the gradient of the stack."""
-        ...
+_ALIGNED = 16  # bytes to which the rows of matrices must be aligned for PyTorch's grouped product
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -56,132 +46,9 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(config, "_experts_implementation") and all(hasattr(module, mark) for mark in marks)
 
 
-@dataclass
-class Stack:
-    """How often the calls of the model used one stack of matrices."""
-
-    uses: int = 0
-
-
-class ExpertsRule:
-    """Taps the products of one module that holds experts.
-
-    Args:
-        path: of the module.
-        module: the module.
-        host: the clipper.
-    """
-
-    def __init__(self, path: str, module: nn.Module, host: Host) -> None:
-        """Start without trained parameters."""
-        narrow = {name: p.dtype for name, p in module.named_parameters(recurse=False) if p.element_size() < 2}
-        if narrow:
-            raise NoRuleError(
-                f"{path} ({type(module).__name__}) has quantised experts ({', '.join(map(str, narrow.values()))}), "
-                "whose products are not those of a matrix. Train adapters of other layers, or load the model in bf16."
-            )
-        self.path, self.kind, self.host = path, type(module).__name__, host
-        self.shares: dict[str, list[Share]] = {}
-        self.biases: dict[str, Target] = {}
-        config: Any = module.config
-        self._config = config
-        # Layers share a config: the first of them remembers the implementation that the user chose.
-        self._before = self._config._experts_implementation
-        self._module = weakref.ref(module)
-        self.stacks: dict[str, Stack] = {}
-
-    @classmethod
-    def on(cls, path: str, module: nn.Module, host: Host) -> ExpertsRule:
-        """Return the rule of a module for this clipper; attach one if there is none."""
-        rule = _ATTACHED.get(module)
-        if rule is None or rule.host is not host:
-            rule = _ATTACHED[module] = cls(path, module, host)
-            # Whoever defines such a module has loaded the registry; this folder does not import transformers.
-            sys.modules["transformers.integrations.moe"].ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
-            rule._config._experts_implementation = NAME
-        return rule
-
-    def train(self, trainable: Mapping[str, Target]) -> None:
-        """Record the uses of these parameters of the module, by their names within it.
-
-        Raises:
-            GhostError: one that is neither a stack of matrices nor of biases.
-        """
-        for name, target in trainable.items():
-            if name in _MATRICES:
-                self.shares.setdefault(name, []).append(Whole(target))
-            elif name in _BIASES:
-                self.biases[_BIASES[name]] = target
-            else:
-                raise NoRuleError(
-                    f"{self.path} ({self.kind}) has a trainable parameter {name}, which is not a matrix or a bias of "
-                    f"its experts ({', '.join((*_MATRICES, *_BIASES))}). Freeze it."
-                )
-
-    def counted(self) -> Iterator[tuple[Target, Stack]]:
-        """Yield each trained parameter with the uses of its stack."""
-        for name in (*self.shares, *(name for name in self.biases if name not in self.shares)):
-            stack = self.stacks.setdefault(name, Stack())
-            for target in (t for share in self.shares.get(name, []) for t in share.targets):
-                yield target, stack
-            if name in self.biases:
-                yield self.biases[name], stack
-
-    def remove(self) -> None:
-        """Detach: the module is computed as before."""
-        module = self._module()
-        if module is not None and _ATTACHED.get(module) is self:
-            del _ATTACHED[module]
-            if self._before != NAME:
-                self._config._experts_implementation = self._before
-
-    def is_trained(self, name: str) -> bool:
-        """Whether a stack, or its bias, takes part in this call with a trained parameter."""
-        return (name in self.shares or name in self.biases) and self.host.call is not None
-
-    def tap(self, name: str, module: Any, output_SP: Tensor, x: Tensor, route: Route, of_tokens: bool) -> Tensor:
-        """Tap a product in which one of the parameters is trained.
-
-        Args:
-            name: of the stack.
-            module: that holds it.
-            output_SP: the product, biases included, slots sorted by expert.
-            x: the factor of each slot in that order (S, D), or of each token (N, D).
-            route: the experts of the tokens.
-            of_tokens: whether ``x`` has tokens.
-        """
-        call, shares, bias = self.host.call, self.shares.get(name, []), self.biases.get(name)
-        if call is not None and self.host.in_forward:
-            self.stacks.setdefault(name, Stack()).uses += 1
-        if call is None or not torch.is_grad_enabled():
-            return output_SP
-        num_experts, is_transposed = getattr(module, name).shape[0], bool(module.is_transposed)
-        with torch.no_grad():
-            kept = [share.factors(module) for share in shares]
-        counts, shape = [len(factors) for factors in kept], output_SP.shape
-
-        def receive(hand: Hand, grad: Tensor, saved: list[Tensor]) -> None:
-            index_Nk, place_S, *more = saved
-            slots = _Rows(hand, index_Nk, place_S)
-            index_BS, grad_BSP = slots.index(), slots.of_slots(grad.view(shape))
-            if bias is not None:
-                hand.give(bias, Lookup(index_BS.clamp_min(0), grad_BSP, num_experts))
-            if not shares:
-                return
-            x, *more = more
-            x_BTD = slots.of_tokens(x) if of_tokens else slots.of_slots(x)
-            left, right = (x_BTD, grad_BSP) if is_transposed else (grad_BSP, x_BTD)
-            use = Routed(index_BS, left, right, num_experts, input_side="left" if is_transposed else "right")
-            for share, count in zip(shares, counts, strict=True):
-                share.record(use, [more.pop(0) for _ in range(count)], hand)
-
-        saved = [x, *(t for factors in kept for t in factors)] if shares else []
-        # In one dimension: the slots are sorted by expert, and must not be taken for the tokens of rows.
-        flat = tap_output(call, output_SP.flatten(), receive, route.index_Nk, route.place_S, *saved)
-        return flat.view(shape)
-
-
-_ATTACHED: weakref.WeakKeyDictionary[nn.Module, ExpertsRule] = weakref.WeakKeyDictionary()
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether a module is PEFT's wrapper of one parameter of another module."""
+    return any(kind.__name__ == "ParamWrapper" and kind.__module__.startswith("peft.") for kind in type(module).__mro__)
 
 
 def refuse_divided(path: str, module: nn.Module) -> None:
@@ -194,9 +61,49 @@ def refuse_divided(path: str, module: nn.Module) -> None:
 
 
 def train_experts(path: str, module: nn.Module, trainable: Mapping[str, Target], host: Host) -> ExpertsRule:
-    """Return the rule of a module whose own parameters, by their names in it, are trained."""
+    """Tap a module of which these parameters, by their names in it, are trained.
+
+    Raises:
+        NoRuleError: one that is neither a stack of matrices nor of biases.
+    """
     rule = ExpertsRule.on(path, module, host)
-    rule.train(trainable)
+    for name, target in trainable.items():
+        matrix = name.removesuffix("_bias")
+        if matrix not in _MATRICES:
+            raise NoRuleError(f"{path}.{name} is neither a stack of matrices nor of their biases. Freeze it.")
+        stack = rule.stacks.setdefault(matrix, Stack())
+        if name == matrix:
+            stack.matrices = target
+        else:
+            stack.biases = target
+    return rule
+
+
+def train_adapters(path: str, wrapper: Any, trainable: Mapping[str, Target], host: Host) -> ExpertsRule:
+    """Tap the experts of which PEFT's wrapper adapts a parameter.
+
+    Args:
+        path: of the wrapper.
+        wrapper: the wrapper.
+        trainable: its trainable factors, by their names within it.
+        host: the clipper.
+
+    Raises:
+        NoRuleError: the wrapped parameter is not a stack of experts, or a trainable parameter is no LoRA factor.
+    """
+    experts, stack_name = wrapper.get_base_layer(), wrapper.parameter_name
+    if not is_experts(experts) or wrapper.num_experts < 2:
+        raise NoRuleError(f"{path} is LoRA on {stack_name} of {type(experts).__name__}, which is no stack of experts.")
+    adapters = sorted({name.split(".")[1] for name in trainable})
+    known = {f"{side}.{adapter}.weight" for side in ("lora_A", "lora_B") for adapter in adapters}
+    if unknown := trainable.keys() - known:
+        raise NoRuleError(
+            f"{path} (ParamWrapper) has trainable parameters that are no LoRA factors: {sorted(unknown)}."
+        )
+    rule = ExpertsRule.on(path, experts, host)
+    for adapter in adapters:
+        down, up = (trainable.get(f"{side}.{adapter}.weight") for side in ("lora_A", "lora_B"))
+        rule.stacks.setdefault(stack_name, Stack()).adapters.append(LoraFactors(wrapper, adapter, down, up))
     return rule
 
 
@@ -219,56 +126,110 @@ def attach_partitioned(model: nn.Module, host: Host) -> list[ExpertsRule]:
     ]
 
 
-@dataclass(frozen=True)
-class Whole:
-    """A stack of matrices that is trained itself."""
+class ExpertsRule:
+    """The tapped stacks of one module; while it is attached, our implementation computes the module."""
 
-    target: Target
+    def __init__(self, path: str, module: nn.Module, host: Host) -> None:
+        """Attach to a module, without trained parameters."""
+        narrow = {name: p.dtype for name, p in module.named_parameters(recurse=False) if p.element_size() < 2}
+        if narrow:
+            raise NoRuleError(
+                f"{path} ({type(module).__name__}) has quantised experts ({', '.join(map(str, narrow.values()))}), "
+                "whose products are not those of a matrix. Train adapters of other layers, or load the model in bf16."
+            )
+        self.host = host
+        self.stacks: dict[str, Stack] = {}
+        config: Any = module.config
+        self._config = config
+        # Layers share a config: the first of them remembers the implementation that the user chose.
+        self._before = config._experts_implementation
+        self._module = weakref.ref(module)
+        _ATTACHED[module] = self
+        # Whoever defines such a module has loaded the registry; this folder does not import transformers.
+        sys.modules["transformers.integrations.moe"].ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+        config._experts_implementation = NAME
 
-    @property
-    def targets(self) -> list[Target]:
-        """The stack."""
-        return [self.target]
+    @classmethod
+    def on(cls, path: str, module: nn.Module, host: Host) -> ExpertsRule:
+        """Return the rule of a module for this clipper; attach one if there is none."""
+        rule = _ATTACHED.get(module)
+        return rule if rule is not None and rule.host is host else cls(path, module, host)
 
-    def factors(self, module: nn.Module) -> list[Tensor]:
-        """Return nothing: the gradient does not depend on the value."""
-        del module
-        return []
+    def counted(self) -> Iterator[tuple[Target, Stack]]:
+        """Yield each trained parameter with its stack, which counts its uses."""
+        for stack in self.stacks.values():
+            of_adapters = (target for adapter in stack.adapters for target in (adapter.down, adapter.up))
+            for target in (stack.matrices, *of_adapters, stack.biases):
+                if target is not None:
+                    yield target, stack
 
-    def record(self, use: Routed, factors: list[Tensor], hand: Hand) -> None:
-        """Hand over the use."""
-        del factors
-        hand.give(self.target, use)
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Sorts slots back by token, and cuts them into the rows of the batch."""
-
-    hand: Hand
-    index_Nk: Tensor
-    place_S: Tensor
-
-    def index(self) -> Tensor:
-        """Return the expert of each slot (B, T * k); -1 behind the end of a packed row."""
-        return self._cut(self.index_Nk + 1) - 1
-
-    def of_slots(self, x_SD: Tensor) -> Tensor:
-        """Return (B, T * k, D) from values sorted by expert."""
-        k = self.index_Nk.shape[1]
-        return self._cut(x_SD[self.place_S].unflatten(0, (-1, k)).flatten(1), k)
-
-    def of_tokens(self, x_ND: Tensor) -> Tensor:
-        """Return (B, T, D) from the values of tokens."""
-        return as_tokens(self.hand.view(x_ND))
-
-    def _cut(self, x_NC: Tensor, k: int | None = None) -> Tensor:
-        x_BTC = as_tokens(self.hand.view(x_NC))
-        return x_BTC.flatten(1) if k is None else x_BTC.unflatten(2, (k, -1)).flatten(1, 2)
+    def remove(self) -> None:
+        """Detach: the module is computed as before."""
+        module = self._module()
+        if module is not None and _ATTACHED.get(module) is self:
+            del _ATTACHED[module]
+            if self._before != NAME:
+                self._config._experts_implementation = self._before
 
 
-@dataclass(frozen=True)
-class Route:
+_ATTACHED: weakref.WeakKeyDictionary[nn.Module, ExpertsRule] = weakref.WeakKeyDictionary()
+
+
+@dataclass
+class Stack:
+    """What is trained of one stack of matrices.
+
+    Attributes:
+        matrices: the stack, where it is trained itself.
+        biases: of its matrices, where they are trained.
+        adapters: LoRA on it.
+        uses: how often the calls of the model used it.
+    """
+
+    matrices: Target | None = None
+    biases: Target | None = None
+    adapters: list[LoraFactors] = field(default_factory=list)
+    uses: int = 0
+
+    def tap(self, module: Any, call: Call, output_SP: Tensor, x: Tensor, of_tokens: bool, route: Route) -> Tensor:
+        """Tap a product with the stack in a call of the model.
+
+        Args:
+            module: that holds the stack.
+            call: of the model.
+            output_SP: the product, biases included, slots sorted by expert.
+            x: the factor of each slot in that order (S, D), or of each token (N, D).
+            of_tokens: whether ``x`` has tokens.
+            route: the experts of the tokens.
+        """
+        self.uses += call.host.in_forward
+        if not torch.is_grad_enabled():
+            return output_SP
+        with torch.no_grad():
+            factors = [factor for adapter in self.adapters for factor in adapter.factors(module)]
+        shape, num_experts, x_is_left = output_SP.shape, module.num_experts, bool(module.is_transposed)
+
+        def receive(hand: Hand, grad: Tensor, saved: list[Tensor]) -> None:
+            route, more = Route(*saved[:4]), saved[4:]
+            index_BS, outputs = route.by_rows(hand), Factor(hand, route, grad.view(shape), of_tokens=False)
+            if self.biases is not None:
+                hand.give(self.biases, Lookup(index_BS.clamp_min(0), outputs.by_rows(), num_experts))
+            if not more:
+                return
+            inputs = Factor(hand, route, more[0], of_tokens)
+            if self.matrices is not None:
+                left, right, side = (inputs, outputs, "left") if x_is_left else (outputs, inputs, "right")
+                use = Routed(index_BS, left.by_rows(), right.by_rows(), num_experts, input_side=side)
+                hand.give(self.matrices, use)
+            for adapter, up_EPK, down_EKD in zip(self.adapters, more[1::2], more[2::2], strict=True):
+                adapter.record(index_BS, inputs, outputs, x_is_left, up_EPK, down_EKD)
+
+        saved = [x, *factors] if self.matrices is not None or self.adapters else []
+        # In one dimension: the slots are sorted by expert, and must not be taken for the tokens of rows.
+        return tap_output(call, output_SP.flatten(), receive, *route, *saved).view(shape)
+
+
+class Route(NamedTuple):
     """The experts of some tokens, and the slots sorted by expert.
 
     Attributes:
@@ -292,6 +253,128 @@ class Route:
         place_S[order_S] = torch.arange(len(order_S), device=order_S.device)
         return cls(index_Nk, order_S, place_S, torch.bincount(expert_S, minlength=num_experts))
 
+    def by_rows(self, hand: Hand) -> Tensor:
+        """Return the expert of each slot (B, T * k); -1 behind the end of a packed row."""
+        return as_tokens(hand.view(self.index_Nk + 1)).flatten(1) - 1
+
+
+class Factor(NamedTuple):
+    """One factor of each slot's gradient, in a backward pass.
+
+    Attributes:
+        hand: of the call of the module.
+        route: of the tokens.
+        value: of each slot, sorted by expert (S, D), or of each token (N, D), which its slots share.
+        of_tokens: whether ``value`` has tokens.
+    """
+
+    hand: Hand
+    route: Route
+    value: Tensor
+    of_tokens: bool
+
+    def by_rows(self) -> Tensor:
+        """Return (B, T * k, D), the k slots of a token side by side; (B, T, D) from the values of tokens."""
+        x, k = self.value, 1
+        if not self.of_tokens:
+            k = self.route.index_Nk.shape[1]
+            x = x[self.route.place_S].unflatten(0, (-1, k)).flatten(1)
+        return as_tokens(self.hand.view(x)).unflatten(2, (k, -1)).flatten(1, 2)
+
+    def times(self, matrices_EDK: Tensor, scaling: float) -> Factor:
+        """Return scaling times each slot's factor times the matrix of its expert, in float32 or wider."""
+        x_SD = self.value[self.route.order_S // self.route.index_Nk.shape[1]] if self.of_tokens else self.value
+        x_SD = kernels.widen(x_SD)
+        product_SK = grouped_product(x_SD, matrices_EDK.to(x_SD.dtype), self.route.counts_E)
+        return self._replace(value=product_SK * scaling, of_tokens=False)
+
+
+@dataclass
+class LoraFactors:
+    """The LoRA factors of one adapter on one stack of matrices.
+
+    Attributes:
+        wrapper: PEFT's module.
+        adapter: the adapter's name.
+        down: ``lora_A.weight``, (E * K, inputs), where it is trainable.
+        up: ``lora_B.weight``, (outputs, K * E), where it is trainable.
+        is_verified: whether the product of the factors was compared with PEFT's.
+    """
+
+    wrapper: Any
+    adapter: str
+    down: Target | None
+    up: Target | None
+    is_verified: bool = False
+
+    @property
+    def up_is_left(self) -> bool:
+        """Whether the matrices are (outputs, inputs), as PEFT reads them."""
+        return bool(getattr(self.wrapper, "_did_swap_in_out_features", False))
+
+    @property
+    def scaling(self) -> float:
+        """The number by which PEFT multiplies the product of the factors."""
+        return float(self.wrapper.scaling[self.adapter])
+
+    def factors(self, module: nn.Module) -> tuple[Tensor, Tensor]:
+        """Return copies of B (E, P, K) and A (E, K, D): the parameters may be freed before the backward pass.
+
+        Raises:
+            GhostError: the adapter is not in use in this call, or PEFT computes another product of the factors.
+        """
+        name, num_experts = self.wrapper.parameter_name, self.wrapper.num_experts
+        if name not in getattr(module, "parametrizations", {}) or self.adapter not in self.wrapper.active_adapters:
+            raise GhostError(
+                f"The LoRA factors {self.adapter!r} of {name} are trainable and not in use (adapter switched off, "
+                "merged, or not active). Switch the adapter on, or freeze its factors."
+            )
+        down_EKD = self.wrapper.lora_A[self.adapter].weight.detach().unflatten(0, (num_experts, -1))
+        up_EPK = self.wrapper.lora_B[self.adapter].weight.detach().unflatten(1, (-1, num_experts)).permute(2, 0, 1)
+        if not self.is_verified and bool(down_EKD.any()) and bool(up_EPK.any()):  # a product of zeros shows no order
+            self._verify(up_EPK, down_EKD)
+        return up_EPK.clone(), down_EKD.clone()
+
+    def _verify(self, up_EPK: Tensor, down_EKD: Tensor) -> None:
+        delta, scaling = self.wrapper.get_delta_weight(self.adapter).detach().double(), self.scaling
+        up, down = up_EPK.double(), down_EKD.double()
+        ours = scaling * (up @ down if self.up_is_left else (up @ down).mT)
+        scale = abs(scaling) * float((up.abs() @ down.abs()).max())
+        eps = max(torch.finfo(t.dtype).eps for t in (self.wrapper.get_param(), up_EPK))
+        if delta.shape != ours.shape or float((delta - ours).abs().max()) > 16 * eps * scale:
+            raise NoRuleError(
+                f"PEFT multiplies the LoRA factors of {self.wrapper.parameter_name} in another order than its releases "
+                "up to 0.21 do, so their per-unit gradients are not known. Install one of them, or freeze the factors."
+            )
+        self.is_verified = True
+
+    def record(
+        self, index_BS: Tensor, inputs: Factor, outputs: Factor, x_is_left: bool, up_EPK: Tensor, down_EKD: Tensor
+    ) -> None:
+        """Hand over the uses of the two parameters.
+
+        Args:
+            index_BS: the expert of each slot.
+            inputs: the input of the stack's product.
+            outputs: its output gradient.
+            x_is_left: whether the input goes along the first dimension of the stack's matrices.
+            up_EPK: B, as returned by `factors`.
+            down_EKD: A.
+        """
+        up, down, side = outputs, inputs, "right"
+        if self.up_is_left == x_is_left:  # PEFT takes the inputs of the matrices for their outputs
+            up, down, side = inputs, outputs, "left"
+
+        def give(target: Target, left: Factor, right: Factor, layout: Layout) -> None:
+            wide = kernels.widen(left.by_rows()), kernels.widen(right.by_rows())
+            left.hand.give(target, Routed(index_BS, *wide, self.wrapper.num_experts, layout, side))
+
+        with kernels.exact_matmul(), torch.no_grad():
+            if self.down is not None:
+                give(self.down, up.times(up_EPK, self.scaling), down, "flat")
+            if self.up is not None:
+                give(self.up, up, down.times(down_EKD.mT, self.scaling), "interleaved")
+
 
 def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Compute the experts of each token, weighted and added; an implementation for transformers' interface.
@@ -306,9 +389,11 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
         (N, D), in the dtype of ``hidden_states``.
 
     Raises:
-        GhostError: an index that is no expert of this module, or weights of another shape.
+        NoRuleError: an index that is no expert of this module, or weights of another shape.
     """
     rule = _ATTACHED.get(module)
+    call = None if rule is None else rule.host.call
+    stacks = {} if rule is None or call is None else rule.stacks
     route = Route.of(top_k_index, module.num_experts)
     if len(route.counts_E) != module.num_experts or top_k_weights.shape != top_k_index.shape:
         raise NoRuleError(
@@ -318,10 +403,9 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
         )
 
     def product(name: str, x: Tensor, of_tokens: bool) -> Tensor:
-        is_trained = rule is not None and rule.is_trained(name)
-        weight = getattr(module, name)
+        stack, weight = stacks.get(name), getattr(module, name)
         bias = getattr(module, f"{name}_bias") if module.has_bias else None
-        if is_trained:
+        if stack is not None:
             weight, bias = weight.detach(), None if bias is None else bias.detach()
         x = x.to(weight.dtype)
         x_SD = x[route.order_S // top_k_index.shape[1]] if of_tokens else x
@@ -329,7 +413,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
             out_SP = grouped_product(x_SD, weight, route.counts_E, outputs_first=not module.is_transposed)
         if bias is not None:
             out_SP = out_SP + bias[route.index_Nk.reshape(-1)[route.order_S]]
-        return rule.tap(name, module, out_SP, x, route, of_tokens) if rule is not None and is_trained else out_SP
+        return out_SP if stack is None or call is None else stack.tap(module, call, out_SP, x, of_tokens, route)
 
     up_SP = product("gate_up_proj" if module.has_gate else "up_proj", hidden_states, of_tokens=True)
     inner_SP = module._apply_gate(up_SP) if module.has_gate else module.act_fn(up_SP)
@@ -338,3 +422,64 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
         out_SD = module.post_expert_norm(out_SD)
     weighted_SD = out_SD * top_k_weights.reshape(-1, 1)
     return weighted_SD.unflatten(0, top_k_index.shape).sum(1).to(hidden_states.dtype)
+
+
+def grouped_product(x_SD: Tensor, stack: Tensor, counts_E: Tensor, outputs_first: bool = False) -> Tensor:
+    """Return (S, P): each token times the matrix of its expert, y_s = x_s W[e_s].
+
+    Args:
+        x_SD: the tokens, sorted by expert.
+        stack: the matrices, (E, D, P).
+        counts_E: int64, the tokens of each expert.
+        outputs_first: whether the stack is (E, P, D) instead.
+    """
+    parts = counts_E.cumsum(0).int() if _has_kernel(x_SD, stack) else counts_E.tolist()
+    return _Grouped.apply(x_SD, stack, outputs_first, parts)
+
+
+class _Grouped(torch.autograd.Function):
+    """Saves only the stack, not the tokens, unless the stack is in the graph.
+
+    The stack itself is saved, not a view of it: a view would keep the whole stack of a layer that ZeRO-3 has released.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_SD: Tensor, stack: Tensor, outputs_first: bool, parts: Tensor | list[int]) -> Tensor:
+        ctx.parts, ctx.outputs_first = parts, outputs_first
+        ctx.save_for_backward(stack, x_SD if stack.requires_grad else x_SD.new_empty(0))
+        return _product(x_SD, stack.mT if outputs_first else stack, parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad_SP: Tensor) -> tuple[Tensor | None, ...]:
+        stack, x_SD = ctx.saved_tensors
+        grad_x = grad_stack = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _product(grad_SP, stack if ctx.outputs_first else stack.mT, ctx.parts)
+        if ctx.needs_input_grad[1]:
+            left, right = (grad_SP, x_SD) if ctx.outputs_first else (x_SD, grad_SP)
+            if isinstance(ctx.parts, Tensor):
+                grad_stack = F.grouped_mm(left.contiguous().mT, right.contiguous(), offs=ctx.parts)
+            else:
+                pairs = zip(left.split(ctx.parts), right.split(ctx.parts), strict=True)
+                grad_stack = torch.stack([x.mT @ y for x, y in pairs])
+        return grad_x, grad_stack, None, None
+
+
+def _has_kernel(x_SD: Tensor, stack: Tensor) -> bool:
+    """Whether PyTorch has a kernel for these matrices, forward and backward."""
+    if not (x_SD.is_cuda and x_SD.dtype == torch.bfloat16 == stack.dtype):
+        return False
+    if any(width * x_SD.element_size() % _ALIGNED for width in stack.shape[1:]):
+        return False
+    return torch.cuda.get_device_capability(x_SD.device) >= (8, 0)
+
+
+def _product(x_SD: Tensor, weight_EDP: Tensor, parts: Tensor | list[int]) -> Tensor:
+    """Return (S, P); parts are where each expert's tokens end, for the kernel, or how many they are."""
+    if isinstance(parts, Tensor):
+        return F.grouped_mm(x_SD.contiguous(), weight_EDP, offs=parts)
+    out_SP = x_SD.new_empty(x_SD.shape[0], weight_EDP.shape[2])
+    for x, weight, out in zip(x_SD.split(parts), weight_EDP, out_SP.split(parts), strict=True):
+        if len(x):
+            torch.mm(x, weight, out=out)
+    return out_SP

@@ -14,7 +14,7 @@ dimensions of one expert's matrix, M segments, N slots of each segment.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -26,25 +26,10 @@ from dpllm.ghost.norm_method import NormMethod
 from dpllm.ghost.sums import Sum, Weights
 
 if TYPE_CHECKING:
-    from dpllm.ghost.contributions import Group, Rows
+    from dpllm.ghost.contributions import Rows
 
 Layout = Literal["stacked", "flat", "interleaved"]
 _STEPS = 4  # sizes in each doubling to which segments are padded
-
-
-@dataclass(frozen=True)
-class Segments:
-    """Segments padded to one number of slots.
-
-    Attributes:
-        number_M: unit * E + expert.
-        left_MNL: the left factors, zero behind a shorter segment.
-        right_MNR: the right factors, likewise.
-    """
-
-    number_M: Tensor
-    left_MNL: Tensor
-    right_MNR: Tensor
 
 
 @dataclass(frozen=True)
@@ -87,8 +72,8 @@ class Routed:
         """Return the gradients of the units (U, *parameter shape)."""
         width = self.left_BTL.shape[2], self.right_BTR.shape[2]
         total = torch.zeros(rows.num_units * self.num_experts, *width, dtype=self._dtype, device=self.right_BTR.device)
-        for part in self.segments(rows):
-            total[part.number_M] = kernels.wide_bmm(part.left_MNL.mT, part.right_MNR)
+        for number_M, left_MNL, right_MNR in self._segments(rows):
+            total[number_M] = kernels.wide_bmm(left_MNL.mT, right_MNR)
         total_UELR = total.unflatten(0, (rows.num_units, self.num_experts))
         if self.layout == "interleaved":
             return total_UELR.permute(0, 2, 3, 1).flatten(2)
@@ -98,122 +83,93 @@ class Routed:
         """Return ``(sq_norm_U, slack_U)``, as `dpllm.ghost.contributions.squared_norms`."""
         both_U2 = torch.zeros(rows.num_units, 2, dtype=self._dtype, device=self.right_BTR.device)
         slack = kernels.rounding_slack(self._dtype)
-        for part in self.segments(rows):
-            sq_norm_M, mass_M = norm_method.outer_norms(part.right_MNR, [part.left_MNL])
-            both_U2.index_add_(0, part.number_M // self.num_experts, torch.stack([sq_norm_M, slack * mass_M], 1))
+        for number_M, left_MNL, right_MNR in self._segments(rows):
+            sq_norm_M, mass_M = norm_method.outer_norms(right_MNR, [left_MNL])
+            both_U2.index_add_(0, number_M // self.num_experts, torch.stack([sq_norm_M, slack * mass_M], 1))
         return both_U2[:, 0], both_U2[:, 1]
 
     def add_weighted_(self, total: Sum, weights: Weights, norm_method: NormMethod) -> None:
         """Add the weighted gradients: ``total += sum_b factor_b g_b``."""
-        blocks_ELR = self._blocks(total.filled())
-        for expert, (left_NTL, right_NTR, row_N) in self._by_expert():
-            block, of_slots = Sum.onto(blocks_ELR[expert]), Weights(weights.factor[row_N])
-            norm_method.add_weighted_outer_(block, left_NTL, right_NTR, of_slots)
+        order, counts = _sorted(self.index_BS.flatten(), self.num_experts)
+        blocks_ELR = total.filled()
+        if self.layout == "interleaved":
+            blocks_ELR = blocks_ELR.unflatten(1, (-1, self.num_experts)).permute(2, 0, 1)
+        elif self.layout == "flat":
+            blocks_ELR = blocks_ELR.unflatten(0, (self.num_experts, -1))
+        for block_LR, slot_N in zip(blocks_ELR, order.split(counts.tolist()), strict=True):
+            if len(slot_N):  # each slot is a row of one token
+                left_N1L, right_N1R = (self._taken(x, slot_N)[:, None] for x in (self.left_BTL, self.right_BTR))
+                of_slots = Weights(weights.factor[slot_N // self.index_BS.shape[1]])
+                norm_method.add_weighted_outer_(Sum.onto(block_LR), left_N1L, right_N1R, of_slots)
 
     def fold(self) -> Routed:
         """Return the same use with all tokens in a single row."""
         return self._with(*(x.flatten(0, 1)[None] for x in (self.index_BS, self.left_BTL, self.right_BTR)))
 
-    def of(self, group: Group) -> Routed:
-        """Return the same use with the rows of each unit of a group laid end to end."""
-        return self._with(group.fold(self.index_BS), group.fold(self.left_BTL), group.fold(self.right_BTR))
-
     @staticmethod
     def cat(uses: Sequence[Routed]) -> Routed:
         """Return several uses of one parameter as one: a sum over the slots of all of them."""
-        first, *rest = uses
-        if not rest:
-            return first
+        if len(uses) == 1:
+            return uses[0]
         whole = [use.per_slot() for use in uses]
         columns = zip(*((use.index_BS, use.left_BTL, use.right_BTR) for use in whole), strict=True)
-        return first._with(*(torch.cat(column, 1) for column in columns))
+        return uses[0]._with(*(torch.cat(column, 1) for column in columns))
 
     def per_slot(self) -> Routed:
         """Return the same use with both factors repeated for each slot."""
-        return self._with(self.index_BS, self._of_slots(self.left_BTL), self._of_slots(self.right_BTR))
-
-    def _of_slots(self, x_BTD: Tensor) -> Tensor:
-        return x_BTD.repeat_interleave(self.index_BS.shape[1] // x_BTD.shape[1], dim=1)
+        slots = self.index_BS.shape[1]
+        each = (x.repeat_interleave(slots // x.shape[1], dim=1) for x in (self.left_BTL, self.right_BTR))
+        return self._with(self.index_BS, *each)
 
     def _with(self, index_BS: Tensor, left_BTL: Tensor, right_BTR: Tensor) -> Routed:
-        return Routed(index_BS, left_BTL, right_BTR, self.num_experts, self.layout, self.input_side)
+        return replace(self, index_BS=index_BS, left_BTL=left_BTL, right_BTR=right_BTR)
 
     @property
     def _dtype(self) -> torch.dtype:
         return kernels.accumulation_dtype(torch.promote_types(self.left_BTL.dtype, self.right_BTR.dtype))
 
-    def _blocks(self, total: Tensor) -> Tensor:
-        """View a tensor of the parameter's shape as (E, L, R)."""
-        if self.layout == "interleaved":
-            return total.unflatten(1, (-1, self.num_experts)).permute(2, 0, 1)
-        return total.view(self.num_experts, -1, total.shape[-1])
+    def _segments(self, rows: Rows) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield the segments of the units, those of similar size together; padding rows belong to none.
 
-    def segments(self, rows: Rows) -> Iterator[Segments]:
-        """Yield the segments of the units, those of similar size together; padding rows belong to none."""
+        Yields:
+            Of each segment unit * E + expert (M,), and the two factors (M, N, L) and (M, N, R), zero behind a shorter
+            segment.
+        """
         unit_B1 = rows.unit_B[:, None]
         number_BS = torch.where((unit_B1 >= 0) & (self.index_BS >= 0), unit_B1 * self.num_experts + self.index_BS, -1)
-        slots = Slots.of(number_BS.flatten(), rows.num_units * self.num_experts)
-        for number_M, slot_MN, is_real_MN in slots.padded():
-            yield Segments(
-                number_M, *(self.taken(x, slot_MN) * is_real_MN[:, :, None] for x in (self.left_BTL, self.right_BTR))
+        order, counts = _sorted(number_BS.flatten(), rows.num_units * self.num_experts)
+        starts = np.cumsum(counts) - counts
+        (occurring,) = np.nonzero(counts)
+        sizes = _rounded_up(counts[occurring])
+        for size in np.unique(sizes):
+            number_M = occurring[sizes == size]
+            count_M1, place_1N = counts[number_M][:, None], np.arange(size)[None]
+            place_MN = starts[number_M][:, None] + np.minimum(place_1N, count_M1 - 1)
+            number, place, is_real = (
+                torch.from_numpy(x).to(order.device) for x in (number_M, place_MN, place_1N < count_M1)
+            )
+            slot_MN, is_real_MN1 = order[place], is_real[:, :, None]
+            yield (
+                number,
+                self._taken(self.left_BTL, slot_MN) * is_real_MN1,
+                self._taken(self.right_BTR, slot_MN) * is_real_MN1,
             )
 
-    def taken(self, x_BTD: Tensor, slot: Tensor) -> Tensor:
+    def _taken(self, x_BTD: Tensor, slot: Tensor) -> Tensor:
         """Return the factors of the given slots, counted over all rows."""
         return x_BTD.flatten(0, 1)[slot // (self.index_BS.shape[1] // x_BTD.shape[1])]
 
-    def _by_expert(self) -> Iterator[tuple[int, tuple[Tensor, Tensor, Tensor]]]:
-        """Yield each expert that has slots, its factors as rows of one token, and the row of each."""
-        slots = Slots.of(self.index_BS.flatten(), self.num_experts)
-        for expert, slot_N in slots.each():
-            left, right = self.taken(self.left_BTL, slot_N), self.taken(self.right_BTR, slot_N)
-            yield expert, (left[:, None], right[:, None], slot_N // self.index_BS.shape[1])
 
+def _sorted(number: Tensor, num_numbers: int) -> tuple[Tensor, np.ndarray]:
+    """Return the slots that have a number, sorted by it, and how many slots have each number.
 
-@dataclass(frozen=True)
-class Slots:
-    """Slots sorted by a number.
-
-    Attributes:
-        order: the slots that have a number, those with the same one side by side.
-        counts: how many slots have each number, on the CPU.
+    Args:
+        number: of each slot, 0 to ``num_numbers`` - 1; -1 leaves the slot out.
+        num_numbers: how many numbers there are.
     """
-
-    order: Tensor
-    counts: np.ndarray
-
-    @classmethod
-    def of(cls, number: Tensor, num_numbers: int) -> Slots:
-        """Sort slots.
-
-        Args:
-            number: of each slot, 0 to ``num_numbers`` - 1; -1 leaves the slot out.
-            num_numbers: how many numbers there are.
-        """
-        order = torch.argsort(number, stable=True)
-        counts = torch.bincount(number + 1, minlength=num_numbers + 1).cpu().numpy()
-        return cls(order[int(counts[0]) :], counts[1:])
-
-    def each(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield each number that occurs, and its slots."""
-        ends = np.cumsum(self.counts)
-        for number in np.flatnonzero(self.counts):
-            yield int(number), self.order[int(ends[number] - self.counts[number]) : int(ends[number])]
-
-    def padded(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield numbers (M,) with similarly many slots, their slots (M, N), and which of them are real (M, N)."""
-        starts = np.cumsum(self.counts) - self.counts
-        (occurring,) = np.nonzero(self.counts)
-        sizes = _rounded_up(self.counts[occurring])
-        device = self.order.device
-        for size in np.unique(sizes):
-            numbers = occurring[sizes == size]
-            counts_M1 = self.counts[numbers][:, None]
-            place_MN = np.arange(size)[None]
-            is_real_MN = torch.from_numpy(place_MN < counts_M1).to(device)
-            position_MN = starts[numbers][:, None] + np.minimum(place_MN, counts_M1 - 1)
-            slot_MN = self.order[torch.from_numpy(position_MN).to(device)]
-            yield torch.from_numpy(numbers).to(device), slot_MN, is_real_MN
+    order = torch.argsort(number, stable=True)
+    counts = torch.bincount(number + 1, minlength=num_numbers + 1).cpu().numpy()
+    return order[int(counts[0]) :], counts[1:]
 
 
 def _rounded_up(counts: np.ndarray) -> np.ndarray:

@@ -154,6 +154,25 @@ def shape_of_model(model: ModelConfig) -> ModelShape:
     >>> shape_of_model(ModelConfig(config=llama, dtype="bfloat16")).total
     8030261248
     """
+    base, prepared = on_meta(model)
+    shape = _shape_of(prepared, base, base.dtype.itemsize)
+    if model.quantization is None:
+        return shape
+    stored = Quantization.of(model.quantization)
+    matrices = list(_quantized(base))
+    return dataclasses.replace(
+        shape,
+        quantized=sum(outputs * inputs for outputs, inputs in matrices),
+        quantized_bytes=sum(stored.num_bytes(outputs, inputs) for outputs, inputs in matrices),
+    )
+
+
+def on_meta(model: ModelConfig) -> tuple[Any, Any]:
+    """Return a recipe's model without weights, before and after adapters and frozen parameters.
+
+    Raises:
+        ConfigError: no model can be built from its configuration, or the configuration cannot be read.
+    """
     config = _config_of(model)
     dtype = DTYPES[model.dtype]
     if dtype == "auto":
@@ -164,17 +183,7 @@ def shape_of_model(model: ModelConfig) -> ModelShape:
     except (TypeError, ValueError) as error:
         raise ConfigError(f"no model can be built from this configuration: {error}") from error
     with torch.device("meta"):
-        prepared = prepare_model(base, model)
-    shape = _shape_of(prepared, base, dtype.itemsize)
-    if model.quantization is None:
-        return shape
-    stored = Quantization.of(model.quantization)
-    matrices = list(_quantized(base))
-    return dataclasses.replace(
-        shape,
-        quantized=sum(outputs * inputs for outputs, inputs in matrices),
-        quantized_bytes=sum(stored.num_bytes(outputs, inputs) for outputs, inputs in matrices),
-    )
+        return base, prepare_model(base, model)
 
 
 def _quantized(base: Any) -> Iterator[tuple[int, int]]:

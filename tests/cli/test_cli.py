@@ -179,8 +179,18 @@ def test_memory_of_all_engines(recipe: Path) -> None:
     assert [engine["engine"] for engine in as_json(arguments)["engines"]] == list(engines_for(16))
     table = run(arguments)
     assert "MB per GPU" in table and "total, at most" in table and "not measured" in table
+    assert "run row by row: none known" in table
     alone = as_json(["plan", str(recipe), "--memory"])
     assert alone["num_gpus"] == 1 and [engine["engine"] for engine in alone["engines"]] == list(engines_for(1))
+
+
+def test_modules_that_run_row_by_row_are_named_where_the_memory_is_unknown(recipe: Path) -> None:
+    """Blocks of another form are those that often have no taps."""
+    sizes = "num_hidden_layers: 2, hidden_size: 32, num_heads: 8, head_dim: 8, n_groups: 2, state_size: 8"
+    config = f"model.config={{model_type: mamba2, vocab_size: 300, {sizes}}}"
+    message = refuse(["plan", str(recipe), "--memory", config])
+    assert "its memory is unknown" in message
+    assert "row by row: 2 (backbone.layers.0.mixer, …), each with 8 times its kernel launches" in message
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from dpllm import GhostClipper, GhostError, per_sequence_loss
-from dpllm.ghost import NormMethod
-from dpllm.ghost.experts import NAME, experts_forward
-from dpllm.ghost.grouped import grouped_product
+from dpllm.ghost import NormMethod, experts
+from dpllm.ghost.experts import NAME, experts_forward, grouped_product
 from tests.ghost.loop import assert_is_the_loop, perturbed, row_gradients
 from tests.mutations import kills
 from tests.reference.oracle import compare
@@ -91,9 +90,9 @@ def test_lora_on_experts_is_exact(make, algorithm):
 
 @kills(
     "the gradient of LoRA factors of experts is not scaled",
-    "dpllm/ghost/expert_adapters.py",
-    "_times(use, use.right_BTR, rhs_EKR.mT) * scaling",
-    "_times(use, use.right_BTR, rhs_EKR.mT)",
+    "dpllm/ghost/experts.py",
+    "down.times(down_EKD.mT, self.scaling)",
+    "down.times(down_EKD.mT, 1.0)",
 )
 @pytest.mark.parametrize("case", ["rslora", "one stack", "with attention", "two passes"])
 def test_variants_of_lora_on_experts_are_exact(case):
@@ -105,7 +104,12 @@ def test_variants_of_lora_on_experts_are_exact(case):
         "two passes": {},
     }[case]
     method = NormMethod("gram", backward_passes=2) if case == "two passes" else None
-    assert_is_the_loop(lora_on_experts(mixtral(), **settings), losses, batch(), method)
+    model = lora_on_experts(mixtral(), **settings)
+    assert_is_the_loop(model, losses, batch(), method)
+    clipper = GhostClipper(model, 1.0, method)
+    clipper.backward(losses(model, batch()))
+    assert clipper.row_by_row == {}, "exact in any case, but with as many launches as rows"
+    clipper.remove()
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -223,7 +227,7 @@ def test_our_function_computes_what_transformers_computes(transposed, has_bias, 
 
 @kills(
     "the backward pass reads the stack of experts as it was before ZeRO-3 released it",
-    "dpllm/ghost/grouped.py",
+    "dpllm/ghost/experts.py",
     "ctx.save_for_backward(stack, ",
     "ctx.save_for_backward(stack.detach(), ",
 )
@@ -239,6 +243,28 @@ def test_a_stack_that_is_released_after_the_forward_pass_is_read_again(outputs_f
     matrices = (2 * whole).mT if outputs_first else 2 * whole
     expected = torch.cat([torch.ones(2, 3).double() @ matrices[0].mT, torch.ones(3, 3).double() @ matrices[1].mT])
     torch.testing.assert_close(torch.autograd.grad(output.sum(), x)[0], expected)
+
+
+@kills(
+    "the kernel for grouped products gives a stack in the graph no gradient",
+    "dpllm/ghost/experts.py",
+    "grad_stack = F.grouped_mm(left.contiguous().mT, right.contiguous(), offs=ctx.parts)",
+    "grad_stack = torch.zeros_like(stack)",
+)
+@pytest.mark.parametrize("outputs_first", [False, True])
+def test_the_kernel_for_grouped_products_gives_the_gradients_of_the_loop(outputs_first, monkeypatch):
+    """Those of the tokens and of the stack, where an expert has no token; it runs on the CPU too."""
+    torch.manual_seed(0)
+    x, counts = torch.randn(9, 16, dtype=torch.bfloat16), torch.tensor([4, 0, 5])
+    stack = torch.randn(3, 16, 16, dtype=torch.bfloat16)
+    found = []
+    for has_kernel in (False, True):
+        monkeypatch.setattr(experts, "_has_kernel", lambda *_, has=has_kernel: has)
+        inputs = [tensor.clone().requires_grad_() for tensor in (x, stack)]
+        output = grouped_product(*inputs, counts, outputs_first)
+        found.append([output, *torch.autograd.grad(output.square().sum(), inputs)])
+    for kernel, loop in zip(*found, strict=True):
+        torch.testing.assert_close(kernel, loop, rtol=2e-2, atol=2e-2)
 
 
 def test_the_model_is_computed_as_before_once_the_clipper_is_removed():
@@ -322,7 +348,7 @@ def test_experts_spread_over_processes_are_refused():
 
 @kills(
     "adapters of experts that are switched off get a gradient",
-    "dpllm/ghost/expert_adapters.py",
+    "dpllm/ghost/experts.py",
     '        if name not in getattr(module, "parametrizations", {}) or',
     "        if",
 )
@@ -368,12 +394,12 @@ def test_choices_that_do_not_fit_the_experts_are_refused():
     model = mixtral()
     clipper = GhostClipper(model, 1.0)
     losses(model, batch())
-    experts = model.model.layers[0].mlp.experts
+    module = model.model.layers[0].mlp.experts
     x, weights = torch.randn(3, 32, dtype=torch.float64), torch.ones(3, 2, dtype=torch.float64)
     with torch.no_grad():
         for index, match in ((torch.full((3, 2), 4), "up to number 4"), (torch.zeros(3, 1).long(), r"\(3, 1\)")):
             with pytest.raises(GhostError, match=match):
-                experts(x, index, weights)
+                module(x, index, weights)
     clipper.remove()
 
 

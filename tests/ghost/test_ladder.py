@@ -138,6 +138,33 @@ def test_only_what_no_tap_serves_runs_row_by_row(name):
     clipper.remove()
 
 
+class Masking(nn.Module):
+    """Masks the logits of padding as some models do: by the lowest number, or by infinity."""
+
+    def __init__(self, least):
+        super().__init__()
+        self.norm, self.head, self.least = nn.LayerNorm(3), nn.Linear(3, 1), least
+
+    def forward(self, x, mask):
+        return self.head(self.norm(x))[..., 0].masked_fill(~mask, self.least)
+
+
+@kills(
+    "masked logits are part of the numbers that are compared",
+    "dpllm/ghost/weights_check.py",
+    "        value = value.masked_fill(value.abs() >= _MASKED, 0)\n",
+    "",
+)
+@pytest.mark.parametrize("least", [torch.finfo(torch.float32).min, -torch.inf])
+def test_masked_logits_need_no_other_rung(least):
+    """The sum of a row's outputs is infinite, and differs from itself by NaN."""
+    net, mask = Masking(least), (torch.arange(5) < 3).expand(6, -1)
+    clipper = GhostClipper(net, 1.0)
+    clipper.backward(torch.logsumexp(net(torch.randn(6, 5, 3), mask), 1))
+    assert clipper.row_by_row == {}
+    clipper.remove()
+
+
 def test_the_log_says_what_runs_row_by_row(caplog):
     """By the module's path; nothing where nothing does."""
     for name, told in (("linear", 0), ("sine in a list", 1)):

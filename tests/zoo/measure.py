@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import peft
 import torch
@@ -52,11 +52,13 @@ class Result:
         kind: "exact", "refused", "wrong" or "crash".
         reason: why it is not exact.
         error: the largest relative error of norms and sum.
+        rung: of `RUNGS`, the highest that a parameter needs; "" for a method that has none.
     """
 
     kind: str
     reason: str = ""
     error: float = 0.0
+    rung: str = ""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,10 @@ class Outcome:
     not_built: str = ""
     unused: int = 0
     seconds: float = 0.0
+
+
+RUNGS = ("taps", "functions", "row by row")
+"""All parameters are tapped; some are, where a module hands them to a function; some modules run one row at a time."""
 
 
 class NotBuilt(Exception):
@@ -189,8 +195,12 @@ def reference(model: nn.Module, task: str, rows: list[Batch]) -> tuple[Tensor, s
     return rows_BP, unused
 
 
-Clipped = tuple[Tensor, Tensor]
-"""Norms and factors (B,) in float64; the sum is in ``.grad``."""
+class Clipped(NamedTuple):
+    """Norms and factors (B,) in float64, and the rung of the ladder; the sum is in ``.grad``."""
+
+    norms: Tensor
+    factors: Tensor
+    rung: str = ""
 
 
 def ghost(model: nn.Module, task: str, rows: list[Batch], pad: int, clip_norm: float) -> Clipped:
@@ -198,9 +208,18 @@ def ghost(model: nn.Module, task: str, rows: list[Batch], pad: int, clip_norm: f
     clipper = GhostClipper(model, clip_norm)
     try:
         result = clipper.backward(losses(model, task, collate(rows, pad)))
+        rung = rung_of(model, clipper)
     finally:
         clipper.remove()
-    return result.norms.double(), result.factors.double()
+    return Clipped(result.norms.double(), result.factors.double(), rung)
+
+
+def rung_of(model: nn.Module, clipper: GhostClipper) -> str:
+    """Return the highest rung that a parameter of the model needs; see `dpllm.ghost.attach`."""
+    if clipper.row_by_row:
+        return "row by row"
+    wrapped = any({"_tap_functions", "_tap_forward"} & vars(module).keys() for module in model.modules())
+    return "functions" if wrapped else "taps"
 
 
 def per_unit(model: nn.Module, task: str, rows: list[Batch], pad: int, clip_norm: float) -> Clipped:
@@ -211,10 +230,10 @@ def per_unit(model: nn.Module, task: str, rows: list[Batch], pad: int, clip_norm
     finally:
         clipper.remove()
     norms, factors = [one.norms for one in results], [one.factors for one in results]
-    return torch.cat(norms).double(), torch.cat(factors).double()
+    return Clipped(torch.cat(norms).double(), torch.cat(factors).double())
 
 
-METHODS: dict[str, Callable[[nn.Module, str, list[Batch], int, float], Clipped]] = {
+METHODS: dict[str, Callable[[nn.Module, str, list[Batch], int, float], tuple]] = {
     "ghost": ghost,
     "per_unit": per_unit,
 }
@@ -254,16 +273,16 @@ def _result(method: str, model: nn.Module, task: str, rows: list[Batch], rows_BP
     pad = int(model.config.get_text_config().pad_token_id)  # type: ignore[union-attr,operator,arg-type]
     model.zero_grad(set_to_none=True)
     try:
-        found, factors = METHODS[method](model, task, rows, pad, float(norms.median()) * (1 + 1e-9))
+        found = Clipped(*METHODS[method](model, task, rows, pad, float(norms.median()) * (1 + 1e-9)))
     except GhostError as error:
         return Result("refused", first_sentence(str(error)))
     except Exception as error:  # of torch or of the class, in a pass that ran before without a clipper
         return Result("crash", _words(error))
     total = torch.cat([p.grad.flatten().double() for p in trainable(model).values()])  # type: ignore[union-attr]
-    expected = factors @ rows_BP
-    worst = max(float(((found - norms) / norms).abs().max()), float((total - expected).norm() / expected.norm()))
+    expected = found.factors @ rows_BP
+    worst = max(float(((found.norms - norms) / norms).abs().max()), float((total - expected).norm() / expected.norm()))
     if worst <= TOLERANCE[model.dtype]:
-        return Result("exact", error=worst)
+        return Result("exact", error=worst, rung=found.rung)
     refusal = ""
     if method == "ghost":
         refusal = refusal_by_run(model, task, rows, pad)

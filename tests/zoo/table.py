@@ -9,7 +9,7 @@ from pathlib import Path
 
 import transformers
 
-from .measure import METHODS, MODES, Outcome
+from .measure import METHODS, MODES, RUNGS, Outcome
 from .tasks import TASKS
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "models.md"
@@ -25,6 +25,9 @@ and without padding. `python -m tests.zoo` writes this file; `make test` repeats
   routers, and the head of a classifier.
 - **ghost**: `privacy.gradients: ghost`, the default, all rows in one backward pass. **per_unit**: one row at a time.
 - **exact**: relative error of norms and sum below 1e-5 (1e-4 for the few classes that compute in float32 only).
+- **taps**, **functions**, **row by row**: how many of the classes that are exact by ghost have every parameter tapped,
+  have a parameter that is tapped where a module hands it to a function, or have a module that runs one row at a time,
+  with as many launches as the microbatch has rows.
 - LoRA on a router (PEFT's "all-linear" includes it for Mixtral and others) is exact as well; tests/zoo/test_zoo.py has
   the classes.
 - **refused**: an error before a step is charged, with the reason below. **wrong**: neither exact nor refused.
@@ -32,8 +35,9 @@ and without padding. `python -m tests.zoo` writes this file; `make test` repeats
   a batch of short rows switches it off for all later ones.
 - Parameters that have no part in the loss are frozen first, as `privacy.unused_parameters: freeze` does.
 
-| task | mode | classes | built | exact by ghost | exact by per_unit | refused by both | wrong |
-| --- | --- | --- | --- | --- | --- | --- | --- |
+| task | mode | classes | built | exact by ghost | taps | functions | row by row | exact by per_unit | refused by both \
+| wrong |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 """
 
 
@@ -61,7 +65,8 @@ def _summary(outcomes: Sequence[Outcome]) -> Iterator[list[str]]:
             refused = sum(all(r.kind == "refused" for r in one.results.values()) for one in built)
             wrong = sum(any(r.kind in ("wrong", "crash") for r in one.results.values()) for one in built)
             share = f" ({exact['ghost'] / max(1, len(built)):.0%})"
-            numbers = [len(here), len(built), f"{exact['ghost']}{share}", exact["per_unit"], refused, wrong]
+            rungs = [sum(one.results["ghost"].rung == rung for one in built) for rung in RUNGS]
+            numbers = [len(here), len(built), f"{exact['ghost']}{share}", *rungs, exact["per_unit"], refused, wrong]
             yield [about.title, "LoRA" if mode == "lora" else mode, *map(str, numbers)]
 
 
@@ -69,6 +74,9 @@ def _details(here: Sequence[Outcome], mode: str) -> str:
     """Return the classes of a task in one mode: exact ones by name, the others with their reason."""
     exact = [one.name for one in here if one.results and one.results["ghost"].kind == "exact"]
     text = f"\n**{'LoRA' if mode == 'lora' else 'Full'}, exact by ghost:** {', '.join(exact) or 'none'}\n"
+    slow = [one.name for one in here if one.results and one.results["ghost"].rung == RUNGS[-1]]
+    if slow:
+        text += f"\nOf these with modules that run row by row: {', '.join(slow)}\n"
     others: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for one in here:
         if not one.results:

@@ -74,13 +74,13 @@ def test_a_wrong_gradient_is_wrong(monkeypatch):
     """The comparison fails if a method clips other gradients, or leaves one unit out."""
 
     def doubled(model, task, rows, pad, clip_norm):
-        norms, factors = zoo.ghost(model, task, rows, pad, clip_norm)
+        norms, factors, _ = zoo.ghost(model, task, rows, pad, clip_norm)
         parameter = next(p for p in model.parameters() if p.grad is not None)
         parameter.grad *= 1.001
         return norms, factors
 
     def without_a_row(model, task, rows, pad, clip_norm):
-        norms, factors = zoo.per_unit(model, task, rows[:-1], pad, clip_norm)
+        norms, factors, _ = zoo.per_unit(model, task, rows[:-1], pad, clip_norm)
         return torch.cat([norms, norms[:1]]), torch.cat([factors, factors[:1]])
 
     monkeypatch.setattr(zoo, "METHODS", {"doubled": doubled, "without a row": without_a_row})
@@ -158,16 +158,17 @@ def test_the_document_says_what_was_measured():
     outcomes = [
         Outcome("causal_lm", name, mode, {"ghost": ghost, "per_unit": Result("exact")} if ghost else {}, reason)
         for name, ghost, reason in (
-            ("A", Result("exact"), ""),
+            ("A", Result("exact", rung="taps"), ""),
             ("B", Result("refused", "The loss of a row depends on other rows: alone it is 1"), ""),
             ("C", Result("refused", "The loss of a row depends on other rows: alone it is 2"), ""),
             ("D", None, "ImportError: timm"),
+            ("E", Result("exact", rung="row by row"), ""),
         )
         for mode in MODES
     ]
     text = document(outcomes)
-    assert "| Causal language models | full | 4 | 3 | 1 (33%) | 3 | 0 | 0 |" in text
-    assert "**Full, exact by ghost:** A\n" in text
+    assert "| Causal language models | full | 5 | 4 | 2 (50%) | 1 | 0 | 1 | 4 | 0 | 0 |" in text
+    assert "**Full, exact by ghost:** A, E\n\nOf these with modules that run row by row: E\n" in text
     assert "| B, C | refused | exact | the loss of a row depends on other rows |" in text
     assert "| D | not built |  | ImportError: timm |" in text
 
