@@ -42,7 +42,7 @@ from dpllm.ghost.taps import (
     TapLinear,
     Target,
     call_of,
-    conv1d_class,
+    conv1d_forward,
     is_own,
     spread_class,
     subclass,
@@ -356,7 +356,10 @@ def _tap(holder: Holder) -> tuple[type[nn.Module], dict[str, Site]] | None:
         return None
     if own.keys() <= {"weight", "bias"} and (is_transposed(module) or isinstance(module, nn.Linear)):
         frozen = {id(p) for p in module._parameters.values() if p is not None and not p.requires_grad}
-        tapped = conv1d_class(kind) if is_transposed(module) else subclass(kind, "linear", TapLinear)
+        if is_transposed(module):
+            tapped = subclass(kind, "linear", forward=conv1d_forward)
+        else:
+            tapped = subclass(kind, "linear", TapLinear)
         return tapped, {"": LinearSite(own.get("weight"), own.get("bias"), is_transposed(module), frozen)}
     if isinstance(module, nn.Embedding) and own.keys() == {"weight"}:
         return subclass(kind, "table", TapEmbedding), {"": TableSite(own["weight"], module.padding_idx)}

@@ -10,6 +10,7 @@ Blocks that the user compiled are taken over until `Blocks.remove`: a graph of t
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -111,7 +112,8 @@ class _Block:
 
     def __init__(self, owner: Blocks, path: str, module: nn.Module, backend: Backend) -> None:
         self._owner, self.path, self.module, self.kind = owner, path, module, type(module)
-        self._plans: dict[torch.dtype | None, list[_Tap]] = {}  # by the dtype of autocast
+        # By the dtype of autocast; with the names of the parameters that the taps use.
+        self._plans: dict[torch.dtype | None, tuple[list[_Tap], list[str]]] = {}
         if has_own_forward(module):
             raise _Misfit("has a forward of its own")
         self._sites = {inner: sites for inner in module.modules() if (sites := owner.sites_of(inner))}
@@ -135,21 +137,22 @@ class _Block:
         try:
             if cast not in self._plans:
                 self._plans[cast] = self._plan(forward, args, kwargs)
-            self._set_ports(self._plans[cast], call, args, kwargs)
+            taps, uses = self._plans[cast]
+            self._set_ports(taps, call, args, kwargs)
             output = self._compiled(self.module, *args, **kwargs)
         except (_Misfit, *_FAILURES) as error:
             owner.fail(self, call, error)
         else:
             owner.graphs += counters["stats"]["unique_graphs"] - before
-            for tap in self._plans[cast]:
-                call.count(*tap.site.targets)
+            if call.host.in_forward:
+                call.host.uses.update(uses)
             return output
         finally:
             for inner in self._sites:
                 inner.__dict__.pop("_tap_port", None)
         return forward(*args, **kwargs)
 
-    def _plan(self, forward: Callable[..., Any], args: tuple, kwargs: dict) -> list[_Tap]:
+    def _plan(self, forward: Callable[..., Any], args: tuple, kwargs: dict) -> tuple[list[_Tap], list[str]]:
         """Run the block without gradients, on copies of its tensors, to see the shapes of its modules' inputs."""
         taps: dict[nn.Module, list[_Tap]] = {}
         shapes, random = _shapes(args, kwargs), Random(self._owner.device)
@@ -162,15 +165,19 @@ class _Block:
             dtype = leaf_dtype(x.device, x.dtype)
             taps[inner] = [_Tap(inner, name, site, dims, dtype) for name, site in self._sites[inner].items()]
 
-        handles = [inner.register_forward_pre_hook(note, with_kwargs=True) for inner in self._sites]
+        handles = []
         try:
+            for inner in self._sites:
+                inner.__dict__["_tap_port"] = PLAIN  # so that no use is counted
+                handles.append(inner.register_forward_pre_hook(note, with_kwargs=True))
             with torch.no_grad():
                 forward(*_copied(args), **_copied(kwargs))
         finally:
             random.restore()
             for handle in handles:
                 handle.remove()
-        return [tap for of_module in taps.values() for tap in of_module]
+        found = [tap for of_module in taps.values() for tap in of_module]
+        return found, [target.name for tap in found for target in tap.site.targets]
 
     def _set_ports(self, taps: list[_Tap], call: Call, args: tuple, kwargs: dict) -> None:
         """Give each tapped module its leaves; their gradients go to its sites."""
@@ -189,8 +196,7 @@ class _Block:
             else:
                 outputs = weight.shape[1 if tap.site.is_transposed else 0]
                 like += [(shape, tap.dtype, weight.device), ((*shape[:-1], outputs), tap.dtype, weight.device)]
-        hand = Hand(call, lambda *_: None)
-        leaves = iter(Sink.apply(call.anchor, lambda grads: _receive(taps, hand, grads), like))
+        leaves = iter(Sink.apply(call.anchor, Hand(call, functools.partial(_receive, taps)), like))
         for tap in taps:
             held, port = tap.module._parameters, tap.module.__dict__["_tap_port"]
             if tap.name:
@@ -302,20 +308,20 @@ class Blocks:
 
     def take_over(self) -> None:
         """Set graphs aside that the user compiled, as they may have been traced before the taps were there."""
-        for module in (*self._modules, *(m for one in self._lists.values() for m in one._modules.values())):
-            if module is None:
-                continue
-            name = "_compiled_call_impl"
-            inner, graph = module, module.__dict__.get(name)
-            if isinstance(module, OptimizedModule):
-                inner, name = module._orig_mod, "forward"
-                graph = None if module.forward == inner.__call__ else module.forward
-            if graph is None or not any(p.requires_grad for p in inner.parameters()):
-                continue
-            self._taken.append((module, name, graph))
-            module.__dict__[name] = inner.__call__ if inner is not module else None
-            self._own[inner] = _backend_of(graph), {}
-            self._is_attached = self._is_told = False
+        name = "_compiled_call_impl"
+        children = (m for blocks in self._lists.values() for m in blocks._modules.values() if m is not None)
+        modules = [*self._modules, *(m for m in children if m not in self._modules)]
+        graphs = [(m, m, name, m.__dict__[name]) for m in modules if m.__dict__.get(name) is not None]
+        for wrapper in [m for m in modules if type(m) is OptimizedModule]:
+            inner: Any = wrapper._orig_mod
+            if wrapper.forward != inner.__call__:
+                graphs.append((wrapper, inner, "forward", wrapper.forward))
+        for module, inner, name, graph in graphs:
+            if any(p.requires_grad for p in inner.parameters()):
+                self._taken.append((module, name, graph))
+                module.__dict__[name] = inner.__call__ if inner is not module else None
+                self._own[inner] = _backend_of(graph), {}
+                self._is_attached = self._is_told = False
 
     # ------------------------------------------------------------------------------------------- attaching
 

@@ -10,7 +10,6 @@ Shape suffixes: B rows.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -190,7 +189,7 @@ class _Arguments:
     def __init__(
         self, forward: Callable[..., Any], args: tuple, kwargs: dict, rows: int, without_rows: set[tuple]
     ) -> None:
-        names = _names(forward)
+        names = _names_of(forward)
         named = [(names[i] if i < len(names) else i, value) for i, value in enumerate(args)]
         tensors = [item for name, value in (*named, *kwargs.items()) for item in _paths(value, (name,))]
         sizes = [t.shape[0] if t.ndim else 0 for _, t in tensors]
@@ -221,15 +220,13 @@ class _Arguments:
         return [cut(part) for part in self._parts]
 
 
-def _names(forward: Callable[..., Any]) -> list[str]:
+def _names_of(forward: Callable[..., Any]) -> list[str]:
     """Return the names of a forward's positional parameters."""
-    function = forward.func if isinstance(forward, functools.partial) else getattr(forward, "__func__", forward)
     try:
-        parameters = list(inspect.signature(function).parameters.values())
+        parameters = inspect.signature(forward).parameters.values()
     except (TypeError, ValueError):
         return []
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return names[1:] if function is not forward else names
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 def _paths(value: Any, path: tuple) -> Iterator[tuple[tuple, Tensor]]:

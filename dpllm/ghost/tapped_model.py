@@ -264,8 +264,7 @@ class TappedModel:
                 raise another_clipper("The model")
 
     def _start(self, rows: int) -> None:
-        self.call, self.in_forward = Call(self, rows, self.calls.packed), True
-        self.call.tokens, self.call.settles = self.calls.lengths, self._settles
+        self.call, self.in_forward = Call(self, rows, self.calls.packed, self.calls.lengths, self._settles), True
         self._book.begin_call(self.call)
 
     def _end(self, model: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
@@ -369,12 +368,11 @@ class TappedModel:
 
     def _tell(self) -> None:
         if self.ladder.splits:
-            paths = sorted(self.ladder.splits)
-            some = ", ".join(path or "the model" for path in paths[:3]) + (", …" if len(paths) > 3 else "")
+            paths = [path or "the model" for path in sorted(self.ladder.splits)]
             logger.info(
                 "%d modules run row by row, with as many launches as rows, because no tap is exact: %s",
                 len(paths),
-                some,
+                ", ".join(paths[:3]) + (", …" if len(paths) > 3 else ""),
             )
 
     def _climb(self, few: _Inputs, every: _Inputs, random: check.Random, is_random: bool) -> bool:
@@ -385,9 +383,9 @@ class TappedModel:
         """
         args, kwargs, rows = few
         plain: _Plain | None = None
-        evaluation = check.in_evaluation(self._model) if is_random else contextlib.nullcontext()
         with contextlib.ExitStack() as mode:
-            mode.enter_context(evaluation)
+            if is_random:
+                mode.enter_context(check.in_evaluation(self._model))
             if not self._trained.sharded:
                 try:
                     plain = self._plainly(args, kwargs, rows)
@@ -407,9 +405,8 @@ class TappedModel:
                 self.ladder.attach()
                 differing = self._differing(args, kwargs, rows, plain)
                 if not differing:
-                    return (
-                        plain is None or plain.is_complete
-                    )  # of shards, and where nothing is returned, no later call shows more
+                    # Of shards, and where nothing has a gradient, no later call shows more.
+                    return plain is None or plain.is_complete
                 spread = self.ladder.copied
                 self.ladder.detach()
                 if not self.ladder.climb(differing) and not self.ladder.climb(spread):

@@ -241,9 +241,9 @@ class Sink(torch.autograd.Function):
     """Gives leaves of these (shape, dtype, device) without memory, and hands over their gradients, once."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, receive: Callable[[Sequence[Tensor | None]], None], like: Any) -> Any:
+    def forward(ctx: Any, anchor: Tensor, hand: Hand, like: Any) -> Any:
         """Make the leaves."""
-        ctx.receive = receive
+        ctx.hand = hand
         ctx.set_materialize_grads(False)
         kinds = {(dtype, device) for _, dtype, device in like}
         zero = {(dtype, device): torch.zeros((), dtype=dtype, device=device) for dtype, device in kinds}
@@ -252,7 +252,7 @@ class Sink(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         """Hand the gradients over."""
-        ctx.receive(grads)
+        ctx.hand.receive(ctx.hand, grads)
         return None, None, None
 
 
@@ -596,30 +596,28 @@ edge to them: a compiled graph would send None along it, which sets off hooks of
 class TapLinear(nn.Linear):
     """``nn.Linear``, tapped."""
 
-    _tap_site: LinearSite
-    _tap_is_transposed = False
-
     def forward(self, input: Tensor) -> Tensor:
         """Do the same as ``nn.Linear``."""
-        port, parameters, is_transposed = self.__dict__.get("_tap_port"), self._parameters, self._tap_is_transposed
-        if port is not None and port is not PLAIN:
-            return _through_leaves(port, input, is_transposed)
-        # By `nn.Module.__getattr__` only where another tensor is in the place of a parameter: it is slow.
-        weight: Any = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
-        bias: Any = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
-        call = active(self) if port is None else None
-        if call is None or not self._tap_site.serves(weight, bias):
-            return LINEAR(input, weight.mT if is_transposed else weight, bias)
-        return self._tap_site.run(call, input, weight, bias)
+        return _linear(self, input, False)
 
 
-def conv1d_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the tapped subclass of ``Conv1D`` of transformers, whose weight is (inputs, outputs)."""
+def conv1d_forward(self: Any, x: Tensor) -> Tensor:
+    """Do the same as ``Conv1D`` of transformers, tapped."""
+    return _linear(self, x, True)
 
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return TapLinear.forward(self, x)
 
-    return subclass(kind, "linear", forward=forward, _tap_is_transposed=True)
+def _linear(module: Any, x: Tensor, is_transposed: bool) -> Tensor:
+    port, parameters = module.__dict__.get("_tap_port"), module._parameters
+    if port is not None and port is not PLAIN:
+        return _through_leaves(port, x, is_transposed)
+    # By `nn.Module.__getattr__` only where another tensor is in the place of a parameter: it is slow.
+    weight: Any = parameters["weight"] if "weight" in parameters else module.weight  # noqa: SIM401
+    bias: Any = parameters["bias"] if "bias" in parameters else module.bias  # noqa: SIM401
+    call = active(module) if port is None else None
+    if call is None or not module._tap_site.serves(weight, bias):
+        return LINEAR(x, weight.mT if is_transposed else weight, bias)
+    y: Tensor = module._tap_site.run(call, x, weight, bias)
+    return y
 
 
 def _through_leaves(port: Any, x: Tensor, is_transposed: bool) -> Tensor:
