@@ -16,7 +16,7 @@ Then values decide (`dpllm.ghost.weights_check`). What has no exact way here is 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,9 +123,9 @@ class Ladder:
         """Find the modules that hold the parameters; nothing is changed yet."""
         self._model, self._host = model, host
         self._modules = dict(model.named_modules(remove_duplicate=False))
-        self._paths = {id(module): path for path, module in reversed(self._modules.items())}
+        self._paths = {id(module): path for path, module in model.named_modules()}
         self._targets = {id(p): Target(name, p) for name, p in parameters.items()}
-        self.holders = list(self._find_holders())
+        self.holders = [Holder(path, m, own) for path, m in model.named_modules() if (own := self._held_by(m))]
         for holder in self.holders:
             if isinstance(holder.module, nn.Embedding):
                 refuse_coupled_options(holder.path, holder.module)
@@ -141,13 +141,8 @@ class Ladder:
         self._tapped: dict[str, set[str]] = {}  # where, by the names of the parameters
         self._undo: dict[int, tuple[nn.Module, type[nn.Module], Any]] = {}
 
-    def _find_holders(self) -> Iterator[Holder]:
-        seen: set[int] = set()
-        for path, module in self._modules.items():
-            own = {name: self._targets[id(p)] for name, p in module._parameters.items() if id(p) in self._targets}
-            if own and id(module) not in seen:
-                seen.add(id(module))
-                yield Holder(path, module, own)
+    def _held_by(self, module: nn.Module) -> dict[str, Target]:
+        return {name: self._targets[id(p)] for name, p in module._parameters.items() if id(p) in self._targets}
 
     def _owner(self, path: str) -> str:
         """Return the path of the nearest module with a forward pass, from the one at ``path`` on."""

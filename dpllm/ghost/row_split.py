@@ -239,6 +239,8 @@ def _paths(value: Any, path: tuple) -> Iterator[tuple[tuple, Tensor]]:
 
 def without_cache(value: Any) -> Any:
     """Replace empty key-value caches by None: one row after another would be taken for the next tokens of the first."""
+    if value is None or isinstance(value, Tensor):
+        return value
     if isinstance(value, tuple):
         return tuple(without_cache(item) for item in value) if not hasattr(value, "_fields") else value
     if isinstance(value, dict):
