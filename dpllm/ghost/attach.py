@@ -15,14 +15,13 @@ Then values decide (`dpllm.ghost.weights_check`). What has no exact way here is 
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -39,9 +38,10 @@ from dpllm.ghost.experts import (
     train_adapters,
     train_experts,
 )
-from dpllm.ghost.functions import Functions, takes
-from dpllm.ghost.row_split import Copied, Split
+from dpllm.ghost.row_split import Held, Split
 from dpllm.ghost.taps import (
+    LINEAR,
+    Call,
     Host,
     LinearSite,
     Site,
@@ -52,8 +52,10 @@ from dpllm.ghost.taps import (
     Target,
     call_of,
     conv1d_forward,
+    is_own,
     spread_class,
     subclass,
+    wrap,
 )
 
 TAPPED, AS_FUNCTION, ROW_BY_ROW = 0, 1, 2
@@ -77,6 +79,10 @@ class Holder:
     path: str
     module: nn.Module
     own: Mapping[str, Target]
+
+    def names_of(self, target: Target) -> list[str]:
+        """Return the names under which it holds a parameter."""
+        return [name for name, own in self.own.items() if own is target]
 
 
 @dataclass(frozen=True)
@@ -113,8 +119,9 @@ class Ladder:
         parameters: the trained parameters by name.
 
     Attributes:
+        holders: the modules that directly hold trained parameters.
         rungs: of parameters by name; 0 for all others.
-        sites: of each parameter, by its name.
+        copied: parameters that are read as one copy for each row.
         splits: of the modules that run row by row, by their paths.
 
     Raises:
@@ -125,9 +132,9 @@ class Ladder:
         """Find the modules that hold the parameters; nothing is changed yet."""
         self._model, self._host = model, host
         self._modules = dict(model.named_modules(remove_duplicate=False))
-        self._paths = {id(module): path for path, module in reversed(self._modules.items())}
+        self._paths = {id(module): path for path, module in model.named_modules()}
         self._targets = {id(p): Target(name, p) for name, p in parameters.items()}
-        self.holders = list(self._find_holders())
+        self.holders = [Holder(path, m, own) for path, m in model.named_modules() if (own := self._held_by(m))]
         for holder in self.holders:
             if isinstance(holder.module, nn.Embedding):
                 refuse_coupled_options(holder.path, holder.module)
@@ -135,21 +142,16 @@ class Ladder:
                 refuse_divided(holder.path, holder.module)
             self._owner(holder.path)
         self.rungs: dict[str, int] = {}
-        self.sites: dict[str, list[Site | Stack]] = {}
+        self.copied: list[Target] = []
         self.splits: dict[str, Split] = {}
-        self.functions: list[Functions] = []
-        self.experts: list[ExpertsRule] = []
+        self._experts: list[ExpertsRule] = []
+        self._stacks: list[tuple[Target, Stack]] = []
         self._uses: dict[str, set[Seen]] = {}
-        self._expected: Counter[str] = Counter()  # uses that no tap sees, and that somebody hands over
+        self._tapped: dict[str, set[str]] = {}  # where, by the names of the parameters
         self._undo: dict[int, tuple[nn.Module, type[nn.Module], Any]] = {}
 
-    def _find_holders(self) -> Iterator[Holder]:
-        seen: set[int] = set()
-        for path, module in self._modules.items():
-            own = {name: self._targets[id(p)] for name, p in module._parameters.items() if id(p) in self._targets}
-            if own and id(module) not in seen:
-                seen.add(id(module))
-                yield Holder(path, module, own)
+    def _held_by(self, module: nn.Module) -> dict[str, Target]:
+        return {name: self._targets[id(p)] for name, p in module._parameters.items() if id(p) in self._targets}
 
     def _owner(self, path: str) -> str:
         """Return the path of the nearest module with a forward pass, from the one at ``path`` on."""
@@ -193,45 +195,50 @@ class Ladder:
     def _target_of(self, tensor: Tensor) -> Target | None:
         target = self._targets.get(id(tensor))
         if target is None and isinstance(tensor, nn.Parameter):  # FSDP2 puts another one in its place
-            for holder in self.holders:
-                for name, own in holder.own.items():
-                    if holder.module._parameters.get(name) is tensor:
-                        return own
+            held = ((h.module._parameters.get(name), own) for h in self.holders for name, own in h.own.items())
+            return next((own for present, own in held if present is tensor), None)
         return target
 
     # ---------------------------------------------------------------------------------------------- swapping
 
     def attach(self) -> None:
         """Give every module the subclass that its parameters' rungs ask for."""
-        tapped = self._tap_peft()
-        functions: dict[str, dict[str, Target]] = {}
-        splits: dict[str, dict[str, Target]] = {}
         of_experts = self._tap_experts()
+        for path, module in self._modules.items():
+            if not self.touches(module) and (found := peft_taps.tap(module, self._trained_at_first)) is not None:
+                self._put(path, module, *found)
         for holder in self.holders:
             own = holder.own.values()
             if self.touches(holder.module) or any(self._rung(t) != TAPPED or t.name in of_experts for t in own):
                 continue
-            if self._tap(holder):
-                for target in own:
-                    tapped.setdefault(target.name, set()).add(holder.path)
+            if (tap := _tap(holder)) is not None:
+                self._put(holder.path, holder.module, *tap)
+        functions: dict[str, list[Target]] = {}
+        splits: dict[str, list[Target]] = {}
         for target in self._targets.values():
-            if target.name in of_experts:
-                continue
-            rung, uses = self._rung(target), self._uses.get(target.name, set())
-            if rung >= ROW_BY_ROW and not uses:  # by a function that no mode sees
-                homes = [holder.path for holder in self.holders if target in holder.own.values()]
-                uses = {Seen(self._owner(path), served=False) for path in homes}
-            for use in uses:
-                if use.at in tapped.get(target.name, ()):
-                    continue
-                if use.served and rung <= AS_FUNCTION:
-                    functions.setdefault(use.at, {})[target.name] = target
-                else:
-                    splits.setdefault(self._above(use.at, rung - ROW_BY_ROW), {})[target.name] = target
+            rung, homes = self._rung(target), self._tapped.get(target.name, ())
+            for use in self._uses_of(target, rung) if target.name not in of_experts else ():
+                way, at = functions, use.at
+                if not use.served or rung > AS_FUNCTION:
+                    way, at = splits, self._above(use.at, rung - ROW_BY_ROW)
+                if use.at not in homes and target not in way.setdefault(at, []):
+                    way[at].append(target)
         for at, targets in functions.items():
-            self._wrap_functions(at, targets.values())
+            self._wrap("functions", Functions(self._host, at, self._held(targets)))
         for at, targets in splits.items():
-            self._wrap_split(at, targets.values())
+            self.splits[at] = Split(self._host, at, self._held(targets))
+            self._wrap("row_by_row", self.splits[at])
+            self.copied += targets
+
+    def _uses_of(self, target: Target, rung: int) -> set[Seen]:
+        uses = self._uses.get(target.name, set())
+        if rung >= ROW_BY_ROW and not uses:  # by a function that no mode sees
+            return {Seen(self._owner(holder.path), served=False) for holder in self.holders if holder.names_of(target)}
+        return uses
+
+    def _held(self, targets: Iterable[Target]) -> list[Held]:
+        """Return parameters with the modules that hold them, and their names there."""
+        return [(t, [(h.module, name) for h in self.holders for name in h.names_of(t)]) for t in targets]
 
     def _rung(self, target: Target) -> int:
         return self.rungs.get(target.name, TAPPED)
@@ -249,58 +256,14 @@ class Ladder:
         climbed = False
         for target in targets:
             rung = self._rung(target)
-            uses = self._uses.get(target.name, set())
-            places = [use.at for use in uses] or [h.path for h in self.holders if target in h.own.values()]
-            if rung >= ROW_BY_ROW and not any(self._above(at, rung - ROW_BY_ROW) for at in places):
+            uses = self._uses_of(target, max(rung, ROW_BY_ROW))
+            if rung >= ROW_BY_ROW and not any(self._above(use.at, rung - ROW_BY_ROW) for use in uses):
                 continue
             following = rung + 1
             if following == AS_FUNCTION and not any(use.served for use in uses):
                 following = ROW_BY_ROW
             self.rungs[target.name], climbed = following, True
         return climbed
-
-    def _tap(self, holder: Holder) -> bool:
-        """Tap a module whose class tells what it computes; return whether it does."""
-        module, own = holder.module, holder.own
-        kind = type(module)
-        if has_own_forward(module):
-            return False
-        if own.keys() <= {"weight", "bias"} and (is_transposed(module) or isinstance(module, nn.Linear)):
-            frozen = {id(p) for p in module._parameters.values() if p is not None and not p.requires_grad}
-            site = LinearSite(own.get("weight"), own.get("bias"), is_transposed(module), frozen)
-            if is_transposed(module):
-                self._put(module, subclass(kind, "linear", forward=conv1d_forward), site)
-            else:
-                self._put(module, subclass(kind, "linear", TapLinear), site)
-            return True
-        if isinstance(module, nn.Embedding) and own.keys() == {"weight"}:
-            self._put(module, subclass(kind, "table", TapEmbedding), TableSite(own["weight"], module.padding_idx))
-            return True
-        leaf = not any(True for _ in module.children())
-        computes = kind.forward is not nn.Module.forward and not isinstance(module, _NO_SPREAD)
-        if not (leaf and computes and all(len(target.shape) == 1 for target in own.values())):
-            return False
-        self._put(module, spread_class(kind, tuple(own)), None)
-        module.__dict__["_tap_sites"] = {name: SpreadSite(target) for name, target in own.items()}
-        for site in module.__dict__["_tap_sites"].values():
-            self.sites.setdefault(site.weight.name, []).append(site)
-        return True
-
-    def _tap_peft(self) -> dict[str, set[str]]:
-        """Tap layers of PEFT; return the paths where parameters are used by them, by the parameters' names."""
-        tapped: dict[str, set[str]] = {}
-        for path, module in self._modules.items():
-            found = None if self.touches(module) else peft_taps.tap(module, self._trained_at_first)
-            if found is None:
-                continue
-            kind, sites = found
-            self._put(module, kind, None)
-            module.__dict__["_tap_sites"] = sites
-            for site in sites.values():
-                for target in site.targets:
-                    self.sites.setdefault(target.name, []).append(site)
-                    tapped.setdefault(target.name, set()).add(path)
-        return tapped
 
     def _trained_at_first(self, value: Any) -> Target | None:
         target = self._targets.get(id(value))
@@ -324,90 +287,39 @@ class Ladder:
                     rule = train(path, module, own, self._host)
                 except NoRuleError:  # another way is exact for it
                     continue
-                if rule not in self.experts:
-                    self.experts.append(rule)
+                if rule not in self._experts:
+                    self._experts.append(rule)
                 served |= {target.name for target in own.values()}
-        for rule in self.experts:
-            for target, stack in rule.counted():
-                self.sites.setdefault(target.name, []).append(stack)
-        self.experts += attach_partitioned(self._model, self._host)
+        self._stacks = [counted for rule in self._experts for counted in rule.counted()]
+        self._experts += attach_partitioned(self._model, self._host)
         return served
 
-    def _put(self, module: nn.Module, kind: type[nn.Module], site: Site | None) -> None:
-        """Give a module a subclass of its class."""
+    def _put(self, path: str, module: nn.Module, kind: type[nn.Module], sites: Mapping[str, Site]) -> None:
+        """Give a module a subclass of its class, and the sites that its forward needs."""
         if vars(module).get("_tap_host", self._host) is not self._host:
-            raise another_clipper(self._paths[id(module)] or "The model")
-        self._undo.setdefault(id(module), (module, type(module), vars(module).get("forward")))
+            raise another_clipper(path or "The model")
+        self._remember(module)
         module.__class__ = kind
-        module.__dict__["_tap_host"], module.__dict__["_tap_path"] = self._host, self._paths[id(module)]
-        if site is not None:
-            module.__dict__["_tap_site"] = site
+        module.__dict__.update(_tap_host=self._host, _tap_path=path, _tap_sites=sites)
+        if "" in sites:
+            module.__dict__["_tap_site"] = sites[""]
+        for site in sites.values():
             for target in site.targets:
-                self.sites.setdefault(target.name, []).append(site)
+                self._tapped.setdefault(target.name, set()).add(path)
+            if isinstance(site, SpreadSite):
+                self.copied.append(site.weight)
 
-    def _wrap_functions(self, at: str, targets: Iterable[Target]) -> None:
-        held = [
-            (target, holder.module, name)
-            for target in targets
-            for holder in self.holders
-            for name, own in holder.own.items()
-            if own is target
-        ]
-        functions = Functions(self._host, held)
+    def _wrap(self, way: str, taken: Functions | Split) -> None:
+        self._remember(self._modules[taken.path])
+        wrap(self._modules[taken.path], way, taken.run)
 
-        def run(forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-            call = call_of(self._host, at)
-            if call is None:
-                return forward(*args, **kwargs)
-            with functions.mode(call):
-                return forward(*args, **kwargs)
-
-        self._wrap(at, "functions", run)
-        self.functions.append(functions)
-
-    def _wrap_split(self, at: str, targets: Iterable[Target]) -> None:
-        copied = []
-        for target in targets:
-            places = [(h.module, name) for h in self.holders for name, own in h.own.items() if own is target]
-            site = SpreadSite(target)
-            copied.append(Copied(site, places))
-            self.sites.setdefault(target.name, []).append(site)
-        split = self.splits[at] = Split(self._host, at, copied)
-        self._wrap(at, "row_by_row", split.run)
-
-    def _wrap(self, at: str, way: str, run: Callable[[Callable[..., Any], tuple, dict], Any]) -> None:
-        """Let a module's forward run within ``run``."""
-        module = self._modules[at]
-        own, kind = vars(module).get("forward"), type(module)
-        self._undo.setdefault(id(module), (module, kind, own))
-        if own is not None:
-            module.__dict__.setdefault("_tap_forward", own)  # for copies of the module
-            module.__class__ = subclass(kind, "own_forward")
-            module.__dict__["forward"] = lambda *args, **kwargs: run(own, args, kwargs)
-            return
-        attribute = f"_tap_{way}"
-
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if (wrapper := vars(self).get(attribute)) is None:  # somebody kept this forward for longer
-                return kind.forward(self, *args, **kwargs)
-            return wrapper(functools.partial(kind.forward, self), args, kwargs)
-
-        module.__class__ = subclass(kind, way, forward=forward)
-        module.__dict__[attribute] = run
-
-    def spread(self) -> list[Target]:
-        """Return the parameters of norm layers that are read as copies."""
-        return [site.weight for sites in self.sites.values() for site in sites if isinstance(site, SpreadSite)]
+    def _remember(self, module: nn.Module) -> None:
+        self._undo.setdefault(id(module), (module, type(module), vars(module).get("forward")))
 
     def used_once(self, parameter: nn.Parameter) -> bool:
         """Whether the calls of the model since `begin_uses` used the parameter once."""
         name = self.target_of(parameter).name
-        uses = self._expected[name] + sum(site.uses for site in self.sites.get(name, ()))
-        return uses + sum(functions.uses_of(name) for functions in self.functions) == 1
-
-    def expect(self, parameter: nn.Parameter) -> None:
-        """Count a use of a parameter that no tap sees."""
-        self._expected[self.target_of(parameter).name] += 1
+        return self._host.uses[name] + sum(stack.uses for target, stack in self._stacks if target.name == name) == 1
 
     def target_of(self, parameter: nn.Parameter) -> Target:
         """Return a trained parameter with its name."""
@@ -415,10 +327,9 @@ class Ladder:
 
     def begin_uses(self) -> None:
         """Forget the uses that were counted."""
-        self._expected.clear()
-        for sites in (*self.sites.values(), *(functions.sites.values() for functions in self.functions)):
-            for site in sites:
-                site.uses = 0
+        self._host.uses.clear()
+        for _, stack in self._stacks:
+            stack.uses = 0
 
     def touches(self, module: nn.Module) -> bool:
         """Whether a module has another forward than before."""
@@ -436,9 +347,136 @@ class Ladder:
                 del module.__dict__[name]
             if forward is not None:
                 module.__dict__["forward"] = forward
-        for rule in self.experts:
+        for rule in self._experts:
             rule.remove()
-        self._undo, self.sites, self.splits, self.functions, self.experts = {}, {}, {}, [], []
+        self._undo, self._tapped, self.splits = {}, {}, {}
+        self.copied, self._experts, self._stacks = [], [], []
+
+
+def _tap(holder: Holder) -> tuple[type[nn.Module], dict[str, Site]] | None:
+    """Return the subclass of a module whose class tells what it computes, and its sites: "" is that of all it has."""
+    module, own, kind = holder.module, holder.own, type(holder.module)
+    if has_own_forward(module):
+        return None
+    if own.keys() <= {"weight", "bias"} and (is_transposed(module) or isinstance(module, nn.Linear)):
+        frozen = {id(p) for p in module._parameters.values() if p is not None and not p.requires_grad}
+        if is_transposed(module):
+            tapped = subclass(kind, "linear", forward=conv1d_forward)
+        else:
+            tapped = subclass(kind, "linear", TapLinear)
+        return tapped, {"": LinearSite(own.get("weight"), own.get("bias"), is_transposed(module), frozen)}
+    if isinstance(module, nn.Embedding) and own.keys() == {"weight"}:
+        return subclass(kind, "table", TapEmbedding), {"": TableSite(own["weight"], module.padding_idx)}
+    is_leaf = not any(True for _ in module.children())
+    computes = kind.forward is not nn.Module.forward and not isinstance(module, _NO_SPREAD)
+    if is_leaf and computes and all(len(target.shape) == 1 for target in own.values()):
+        return spread_class(kind, tuple(own)), {name: SpreadSite(target) for name, target in own.items()}
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------- functions
+
+_EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+"""The parameters of ``F.embedding``."""
+
+
+@dataclass
+class Functions:
+    """The trained parameters that a module hands to functions: matrix products, with their biases, and lookups.
+
+    Routers, tied heads and layers of other libraries call ``F.linear(x, self.weight)`` or ``F.embedding``. While such a
+    module runs, a mode sees these functions and computes them with taps.
+
+    Attributes:
+        host: the clipper.
+        path: of the module.
+        held: the parameters, each with the modules that hold it and its names there.
+        products: that were seen so far, by weight and bias.
+    """
+
+    host: Host
+    path: str
+    held: list[Held]
+    products: dict[tuple[Target | None, Target | None], LinearSite] = field(default_factory=dict)
+
+    def run(self, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """Run the module's forward; in a call of the model under a mode that sees the functions."""
+        call = call_of(self.host, self.path)
+        if call is None:
+            return forward(*args, **kwargs)
+        with _Mode(self, call):
+            return forward(*args, **kwargs)
+
+    def product(
+        self, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, own: Target | None, own_bias: Target | None
+    ) -> Tensor:
+        """Compute a product in a call of the model.
+
+        A matrix or a bias that is computed from parameters, or the copy of one for a row, stays in autograd.
+
+        Args:
+            call: the call.
+            x: the input.
+            weight: the matrix.
+            bias: None: there is none.
+            own: the trained parameter that the matrix is; None: it is another tensor.
+            own_bias: the same of the bias.
+        """
+        if own is None and weight.requires_grad:
+            assert own_bias is not None and bias is not None, "one of them is trained"
+            y: Tensor = LINEAR(x, weight)
+            return y + SpreadSite(own_bias).read(call, bias, y.shape).to(y.dtype)
+        if own_bias is None and bias is not None and bias.requires_grad:
+            y = self.product(call, x, weight, None, own, None)
+            return y + bias.to(y.dtype)
+        site = self.products.setdefault((own, own_bias), LinearSite(own, own_bias))
+        return site.run(call, x, weight, bias)
+
+
+class _Mode(TorchFunctionMode):
+    """Computes functions of held parameters with taps; `Functions` has the parameters."""
+
+    def __init__(self, functions: Functions, call: Call) -> None:
+        super().__init__()
+        self._functions, self._call = functions, call
+        # By their present identity: FSDP2 puts other tensors in their places while a module runs.
+        self._held = {
+            id(now): target
+            for target, places in functions.held
+            for module, name in places
+            if is_own(target, now := module._parameters.get(name))
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is LINEAR:
+            x, weight, bias = _arguments(args, kwargs, ("input", "weight", "bias"))
+            own, own_bias = self._held.get(id(weight)), self._held.get(id(bias))
+            if own is not None or own_bias is not None:
+                return self._functions.product(self._call, x, weight, bias, own, own_bias)
+        elif func is F.embedding:
+            index, weight, padding_idx = _arguments(args, kwargs, ("input", "weight", "padding_idx"))
+            if (table := self._held.get(id(weight))) is not None:
+                return TableSite(table, padding_idx).run(self._call, index, weight)
+        return func(*args, **kwargs)
+
+
+def _arguments(args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[str]) -> list[Any]:
+    given: list[Any] = [args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(names)]
+    return given
+
+
+def takes(func: Any, args: Sequence[Any], kwargs: dict[str, Any], parameter: Tensor) -> bool:
+    """Whether a mode serves the parameter as an argument of this function."""
+    if func is LINEAR:
+        return any(one is parameter for one in _arguments(args, kwargs, ("input", "weight", "bias"))[1:])
+    if func is F.embedding:
+        _, weight, _, max_norm, _, by_count, sparse = _arguments(args, kwargs, _EMBEDDING)
+        return weight is parameter and max_norm is None and not by_count and not sparse
+    return False
+
+
+# ---------------------------------------------------------------------------------------------------- discovery
 
 
 def another_clipper(path: str) -> GhostError:

@@ -2,13 +2,15 @@
 
 A block is a child of one of the outermost ``nn.ModuleList``s. Its class's forward is compiled once, so blocks of one
 class share their graphs. A compiled graph has no side effect: the leaves of its taps are made just before it, inside
-checkpoints and the hooks of FSDP2 (`dpllm.ghost.taps.Sink`). One pass without gradients shows their shapes.
+checkpoints and the hooks of FSDP2 (`dpllm.ghost.taps.Sink`). A block's first call also runs it without gradients, on
+copies of its tensors, to see which shapes the leaves have.
 
 Blocks that the user compiled are taken over until `Blocks.remove`: a graph of theirs would hide its taps.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +23,8 @@ from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule, innermost
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
 
-from dpllm.ghost.attach import Ladder
+from dpllm.ghost.attach import Ladder, has_own_forward
+from dpllm.ghost.graph import rebuilt
 from dpllm.ghost.row_split import without_cache
 from dpllm.ghost.taps import (
     PLAIN,
@@ -32,10 +35,12 @@ from dpllm.ghost.taps import (
     LinearSite,
     Sink,
     SpreadSite,
+    TableSite,
     call_of,
     leaf_dtype,
-    subclass,
+    wrap,
 )
+from dpllm.ghost.weights_check import Random
 
 logger = logging.getLogger(__name__)
 
@@ -79,121 +84,139 @@ class _Misfit(Exception):
     """A block whose leaves cannot be planned."""
 
 
+@dataclass
+class _Tap:
+    """One use of a parameter in a block, or of the two of a linear layer.
+
+    Attributes:
+        module: that uses it.
+        name: of the parameter in the module; "" for a linear layer.
+        site: takes the gradients of the leaves.
+        dims: of the module's input.
+        dtype: of the input, or of its cast.
+    """
+
+    module: Any
+    name: str
+    site: Any
+    dims: tuple[Dim, ...]
+    dtype: torch.dtype
+
+
 class _Block:
-    """One block: its class before, its compiled forward, and the sites of its modules."""
+    """One block: its compiled forward, and the taps of its modules.
+
+    Raises:
+        _Misfit: a module whose taps do not fit in a graph.
+    """
 
     def __init__(self, owner: Blocks, path: str, module: nn.Module, backend: Backend) -> None:
-        self.owner, self.path, self.module, self.kind = owner, path, module, type(module)
-        self.sites: dict[int, tuple[Any, dict[str, LinearSite | SpreadSite]]] = {}
-        self.plans: dict[int, tuple[tuple[Dim, ...], torch.dtype]] = {}
-        for inner in module.modules():
-            reason, sites = owner.sites_of(inner)
-            if reason:
-                raise _Misfit(f"{owner.path_of(inner)} {reason}")
-            if sites:
-                self.sites[id(inner)] = inner, sites
+        self._owner, self.path, self.module, self.kind = owner, path, module, type(module)
+        # By the dtype of autocast; with the names of the parameters that the taps use.
+        self._plans: dict[torch.dtype | None, tuple[list[_Tap], list[str]]] = {}
+        if has_own_forward(module):
+            raise _Misfit("has a forward of its own")
+        self._sites = {inner: sites for inner in module.modules() if (sites := owner.sites_of(inner))}
         key = self.kind, repr(backend)
         if key not in _COMPILED:
             _COMPILED[key] = torch.compile(self.kind.forward, fullgraph=True, backend=backend[0], **backend[1])
-        self.compiled = _COMPILED[key]
+        self._compiled = _COMPILED[key]
 
-    # ------------------------------------------------------------------------------------------- planning
+    @property
+    def is_planned(self) -> bool:
+        """Whether it was called, and its leaves are known."""
+        return bool(self._plans)
 
-    def watch(self, misfits: dict[str, str]) -> Iterator[Any]:
-        """Register hooks that note the shapes of the modules' inputs; yield their handles."""
-        shapes: dict[Any, torch.Size] = {}
-        seen: set[int] = set()
-
-        def enter(_: Any, args: tuple, kwargs: dict) -> None:
-            seen.clear()
-            shapes.clear()
-            shapes.update(_shapes(args, kwargs))
-
-        def note(inner: nn.Module, args: tuple, kwargs: dict) -> None:
-            if not shapes:  # called by another module than the block
-                return
-            x = next(iter((*args, *kwargs.values())))
-            try:
-                plan = tuple(_symbol(i, x.shape, shapes) for i in range(x.ndim)), x.dtype
-                if id(inner) in seen or self.plans.setdefault(id(inner), plan) != plan:
-                    raise _Misfit("is called twice")
-            except _Misfit as misfit:
-                misfits.setdefault(self.path, f"{self.owner.path_of(inner)} {misfit}")
-            seen.add(id(inner))
-
-        yield self.module.register_forward_pre_hook(enter, with_kwargs=True)
-        yield self.module.register_forward_hook(lambda *_: shapes.clear())
-        for inner, _ in self.sites.values():
-            yield inner.register_forward_pre_hook(note, with_kwargs=True)
-
-    # -------------------------------------------------------------------------------------------- running
-
-    def run(self, args: tuple, kwargs: dict) -> Any:
+    def run(self, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Run the block's forward, compiled where a call of the model runs."""
-        call = call_of(self.owner.host, self.path)
-        if call is None or call.place is not None or call.poisoned_B is not None or self.owner.is_eager(self, call):
-            return self.kind.forward(self.module, *args, **kwargs)
+        owner, call = self._owner, call_of(self._owner.host, self.path)
+        if call is None or call.place is not None or call.poisoned_B is not None or owner.is_eager(self, call):
+            return forward(*args, **kwargs)
+        args, kwargs, cast = without_cache(args), without_cache(kwargs), owner.autocast
         before = counters["stats"]["unique_graphs"]
         try:
-            self._set_ports(call, args, kwargs)
-            output = self.compiled(self.module, *without_cache(args), **without_cache(kwargs))
-        except _FAILURES as error:
-            self.owner.fail(self, call, error)
+            if cast not in self._plans:
+                self._plans[cast] = self._plan(forward, args, kwargs)
+            taps, uses = self._plans[cast]
+            self._set_ports(taps, call, args, kwargs)
+            output = self._compiled(self.module, *args, **kwargs)
+        except (_Misfit, *_FAILURES) as error:
+            owner.fail(self, call, error)
         else:
-            self.owner.graphs += counters["stats"]["unique_graphs"] - before
+            owner.graphs += counters["stats"]["unique_graphs"] - before
             if call.host.in_forward:
-                for key in self.plans:
-                    for site in self.sites[key][1].values():
-                        site.uses += 1
+                call.host.uses.update(uses)
             return output
         finally:
-            for inner, _ in self.sites.values():
+            for inner in self._sites:
                 inner.__dict__.pop("_tap_port", None)
-        return self.kind.forward(self.module, *args, **kwargs)
+        return forward(*args, **kwargs)
 
-    def _set_ports(self, call: Call, args: tuple, kwargs: dict) -> None:
+    def _plan(self, forward: Callable[..., Any], args: tuple, kwargs: dict) -> tuple[list[_Tap], list[str]]:
+        """Run the block without gradients, on copies of its tensors, to see the shapes of its modules' inputs."""
+        taps: dict[nn.Module, list[_Tap]] = {}
+        shapes, random = _shapes(args, kwargs), Random(self._owner.device)
+
+        def note(inner: nn.Module, args: tuple, kwargs: dict) -> None:
+            x, path = next(iter((*args, *kwargs.values()))), self._owner.path_of(inner)
+            dims = tuple(_symbol(path, i, x.shape, shapes) for i in range(x.ndim))
+            if inner in taps:
+                raise _Misfit(f"{path} is called twice")
+            dtype = leaf_dtype(x.device, x.dtype)
+            taps[inner] = [_Tap(inner, name, site, dims, dtype) for name, site in self._sites[inner].items()]
+
+        handles = []
+        try:
+            for inner in self._sites:
+                inner.__dict__["_tap_port"] = PLAIN  # so that no use is counted
+                handles.append(inner.register_forward_pre_hook(note, with_kwargs=True))
+            with torch.no_grad():
+                forward(*_copied(args), **_copied(kwargs))
+        finally:
+            random.restore()
+            for handle in handles:
+                handle.remove()
+        found = [tap for of_module in taps.values() for tap in of_module]
+        return found, [target.name for tap in found for target in tap.site.targets]
+
+    def _set_ports(self, taps: list[_Tap], call: Call, args: tuple, kwargs: dict) -> None:
         """Give each tapped module its leaves; their gradients go to its sites."""
-        if not torch.is_grad_enabled():
-            for inner, _ in self.sites.values():
-                inner.__dict__["_tap_port"] = PLAIN
+        with_grad = torch.is_grad_enabled()
+        for inner in self._sites:
+            inner.__dict__["_tap_port"] = {} if with_grad else PLAIN
+        if not (with_grad and taps):
             return
-        shapes, like, hands, ports = _shapes(args, kwargs), [], [], []
-        for key, (inner, sites) in self.sites.items():
-            linear = sites.get("")
-            port: Any = [] if linear is not None else {}
-            inner.__dict__["_tap_port"] = port
-            if key not in self.plans:
-                continue
-            dims, dtype = self.plans[key]
-            shape = _numbers(dims, shapes)
-            for name, site in sites.items():
-                hands.append((site, Hand(call, site)))
-                if isinstance(site, LinearSite):
-                    weight, bias = (inner._parameters[p] for p in ("weight", "bias"))
-                    width, dtype = weight.shape[1 if site.is_transposed else 0], leaf_dtype(weight.device, dtype)
-                    port += [None if p is None else p.detach() for p in (weight, bias)]
-                    like += [(shape, dtype, weight.device), ((*shape[:-1], width), dtype, weight.device)]
-                else:
-                    weight = inner._parameters[name].detach()
-                    like.append((site.shape_of_copies(call, weight, shape), weight.dtype, weight.device))
-                    port[name] = weight
-            ports.append(port)
-        if not like:
-            return
-        leaves = iter(Sink.apply(call.anchor, lambda grads: _receive(hands, grads), like))
-        for port in ports:
-            if isinstance(port, list):
-                port[:0] = [next(leaves), next(leaves)]
+        shapes, known, like = _shapes(args, kwargs), dict[Any, tuple[int, ...]](), list[Any]()
+        for tap in taps:
+            if (shape := known.get(tap.dims)) is None:
+                shape = known[tap.dims] = tuple([_number(dim, shapes) for dim in tap.dims])
+            weight = tap.module._parameters[tap.name or "weight"]
+            if tap.name:
+                like.append((tap.site.shape_of_copies(call, weight, shape), weight.dtype, weight.device))
             else:
-                port.update({name: (next(leaves), weight) for name, weight in port.items()})
+                outputs = weight.shape[1 if tap.site.is_transposed else 0]
+                like += [(shape, tap.dtype, weight.device), ((*shape[:-1], outputs), tap.dtype, weight.device)]
+        leaves = iter(Sink.apply(call.anchor, Hand(call, functools.partial(_receive, taps)), like))
+        for tap in taps:
+            held, port = tap.module._parameters, tap.module.__dict__["_tap_port"]
+            if tap.name:
+                port[tap.name] = next(leaves), held[tap.name].detach()
+            else:
+                weight, bias = held["weight"], held["bias"]
+                tap.module.__dict__["_tap_port"] = [
+                    next(leaves),
+                    next(leaves),
+                    weight.detach(),
+                    None if bias is None else bias.detach(),
+                ]
 
 
-def _receive(hands: list[tuple[Any, Hand]], grads: Sequence[Tensor | None]) -> None:
+def _receive(taps: list[_Tap], hand: Hand, grads: Sequence[Tensor | None]) -> None:
     arrived = iter(grads)
-    for site, hand in hands:
-        own = [next(arrived) for _ in range(2 if isinstance(site, LinearSite) else 1)]
-        if all(grad is not None for grad in own):  # otherwise it has no part in the loss
-            site.receive(hand, *own)
+    for tap in taps:
+        x, grad = None if tap.name else next(arrived), next(arrived)
+        if grad is not None:  # otherwise it has no part in the loss
+            tap.site.receive(hand, grad, *(() if tap.name else (x,)))
 
 
 def _shapes(args: tuple, kwargs: dict) -> dict[Any, torch.Size]:
@@ -201,30 +224,32 @@ def _shapes(args: tuple, kwargs: dict) -> dict[Any, torch.Size]:
     return {name: value.shape for name, value in named if isinstance(value, Tensor) and value.ndim}
 
 
-def _symbol(i: int, shape: torch.Size, shapes: Mapping[Any, torch.Size]) -> Dim:
+def _copied(value: Any) -> Any:
+    """Return nested arguments in which the tensors are copies, since a block may write to them."""
+    return value.clone() if isinstance(value, Tensor) else rebuilt(value, _copied)
+
+
+def _symbol(path: str, i: int, shape: torch.Size, shapes: Mapping[Any, torch.Size]) -> Dim:
     """Return where dimension i of a module's input has its size from: rows and tokens differ from call to call."""
     if i >= 2 or i == len(shape) - 1:
         return shape[i]
     for name, given in shapes.items():
         if i < len(given) and given[i] == shape[i]:
             return name, i
-    first = next(iter(shapes.values()))
+    first = next(iter(shapes.values()), torch.Size())
     if i == 0 and first[:2].numel() == shape[0]:
         return "rows and tokens"
-    raise _Misfit(f"has an input of shape {tuple(shape)}, and the block one of shape {tuple(first)}")
+    raise _Misfit(f"{path} has an input of shape {tuple(shape)}, and the block one of shape {tuple(first)}")
 
 
-def _numbers(dims: tuple[Dim, ...], shapes: Mapping[Any, torch.Size]) -> tuple[int, ...]:
-    def number(dim: Dim) -> int:
-        if isinstance(dim, int):
-            return dim
-        if isinstance(dim, str):
-            return next(iter(shapes.values()))[:2].numel()
-        if dim[0] not in shapes:
-            raise LeafError(f"the block is called without its argument {dim[0]}")
-        return shapes[dim[0]][dim[1]]
-
-    return tuple(map(number, dims))
+def _number(dim: Dim, shapes: Mapping[Any, torch.Size]) -> int:
+    if isinstance(dim, int):
+        return dim
+    if isinstance(dim, str):
+        return next(iter(shapes.values()))[:2].numel()
+    if dim[0] not in shapes:
+        raise LeafError(f"the block is called without its argument {dim[0]}")
+    return shapes[dim[0]][dim[1]]
 
 
 class Blocks:
@@ -237,40 +262,45 @@ class Blocks:
 
     Attributes:
         graphs: how many were traced so far.
-        pending: whether blocks are to be compiled whose shapes are not known yet.
+        device: of the model.
     """
 
     def __init__(self, model: nn.Module, host: Host, ladder: Ladder) -> None:
         """Find the blocks; nothing is compiled yet."""
-        self.host, self.graphs, self.pending = host, 0, False
-        self._cast: torch.dtype | None = None  # of autocast, when the shapes were noted
-        self._ladder, self._modules = ladder, {id(m): (path, m) for path, m in model.named_modules()}
-        lists = [path for path, m in self._modules.values() if isinstance(m, nn.ModuleList)]
-        self._lists = [p for p in lists if not any(p.startswith(f"{q}." if q else "") for q in lists if q != p)]
+        self.host, self.graphs, self.device = host, 0, torch.device("cpu")
+        self._ladder, self._modules = ladder, {m: path for path, m in model.named_modules()}
+        lists = {path: m for m, path in self._modules.items() if isinstance(m, nn.ModuleList)}
+        inner = {p for p in lists for q in lists if p != q and p.startswith(f"{q}." if q else "")}
+        self._lists = {path: m for path, m in lists.items() if path not in inner}
         self._wish: Backend | None = None
-        self._own: dict[int, Backend] = {}  # of the user, by the id of a module
+        self._own: dict[nn.Module, Backend] = {}  # of the user
         self._taken: list[tuple[nn.Module, str, Any]] = []
         self._blocks: list[_Block] = []
-        self._misfits: dict[str, str] = {}
-        self._failed: dict[type, tuple[_Block, Call, str]] = {}
-        self._is_told, self._keeps_buffers = True, False
+        self._eager: dict[str, str] = {}  # reasons by path
+        self._failed: dict[type, tuple[_Block, Call]] = {}
+        self._is_attached, self._is_told, self._keeps_buffers = True, True, False
 
     def compile(self, backend: Any, options: dict[str, Any]) -> None:
         """Compile all blocks from the next loss on; the arguments are those of ``torch.compile``."""
         self.detach()
-        self._wish, self._is_told = (backend, options), False
+        self._wish, self._is_told, self._is_attached = (backend, options), False, False
         self._failed.clear()
-        self.pending = True
 
     @property
     def compiled(self) -> CompiledBlocks:
         """What is compiled now."""
-        eager = self._misfits | {b.path: self._failed[b.kind][2] for b in self._blocks if b.kind in self._failed}
-        return CompiledBlocks(tuple(b.path for b in self._blocks if b.path not in eager), eager, self.graphs)
+        paths = tuple(b.path for b in self._blocks if b.is_planned and b.path not in self._eager)
+        return CompiledBlocks(paths, dict(self._eager), self.graphs)
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The dtype of autocast; None where it is off."""
+        kind = self.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
     def tell(self) -> None:
         """Log, once, what is compiled."""
-        if not self._is_told and not self.pending:
+        if not self._is_told and self._is_attached:
             self._is_told = True
             logger.info("%s", self.compiled)
 
@@ -278,73 +308,50 @@ class Blocks:
 
     def take_over(self) -> None:
         """Set graphs aside that the user compiled, as they may have been traced before the taps were there."""
-        lists = [self._at(path)._modules.values() for path in self._lists]
-        for module in (*(m for _, m in self._modules.values()), *(m for one in lists for m in one)):
-            if module is None:
-                continue
-            name = "_compiled_call_impl"
-            inner, graph = module, module.__dict__.get(name)
-            if isinstance(module, OptimizedModule):
-                inner, name = module._orig_mod, "forward"
-                graph = None if module.forward == inner.__call__ else module.forward
-            if graph is None or not any(p.requires_grad for p in inner.parameters()):
-                continue
-            self._taken.append((module, name, graph))
-            module.__dict__[name] = inner.__call__ if inner is not module else None
-            self._own[id(inner)] = _backend_of(graph), {}
-            self.pending, self._is_told = True, False
+        name = "_compiled_call_impl"
+        children = (m for blocks in self._lists.values() for m in blocks._modules.values() if m is not None)
+        modules = [*self._modules, *(m for m in children if m not in self._modules)]
+        graphs = [(m, m, name, m.__dict__[name]) for m in modules if m.__dict__.get(name) is not None]
+        for wrapper in [m for m in modules if type(m) is OptimizedModule]:
+            inner: Any = wrapper._orig_mod
+            if wrapper.forward != inner.__call__:
+                graphs.append((wrapper, inner, "forward", wrapper.forward))
+        for module, inner, name, graph in graphs:
+            if any(p.requires_grad for p in inner.parameters()):
+                self._taken.append((module, name, graph))
+                module.__dict__[name] = inner.__call__ if inner is not module else None
+                self._own[inner] = _backend_of(graph), {}
+                self._is_attached = self._is_told = False
 
-    def have_to_be_planned(self) -> bool:
-        """Whether dtypes or shapes of the blocks' leaves are not known for this call of the model."""
-        return self.pending or (bool(self._blocks) and self._cast != self._autocast())
+    # ------------------------------------------------------------------------------------------- attaching
 
-    def _autocast(self) -> torch.dtype | None:
-        device = next(iter(self._ladder.holders[0].own.values())).parameter.device.type
-        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-    def _at(self, path: str) -> Any:
-        return next(m for p, m in self._modules.values() if p == path)
-
-    # -------------------------------------------------------------------------------------------- planning
-
-    def plan(self, run: Callable[[], Any]) -> None:
-        """Run the model without gradients to learn the shapes, and compile what fits."""
+    def attach(self) -> None:
+        """Let the blocks run compiled. Not in the middle of a loss: what is recomputed has to run as it ran before."""
+        if self._is_attached:
+            return
         self.detach()
-        self.pending, self._misfits, self._cast = False, {}, self._autocast()
-        handles: list[Any] = []
-        candidates = list(self._candidates())
-        for key, (path, _) in self._modules.items():
-            if key in self._own and not any(f"{path}.".startswith(f"{block}.") for block, _ in candidates):
-                self._misfits[path] = "was compiled by the user and is not a block"
-        for path, module in candidates:
-            backend = self._own.get(id(module), self._wish)
-            if backend is None:
-                continue
-            try:
-                self._blocks.append(_Block(self, path, module, backend))
-            except _Misfit as misfit:
-                self._misfits[path] = str(misfit)
-        try:
-            for block in self._blocks:
-                handles += block.watch(self._misfits)
-            run()
-        finally:
-            for handle in handles:
-                handle.remove()
+        self._is_attached, self._eager = True, {}
+        self.device = next(iter(self._ladder.holders[0].own.values())).parameter.device
+        candidates = dict(self._candidates())
+        for module in self._own:
+            path = self.path_of(module)
+            if not any(f"{path}.".startswith(f"{block}.") for block in candidates):
+                self._eager[path] = "was compiled by the user and is not a block"
+        for path, module in candidates.items():
+            if (backend := self._own.get(module, self._wish)) is not None:
+                try:
+                    self._blocks.append(_Block(self, path, module, backend))
+                except _Misfit as misfit:
+                    self._eager[path] = str(misfit)
         for block in self._blocks:
-            if block.sites and not block.plans:
-                self._misfits.setdefault(block.path, "was not called")
-        self._blocks = [block for block in self._blocks if block.path not in self._misfits]
-        for block in self._blocks:
-            block.module.__class__ = _compiled_class(block.kind)
-            block.module.__dict__["_tap_block"] = block
+            wrap(block.module, "block", block.run)
         if self._blocks and not self._keeps_buffers:
             self._keeps_buffers = True
             _keep_buffers(1)
 
     def _candidates(self) -> Iterator[tuple[str, nn.Module]]:
-        for path in self._lists:
-            for name, child in self._at(path)._modules.items():
+        for path, blocks in self._lists.items():
+            for name, child in blocks._modules.items():
                 at = f"{path}.{name}" if path else name
                 if isinstance(child, OptimizedModule):
                     at, child = f"{at}._orig_mod", child._orig_mod
@@ -353,38 +360,51 @@ class Blocks:
 
     def path_of(self, module: nn.Module) -> str:
         """Return the path of a module."""
-        return self._modules[id(module)][0] if id(module) in self._modules else type(module).__name__
+        return self._modules.get(module, type(module).__name__)
 
-    def sites_of(self, module: nn.Module) -> tuple[str, dict[str, LinearSite | SpreadSite]]:
-        """Return why a module's taps do not fit in a graph, or its sites by parameter; "" is that of a linear layer."""
-        held = vars(module)
+    def sites_of(self, module: nn.Module) -> Mapping[str, LinearSite | SpreadSite]:
+        """Return the sites of a module by parameter; "" is that of a linear layer.
+
+        Raises:
+            _Misfit: its taps do not fit in a graph.
+        """
+        held, why = vars(module), ""
+        sites = held.get("_tap_sites", {})
         if any(hasattr(p, "ds_id") for p in module._parameters.values()):
-            return "has parameters that ZeRO-3 gathers", {}
-        if "_tap_row_by_row" in held or self.path_of(module) in self._ladder.splits:
-            return "runs row by row", {}
-        if isinstance(held.get("_tap_site"), LinearSite):
-            return "", {"": held["_tap_site"]}
-        if "_tap_sites" in held:
-            return "", held["_tap_sites"]
-        if self._ladder.touches(module):
-            return "holds a table" if "_tap_site" in held else "hands parameters to functions", {}
-        return "holds experts" if self._ladder.holds(module) else "", {}
+            why = "has parameters that ZeRO-3 gathers"
+        elif "_tap_row_by_row" in held or self.path_of(module) in self._ladder.splits:
+            why = "runs row by row"
+        elif any(isinstance(site, TableSite) for site in sites.values()):
+            why = "holds a table"
+        elif not sites and self._ladder.touches(module):
+            why = "hands parameters to functions"
+        elif not sites and self._ladder.holds(module):
+            why = "holds experts"
+        if why:
+            raise _Misfit(f"{self.path_of(module)} {why}")
+        return sites
 
     # --------------------------------------------------------------------------------------------- running
 
     def is_eager(self, block: _Block, call: Call) -> bool:
-        """Whether a block's class failed; in that call the blocks before keep their graphs, for checkpoints."""
+        """Whether a block does not fit, or its class failed; in that call the blocks before keep their graphs."""
         failed = self._failed.get(block.kind)
-        return failed is not None and (failed[0] is block or failed[1] is not call)
+        if failed is None:
+            return block.path in self._eager
+        return failed[0] is block or failed[1] is not call
 
     def fail(self, block: _Block, call: Call, error: Exception) -> None:
-        """Let a class run eagerly from now on."""
+        """Let a block run eagerly that does not fit; or its class, if it cannot be compiled."""
+        if isinstance(error, _Misfit):
+            self._eager[block.path] = str(error)
+            return
         if block.kind in self._failed:
             return
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         text = next((line for line in lines if LeafError.__name__ in line), lines[0])
         reason = f"could not be compiled ({text[:200]})"
-        self._failed[block.kind] = block, call, reason
+        self._failed[block.kind] = block, call
+        self._eager |= {one.path: reason for one in self._blocks if one.kind is block.kind}
         logger.warning("Blocks of the class %s run eagerly from now on: one %s.", block.kind.__name__, reason)
 
     def detach(self) -> None:
@@ -393,25 +413,17 @@ class Blocks:
             if vars(block.module).pop("_tap_block", None) is not None and hasattr(type(block.module), "_tap_kind"):
                 block.module.__class__ = block.kind
         self._blocks = []
-        self.pending = self._wish is not None or bool(self._own)
+        self._is_attached = self._wish is None and not self._own
 
     def remove(self) -> None:
         """Give blocks their classes back, and the user's graphs."""
         self.detach()
         for module, name, graph in reversed(self._taken):
             module.__dict__[name] = graph
-        self._taken, self._own, self._wish, self.pending = [], {}, None, False
+        self._taken, self._own, self._wish, self._is_attached = [], {}, None, True
         if self._keeps_buffers:
             self._keeps_buffers = False
             _keep_buffers(-1)
-
-
-def _compiled_class(kind: type[nn.Module]) -> type[nn.Module]:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        block = self.__dict__.get("_tap_block")  # none: FSDP2 made a class of this one, and the clipper was removed
-        return kind.forward(self, *args, **kwargs) if block is None else block.run(args, kwargs)
-
-    return subclass(kind, "block", forward=forward)
 
 
 def _backend_of(graph: Any) -> Any:

@@ -93,7 +93,7 @@ def _dora(self: Any, call: Call, peft: Any, x: Tensor, **kwargs: Any) -> Tensor:
         y = peft(self, x, **kwargs)
     with torch.no_grad():
         slope = (y + kwargs["base_result"] - (0 if bias is None else bias)) / m
-    site.uses += call.host.in_forward
+    call.count(site.weight)
     return tap_output(
         call, y, lambda hand, grad, saved: site.receive(hand, kernels.widen(grad) * kernels.widen(saved[0])), slope
     )

@@ -10,7 +10,6 @@ Shape suffixes: B rows.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,23 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpllm.ghost.contributions import Lookup, Outer, RowGradients, Use, sum_of
+from dpllm.ghost.contributions import Lookup, RowGradients, Use, sum_of
 from dpllm.ghost.graph import items_of, rebuilt
 from dpllm.ghost.routed import Routed
 from dpllm.ghost.taps import Call, Host, NoTapError, SpreadSite, Target, call_of, is_own
 
-
-@dataclass
-class Copied:
-    """A parameter of which a module that runs row by row gets a copy for each row.
-
-    Attributes:
-        site: takes the gradients of the copies.
-        places: modules that hold the parameter, each with the parameter's name there.
-    """
-
-    site: SpreadSite
-    places: list[tuple[nn.Module, str]]
+Held = tuple[Target, list[tuple[nn.Module, str]]]
+"""A parameter, and the modules that hold it, each with the parameter's name there."""
 
 
 @dataclass
@@ -46,30 +35,30 @@ class Split:
     Attributes:
         host: the clipper.
         path: of the module.
-        copied: the parameters.
+        held: the parameters, of which each row gets a copy.
         without_rows: arguments, by their names, that were once seen without the rows of a call.
     """
 
     host: Host
     path: str
-    copied: list[Copied]
+    held: list[Held]
     without_rows: set[tuple] = field(default_factory=set)
 
     @property
     def targets(self) -> list[Target]:
         """The parameters of which each row gets a copy."""
-        return [one.site.weight for one in self.copied]
+        return [target for target, _ in self.held]
 
     def run(self, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Run the module's forward in a call of the model, row by row."""
         call = call_of(self.host, self.path)
         if call is None:
             return forward(*args, **kwargs)
-        present = [
-            one
-            for one in self.copied
-            if all(is_own(one.site.weight, m._parameters.get(name)) for m, name in one.places)
-        ]  # not where a module around this one has put a copy
+        present = [  # not where a module around this one has put a copy
+            (target, places)
+            for target, places in self.held
+            if all(is_own(target, module._parameters.get(name)) for module, name in places)
+        ]
         if call.place is not None:  # a module around this one runs row by row
             with self._in_place(present, [copy[0] for copy in self._copies(call, present, 1)]):
                 return forward(*args, **kwargs)
@@ -83,9 +72,9 @@ class Split:
         # In the order of autograd, the gate comes after everything that the rows have found.
         gate = _Gate.apply(anchor, gathered) if torch.is_grad_enabled() else anchor
         outputs = []
-        call.inside.append(self)  # and stays there if the module raises
+        call.inside.append(self.targets)  # and stays there if the module raises
         try:
-            call.anchor, call.place = gate, gathered
+            call.anchor, call.place = gate, gathered.add
             for row in range(call.rows):
                 call.row = row
                 own_args, own_kwargs = arguments.of(row)
@@ -96,25 +85,22 @@ class Split:
         call.inside.pop()
         return joined(outputs)
 
-    def _copies(self, call: Call, present: Sequence[Copied], rows: int) -> list[tuple[Tensor, ...]]:
+    def _copies(self, call: Call, present: Sequence[Held], rows: int) -> list[tuple[Tensor, ...]]:
         copies = []
-        for one in present:
-            module, name = one.places[0]
+        for target, ((module, name), *_) in present:
             weight = module._parameters[name]
             assert weight is not None, "it was trained when the clipper was attached"
-            if call.host.in_forward:
-                one.site.uses += 1
-            copies.append(one.site.copies(call, weight, torch.Size((rows, *weight.shape))).unbind(0))
+            copies.append(SpreadSite(target).copies(call, weight, torch.Size((rows, *weight.shape))).unbind(0))
         return copies
 
     @contextlib.contextmanager
-    def _in_place(self, present: Sequence[Copied], copies: Sequence[Tensor]) -> Iterator[None]:
+    def _in_place(self, present: Sequence[Held], copies: Sequence[Tensor]) -> Iterator[None]:
         """Put copies in the places of the parameters, whose order in their modules stays."""
         taken: list[tuple[nn.Module, str, Any]] = []
         lists: dict[tuple[nn.Module, str], Any] = {  # in which recurrent layers keep their parameters once more
             (module, name): vars(module)[name]
-            for one in present
-            for module, _ in one.places
+            for _, places in present
+            for module, _ in places
             if isinstance(module, nn.RNNBase)
             for name in ("_flat_weights", "_flat_weight_refs")
             if name in vars(module)
@@ -122,8 +108,8 @@ class Split:
         for (holder, attribute), value in lists.items():
             holder.__dict__[attribute] = list(value)
         try:
-            for one, copy in zip(present, copies, strict=True):
-                for module, name in one.places:
+            for (_, places), copy in zip(present, copies, strict=True):
+                for module, name in places:
                     taken.append((module, name, module._parameters[name]))
                     module._parameters[name] = copy  # type: ignore[assignment]
             yield
@@ -176,38 +162,20 @@ def _together(by_row: dict[int, list[Any]], rows: int) -> Use:
             torch.cat([sum_of(u.value_B for u in by_row[b]) if b in by_row else none for b in range(rows)])
         )
     if isinstance(like, Routed):
-        return _routed_together(by_row, rows)
+        by_row = {b: [Routed.cat(uses).per_slot()] for b, uses in by_row.items()}
 
-    def length(uses: list[Any]) -> int:
-        return sum(use.grad.shape[1] for use in uses)
+    def laid(name: str, fill: int = 0) -> Tensor:
+        """Lay the tokens of each row end to end, (B, longest, ...)."""
+        found = {b: torch.cat([getattr(use, name) for use in uses], 1) for b, uses in by_row.items()}
+        none, longest = next(iter(found.values()))[:, :0], max(x.shape[1] for x in found.values())
+        per_row = [found.get(b, none) for b in range(rows)]
+        return torch.cat([F.pad(x, (0, 0) * (x.ndim - 2) + (0, longest - x.shape[1]), value=fill) for x in per_row])
 
-    longest = max(map(length, by_row.values()))
-
-    def laid(name: str) -> Tensor:
-        per_row = []
-        for b in range(rows):
-            x = torch.cat([getattr(u, name) for u in by_row[b]], 1) if b in by_row else getattr(like, name)[:, :0]
-            per_row.append(F.pad(x, (0, 0) * (x.ndim - 2) + (0, longest - x.shape[1])))
-        return torch.cat(per_row)
-
-    if isinstance(like, Outer):
-        return Outer(laid("left_BTL"), laid("right_BTR"), like.input_side)
-    return Lookup(laid("index_BT"), laid("right_BTR"), like.num_entries)
-
-
-def _routed_together(by_row: dict[int, list[Routed]], rows: int) -> Routed:
-    whole = {b: Routed.cat(uses).per_slot() for b, uses in by_row.items()}
-    like = next(iter(whole.values()))
-    longest = max(use.index_BS.shape[1] for use in whole.values())
-
-    def laid(name: str, fill: int) -> Tensor:
-        per_row = []
-        for b in range(rows):
-            x = getattr(whole[b], name) if b in whole else getattr(like, name)[:, :0]
-            per_row.append(F.pad(x, (0, 0) * (x.ndim - 2) + (0, longest - x.shape[1]), value=fill))
-        return torch.cat(per_row)
-
-    return replace(like, index_BS=laid("index_BS", -1), left_BTL=laid("left_BTL", 0), right_BTR=laid("right_BTR", 0))
+    if isinstance(like, Lookup):
+        return replace(like, index_BT=laid("index_BT"), right_BTR=laid("right_BTR"))
+    index = {"index_BS": laid("index_BS", -1)} if isinstance(like, Routed) else {}
+    both: Use = replace(next(iter(by_row.values()))[0], left_BTL=laid("left_BTL"), right_BTR=laid("right_BTR"), **index)
+    return both
 
 
 class _Arguments:
@@ -221,7 +189,7 @@ class _Arguments:
     def __init__(
         self, forward: Callable[..., Any], args: tuple, kwargs: dict, rows: int, without_rows: set[tuple]
     ) -> None:
-        names = _names(forward)
+        names = _names_of(forward)
         named = [(names[i] if i < len(names) else i, value) for i, value in enumerate(args)]
         tensors = [item for name, value in (*named, *kwargs.items()) for item in _paths(value, (name,))]
         sizes = [t.shape[0] if t.ndim else 0 for _, t in tensors]
@@ -252,15 +220,13 @@ class _Arguments:
         return [cut(part) for part in self._parts]
 
 
-def _names(forward: Callable[..., Any]) -> list[str]:
+def _names_of(forward: Callable[..., Any]) -> list[str]:
     """Return the names of a forward's positional parameters."""
-    function = forward.func if isinstance(forward, functools.partial) else getattr(forward, "__func__", forward)
     try:
-        parameters = list(inspect.signature(function).parameters.values())
+        parameters = inspect.signature(forward).parameters.values()
     except (TypeError, ValueError):
         return []
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return names[1:] if function is not forward else names
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 def _paths(value: Any, path: tuple) -> Iterator[tuple[tuple, Tensor]]:
@@ -273,6 +239,8 @@ def _paths(value: Any, path: tuple) -> Iterator[tuple[tuple, Tensor]]:
 
 def without_cache(value: Any) -> Any:
     """Replace empty key-value caches by None: one row after another would be taken for the next tokens of the first."""
+    if value is None or isinstance(value, Tensor):
+        return value
     if isinstance(value, tuple):
         return tuple(without_cache(item) for item in value) if not hasattr(value, "_fields") else value
     if isinstance(value, dict):

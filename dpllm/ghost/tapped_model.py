@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -30,9 +32,6 @@ from dpllm.ghost.refusals import refuse_compiled
 from dpllm.ghost.taps import Call, NoTapError, Target
 
 logger = logging.getLogger(__name__)
-
-_COMPARED = frozenset(2**n for n in range(1, 11))
-"""The losses in which the ladder is settled again, while a parameter had no gradient that could be compared."""
 
 _PLAINLY: list[object] = []
 """Whose plain pass runs now: gradients may reach trained parameters, which models may share."""
@@ -107,6 +106,15 @@ class _Plain:
         return all(gradient is not None and bool(gradient.any()) for gradient in self.gradients.values())
 
 
+_Layout = tuple[bool, bool, bool]
+"""Whether rows are packed, and whether there are several rows, and several tokens."""
+
+
+def _layout_of(rows: int, tokens: int, is_packed: bool) -> _Layout:
+    """Return what a call shows: the order of rows and tokens in one dimension does not show where one of them is 1."""
+    return is_packed, is_packed or rows > 1, is_packed or tokens > 1
+
+
 _Inputs = tuple[tuple, dict, int]
 """The arguments of a call of the model, and its rows."""
 
@@ -138,7 +146,8 @@ class TappedModel:
         self.call: Call | None = None
         self.calls = ModelCalls(model)
         self.in_forward = self.in_backward = False
-        self._rows_settled, self._packed_settled, self._tokens_settled = 0, False, 0
+        self.uses: Counter[str] = Counter()
+        self._compared: set[_Layout] = set()
         # A part behind zeros (LoRA's at first) or an expert without tokens shows nothing: it is compared again later.
         self._is_complete, self._num_losses = False, 0
         self._zeros: list[nn.Parameter] = []  # that were zero when something showed no gradient
@@ -186,7 +195,7 @@ class TappedModel:
         """
         if not self.in_forward or self._settles:
             raise GhostError("A use of a parameter is announced outside a call of the model. Announce it within.")
-        self.ladder.expect(parameter)
+        self.uses[self.ladder.target_of(parameter).name] += 1
 
     def take(self, parameter: nn.Parameter, use: Use) -> None:
         """Take a use that was announced by `expect`, in the backward pass."""
@@ -214,20 +223,22 @@ class TappedModel:
             self.blocks.take_over()
         self._num_losses += first
         self._settle_once(args, kwargs, again=first and self._has_to_compare_again())
-        if first and self.blocks.have_to_be_planned():
-            self._plan_blocks(args, kwargs, self.calls.rows or 1)
         if first:
+            self.blocks.attach()
             self.ladder.begin_uses()
         self._start(self.calls.rows or 1)
 
     def _has_to_compare_again(self) -> bool:
         """Whether parameters may have a gradient now that had none: a gate has opened, or some losses have passed."""
-        opened = any(bool(parameter.detach().any()) for parameter in self._zeros)
-        return not self._is_complete and (opened or self._num_losses in _COMPARED)
+        if self._is_complete:
+            return False
+        is_power_of_two = self._num_losses.bit_count() == 1
+        return is_power_of_two or any(bool(parameter.detach().any()) for parameter in self._zeros)
 
     def prepare(self, args: tuple, kwargs: dict) -> None:
         """Settle the ladder for a call with these inputs, before the first call of a loss."""
-        if not self._is_settled(rows_of_call(args, kwargs), tokens_of_call(args, kwargs)):
+        rows = rows_of_call(args, kwargs)
+        if rows is not None and not self._is_settled(_layout_of(rows, tokens_of_call(args, kwargs), is_packed=False)):
             self.calls.begin(args, kwargs)
             try:
                 self._settle_once(args, kwargs)
@@ -236,34 +247,22 @@ class TappedModel:
 
     def _settle_once(self, args: tuple, kwargs: dict, again: bool = False) -> None:
         """Settle the ladder in the first call, and in the first ones of several rows, of several tokens, and packed."""
-        rows, packed = self.calls.rows, len(self.calls.packed.lengths)
-        if packed:
-            if again or not self._packed_settled:
-                self._settle(args, kwargs, packed)
-        elif rows is not None and (again or not self._is_settled(rows, self.calls.tokens)):
+        packed = len(self.calls.packed.lengths)
+        rows = packed or self.calls.rows
+        if rows is not None and (again or not self._is_settled(_layout_of(rows, self.calls.tokens, packed > 0))):
             self._settle(args, kwargs, rows)
 
-    def _is_settled(self, rows: int | None, tokens: int) -> bool:
-        # The order of rows and tokens in one dimension does not show where one of them is 1.
-        return rows is None or (self._rows_settled >= min(rows, 2) and self._tokens_settled >= min(tokens, 2))
+    def _is_settled(self, layout: _Layout) -> bool:
+        """Whether a call was compared that showed as much."""
+        return any(one[0] == layout[0] and all(map(operator.ge, one, layout)) for one in self._compared)
 
     def _refuse_others(self, model: nn.Module) -> None:
         for hook in model._forward_pre_hooks.values():
             if isinstance(hook, _RootHook) and hook.owner is not self:
                 raise another_clipper("The model")
 
-    def _plan_blocks(self, args: tuple, kwargs: dict, rows: int) -> None:
-        """Compile the blocks. Not in the middle of a loss: what is recomputed has to run as it ran before."""
-        random = check.Random(next(iter(self._trained.by_name.values())).device)
-        if not self.calls.packed.lengths:
-            args, kwargs, _ = check.first_rows(args, kwargs, rows)
-        with torch.no_grad():
-            self.blocks.plan(lambda: self._own(args, kwargs))
-        random.restore()
-
     def _start(self, rows: int) -> None:
-        self.call, self.in_forward = Call(self, rows, self.calls.packed), True
-        self.call.tokens, self.call.settles = self.calls.lengths, self._settles
+        self.call, self.in_forward = Call(self, rows, self.calls.packed, self.calls.lengths, self._settles), True
         self._book.begin_call(self.call)
 
     def _end(self, model: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
@@ -356,27 +355,22 @@ class TappedModel:
             self._zeros = [parameter for parameter in every if not bool(parameter.detach().any())]
         except BaseException:
             self.ladder.detach()  # and the next call settles again
-            self._rows_settled, self._packed_settled, self._tokens_settled = 0, False, 0
+            self._compared.clear()
             raise
         finally:
             self.call, self.in_forward, self._settles = None, False, False
             random.restore()
-        if is_packed:
-            self._packed_settled = True
-        else:
-            self._rows_settled = max(self._rows_settled, rows)
-            self._tokens_settled = max(self._tokens_settled, self.calls.tokens)
+        self._compared.add(_layout_of(rows, self.calls.tokens, is_packed))
         self._computes_again = self.ladder.touches(self._model)
         self._tell()
 
     def _tell(self) -> None:
         if self.ladder.splits:
-            paths = sorted(self.ladder.splits)
-            some = ", ".join(path or "the model" for path in paths[:3]) + (", …" if len(paths) > 3 else "")
+            paths = [path or "the model" for path in sorted(self.ladder.splits)]
             logger.info(
                 "%d modules run row by row, with as many launches as rows, because no tap is exact: %s",
                 len(paths),
-                some,
+                ", ".join(paths[:3]) + (", …" if len(paths) > 3 else ""),
             )
 
     def _climb(self, few: _Inputs, every: _Inputs, random: check.Random, is_random: bool) -> bool:
@@ -387,9 +381,9 @@ class TappedModel:
         """
         args, kwargs, rows = few
         plain: _Plain | None = None
-        evaluation = check.in_evaluation(self._model) if is_random else contextlib.nullcontext()
         with contextlib.ExitStack() as mode:
-            mode.enter_context(evaluation)
+            if is_random:
+                mode.enter_context(check.in_evaluation(self._model))
             if not self._trained.sharded:
                 try:
                     plain = self._plainly(args, kwargs, rows)
@@ -409,10 +403,9 @@ class TappedModel:
                 self.ladder.attach()
                 differing = self._differing(args, kwargs, rows, plain)
                 if not differing:
-                    return (
-                        plain is None or plain.is_complete
-                    )  # of shards, and where nothing is returned, no later call shows more
-                spread = self.ladder.spread()
+                    # Of shards, and where nothing has a gradient, no later call shows more.
+                    return plain is None or plain.is_complete
+                spread = self.ladder.copied
                 self.ladder.detach()
                 if not self.ladder.climb(differing) and not self.ladder.climb(spread):
                     random.restore()
@@ -503,9 +496,9 @@ class TappedModel:
     def _suspects(self, call: Call) -> list[Target]:
         """Return the parameters of which modules may have computed something else than before."""
         if call.inside:
-            return list(call.inside[-1].targets)
+            return call.inside[-1]
         above = [target for split in self.ladder.splits.values() for target in split.targets]
-        return above or call.widened or self.ladder.spread()
+        return above or call.widened or self.ladder.copied
 
     def _dtype(self, loss_B: Tensor) -> torch.dtype:
         if self.call is not None and self.call.autocast is not None:  # often within the model's forward only

@@ -16,8 +16,11 @@ Shape suffixes: B rows, T tokens, D inputs, P outputs.
 from __future__ import annotations
 
 import copyreg
+import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -66,11 +69,13 @@ class Host(Protocol):
         call: the call of the model that runs, or whose graph is being differentiated; None: neither.
         in_forward: whether the model's forward pass runs.
         in_backward: whether a backward pass of the clipper runs, in which modules may be recomputed.
+        uses: how often the calls of the model used each parameter, by its name.
     """
 
     call: Call | None
     in_forward: bool
     in_backward: bool
+    uses: Counter[str]
 
     def arrived(self, *tensors: Tensor) -> None:
         """Note tensors that came out of a backward pass, and make sure that it is one of the clipper's."""
@@ -85,14 +90,6 @@ class Host(Protocol):
         ...
 
 
-class Place(Protocol):
-    """Where a use goes while its module runs row by row; see `dpllm.ghost.row_split`."""
-
-    def add(self, target: Target, row: int, use: Use) -> None:
-        """Take the contribution of one use in one row, which runs alone."""
-        ...
-
-
 class NoTapError(RuntimeError):
     """A module whose tensors do not show their rows: it has to run row by row, or the module around it."""
 
@@ -102,6 +99,7 @@ class NoTapError(RuntimeError):
         self.targets = list(targets)
 
 
+@dataclass(slots=True, eq=False)
 class Call:
     """One call of the model, from its forward to its backward pass.
 
@@ -109,51 +107,46 @@ class Call:
         host: the clipper.
         rows: of the call's inputs.
         packed: how rows are laid end to end.
-        anchor: a scalar that requires a gradient and gets none.
-        place: where uses go while one row runs alone; None: to the host.
-        row: the number of that row.
-        poisoned_B: packed rows whose outputs become NaN, for a check; None: none.
-        inside: the modules that run row by row now.
         tokens: the numbers of tokens that the inputs of the call have.
         settles: whether the taps are being compared with the model.
+        anchor: a scalar that requires a gradient and gets none.
+        place: takes uses, each with its row, while one row runs alone (`dpllm.ghost.row_split`); None: the host does.
+        row: the number of that row.
+        poisoned_B: packed rows whose outputs become NaN, for a check; None: none.
+        inside: the parameters of the modules that run row by row now.
         autocast: the dtype of products under autocast, once one was computed; None: not yet, or without autocast.
         widened: tables whose index was the same for all rows, so that their output got the rows of the call.
     """
 
-    __slots__ = (
-        "_recent",
-        "anchor",
-        "autocast",
-        "host",
-        "inside",
-        "packed",
-        "place",
-        "poisoned_B",
-        "row",
-        "rows",
-        "settles",
-        "tokens",
-        "widened",
-    )
-
-    def __init__(self, host: Host, rows: int, packed: PackedRows) -> None:
-        """Begin a call."""
-        self.host, self.rows, self.packed = host, rows, packed
-        self.anchor = torch.zeros((), requires_grad=True)
-        self.place: Place | None = None
-        self.row = 0
-        self.poisoned_B: Tensor | None = None
-        self.inside: list[Any] = []
-        self.widened: list[Target] = []
-        self.tokens: frozenset[int] = frozenset()
-        self.settles = False
-        self.autocast: torch.dtype | None = None
-        self._recent: list[tuple[Tensor, int, bool, Tensor]] = []
+    host: Host
+    rows: int
+    packed: PackedRows
+    tokens: frozenset[int] = frozenset()
+    settles: bool = False
+    anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
+    place: Callable[[Target, int, Use], None] | None = None
+    row: int = 0
+    poisoned_B: Tensor | None = None
+    inside: list[list[Target]] = field(default_factory=list)
+    autocast: torch.dtype | None = None
+    widened: list[Target] = field(default_factory=list)
+    _recent: list[tuple[Tensor, int, bool, Tensor]] = field(default_factory=list)
 
     @property
     def rows_together(self) -> int:
         """Rows that a module gets now."""
         return self.rows if self.place is None else 1
+
+    def count(self, *targets: Target | None) -> None:
+        """Count a use of parameters: in the forward pass, and not again where it is recomputed."""
+        if self.host.in_forward:
+            for target in targets:
+                if target is not None:
+                    self.host.uses[target.name] += 1
+
+    def poison(self, y: Tensor) -> Tensor:
+        """Fill the packed rows that a check wants to see in no other row."""
+        return y if self.poisoned_B is None else self.packed.fill(y, self.poisoned_B, math.nan)
 
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Return an input in the dtype of autocast; layers that read one tensor get one tensor.
@@ -184,20 +177,20 @@ class Call:
 
 
 class Hand:
-    """Gives what one call of a module found to the clipper.
+    """Gives what one use of a module's parameters found to the clipper.
 
     Attributes:
         call: the call of the model.
-        site: the parameters of the module.
+        receive: takes this object, the output gradient and the tensors that were saved.
         place: see `Call.place`.
         row: see `Call.row`.
         weight: a parameter that ZeRO-3 gathers and frees. A detached alias would keep the gathered weight until the
             backward pass, and as an input of the function it would be an edge to DeepSpeed's gradient hooks.
     """
 
-    __slots__ = ("call", "place", "row", "site", "weight")
+    __slots__ = ("call", "place", "receive", "row", "weight")
 
-    def __init__(self, call: Call, site: Any, weight: Any = None) -> None:
+    def __init__(self, call: Call, receive: Callable[..., None], weight: Any = None) -> None:
         """Keep the state of the call."""
         if torch._C._are_functorch_transforms_active():
             raise NoRuleError(
@@ -205,7 +198,7 @@ class Hand:
                 "where gradients of rows cannot be seen. Call the module outside the transform, or freeze its "
                 "parameters."
             )
-        self.call, self.site, self.place, self.row = call, site, call.place, call.row
+        self.call, self.receive, self.place, self.row = call, receive, call.place, call.row
         self.weight = weight if hasattr(weight, "ds_id") else None
 
     def give(self, target: Target, use: Use) -> None:
@@ -213,41 +206,12 @@ class Hand:
         if self.place is None:
             self.call.host.record(target, use)
         else:
-            self.place.add(target, self.row, use)
+            self.place(target, self.row, use)
 
-    def require_rows(self, targets: Sequence[Target], x: Tensor) -> None:
-        """Make sure that a tensor of the module shows its rows.
-
-        In the backward pass, because a module may be called for something without a gradient (the norms of DoRA).
-
-        Raises:
-            NoTapError: it does not.
-        """
-        rows, size = self.call.rows, x.shape[0]
-        if self.place is None and not self.call.packed.lengths and size != rows and (x.ndim > 2 or size % rows):
-            raise NoTapError(targets, f"an input of shape {tuple(x.shape)} does not have {rows} rows first")
-
-    def follows(self, targets: Sequence[Target], x: Tensor, before: bool) -> bool:
-        """Return whether all rows of a tensor that flattens rows and tokens have the tokens of the call.
-
-        A module may get the tokens that are not masked. Where none was masked in the first call, rows could not be told
-        in a later one.
-
-        Args:
-            targets: the parameters of the module.
-            x: an input of the module.
-            before: whether it was so when the taps were compared with the model.
-
-        Raises:
-            NoTapError: it was so, and it is not now.
-        """
-        call = self.call
-        if self.place is not None or call.packed.lengths or x.ndim != 2 or x.shape[0] == call.rows:
-            return before
-        now = x.shape[0] // call.rows in call.tokens
-        if before and not now and not call.settles:
-            raise NoTapError(targets, f"an input of shape {tuple(x.shape)} has other tokens than the {call.rows} rows")
-        return now if call.settles else before
+    @property
+    def has_rows(self) -> bool:
+        """Whether the module's tensors have the rows of the call, which are not packed."""
+        return self.place is None and not self.call.packed.lengths
 
     def view(self, x: Tensor) -> Tensor:
         """View a tensor of the module with its rows first."""
@@ -277,16 +241,18 @@ class Sink(torch.autograd.Function):
     """Gives leaves of these (shape, dtype, device) without memory, and hands over their gradients, once."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, receive: Callable[[Sequence[Tensor | None]], None], like: Any) -> Any:
+    def forward(ctx: Any, anchor: Tensor, hand: Hand, like: Any) -> Any:
         """Make the leaves."""
-        ctx.receive = receive
+        ctx.hand = hand
         ctx.set_materialize_grads(False)
-        return tuple([torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in like])
+        kinds = {(dtype, device) for _, dtype, device in like}
+        zero = {(dtype, device): torch.zeros((), dtype=dtype, device=device) for dtype, device in kinds}
+        return tuple([zero[dtype, device].expand(shape) for shape, dtype, device in like])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         """Hand the gradients over."""
-        ctx.receive(grads)
+        ctx.hand.receive(ctx.hand, grads)
         return None, None, None
 
 
@@ -314,10 +280,12 @@ class _OuterTap(torch.autograd.Function):
     """y = x W^T + b in an eager module; input and output gradient are handed over."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor, hand: Hand) -> Tensor:
-        ctx.hand = hand
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor, hand: Hand, is_transposed: bool
+    ) -> Tensor:
+        ctx.hand, ctx.is_transposed = hand, is_transposed
         ctx.save_for_backward(*(x,) if hand.weight is not None else (x, weight))
-        return product(x, weight, bias, hand.site.is_transposed)
+        return product(x, weight, bias, is_transposed)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -325,9 +293,60 @@ class _OuterTap(torch.autograd.Function):
         x, *weights = _saved(ctx)
         if ctx.needs_input_grad[0]:
             weight = weights[0] if weights else hand.weight.detach().to(x.dtype)
-            grad_x = grad @ (weight.mT if hand.site.is_transposed else weight)
-        hand.site.receive(hand, x, grad)
-        return grad_x, None, None, None, None
+            grad_x = grad @ (weight.mT if ctx.is_transposed else weight)
+        hand.receive(hand, grad, x)
+        return grad_x, None, None, None, None, None
+
+
+class _Tap(torch.autograd.Function):
+    """What ``compute`` returns; its gradient and the saved tensors are handed over.
+
+    ``x`` is the output of a module that computes it by itself; None: there is no gradient for anything but parameters.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor | None, anchor: Tensor, compute: Any, hand: Hand, *saved: Tensor) -> Tensor:
+        ctx.hand = hand
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*saved)
+        y: Tensor = compute()
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        saved = _saved(ctx)
+        if grad is not None:  # of a function without a derivative for the parameter, which then counts as untrained
+            ctx.hand.receive(ctx.hand, grad, *saved)
+        return grad if ctx.needs_input_grad[0] else None, None, None, None, *(None for _ in saved)
+
+
+def _apply(function: Any) -> Any:
+    """`Function.apply` without its search for transforms of torch.func, which takes as long as the rest of a tap."""
+    return super(torch.autograd.Function, function).apply
+
+
+_outer, _tap = _apply(_OuterTap), _apply(_Tap)
+
+
+def tap_output(
+    call: Call, output: Tensor, receive: Callable[[Hand, Tensor, list[Tensor]], None], *saved: Tensor
+) -> Tensor:
+    """Return an output such that its backward calls ``receive(hand, gradient, saved tensors)``.
+
+    Args:
+        call: of the model.
+        output: of a module that detached its trained parameters.
+        receive: called once per backward pass through this use.
+        saved: kept for that call, and freed and recomputed by activation checkpointing like any other tensor.
+    """
+
+    def arrived(hand: Hand, grad: Tensor, *saved: Tensor) -> None:
+        call.host.arrived(grad, *saved)
+        receive(hand, grad, list(saved))
+
+    compute = functools.partial(output.view_as, output)
+    y: Tensor = _tap(output, call.anchor, compute, Hand(call, arrived), *(t.detach() for t in saved))
+    return y
 
 
 class LeafError(RuntimeError):
@@ -335,7 +354,7 @@ class LeafError(RuntimeError):
 
 
 class _OuterLeaves(torch.autograd.Function):
-    """The same in a compiled block: input and output gradient are the gradients of two leaves."""
+    """y = x W^T + b in a compiled block: input and output gradient are the gradients of two leaves."""
 
     @staticmethod
     def forward(
@@ -356,40 +375,8 @@ class _OuterLeaves(torch.autograd.Function):
         return grad_x, None, None, x.detach(), grad, None
 
 
-class _TableTap(torch.autograd.Function):
-    """A lookup in a table; index and output gradient are handed over."""
-
-    @staticmethod
-    def forward(ctx: Any, index: Tensor, weight: Tensor, anchor: Tensor, hand: Hand) -> Tensor:
-        ctx.hand = hand
-        ctx.save_for_backward(index)
-        return F.embedding(index, weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (index,) = _saved(ctx)
-        ctx.hand.site.receive(ctx.hand, index, grad)
-        return None, None, None, None
-
-
-class _SpreadTap(torch.autograd.Function):
-    """One copy of a parameter for each row, without memory; the copies' gradients are handed over."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, anchor: Tensor, shape: Any, hand: Hand) -> Tensor:
-        ctx.hand = hand
-        ctx.set_materialize_grads(False)
-        return weight.expand(shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Any:
-        if grad is not None:  # of a function without a derivative for the parameter, which then counts as untrained
-            ctx.hand.site.receive(ctx.hand, grad)
-        return None, None, None, None
-
-
 class _SpreadLeaf(torch.autograd.Function):
-    """The same in a compiled block: the copies' gradients are those of a leaf."""
+    """One copy of a parameter for each row in a compiled block: the copies' gradients are those of a leaf."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, leaf: Tensor) -> Tensor:
@@ -400,49 +387,10 @@ class _SpreadLeaf(torch.autograd.Function):
         return None, grad
 
 
-class _OutputTap(torch.autograd.Function):
-    """The identity on an output; its gradient and saved tensors are handed over."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, anchor: Tensor, receive: Any, hand: Hand, *saved: Tensor) -> Tensor:
-        ctx.receive, ctx.hand = receive, hand
-        ctx.save_for_backward(*saved)
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        saved = list(_saved(ctx))
-        ctx.hand.call.host.arrived(grad, *saved)
-        ctx.receive(ctx.hand, grad, saved)
-        return grad, None, None, None, *(None for _ in saved)
-
-
-def _apply(function: Any) -> Any:
-    """`Function.apply` without its search for transforms of torch.func, which takes as long as the rest of a tap."""
-    return super(torch.autograd.Function, function).apply
-
-
-_outer, _table, _spread, _output = map(_apply, (_OuterTap, _TableTap, _SpreadTap, _OutputTap))
-
-
-def tap_output(
-    call: Call, output: Tensor, receive: Callable[[Hand, Tensor, list[Tensor]], None], *saved: Tensor
-) -> Tensor:
-    """Return an output such that its backward calls ``receive(hand, gradient, saved tensors)``.
-
-    Args:
-        call: of the model.
-        output: of a module that detached its trained parameters.
-        receive: called once per backward pass through this use.
-        saved: kept for that call, and freed and recomputed by activation checkpointing like any other tensor.
-    """
-    y: Tensor = _output(output, call.anchor, receive, Hand(call, None), *(t.detach() for t in saved))
-    return y
-
-
 # --------------------------------------------------------------------------------------------------- sites
 
 
+@dataclass(slots=True, eq=False)
 class LinearSite:
     """A matrix product whose weight or bias is trained.
 
@@ -454,18 +402,11 @@ class LinearSite:
         follows: whether it gets all tokens of the call, with the rows first, in one dimension.
     """
 
-    __slots__ = ("bias", "follows", "frozen", "is_transposed", "uses", "weight")
-
-    def __init__(
-        self,
-        weight: Target | None,
-        bias: Target | None,
-        is_transposed: bool = False,
-        frozen: Collection[int] = (),
-    ) -> None:
-        """Remember what is trained."""
-        self.weight, self.bias, self.is_transposed, self.frozen = weight, bias, is_transposed, frozen
-        self.uses, self.follows = 0, False
+    weight: Target | None
+    bias: Target | None
+    is_transposed: bool = False
+    frozen: Collection[int] = ()
+    follows: bool = False
 
     @property
     def targets(self) -> list[Target]:
@@ -478,11 +419,11 @@ class LinearSite:
             is_own(self.bias, bias) or id(bias) in self.frozen
         )
 
-    def receive(self, hand: Hand, x: Tensor, grad: Tensor) -> None:
-        """Take the input and the output gradient of one call."""
+    def receive(self, hand: Hand, grad: Tensor, x: Tensor) -> None:
+        """Take the output gradient and the input of one call."""
         hand.call.host.arrived(grad, x)
-        hand.require_rows(self.targets, x)
-        self.follows = hand.follows(self.targets, x, self.follows)
+        if hand.has_rows and x.shape[0] != hand.call.rows:
+            self._check(hand.call, x)
         grad = hand.view(grad)
         if self.bias is not None:
             hand.give(self.bias, RowGradients(kernels.sum_tokens(grad)))
@@ -491,10 +432,30 @@ class LinearSite:
             left, right = (x_BTD, grad_BTP) if self.is_transposed else (grad_BTP, x_BTD)
             hand.give(self.weight, Outer(left, right, "left" if self.is_transposed else "right"))
 
+    def _check(self, call: Call, x: Tensor) -> None:
+        """Make sure that an input that does not have the rows first has rows and tokens in one dimension.
+
+        In the backward pass, because a module may be called for something without a gradient (the norms of DoRA). A
+        module may also get the tokens that are not masked; where none was masked in the first call, rows could not be
+        told in a later one.
+
+        Raises:
+            NoTapError: it has not, or it had all tokens when the taps were compared, and has other ones now.
+        """
+        if x.ndim > 2 or x.shape[0] % call.rows:
+            raise NoTapError(self.targets, f"an input of shape {tuple(x.shape)} does not have {call.rows} rows first")
+        if x.ndim == 2:
+            has_all = x.shape[0] // call.rows in call.tokens
+            if call.settles:
+                self.follows = has_all
+            elif self.follows and not has_all:
+                raise NoTapError(
+                    self.targets, f"an input of shape {tuple(x.shape)} has other tokens than the {call.rows} rows"
+                )
+
     def run(self, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the product in one call of the model."""
-        if call.host.in_forward:
-            self.uses += 1
+        call.count(self.weight, self.bias)
         given = weight
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -503,11 +464,11 @@ class LinearSite:
                 weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         if not torch.is_grad_enabled():
             return product(x, weight, bias, self.is_transposed)
-        hand = Hand(call, self, given)
-        y: Tensor = _outer(x, weight.detach(), None if bias is None else bias.detach(), call.anchor, hand)
-        return y if call.poisoned_B is None else call.packed.fill(y, call.poisoned_B, math.nan)
+        bias, hand = None if bias is None else bias.detach(), Hand(call, self.receive, given)
+        return call.poison(_outer(x, weight.detach(), bias, call.anchor, hand, self.is_transposed))
 
 
+@dataclass(slots=True, eq=False)
 class TableSite:
     """A table in which rows look up entries.
 
@@ -516,20 +477,16 @@ class TableSite:
         padding_idx: an entry that is not trained.
     """
 
-    __slots__ = ("padding_idx", "uses", "weight")
-
-    def __init__(self, weight: Target, padding_idx: int | None) -> None:
-        """Remember the table."""
-        self.weight, self.padding_idx = weight, padding_idx
-        self.uses = 0
+    weight: Target
+    padding_idx: int | None
 
     @property
     def targets(self) -> list[Target]:
         """The trained parameter."""
         return [self.weight]
 
-    def receive(self, hand: Hand, index: Tensor, grad: Tensor) -> None:
-        """Take the index and the output gradient of one call."""
+    def receive(self, hand: Hand, grad: Tensor, index: Tensor) -> None:
+        """Take the output gradient and the index of one call."""
         hand.call.host.arrived(grad)
         if self.padding_idx is not None:
             grad = grad.masked_fill((index == self.padding_idx)[..., None], 0)
@@ -538,32 +495,27 @@ class TableSite:
 
     def run(self, call: Call, index: Tensor, weight: Tensor) -> Tensor:
         """Look up in one call of the model. An index that all rows share, (T,) or (1, T), gets the rows of the call."""
-        if call.host.in_forward:
-            self.uses += 1
-        with_grad, rows = torch.is_grad_enabled(), call.rows_together
+        call.count(self.weight)
+        rows = call.rows_together
         if index.ndim == 1:
             index = index[None]
         # Without gradients too: a reentrant checkpoint compares the shapes of both of its passes.
         if not call.packed.lengths and rows > 1 and index.ndim and index.shape[0] == 1:
             index = index.expand(rows, *index.shape[1:])
             call.widened.append(self.weight)
-        if not with_grad:
+        if not torch.is_grad_enabled():
             return F.embedding(index, weight)
         if not call.packed.lengths and (index.ndim == 0 or index.shape[0] != rows):
             raise NoTapError(self.targets, f"an index of shape {tuple(index.shape)} does not have {rows} rows first")
-        y: Tensor = _table(index, weight.detach(), call.anchor, Hand(call, self))
-        return y if call.poisoned_B is None else call.packed.fill(y, call.poisoned_B, math.nan)
+        look_up = functools.partial(F.embedding, index, weight.detach())
+        return call.poison(_tap(None, call.anchor, look_up, Hand(call, self.receive), index))
 
 
+@dataclass(slots=True, eq=False)
 class SpreadSite:
     """A parameter that is read as one copy for each row, or for each token: it enters by broadcasting, as in norms."""
 
-    __slots__ = ("uses", "weight")
-
-    def __init__(self, weight: Target) -> None:
-        """Remember the parameter."""
-        self.weight = weight
-        self.uses = 0
+    weight: Target
 
     @property
     def targets(self) -> list[Target]:
@@ -573,10 +525,9 @@ class SpreadSite:
     def receive(self, hand: Hand, grad: Tensor) -> None:
         """Take the gradient of all copies: one for each row, or one for each token."""
         hand.call.host.arrived(grad)
-        shape = self.weight.shape
-        grad = hand.view(grad)
+        shape, grad = self.weight.shape, hand.view(grad)
         rows = grad.shape[0]
-        if hand.place is None and not hand.call.packed.lengths and rows != hand.call.rows:
+        if hand.has_rows and rows != hand.call.rows:
             raise NoTapError(
                 self.targets, f"a use of shape {tuple(grad.shape)} does not have {hand.call.rows} rows first"
             )
@@ -586,11 +537,10 @@ class SpreadSite:
 
     def read(self, call: Call, weight: Tensor, x_shape: torch.Size) -> Tensor:
         """Return copies that broadcast against a module's input of this shape."""
-        if call.host.in_forward:
-            self.uses += 1
-        if not torch.is_grad_enabled():  # a reentrant checkpoint, whose uses are counted here
-            return weight
-        return self.copies(call, weight, self.shape_of_copies(call, weight, x_shape))
+        if torch.is_grad_enabled():
+            return self.copies(call, weight, self.shape_of_copies(call, weight, x_shape))
+        call.count(self.weight)  # a reentrant checkpoint
+        return weight
 
     def shape_of_copies(self, call: Call, weight: Tensor, x_shape: Sequence[int]) -> torch.Size:
         """Return the shape of copies that broadcast against a module's input of this shape."""
@@ -600,8 +550,9 @@ class SpreadSite:
         return torch.Size((call.rows_together, *(1,) * (len(x_shape) - 1 - ndim), *weight.shape))
 
     def copies(self, call: Call, weight: Tensor, shape: torch.Size) -> Tensor:
-        """Return copies of the parameter in the leading dimensions of ``shape``."""
-        y: Tensor = _spread(weight.detach(), call.anchor, shape, Hand(call, self))
+        """Return copies of the parameter in the leading dimensions of ``shape``, without memory."""
+        call.count(self.weight)
+        y: Tensor = _tap(None, call.anchor, functools.partial(weight.detach().expand, shape), Hand(call, self.receive))
         return y
 
 
@@ -645,25 +596,31 @@ edge to them: a compiled graph would send None along it, which sets off hooks of
 class TapLinear(nn.Linear):
     """``nn.Linear``, tapped."""
 
-    _tap_site: LinearSite
-
     def forward(self, input: Tensor) -> Tensor:
         """Do the same as ``nn.Linear``."""
-        port, parameters = self.__dict__.get("_tap_port"), self._parameters
-        # By `nn.Module.__getattr__` only where another tensor is in the place of a parameter: it is slow.
-        weight: Any = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
-        bias: Any = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
-        if port is not None:
-            return _through_leaves(port, input, weight, bias, False)
-        call = active(self)
-        if call is None or not self._tap_site.serves(weight, bias):
-            return LINEAR(input, weight, bias)
-        return self._tap_site.run(call, input, weight, bias)
+        return _linear(self, input, False)
 
 
-def _through_leaves(port: Any, x: Tensor, weight: Tensor, bias: Tensor | None, is_transposed: bool) -> Tensor:
-    if type(port) is tuple:
+def conv1d_forward(self: Any, x: Tensor) -> Tensor:
+    """Do the same as ``Conv1D`` of transformers, tapped."""
+    return _linear(self, x, True)
+
+
+def _linear(module: Any, x: Tensor, is_transposed: bool) -> Tensor:
+    port, parameters = module.__dict__.get("_tap_port"), module._parameters
+    if port is not None and port is not PLAIN:
+        return _through_leaves(port, x, is_transposed)
+    # By `nn.Module.__getattr__` only where another tensor is in the place of a parameter: it is slow.
+    weight: Any = parameters["weight"] if "weight" in parameters else module.weight  # noqa: SIM401
+    bias: Any = parameters["bias"] if "bias" in parameters else module.bias  # noqa: SIM401
+    call = active(module) if port is None else None
+    if call is None or not module._tap_site.serves(weight, bias):
         return LINEAR(x, weight.mT if is_transposed else weight, bias)
+    y: Tensor = module._tap_site.run(call, x, weight, bias)
+    return y
+
+
+def _through_leaves(port: Any, x: Tensor, is_transposed: bool) -> Tensor:
     if not port:
         raise LeafError("a module is called twice, or was not called when the leaves were planned")
     bias, weight, leaf_y, leaf_x = port.pop(), port.pop(), port.pop(), port.pop()
@@ -671,18 +628,6 @@ def _through_leaves(port: Any, x: Tensor, weight: Tensor, bias: Tensor | None, i
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     y: Tensor = _OuterLeaves.apply(x, weight, bias, leaf_x, leaf_y, is_transposed)
-    return y
-
-
-def conv1d_forward(self: Any, x: Tensor) -> Tensor:
-    """Do the same as ``Conv1D`` of transformers, tapped."""
-    port = self.__dict__.get("_tap_port")
-    if port is not None:
-        return _through_leaves(port, x, self.weight, self.bias, True)
-    call = active(self)
-    if call is None or not self._tap_site.serves(self.weight, self.bias):
-        return LINEAR(x, self.weight.mT, self.bias)
-    y: Tensor = self._tap_site.run(call, x, self.weight, self.bias)
     return y
 
 
@@ -778,6 +723,30 @@ def subclass(kind: type[nn.Module], way: str, base: type[nn.Module] | None = Non
         named = {"__qualname__": kind.__qualname__, "__module__": home, "__doc__": kind.__doc__}
         _CLASSES[key] = type(kind.__name__, bases, {**named, "_tap_kind": kind, "__reduce_ex__": _reduced, **members})
     return _CLASSES[key]
+
+
+def wrap(module: nn.Module, way: str, run: Callable[[Callable[..., Any], tuple, dict], Any]) -> None:
+    """Let a module's forward run within ``run(forward, args, kwargs)``.
+
+    Args:
+        module: the module.
+        way: a word for what ``run`` does; it is kept in the module as ``_tap_<way>``.
+        run: it, with the forward of the module.
+    """
+    own, kind, attribute = vars(module).get("forward"), type(module), f"_tap_{way}"
+    if own is not None:
+        module.__dict__.setdefault("_tap_forward", own)  # for copies of the module
+        module.__class__ = subclass(kind, "own_forward")
+        module.__dict__["forward"] = lambda *args, **kwargs: run(own, args, kwargs)
+        return
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (wrapper := vars(self).get(attribute)) is None:  # somebody kept this forward, or FSDP2 made a class of it
+            return kind.forward(self, *args, **kwargs)
+        return wrapper(functools.partial(kind.forward, self), args, kwargs)
+
+    module.__class__ = subclass(kind, way, forward=forward)
+    module.__dict__[attribute] = run
 
 
 def _reduced(module: Any, protocol: Any) -> Any:

@@ -351,7 +351,7 @@ def test_a_clipper_of_a_part_of_the_model_is_named():
 @kills(
     "a model whose later comparison failed counts as settled",
     "dpllm/ghost/tapped_model.py",
-    "            self._rows_settled, self._packed_settled, self._tokens_settled = 0, False, 0\n            raise",
+    "            self._compared.clear()\n            raise",
     "            raise",
 )
 def test_a_first_call_of_several_rows_that_runs_out_of_memory_is_settled_again():

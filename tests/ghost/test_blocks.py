@@ -13,6 +13,7 @@ from dpllm import GhostClipper, GhostError
 from dpllm.ghost import NormMethod
 from dpllm.mechanism.per_layer import PerLayerClipping
 from tests.ghost.loop import flat, perturbed, row_gradients
+from tests.mutations import kills
 
 pytestmark = [  # of PyTorch's compiler; it hides the first where warnings are no errors
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
@@ -85,14 +86,32 @@ class First(Block):
 
 
 class FirstOnly(nn.Module):
-    """A block whose only layer reads the first four tokens."""
+    """A block whose only layer reads the first four tokens, or a single one four times."""
 
     def __init__(self):
         super().__init__()
         self.up = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x, mask=None):
-        return x + torch.tanh(self.up(x[:, :4])).sum(1, keepdim=True)
+        return x + torch.tanh(self.up(x[:, :4].expand(-1, 4, -1))).sum(1, keepdim=True)
+
+
+class TwiceLater(Block):
+    """Calls a layer twice where there are more than five tokens."""
+
+    def forward(self, x, mask=None):
+        x = super().forward(x, mask)
+        return x + torch.tanh(self.down(self.up(x))) if x.shape[1] > 5 else x
+
+
+class Dropping(Block):
+    """Draws random numbers, and changes its input in place, which does not go with checkpoints."""
+
+    in_place = False
+
+    def forward(self, x, mask=None):
+        x = x.mul_(0.5) if self.in_place else x
+        return x + F.dropout(super().forward(x, mask), 0.5)
 
 
 class Net(nn.Module):
@@ -305,17 +324,67 @@ def test_blocks_that_stay_eager(kind, word):
     assert all(word in reason for reason in clipper.compiled.eager.values())
 
 
-def test_a_leaf_of_another_shape(caplog):
-    """What the plan took for the tokens of the block is not: the block goes back to eager, and stays exact."""
-    model = made(FirstOnly)
+@kills(
+    "a leaf of another shape than the module's input is taken",
+    "dpllm/ghost/taps.py",
+    "        if leaf_y.shape[:-1] != x.shape[:-1] or leaf_x.shape != x.shape:",
+    "        if False:",
+    case="FirstOnly",
+)
+@kills(
+    "two calls of a module in a compiled block have one leaf",
+    "dpllm/ghost/taps.py",
+    "port.pop(), port.pop(), port.pop(), port.pop()\n",
+    "port[3], port[2], port[1], port[0]\n",
+    case="TwiceLater",
+)
+@pytest.mark.parametrize("kind", [FirstOnly, TwiceLater])
+def test_leaves_that_do_not_fit_in_a_later_call(kind, caplog):
+    """A layer's tokens are not those of the block, or it is called twice: the class goes back to eager, exactly."""
+    model = made(kind)
     model.layers.extend(nn.ModuleList([Block().double()]))
-    for block in model.layers[:2]:
-        block.more = nn.Identity()
     clipper, plain = attached(model)
+
+    def losses(model, batch):  # a single token has no next one
+        return model(batch["ids"]).square().sum((1, 2))
+
     with caplog.at_level(logging.WARNING, "dpllm"):
-        assert_exact(clipper, model, plain, ((3, 4), (3, 6), (4, 7), (3, 4)))
+        assert_exact(clipper, model, plain, ((3, 4), (3, 1), (3, 6), (4, 7), (3, 4)), losses)
     assert clipper.compiled.blocks == ("layers.2",)
-    assert sum("FirstOnly" in record.message for record in caplog.records) == 1
+    assert sum(kind.__name__ in record.message for record in caplog.records) == 1
+
+
+@kills(
+    "the run that shows the shapes of leaves moves the random numbers",
+    "dpllm/ghost/blocks.py",
+    "            random.restore()\n",
+    "            pass\n",
+    case="non_reentrant",
+)
+@kills(
+    "the run that shows the shapes of leaves writes to the block's input",
+    "dpllm/ghost/blocks.py",
+    "    return value.clone() if isinstance(value, Tensor) else",
+    "    return value if isinstance(value, Tensor) else",
+    case="no_checkpoints",
+)
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["no_checkpoints", "non_reentrant", "reentrant"])
+def test_a_block_is_computed_and_recomputed_as_without_a_clipper(reentrant):
+    """With the same random numbers and inputs, in the loss that compiles it too: the sum is that of autograd."""
+    model = made(Dropping, reentrant)
+    for block in model.layers:
+        block.in_place = reentrant is None
+    plain = copy.deepcopy(model)
+    clipper = GhostClipper(model, 1e6)
+    clipper.compile(BACKEND)
+    for tokens in (5, 6):
+        for one, backward in ((plain, lambda loss_B: loss_B.sum().backward()), (model, clipper.backward)):
+            one.zero_grad()
+            torch.manual_seed(7)
+            backward(losses(one, batch_of(4, tokens)))
+        for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, expected.grad)
+    assert len(clipper.compiled.blocks) == 2
 
 
 def test_too_many_graphs(caplog):
@@ -331,6 +400,13 @@ def test_too_many_graphs(caplog):
 # ------------------------------------------------------------------------------------- graphs of the user
 
 
+@kills(
+    "a block that was compiled before keeps a graph that its taps are not in",
+    "dpllm/ghost/tapped_model.py",
+    "            self.blocks.take_over()\n",
+    "            pass\n",
+    case="in_place-before",
+)
 @pytest.mark.parametrize("when", ["before", "after", "between"])
 @pytest.mark.parametrize("how", ["in_place", "wrapped"])
 def test_blocks_that_the_user_compiled(how, when):

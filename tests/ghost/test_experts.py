@@ -306,7 +306,7 @@ def refused(model, match):
 @kills(
     "frozen experts that ZeRO-3 partitioned call as many modules as experts have tokens",
     "dpllm/ghost/attach.py",
-    "        self.experts += attach_partitioned(self._model, self._host)\n",
+    "        self._experts += attach_partitioned(self._model, self._host)\n",
     "",
 )
 def test_frozen_experts_that_are_partitioned_call_the_same_modules_for_any_tokens():

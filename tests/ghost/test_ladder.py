@@ -85,7 +85,7 @@ WAYS = {
 
 @kills(
     "a function is not served",
-    "dpllm/ghost/functions.py",
+    "dpllm/ghost/attach.py",
     "    if func is LINEAR:\n        return any(",
     "    if func is None:\n        return any(",
     case="function",
@@ -107,15 +107,15 @@ WAYS = {
 @kills(
     "an input without the rows is taken for one with them",
     "dpllm/ghost/taps.py",
-    "        if self.place is None and not self.call.packed.lengths and size",
-    "        if False and size",
+    "        if hand.has_rows and x.shape[0] != hand.call.rows:\n",
+    "        if False:\n",
     case="rows are not first",
 )
 @kills(
     "uses in single rows are never handed over",
     "dpllm/ghost/row_split.py",
-    "            call.anchor, call.place = gate, gathered\n",
-    "            call.anchor, call.place = anchor, gathered\n",
+    "            call.anchor, call.place = gate, gathered.add\n",
+    "            call.anchor, call.place = anchor, gathered.add\n",
     case="tap within rows",
 )
 @kills(

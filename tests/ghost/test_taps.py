@@ -2,7 +2,6 @@
 
 import logging
 
-import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -184,7 +183,9 @@ def test_a_parameter_below_all_taps_is_the_loop(name):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["scale", "product", "convolution by hand", "steps", "sinks", "two parameters"])
+@pytest.mark.parametrize(
+    "name", ["scale", "product", "convolution by hand", "steps", "sinks", "two parameters", "kernel of a value"]
+)
 def test_a_checkpointed_module_is_the_loop(name, reentrant):
     """Its functions run again in the backward pass, where they are served as well."""
 
@@ -498,89 +499,6 @@ def test_a_router_is_exact(settings, algorithm):
     )
 
 
-class Zero3(torch.autograd.Function):
-    """A linear layer as ZeRO-3 computes it, which writes the gradient elsewhere."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias):
-        ctx.save_for_backward(weight)
-        if x.dim() == 2:
-            return torch.addmm(bias, x, weight.t())
-        output = x.matmul(weight.t())
-        output += bias
-        return output
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.matmul(ctx.saved_tensors[0]), None, None
-
-
-def partitioned(net, there=True):
-    """Mark the parameters as DeepSpeed marks those of ZeRO-3."""
-    for parameter in net.parameters() if there else ():
-        parameter.ds_id, parameter.ds_status = 0, None
-    return net
-
-
-Zero3.__module__ = "deepspeed.runtime.zero.linear"
-
-
-class PartitionedRouter(Router):
-    """Its products are inside ZeRO-3's function; a copy of it is not partitioned, and uses ``F.linear``."""
-
-    def __init__(self, place):
-        super().__init__()
-        self.place = place
-
-    def multiply(self, x, weight, bias):
-        function = Zero3.apply if hasattr(self.weight, "ds_id") else F.linear
-        return function(x, weight, bias)
-
-    def forward(self, x):
-        weight, bias = self.weight, self.bias
-        if self.place == "cast":
-            weight, bias = weight.type(torch.float64), bias.to(torch.float64)
-        logits = self.multiply(x if self.place == "rows" else x.reshape(-1, 6), weight, bias)
-        return self.multiply(logits, weight[:, :4], bias) if self.place == "twice" else logits
-
-
-class Partitioned(nn.Module):
-    """Such a router between two layers; its output is that of the function."""
-
-    def __init__(self, place):
-        super().__init__()
-        self.place, self.first, self.router = place, nn.Linear(3, 6), PartitionedRouter(place)
-        self.last = nn.Identity() if place == "returned" else nn.Linear(4, 1)
-
-    def forward(self, x):
-        hidden = self.first(x).tanh()
-        if self.place == "function":
-            logits = checkpoint(self.router.forward, hidden, use_reentrant=True)
-        elif self.place.startswith("reentrant"):
-            logits = checkpoint(self.router, hidden, use_reentrant=self.place == "reentrant=True")
-        else:
-            logits = self.router(hidden)
-        logits = logits if self.place in ("linear", "returned") else logits.tanh()
-        return {"logits": self.last(logits)}
-
-
-def partitioned_losses(model, batch):
-    """One loss per row."""
-    return model(batch["x"])["logits"].reshape(len(batch["x"]), -1).square().sum(1)
-
-
-PLACES = ("tokens", "rows", "cast", "twice", "linear", "returned", "reentrant=True", "reentrant=False")
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("algorithm", ["gram", "instance"])
-def test_a_product_within_zero3_s_own_function_is_exact(algorithm, place):
-    """Its twin takes its place where it is used: by a function, a layer with a rule, the function itself, the loss."""
-    torch.manual_seed(0)
-    net = partitioned(perturbed(Partitioned(place)))
-    assert_is_the_loop(net, partitioned_losses, routed_batch(), NormMethod(algorithm), FIVE)
-
-
 class Dense(nn.Module):
     """Every expert is given every token, as in Llama 4."""
 
@@ -752,28 +670,27 @@ def test_a_bias_tied_between_a_head_and_its_decoder_counts_once(name, passes):
     )
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta"])
-def test_a_tied_bias_counts_once_for_units_of_several_rows_and_where_it_alone_is_trained(name):
-    """Cross terms of a unit's rows, and a head of which only the bias is trained."""
-    model = perturbed(HEADS[name]())
-    assert_is_the_loop(model, masked_lm, token_batch(), unit_index=torch.tensor([0, 1, 0, 2]))
-    model.zero_grad()
-    for parameter_name, parameter in model.named_parameters():
-        parameter.requires_grad_(parameter_name.endswith("bias"))
-    assert_is_the_loop(model, masked_lm, token_batch())
+def with_biases_only(model):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("bias"))
+    return model
 
 
-def test_a_tied_bias_counts_once_with_lora_beside_it():
-    """``modules_to_save`` trains the head as a whole beside the adapters."""
-    model = get_peft_model(HEADS["bert"](), LoraConfig(r=2, target_modules=["query", "value"], bias="all"))
-    assert_is_the_loop(perturbed(model), masked_lm, token_batch())
-
-
-def test_a_tied_bias_counts_once_under_activation_checkpointing():
-    """The parameters that the head uses are determined at its first call, which may be in the backward pass."""
-    model = perturbed(HEADS["bert"]())
+def with_checkpoints(model):
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    assert_is_the_loop(model, masked_lm, token_batch(), NormMethod(backward_passes=2))
+    return model
+
+
+def with_lora(model):
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["query", "value"], bias="all"))
+
+
+@pytest.mark.parametrize("units", [None, UNITS], ids=["rows", "units"])
+@pytest.mark.parametrize("change", [with_biases_only, with_checkpoints, with_lora])
+def test_a_tied_bias_counts_once_in_every_setting(change, units):
+    """With cross terms of a unit's rows; a head of which only the bias is trained, is recomputed, or has LoRA too."""
+    model = change(perturbed(HEADS["bert"]()))
+    assert_is_the_loop(perturbed(model), masked_lm, token_batch(), NormMethod(backward_passes=2), units)
 
 
 class Head(nn.Module):
@@ -804,22 +721,16 @@ def test_all_uses_of_a_parameter_add_up_whoever_makes_them(passes):
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("mode", ["full", "lora"])
+@pytest.mark.parametrize("mode", ["full", "lora", "checkpoints"])
 @pytest.mark.parametrize("name", FALCONS)
 def test_a_model_that_adds_in_place_to_what_a_layer_returned(name, mode, passes):
     """Falcon adds the attention to the output of its MLP; its linear layers have a separate class."""
     model = transformers.FalconForCausalLM(transformers.FalconConfig(**SIZES, use_cache=False, **FALCONS[name]))
     if mode == "lora":
         model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
+    elif mode == "checkpoints":
+        model = with_checkpoints(model)
     assert_is_the_loop(perturbed(model), causal_lm, token_batch(), NormMethod(backward_passes=passes))
-
-
-def test_in_place_additions_under_activation_checkpointing():
-    """The recomputed block adds in place as well."""
-    model = transformers.FalconForCausalLM(transformers.FalconConfig(**SIZES, use_cache=False))
-    model = perturbed(model)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    assert_is_the_loop(model, causal_lm, token_batch())
 
 
 class Written(nn.Module):
@@ -877,26 +788,6 @@ def test_a_module_that_overwrites_its_input_is_the_loop(size):
     net = perturbed(nn.Sequential(nn.Linear(3, 4), Overwriting(*size), nn.Linear(4, 1)))
     batch = {"x": torch.randn(4, 3, 3, dtype=torch.float64)}
     assert_is_the_loop(net, lambda model, batch: model(batch["x"]).square().sum((1, 2)), batch)
-
-
-def vblora(model, **changes):
-    config = {"r": 2, "num_vectors": 5, "vector_length": 4, "topk": 2, "vblora_dropout": 0.0, **changes}
-    return get_peft_model(model, peft.VBLoRAConfig(**config))
-
-
-@pytest.mark.parametrize("passes", [1, 2])
-def test_a_bank_of_vectors_that_layers_share_is_the_loop(passes):
-    """VB-LoRA: one parameter in a container that each adapted layer holds, and the model around them keeps."""
-    model = perturbed(vblora(HEADS["bert"](), target_modules=["query", "output.dense"]))
-    assert any("vector_bank" in name for name, p in model.named_parameters() if p.requires_grad)
-    assert_is_the_loop(model, masked_lm, token_batch(), NormMethod(backward_passes=passes))
-
-
-def test_a_bank_of_vectors_on_a_llama_is_the_loop():
-    """The adapter that was refused, with units of several rows."""
-    config = transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": 2})
-    model = perturbed(vblora(transformers.LlamaForCausalLM(config), target_modules=["q_proj", "v_proj"]))
-    assert_is_the_loop(model, causal_lm, token_batch(), unit_index=torch.tensor([0, 1, 2, 1]))
 
 
 class Bank(nn.Module):

@@ -28,8 +28,8 @@ UNITS = [None, torch.tensor([1, 0, -1, 2, 0])]
 @kills(
     "a parameter with two uses counts as used once",
     "dpllm/ghost/attach.py",
-    "for functions in self.functions) == 1\n",
-    "for functions in self.functions) >= 1\n",
+    "if target.name == name) == 1\n",
+    "if target.name == name) >= 1\n",
 )
 @pytest.mark.parametrize("checkpointing", ["none", "reentrant", "nonreentrant"])
 @pytest.mark.parametrize("unit_index", UNITS, ids=["a row is a unit", "several rows"])
