@@ -17,17 +17,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from dpllm.ghost import kernels, memory, rounding
+from dpllm.ghost import kernels, memory
 from dpllm.ghost.checks import RowProbe, SpreadProbe, probed_rows, refuse_other_rows, unmeasured_spread
 from dpllm.ghost.contributions import Layouts, Rows, Use
 from dpllm.ghost.errors import GhostError
-from dpllm.ghost.factors import GroupFactors
 from dpllm.ghost.model_calls import not_repeatable
-from dpllm.ghost.norm_method import NormMethod
+from dpllm.ghost.norm_method import Flows, NormMethod
 from dpllm.ghost.norms import NormTally
 from dpllm.ghost.parameters import Groups, TrainedParameters, one_group
-from dpllm.ghost.receivers import AddUp, AddUpGroups, HeldUnit, Keep, Measure, Pass, Receiver
-from dpllm.ghost.rounding import Flows
+from dpllm.ghost.receivers import AddUp, AddUpGroups, HeldUnit, Measure, Pass, Receiver
 from dpllm.ghost.rules import (
     refuse_coupled_modules,
     refuse_skipped_layers,
@@ -35,7 +33,7 @@ from dpllm.ghost.rules import (
     refuse_wrapped,
     two_passes_over_shards,
 )
-from dpllm.ghost.sums import Finish, Sum
+from dpllm.ghost.sums import Finish, GroupFactors, Sum
 from dpllm.ghost.tapped_model import TappedModel
 from dpllm.ghost.taps import Call, Target
 
@@ -133,8 +131,7 @@ class Book:
 
     def arrived(self, *tensors: Tensor) -> None:
         """See `dpllm.ghost.tapped_model.Receiver`."""
-        if rounding.is_measured(tensors[0]):
-            self._flows.note(tensors)
+        self._flows.note(tensors)
 
     def record(self, target: Target, use: Use) -> None:
         """See `dpllm.ghost.tapped_model.Receiver`."""
@@ -151,7 +148,7 @@ class Book:
         rows = Rows.of(torch.arange(len(loss_B)), len(loss_B), loss_B.device)
         one = Pass(rows, self.norm_method, groups=self._trained.groups)
         with torch.autocast(loss_B.device.type, enabled=False):
-            with self.tapped.backward(), self._receiving(Keep(one), len(loss_B)):
+            with self.tapped.backward(), self._receiving(one, len(loss_B)):
                 torch.autograd.backward(loss_B, torch.ones_like(loss_B))
             with kernels.exact_matmul(), torch.no_grad():
                 one.add_norms(self._tally(one))
@@ -201,7 +198,7 @@ class Book:
         if self._passes(loss_B) == 2 and not self._held:
             return self._first_pass(loss_B, unit_B, num_units, finish)
         one = self._begin(loss_B, unit_B, num_units)
-        self._differentiate(one, loss_B, Keep(one))
+        self._differentiate(one, loss_B, one)
         if self._held:
             one = self._pass = self._held.complete(one, loss_B.device)
         self._trained.refuse_missing(one.contributions.keys())
@@ -258,7 +255,7 @@ class Book:
             loss_B: (B,) losses with a graph, all of the same unit.
         """
         one = self._begin(loss_B, torch.zeros(len(loss_B), dtype=torch.int64), 1)
-        self._differentiate(one, loss_B, Keep(one))
+        self._differentiate(one, loss_B, one)
         self._held.add(one)
 
     def _settled(self, unit_B: Tensor, sq_norm_GU: Tensor) -> Tensor:

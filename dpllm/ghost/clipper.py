@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from dpllm.ghost.blocks import CompiledBlocks
 from dpllm.ghost.book import Book
 from dpllm.ghost.contributions import Use
-from dpllm.ghost.factors import GroupFactors, clip_factors
 from dpllm.ghost.norm_method import NormMethod
 from dpllm.ghost.parameters import numbered, shapes_of
-from dpllm.ghost.sums import Finish, Sum
+from dpllm.ghost.sums import Finish, GroupFactors, Sum, clip_factors
 from dpllm.ghost.unit_clipper import ClipResult, UnitClipper
 from dpllm.mechanism.parts import Clipping
 

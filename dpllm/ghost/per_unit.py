@@ -24,14 +24,13 @@ from torch import Tensor, nn
 from dpllm.ghost import kernels, memory
 from dpllm.ghost.checks import refuse_long_rows, tokens_by_themselves
 from dpllm.ghost.errors import GhostError
-from dpllm.ghost.factors import clip_factors
 from dpllm.ghost.graph import nodes_of
 from dpllm.ghost.own_sums import state_of_gradient
 from dpllm.ghost.packed import PackedRows
 from dpllm.ghost.parameters import TrainedParameters, shapes_of
 from dpllm.ghost.refusals import is_fp8
 from dpllm.ghost.rules import refuse_replicating, refuse_switching
-from dpllm.ghost.sums import Finish, Sum
+from dpllm.ghost.sums import Finish, Sum, clip_factors
 from dpllm.ghost.unit_clipper import ClipResult, UnitClipper
 from dpllm.mechanism.parts import Clipping
 
