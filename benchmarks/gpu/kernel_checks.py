@@ -19,7 +19,7 @@ import scipy.stats
 import torch
 
 from dpllm.ghost import NormMethod, kernels
-from dpllm.ghost.rounding import _MOST, _SHAPES, shortfalls, slack_factor
+from dpllm.ghost.norm_method import _MOST, _SHAPES, shortfalls, slack_factor
 from dpllm.ghost.sums import Sum, Weights
 from dpllm.mechanism.chacha20 import ChaCha20Normals
 from dpllm.mechanism.device_chacha20 import DeviceNormals

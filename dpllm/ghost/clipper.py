@@ -16,17 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpllm.ghost import kernels, memory, rounding
+from dpllm.ghost import kernels, memory
 from dpllm.ghost.blocks import CompiledBlocks
 from dpllm.ghost.contributions import Layouts, Rows, Use
 from dpllm.ghost.errors import GhostError, NoRuleError
-from dpllm.ghost.factors import GroupFactors, clip_factors
-from dpllm.ghost.norm_method import NormMethod
+from dpllm.ghost.norm_method import Flows, NormMethod
 from dpllm.ghost.norms import NormTally
-from dpllm.ghost.receivers import AddUp, AddUpGroups, HeldUnit, Keep, Measure, Pass, Receiver
+from dpllm.ghost.receivers import AddUp, AddUpGroups, HeldUnit, Measure, Pass, Receiver
 from dpllm.ghost.refusals import refuse_for_one_pass
 from dpllm.ghost.row_checks import Checked, SpreadProbe, row_probes
-from dpllm.ghost.sums import Finish, Sum
+from dpllm.ghost.sums import Finish, GroupFactors, Sum, clip_factors
 from dpllm.ghost.tapped_model import TappedModel
 from dpllm.ghost.taps import Call, Target
 from dpllm.ghost.unit_clipper import ClipResult, UnitClipper, incomplete_unit, units_of
@@ -87,7 +86,7 @@ class GhostClipper(UnitClipper):
         if self._by_parameter:
             self._num_norms = len(trained.by_name)
             self._norm_of = {id(p): number for number, p in enumerate(trained.by_name.values())}
-        self._flows = rounding.Flows()
+        self._flows = Flows()
         self._held = HeldUnit()
         self._layouts = Layouts()
         self._memory = memory.Passes(model)
@@ -223,7 +222,7 @@ class GhostClipper(UnitClipper):
             )
         one = self._begin(loss_B, unit_B, num_units)
         one.finish = finish
-        receiver: Keep | Measure | AddUpGroups = Keep(one)
+        receiver: Pass | Measure | AddUpGroups = one
         if early is not None and self._forms_groups(loss_B, finish):
             every = self._trained.by_name.values()
             receiver = AddUpGroups(one, self._tapped.ladder, every, lambda: self._tally(one, num_norms=1), early)
@@ -232,7 +231,7 @@ class GhostClipper(UnitClipper):
         self._differentiate(one, loss_B, receiver, retain_graph=isinstance(receiver, Measure))
         if self._held:
             one = self._pass = self._held.complete(one, loss_B.device)
-        seen = set() if isinstance(receiver, Keep) else receiver.seen
+        seen = set() if isinstance(receiver, Pass) else receiver.seen
         self._trained.refuse_missing(seen | one.contributions.keys())
         with kernels.exact_matmul(), torch.no_grad():
             sq_norm_GU, slack_GU = one.add_norms(receiver.tally if isinstance(receiver, Measure) else self._tally(one))
@@ -351,7 +350,7 @@ class GhostClipper(UnitClipper):
         """See `UnitClipper.hold`."""
         units_of(losses, None)
         one = self._begin(losses, torch.zeros(len(losses), dtype=torch.int64), 1)
-        self._differentiate(one, losses, Keep(one))
+        self._differentiate(one, losses, one)
         self._held.add(one)
 
     def forget(self) -> None:
@@ -426,8 +425,7 @@ class GhostClipper(UnitClipper):
 
     def arrived(self, *tensors: Tensor) -> None:
         """Note tensors that came out of a backward pass."""
-        if rounding.is_measured(tensors[0]):
-            self._flows.note(tensors)
+        self._flows.note(tensors)
 
     def record(self, target: Target, use: Use) -> None:
         """Take the contribution of one use of a parameter to the gradient of each row.
@@ -461,7 +459,7 @@ class GhostClipper(UnitClipper):
         rows = Rows.of(torch.arange(len(loss_B)), len(loss_B), loss_B.device)
         one = Pass(rows, self.norm_method, groups=self._norm_of)
         with torch.autocast(loss_B.device.type, enabled=False):
-            self._run_backward(loss_B, torch.ones_like(loss_B), Keep(one))
+            self._run_backward(loss_B, torch.ones_like(loss_B), one)
             with kernels.exact_matmul(), torch.no_grad():
                 one.add_norms(self._tally(one))
         one.weigh(weight_B.to(loss_B.device, self._trained.norm_dtype).expand(self._num_norms, -1))

@@ -6,23 +6,24 @@ once as a matrix product. A layer's rule describes a use as one of
 * `Outer`:        sum_t left[b, t] (x) right[b, t]          matrices: linear layers;
 * `Lookup`:       sum_t onehot(index[b, t]) (x) right[b, t] embeddings;
 * `HeadUse`:      an outer product whose left factor is made again: the head of a language model
-  (`dpllm.ghost.head_use`);
+  (`dpllm.ghost.chunked_head`);
 * `Routed`:       outer products of tokens that meet different matrices: experts (`dpllm.ghost.routed`);
 * `RowGradients`: the gradient of each row                  biases, norms, and anything else.
 
 A use is kept as its factors, or as an `Instance`, the gradient of each *unit*, where that takes no more memory (LoRA
-factors, narrow layers, units with many rows). Several matrix products with one parameter become one over the tokens of
-all of them, and so do several lookups. `add_weighted_` forms the clipped sum.
+factors, narrow layers, units with many rows). `add_weighted_` forms the clipped sum; norms: `dpllm.ghost.norms`.
 
 Shape suffixes: B rows, U units, T tokens, L and R the two dimensions of a weight, G units that have equally many rows,
-N rows of each of them, P entries of several parameters.
+N rows of each of them.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -30,14 +31,23 @@ from torch import Tensor
 
 from dpllm.data.transfer import send_array
 from dpllm.ghost import kernels
-from dpllm.ghost.head_use import HeadUse
 from dpllm.ghost.norm_method import NormMethod
-from dpllm.ghost.routed import Routed
 from dpllm.ghost.sums import Sum, Weights
+
+if TYPE_CHECKING:
+    from dpllm.ghost.chunked_head import HeadUse
+    from dpllm.ghost.routed import Routed
+
+Use: TypeAlias = "RowGradients | Outer | Lookup | HeadUse | Routed"
+"""One use of a parameter, as its tap hands it over."""
+
+Contribution: TypeAlias = "Instance | Outer | Lookup | HeadUse | Routed"
+"""One or more uses of a parameter, as they are kept until the clipped sum."""
 
 _LAYOUTS = 256  # of microbatches that are remembered
 # Small gradients are copied into one tensor: that costs less than the launches it saves, which are dearer on a GPU.
 _SMALL_ON_CPU, _SMALL = 1 << 14, 1 << 20  # entries of a parameter
+_STACKED, _FACTORS = 1 << 16, 4  # entries of factors that are copied together; times the entries of gradients
 _FLAT_BYTES = 1 << 26  # of one such tensor, and so of the memory that the copies take for a moment
 
 
@@ -180,25 +190,23 @@ class RowGradients:
         return rows.sum_rows(kernels.widen(self.value_B))
 
 
+@dataclass(frozen=True)
 class Instance:
-    """The gradient of each unit, held unchanged.
+    """The gradient of each unit.
 
-    Args:
+    Attributes:
         value_U: (U, *parameter shape), in the accumulation dtype.
     """
 
-    def __init__(self, value_U: Tensor) -> None:
-        """Hold it."""
-        self._value_U = value_U
+    value_U: Tensor
 
     @property
-    def value_U(self) -> Tensor:
-        """The gradients of the units."""
-        return self._value_U
+    def is_small(self) -> bool:
+        """Whether it is copied next to those of other parameters."""
+        return _is_small(self.value_U.shape[1:].numel(), self.value_U.device)
 
     def instance(self, rows: Rows) -> Tensor:
         """Return the gradients of the units."""
-        del rows
         return self.value_U
 
     def fold(self) -> Instance:
@@ -207,42 +215,12 @@ class Instance:
 
     def add_weighted_(self, total: Sum, weights: Weights, norm_method: NormMethod) -> None:
         """Add the weighted gradients: ``total += sum_u factor_u g_u``."""
-        del norm_method
         if len(self.value_U) == 1:  # one unit, whose gradient may be as large as the parameter: no copy for its zeros
             factor = weights.factor.to(total.dtype)[0]
             total.take_((self.value_U[0].to(total.dtype) * factor).masked_fill_(factor == 0, 0))
             return
         value_U, factor_U = weights.kept(self.value_U)
         total.take_(torch.tensordot(factor_U.to(total.dtype), value_U.to(total.dtype), dims=1))
-
-
-class Part(Instance):
-    """The gradient of each unit, next to those of other small parameters of one group: one norm and one sum for all.
-
-    Args:
-        value_UP: the gradients of all these parameters.
-        start: of this one's entries.
-        shape: of this one.
-        sums: of all these parameters, (P,), once it is computed; a list that they share.
-    """
-
-    def __init__(self, value_UP: Tensor, start: int, shape: torch.Size, sums: list[Tensor]) -> None:
-        """Remember where it lies."""
-        self._value_UP, self._start, self._shape, self._sums = value_UP, start, shape, sums
-
-    @property
-    def value_U(self) -> Tensor:
-        """The gradients of the units; a view."""
-        value_UP = self._value_UP[:, self._start : self._start + self._shape.numel()]
-        return value_UP.view(len(value_UP), *self._shape)
-
-    def add_weighted_(self, total: Sum, weights: Weights, norm_method: NormMethod) -> None:
-        """Add the weighted gradients: ``total += sum_u factor_u g_u``; the first call does so for all."""
-        del norm_method
-        if not self._sums:
-            value_UP, factor_U = weights.kept(self._value_UP)
-            self._sums.append(factor_U.to(value_UP.dtype) @ value_UP)
-        total.take_(self._sums[0][self._start : self._start + self._shape.numel()].view(self._shape))
 
 
 @dataclass(frozen=True)
@@ -274,6 +252,25 @@ class Outer:
         """Return a key that is equal for layers that read the same activation."""
         x = self.input
         return x.data_ptr(), x.shape, x.stride(), x.dtype
+
+    def like(self) -> tuple:
+        """Return a key that is equal for uses of equal shapes and dtypes."""
+        return self.left_BTL.shape, self.right_BTR.shape, self.left_BTL.dtype, self.right_BTR.dtype
+
+    def is_small(self, rows: Rows) -> bool:
+        """Whether the gradients of units are formed later, next to those of other parameters, which saves launches.
+
+        Until then the factors are kept: they are small, and at most `_FACTORS` times as large as the gradients.
+        """
+        num_rows, _, width = self.left_BTL.shape
+        entries = width * self.right_BTR.shape[2]
+        factors = self.left_BTL.numel() + self.right_BTR.numel()
+        return (
+            rows.in_order
+            and num_rows == rows.num_units
+            and factors <= min(_STACKED, _FACTORS * num_rows * entries)
+            and _is_small(entries, self.left_BTL.device)
+        )
 
     def factor_bytes(self) -> int:
         """Return the bytes of the factors."""
@@ -337,7 +334,6 @@ class Lookup:
 
     def add_weighted_(self, total: Sum, weights: Weights, norm_method: NormMethod) -> None:
         """Add the weighted gradients: ``total += sum_b factor_b g_b``."""
-        del norm_method
         weighted = self.right_BTR.to(total.dtype) * weights.factor.to(total.dtype)[:, None, None]
         weighted.masked_fill_((weights.factor == 0)[:, None, None], 0)  # 0 * inf is NaN; a selection would wait
         total.filled().index_add_(0, self.index_BT.flatten(), weighted.flatten(0, 1))
@@ -348,8 +344,71 @@ class Lookup:
         return torch.linalg.vector_norm(self.right_BTR, dim=2, dtype=dtype).sum(1)
 
 
-Use = RowGradients | Outer | Lookup | HeadUse | Routed
-Contribution = Instance | Outer | Lookup | HeadUse | Routed
+@dataclass(frozen=True)
+class Flat:
+    """The gradients of the units for several small parameters, next to each other: one norm and one sum for all.
+
+    Attributes:
+        value_UP: the gradients.
+        shapes: the shape of each parameter, by its id, in the order of the entries.
+    """
+
+    value_UP: Tensor
+    shapes: dict[int, torch.Size]
+
+    @classmethod
+    def of_products(cls, uses: dict[int, Outer]) -> Flat:
+        """Form the gradients of parameters, by their ids, from uses of equal shapes and dtypes, one row to a unit."""
+        left_NTL, right_NTR = (
+            torch.stack(factors, 1).flatten(0, 1)
+            for factors in zip(*((use.left_BTL, use.right_BTR) for use in uses.values()), strict=True)
+        )
+        value_NLR = kernels.wide_bmm(left_NTL.mT, right_NTR)
+        return cls(value_NLR.view(len(value_NLR) // len(uses), -1), dict.fromkeys(uses, value_NLR.shape[1:]))
+
+    def weighted(self, weights: Weights) -> Iterator[tuple[int, Tensor]]:
+        """Yield the id and the weighted sum of the gradients of each parameter; views of one tensor."""
+        value_UP, factor_U = weights.kept(self.value_UP)
+        sums = (factor_U.to(value_UP.dtype) @ value_UP).split([shape.numel() for shape in self.shapes.values()])
+        for (key, shape), sum_P in zip(self.shapes.items(), sums, strict=True):
+            yield key, sum_P.view(shape)
+
+
+def formed_together(uses: dict[int, Outer]) -> Iterator[Flat]:
+    """Form the gradients of parameters, by their ids, with few launches; empties the dictionary.
+
+    Args:
+        uses: of equal shapes and dtypes, in which one row is one unit.
+    """
+    first = next(iter(uses.values()))
+    most = max(1, _STACKED // (first.left_BTL.numel() + first.right_BTR.numel()))
+    del first
+    while uses:
+        yield Flat.of_products(dict(uses.popitem() for _ in range(min(most, len(uses)))))
+
+
+def side_by_side(flats: list[Flat]) -> Iterator[Flat]:
+    """Yield the same gradients in few tensors, each of one dtype and device; empties the list.
+
+    At most `_FLAT_BYTES` of copies exist at a time with their originals.
+    """
+    alike: dict[tuple, list[Flat]] = {}
+    while flats:
+        flat = flats.pop()
+        alike.setdefault((flat.value_UP.dtype, flat.value_UP.device), []).append(flat)
+    for waiting in alike.values():
+        while waiting:
+            taken = [waiting.pop()]
+            room = _FLAT_BYTES - taken[0].value_UP.nbytes
+            while waiting and room >= waiting[-1].value_UP.nbytes:
+                taken.append(waiting.pop())
+                room -= taken[-1].value_UP.nbytes
+            value_UP = torch.cat([one.value_UP for one in taken], 1) if len(taken) > 1 else taken[0].value_UP
+            yield Flat(value_UP, {key: shape for one in taken for key, shape in one.shapes.items()})
+
+
+def _is_small(entries: int, device: torch.device) -> bool:
+    return entries < (_SMALL_ON_CPU if device.type == "cpu" else _SMALL)
 
 
 def _one_row(x: Tensor) -> Tensor:
@@ -357,127 +416,6 @@ def _one_row(x: Tensor) -> Tensor:
     return x.flatten(0, 1)[None]
 
 
-def held(use: Use, rows: Rows, norm_method: NormMethod) -> Contribution:
-    """Return the form in which a use is kept until the clipped sum: the one that takes less memory.
-
-    Args:
-        use: of a parameter.
-        rows: the units of the rows.
-        norm_method: decides which form that is.
-    """
-    if isinstance(use, RowGradients) or norm_method.holds_instance(use.factor_bytes(), use.instance_bytes(rows)):
-        return Instance(use.instance(rows))
-    return use
-
-
-def merge(contributions: Sequence[Contribution], rows: Rows, norm_method: NormMethod) -> list[Contribution]:
-    """Convert the contributions to one parameter to a common form.
-
-    The products with one weight, a sum over tokens each, become one over the tokens of all; so do lookups, and uses of
-    a stack of matrices. Instances add up; where one contribution is held as an instance, all of them become one.
-
-    Returns:
-        A single contribution, or the two of a table that is both looked up and multiplied with (a tied head).
-    """
-    kinds = {type(one) for one in contributions}
-    if len(contributions) == 1:
-        return list(contributions)
-    if HeadUse in kinds and kinds <= {HeadUse, Lookup}:
-        lookups = [one for one in contributions if isinstance(one, Lookup)]
-        heads = [one for one in contributions if isinstance(one, HeadUse)]
-        return [*([_joined(lookups)] if lookups else []), *heads]
-    if HeadUse in kinds:
-        return [Instance(sum_of(one.instance(rows) for one in contributions))]
-    joined: list[Contribution] = [one for one in contributions if isinstance(one, Instance)]
-    for kind in (Lookup, Outer, Routed):
-        of_kind = [one for one in contributions if isinstance(one, kind)]
-        if of_kind:
-            joined.append(held(_joined(of_kind), rows, norm_method))
-    if len(joined) > 1 and any(isinstance(one, Instance | Routed) for one in joined):
-        return [Instance(sum_of(one.instance(rows) for one in joined))]
-    return joined
-
-
-def _joined(uses: list) -> Lookup | Outer | Routed:
-    """Return uses of one kind as one: a sum over the tokens of all of them."""
-    first, *rest = uses
-    if not rest:
-        return first
-    if isinstance(first, Routed):
-        return Routed.cat(uses)
-    right_BTR = torch.cat([use.right_BTR for use in uses], 1)
-    if isinstance(first, Lookup):
-        return Lookup(torch.cat([use.index_BT for use in uses], 1), right_BTR, first.num_entries)
-    return Outer(torch.cat([use.left_BTL for use in uses], 1), right_BTR, first.input_side)
-
-
-def join(already: Sequence[Contribution], more: Sequence[Contribution], norm_method: NormMethod) -> list[Contribution]:
-    """Combine the contributions of one unit's rows to one parameter over several passes, as those of a single row.
-
-    A sum over rows of sums over tokens is one sum over tokens. It is kept as factors, or as the gradient itself as soon
-    as that takes less memory, for any number of rows that follow.
-
-    Args:
-        already: the result of `join` for the previous passes; empty at first.
-        more: every use of the parameter in one more pass.
-        norm_method: decides which form takes less memory.
-    """
-    folded = [*already, *map(_folded, more)]
-    first = folded[0]
-    assert not isinstance(first, HeadUse), "it is folded to an instance"
-    one = Rows.one_unit((first.value_U if isinstance(first, Instance) else first.right_BTR).device)
-    joined = merge(folded, one, norm_method)
-    return merge([c if isinstance(c, Instance) else held(c, one, norm_method) for c in joined], one, norm_method)
-
-
-def _folded(contribution: Contribution) -> Contribution:
-    """Return the same contribution with all tokens in a single row; a head's gradient itself."""
-    if not isinstance(contribution, HeadUse):
-        return contribution.fold()
-    lse_BT = contribution.lse_BT
-    rows = Rows.of(torch.zeros(len(lse_BT), dtype=torch.int64), 1, lse_BT.device)
-    return Instance(contribution.instance(rows))
-
-
-def put_side_by_side(contributions: dict[int, list[Contribution]], keys: Iterable[int]) -> list[Tensor]:
-    """Copy the small gradients of units into tensors (U, P) of several parameters, of which they become a `Part`.
-
-    Args:
-        contributions: of each parameter, by its id, as returned by `merge`; those copied are replaced.
-        keys: the parameters of one group.
-
-    Returns:
-        The tensors, each of one dtype and device; at most `_FLAT_BYTES` of copies exist at a time with their originals.
-    """
-    tensors: list[Tensor] = []
-    waiting: dict[tuple[torch.dtype, torch.device], list[tuple[int, Tensor]]] = {}
-    for key in keys:
-        one = contributions[key][0]
-        if isinstance(one, Instance):
-            value_U = one.value_U
-            most = _SMALL_ON_CPU if value_U.device.type == "cpu" else _SMALL
-            if value_U.shape[1:].numel() < most:
-                waiting.setdefault((value_U.dtype, value_U.device), []).append((key, value_U))
-    for of_kind in waiting.values():
-        while len(of_kind) > 1:
-            taken = [of_kind.pop()]
-            room = _FLAT_BYTES - taken[0][1].nbytes
-            while of_kind and room >= of_kind[-1][1].nbytes:
-                taken.append(of_kind.pop())
-                room -= taken[-1][1].nbytes
-            value_UP = torch.cat([kernels.entries(value_U) for _, value_U in taken], 1)
-            start, sums = 0, list[Tensor]()
-            for key, value_U in taken:
-                shape = value_U.shape[1:]
-                contributions[key] = [Part(value_UP, start, shape, sums)]
-                start += shape.numel()
-            tensors.append(value_UP)
-    return tensors
-
-
 def sum_of(tensors: Iterable[Tensor]) -> Tensor:
     """Return the sum of one or more tensors."""
-    total, *rest = tensors
-    for tensor in rest:
-        total = total + tensor
-    return total
+    return functools.reduce(operator.add, tensors)

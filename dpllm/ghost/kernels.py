@@ -198,14 +198,9 @@ def _products(x_BTD: Tensor, y_BSD: Tensor) -> Tensor:
     At most `_MAX_TERMS` terms are added in one go, and their sums pairwise. Float32 sums of ten thousand terms of one
     sign were seen to be 76 units in the last place too small, more than `rounding_slack` allows.
     """
-    width = x_BTD.shape[2]
-    if width > _MAX_TERMS and is_small(x_BTD) and is_small(y_BSD):
-        x_NTD = _split(x_BTD)
-        products = _short_products(x_NTD, x_NTD if y_BSD is x_BTD else _split(y_BSD))
-        return products.unflatten(0, (len(x_BTD), -(-width // _MAX_TERMS))).sum(1)  # `sum` adds pairwise
     parts = [
-        _short_products(x_BTD[..., start : start + _MAX_TERMS], y_BSD[..., start : start + _MAX_TERMS])
-        for start in range(0, max(width, 1), _MAX_TERMS)
+        wide_bmm(x_BTD[..., start : start + _MAX_TERMS], y_BSD[..., start : start + _MAX_TERMS].mT)
+        for start in range(0, max(x_BTD.shape[2], 1), _MAX_TERMS)
     ]
     while len(parts) > 1:
         pairs = zip(parts[::2], parts[1::2], strict=False)
@@ -213,33 +208,18 @@ def _products(x_BTD: Tensor, y_BSD: Tensor) -> Tensor:
     return parts[0]
 
 
-def _split(x_BTD: Tensor) -> Tensor:
-    """Cut the width into parts of `_MAX_TERMS`, (B, T, D) to (B * parts, T, `_MAX_TERMS`)."""
-    if x_BTD.shape[2] % _MAX_TERMS:
-        x_BTD = torch.nn.functional.pad(x_BTD, (0, -x_BTD.shape[2] % _MAX_TERMS))
-    return x_BTD.unflatten(2, (-1, _MAX_TERMS)).transpose(1, 2).flatten(0, 1)
-
-
-def _short_products(x_BTD: Tensor, y_BSD: Tensor) -> Tensor:
-    return wide_bmm(x_BTD, y_BSD.mT)
-
-
 def on_tensor_cores(*tensors: Tensor) -> bool:
     """Whether the products of these tensors are exact before they are added in float32: 16 bits each, on a GPU."""
     first = tensors[0].dtype
-    if first is torch.float32:
-        return False
     return first in (torch.bfloat16, torch.float16) and all(t.is_cuda and t.dtype == first for t in tensors)
 
 
-def wide_bmm(x_BMK: Tensor, y_BKN: Tensor, out_BMN: Tensor | None = None) -> Tensor:
+def wide_bmm(x_BMK: Tensor, y_BKN: Tensor) -> Tensor:
     """Return the batched matrix product, accumulated and returned in float32 (float64 for float64 inputs)."""
     if on_tensor_cores(x_BMK, y_BKN):
-        if out_BMN is None:
-            return torch.bmm(x_BMK, y_BKN, out_dtype=torch.float32)
-        return torch.bmm(x_BMK, y_BKN, out_dtype=torch.float32, out=out_BMN)
+        return torch.bmm(x_BMK, y_BKN, out_dtype=torch.float32)
     dtype = accumulation_dtype(x_BMK.dtype)
-    return torch.bmm(x_BMK.to(dtype), y_BKN.to(dtype), out=out_BMN)
+    return torch.bmm(x_BMK.to(dtype), y_BKN.to(dtype))
 
 
 def squared_norms(x_B: Tensor) -> Tensor:

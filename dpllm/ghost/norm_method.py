@@ -1,8 +1,6 @@
-"""The choice between equivalent algorithms for a norm, and between PyTorch and fused kernels.
+"""How norms and sums are computed: the choice between equivalent algorithms, and their measured rounding error.
 
-Place in the flow: between the arithmetic (`kernels` in PyTorch, `triton_launch` fused) and the contributions of a
-layer (`contributions`). The gradient of a matrix for one unit is sum_t a_t (x) g_t over its T tokens, D x P. Its norm
-can be computed from
+The gradient of a matrix for one unit is sum_t a_t (x) g_t over its T tokens, D x P. Its norm can be computed from
 
 * the **Gram** matrices of a and g: T^2 (D + P) operations by symmetry, and only the factors are held;
 * the **instance** (the instantiated per-unit gradient): D x P entries, formed and held instead of the factors. Norm and
@@ -12,13 +10,19 @@ can be computed from
 The choice is made from the shapes at each call, since lengths vary. All algorithms are exact: the choice changes a norm
 only by rounding.
 
+Norms are accumulated in float32, and `kernels.rounding_slack` gives their allowed error. On a GPU the error depends on
+how its tensor cores treat the last bits of a sum (Fasi et al. 2021, PeerJ Computer Science 7:e330), which differs
+between generations. So the error is measured once per device, dtype and method, on the worst case that needs no private
+data: long sums of terms of one sign, where the bits cut off add up.
+
 Shape suffixes: B rows, U units, T tokens, D, L, R, P widths.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -26,7 +30,12 @@ import torch
 from torch import Tensor
 
 from dpllm.ghost import kernels, triton_launch
+from dpllm.ghost.errors import GhostError
 from dpllm.ghost.sums import Sum, Weights
+
+_NARROW = 128  # the widths for sums: a matrix of this size in both dimensions
+_MOST = 32.0  # times the slack
+_SHAPES = ((256, 4096), (1, 300), (1, 512))  # tokens, width; with one token, errors do not average out
 
 NormAlgorithm = Literal["auto", "gram", "instance", "tiled"]
 
@@ -98,8 +107,7 @@ class NormMethod:
 
         By tiles of the gradients themselves where this takes fewer operations than Gram matrices.
         """
-        ((sq_norm_B, mass_B),) = self.grouped_outer_norms([(shared_BTD, grads)])
-        return sq_norm_B, mass_B
+        return self.grouped_outer_norms([(shared_BTD, grads)])[0]
 
     def grouped_outer_norms(self, groups: Sequence[tuple[Tensor, list[Tensor]]]) -> list[tuple[Tensor, Tensor]]:
         """Return `outer_norms` of several groups of layers; the kernels take all of them in one launch.
@@ -109,26 +117,22 @@ class NormMethod:
         Args:
             groups: inputs (B, T_i, D_i), each with the output gradients (B, T_i, P_ij) of the layers that read it.
         """
-        norms: list[tuple[Tensor, Tensor] | None] = [None] * len(groups)
-        fused: list[int] = []
-        stacked: dict[tuple, list[int]] = {}
+        norms: dict[int, tuple[Tensor, Tensor]] = {}
+        together: dict[tuple | int, list[int]] = {}  # groups by what they must share to be computed at once
         for i, (shared_BTD, grads) in enumerate(groups):
             if self._tiles(shared_BTD, grads):
                 norms[i] = self._tiled_norms(shared_BTD, grads)
             elif self.fuses(shared_BTD, *grads) and all(grad.dtype == grads[0].dtype for grad in grads):
-                fused.append(i)
+                together.setdefault((), []).append(i)
             elif kernels.is_small(shared_BTD) and kernels.is_short(shared_BTD.shape[1]):
-                stacked.setdefault((shared_BTD.shape[:2], shared_BTD.dtype), []).append(i)
+                together.setdefault((shared_BTD.shape[:2], shared_BTD.dtype), []).append(i)
             else:
-                norms[i] = kernels.gram_norms(shared_BTD, grads)
-        for together in stacked.values():
-            for i, both in zip(together, kernels.grouped_gram_norms([groups[i] for i in together]), strict=True):
-                norms[i] = both
-        if fused:
-            sq_norm_NB, mass_NB = triton_launch.grouped_gram_norms([groups[i] for i in fused])
-            for i, sq_norm_B, mass_B in zip(fused, sq_norm_NB, mass_NB, strict=True):
-                norms[i] = sq_norm_B, mass_B
-        return [found for found in norms if found is not None]
+                together[i] = [i]
+        for alike, numbers in together.items():
+            given = [groups[i] for i in numbers]
+            fused = zip(*triton_launch.grouped_gram_norms(given), strict=True) if alike == () else None
+            norms.update(zip(numbers, fused or kernels.grouped_gram_norms(given), strict=True))
+        return [norms[i] for i in range(len(groups))]
 
     def _tiles(self, shared_BTD: Tensor, grads: list[Tensor]) -> bool:
         if self.algorithm != "auto":
@@ -162,32 +166,22 @@ class NormMethod:
             weights: of the rows.
             input_side: "left" or "right", whichever holds the input, which layers may share.
         """
-        narrow = left_BTL.element_size() == right_BTR.element_size() == 2  # cuBLAS is best for wider ones
-        narrow = narrow and total.dtype == torch.float32
-        if not (narrow and self.fuses(left_BTL, right_BTR)):
-            if narrow and kernels.on_tensor_cores(left_BTL, right_BTR):
-                left_BTL, right_BTR, factor_B = weights.kept(left_BTL, right_BTR)
-                kernels.add_weighted_outer_(total.total, left_BTL, right_BTR, factor_B, total.is_empty)
-            else:
-                self._add_scaled_outer_(total, left_BTL, right_BTR, weights, input_side)
-        elif total.takes_last:
-            gradient, scale = total.begin_gradient()
+        narrow = left_BTL.element_size() == right_BTR.element_size() == 2 and total.dtype == torch.float32
+        if narrow and self.fuses(left_BTL, right_BTR):  # cuBLAS is best for wider ones
+            out, scale = total.begin_gradient() if total.takes_last else (total.total, 1.0)
             start = None if total.is_empty else total.total
-            triton_launch.weighted_outer_(gradient, start, left_BTL, right_BTR, weights.factor, scale)
-            total.gradient = gradient
+            triton_launch.weighted_outer_(out, start, left_BTL, right_BTR, weights.factor, scale)
+            if total.takes_last:
+                total.gradient = out
+        elif narrow and kernels.on_tensor_cores(left_BTL, right_BTR):
+            left_BTL, right_BTR, factor_B = weights.kept(left_BTL, right_BTR)
+            kernels.add_weighted_outer_(total.total, left_BTL, right_BTR, factor_B, total.is_empty)
         else:
-            start = None if total.is_empty else total.total
-            triton_launch.weighted_outer_(total.total, start, left_BTL, right_BTR, weights.factor)
+            x, grad = (left_BTL, right_BTR) if input_side == "left" else (right_BTR, left_BTL)
+            x_ND, grad_NP = weights.scaled(x, total.dtype), weights.kept(grad)[0].to(total.dtype).flatten(0, 1)
+            left_NL, right_NR = (x_ND, grad_NP) if input_side == "left" else (grad_NP, x_ND)
+            kernels.add_product_(total.total, left_NL.mT, right_NR, total.is_empty)
         total.is_empty = False
-
-    def _add_scaled_outer_(
-        self, total: Sum, left_BTL: Tensor, right_BTR: Tensor, weights: Weights, input_side: str
-    ) -> None:
-        """Add the product of scaled inputs and output gradients, in the dtype of the sum."""
-        x, grad = (left_BTL, right_BTR) if input_side == "left" else (right_BTR, left_BTL)
-        x_ND, grad_NP = weights.scaled(x, total.dtype), weights.kept(grad)[0].to(total.dtype).flatten(0, 1)
-        left_NL, right_NR = (x_ND, grad_NP) if input_side == "left" else (grad_NP, x_ND)
-        kernels.add_product_(total.total, left_NL.mT, right_NR, total.is_empty)
 
     def lookup_norms(
         self, index_BT: Tensor, right_BTR: Tensor, unit_B: Tensor, num_units: int, num_entries: int
@@ -195,3 +189,98 @@ class NormMethod:
         """Return the squared norm of each unit's gradient of a lookup table, (U,); see `kernels.lookup_norms`."""
         norms = triton_launch.lookup_norms if self.fuses(right_BTR) else kernels.lookup_norms
         return norms(index_BT, right_BTR, unit_B, num_units, num_entries)
+
+
+# ------------------------------------------------------------------ the rounding error of this machine
+
+
+def is_measured(x: Tensor) -> bool:
+    """Whether the rounding of norms and sums of such a tensor depends on the device: below float64, on a GPU."""
+    return x.is_cuda and x.is_floating_point() and x.dtype != torch.float64
+
+
+@functools.cache
+def slack_factor(norm_method: NormMethod, device: torch.device, dtype: torch.dtype) -> float:
+    """Return the factor by which the slack of norms must exceed `kernels.rounding_slack` on this device.
+
+    Guarantee: with it, the slack is twice the largest error measured here that rounding may take from a norm or add to
+    a clipped sum. It makes clip factors smaller by some millionths.
+
+    Args:
+        norm_method: how norms are computed.
+        device: the device of the tensors.
+        dtype: of activations and output gradients.
+
+    Raises:
+        GhostError: the error is too large to be rounding.
+    """
+    measured = [found for shape in _SHAPES for found in shortfalls(norm_method, device, dtype, *shape).items()]
+    what, worst = max(measured, key=lambda found: math.inf if math.isnan(found[1]) else found[1])
+    if not worst <= _MOST:
+        raise GhostError(
+            f"On {device}, {what} of {dtype} are off by {worst:.1f} times the error that the clip factors allow. This "
+            "is too large for rounding: a unit could contribute more than the clip norm. Pass "
+            "norm_method=NormMethod(fused=False), or train in float32"
+        )
+    return 1.0 if worst <= 1 else 2 * worst
+
+
+class Flows:
+    """The kinds of tensors from which norms and sums were computed: devices and dtypes whose rounding is measured."""
+
+    def __init__(self) -> None:
+        """Start without tensors."""
+        self._seen: set[tuple[torch.device, torch.dtype]] = set()
+
+    def note(self, tensors: Iterable[Tensor]) -> None:
+        """Note the kinds of these tensors."""
+        for tensor in tensors:
+            if is_measured(tensor):
+                self._seen.add((tensor.device, tensor.dtype))
+
+    def slack_factor(self, norm_method: NormMethod) -> float:
+        """Return the largest `slack_factor` of all kinds noted."""
+        return max((slack_factor(norm_method, *kind) for kind in self._seen), default=1.0)
+
+
+def shortfalls(
+    norm_method: NormMethod, device: torch.device, dtype: torch.dtype, tokens: int, width: int
+) -> dict[str, float]:
+    """Return the error of norms and sums of one-signed terms against float64, over the slack; at most 1 is sound.
+
+    For sums the slack is that of a norm's square: 16 units in the last place of the terms' sum.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x_BTD, y_BTD = (torch.rand(1, tokens, width, generator=generator).to(device, dtype) for _ in range(2))
+    excess = {}
+    with kernels.exact_matmul(), torch.no_grad():
+        exact_B, mass_B = kernels.gram_norms(x_BTD.double(), [y_BTD.double()])
+        slack_B = kernels.rounding_slack(dtype) * mass_B
+        for norm in ("gram", "tiled"):
+            sq_norm_B, _ = NormMethod(norm, norm_method.fused).outer_norms(x_BTD, [y_BTD])
+            excess[f"{norm} norms"] = float(((exact_B - sq_norm_B).abs() / slack_B).max())
+        index_BT = torch.zeros(1, tokens, dtype=torch.int64, device=device)
+        unit_B = torch.zeros(1, dtype=torch.int64, device=device)
+        lookup_B = norm_method.lookup_norms(index_BT, x_BTD, unit_B, 1, 1)
+        exact_B = x_BTD.double().sum(1).square().sum(1)
+        root = float(torch.linalg.vector_norm(x_BTD, dim=2, dtype=torch.float64).sum())
+        excess["lookup norms"] = float((exact_B - lookup_B).abs().max()) / (kernels.rounding_slack(dtype) * root**2)
+        excess |= _of_sums(norm_method, x_BTD[:, :, :_NARROW], y_BTD[:, :, :_NARROW])
+    return excess
+
+
+def _of_sums(norm_method: NormMethod, x_BTD: Tensor, y_BTD: Tensor) -> dict[str, float]:
+    slack = 2 * kernels.rounding_slack(x_BTD.dtype)
+    total = torch.zeros(
+        x_BTD.shape[2], y_BTD.shape[2], dtype=kernels.accumulation_dtype(x_BTD.dtype), device=x_BTD.device
+    )
+    norm_method.add_weighted_outer_(Sum.onto(total), x_BTD, y_BTD, Weights(total.new_full((1,), 0.3)))
+    exact = 0.3 * x_BTD[0].double().mT @ y_BTD[0].double()
+    # As the last addend of a step: the guard of the first step sees a sum that is finished separately.
+    last = Sum.onto(total.clone())
+    last.finish_in(total.dtype, 0.5)
+    norm_method.add_weighted_outer_(last, x_BTD, y_BTD, Weights(total.new_full((1,), 0.3)))
+    return {
+        "clipped sums": float(((exact - total).abs() / (slack * exact)).max()),
+        "finished sums": float(((exact - last.finished()).abs() / (slack * exact)).max()),
+    }

@@ -1,10 +1,11 @@
-"""The squared norms of all parameters' gradients, for each unit, and the rounding error that they may have.
+"""The contributions to one parameter together, and the squared norms of all parameters' gradients, for each unit.
 
-Place in the flow: between the contributions of one microbatch and the clip factors. A unit's rows are one long row, so
-the cross terms between them are part of its norm; so is the cross term of a table that is also a head. Layers that
-read one input share its Gram matrix, and those of small inputs are computed together (`NormMethod`).
+Several matrix products with one parameter become one over the tokens of all of them, and so do several lookups. A
+unit's rows are one long row, so the cross terms between them are part of its norm; so is the cross term of a table that
+is also a head. Layers that read one input share its Gram matrix, and those of small inputs are computed together
+(`NormMethod`). Each norm comes with the rounding error that it may have.
 
-Shape suffixes: B rows, G groups of parameters or units of a group, S inputs, U units.
+Shape suffixes: B rows, G groups of parameters or units of a group, U units.
 """
 
 from __future__ import annotations
@@ -16,9 +17,84 @@ import torch
 from torch import Tensor
 
 from dpllm.ghost import kernels
-from dpllm.ghost.contributions import Contribution, Group, Instance, Lookup, Outer, Routed, Rows, sum_of
-from dpllm.ghost.head_use import HeadUse, head_norms
+from dpllm.ghost.chunked_head import HeadUse, head_norms
+from dpllm.ghost.contributions import Contribution, Group, Instance, Lookup, Outer, RowGradients, Rows, Use, sum_of
 from dpllm.ghost.norm_method import NormMethod
+from dpllm.ghost.routed import Routed
+
+
+def held(use: Use, rows: Rows, norm_method: NormMethod) -> Contribution:
+    """Return the form in which a use is kept until the clipped sum: the one that takes less memory.
+
+    Args:
+        use: of a parameter.
+        rows: the units of the rows.
+        norm_method: decides which form that is.
+    """
+    if isinstance(use, RowGradients) or is_instance(use, rows, norm_method):
+        return Instance(use.instance(rows))
+    return use
+
+
+def is_instance(use: Outer | Lookup | HeadUse | Routed, rows: Rows, norm_method: NormMethod) -> bool:
+    """Whether a use is held as the gradients of the units, see `NormMethod.holds_instance`."""
+    return norm_method.holds_instance(use.factor_bytes(), use.instance_bytes(rows))
+
+
+def merge(contributions: Sequence[Contribution], rows: Rows, norm_method: NormMethod) -> list[Contribution]:
+    """Convert the contributions to one parameter to a common form.
+
+    The products with one weight, a sum over tokens each, become one over the tokens of all; so do lookups, and uses of
+    a stack of matrices. Instances add up; where one contribution is held as an instance, all of them become one.
+
+    Returns:
+        A single contribution, or those of a table that is both looked up and multiplied with (a tied head), the matrix
+        product last.
+    """
+    if len(contributions) == 1:
+        return list(contributions)
+    whole: list[Contribution] = [one for one in contributions if isinstance(one, Instance | HeadUse)]
+    with_head = any(isinstance(one, HeadUse) for one in whole)
+    for kind in (Lookup, Outer, Routed):
+        of_kind = [one for one in contributions if isinstance(one, kind)]
+        if of_kind:
+            joined = _joined(of_kind)
+            whole.append(joined if with_head else held(joined, rows, norm_method))
+    kinds = {type(one) for one in whole}
+    if len(whole) == 1 or kinds <= {Lookup, Outer} or kinds <= {Lookup, HeadUse}:
+        return whole
+    return [Instance(sum_of(one.instance(rows) for one in whole))]
+
+
+def _joined(uses: list) -> Lookup | Outer | Routed:
+    """Return uses of one kind as one: a sum over the tokens of all of them."""
+    first, *rest = uses
+    if not rest:
+        return first
+    if isinstance(first, Routed):
+        return Routed.cat(uses)
+    right_BTR = torch.cat([use.right_BTR for use in uses], 1)
+    if isinstance(first, Lookup):
+        return Lookup(torch.cat([use.index_BT for use in uses], 1), right_BTR, first.num_entries)
+    return Outer(torch.cat([use.left_BTL for use in uses], 1), right_BTR, first.input_side)
+
+
+def join(already: Sequence[Contribution], more: Sequence[Contribution], norm_method: NormMethod) -> list[Contribution]:
+    """Combine the contributions of one unit's rows to one parameter over several passes, as those of a single row.
+
+    A sum over rows of sums over tokens is one sum over tokens. It is kept as factors, or as the gradient itself as soon
+    as that takes less memory, for any number of rows that follow.
+
+    Args:
+        already: the result of `join` for the previous passes; empty at first.
+        more: every use of the parameter in one more pass.
+        norm_method: decides which form takes less memory.
+    """
+    folded: list[Contribution] = [*already, *(one.fold() for one in more)]
+    assert not isinstance(folded[0], HeadUse), "it is folded to an instance"
+    one_unit = Rows.one_unit((folded[0].value_U if isinstance(folded[0], Instance) else folded[0].right_BTR).device)
+    whole = [one if isinstance(one, Instance) else held(one, one_unit, norm_method) for one in folded]
+    return merge(whole, one_unit, norm_method)
 
 
 class NormTally:
@@ -57,7 +133,7 @@ class NormTally:
         """Add one parameter's norm.
 
         Args:
-            contributions: every use of it, as returned by `dpllm.ghost.contributions.merge`.
+            contributions: every use of it, as returned by `merge`.
             group: the group of the parameter.
         """
         first = contributions[0]
@@ -96,7 +172,7 @@ def squared_norms(contributions: Sequence[Contribution], rows: Rows, norm_method
     """Return the squared norm of each unit's gradient of one parameter, cross terms included.
 
     Args:
-        contributions: every use of the parameter, as returned by `dpllm.ghost.contributions.merge`.
+        contributions: every use of the parameter, as returned by `merge`.
         rows: the units of the rows.
         norm_method: how norms are computed.
 

@@ -1,16 +1,17 @@
-"""One backward pass over a microbatch: the contributions from its taps, and their receiver.
+"""One backward pass over a microbatch: the contributions from its taps, and what becomes of them.
 
 Place in the flow: between taps and clipper. A `Pass` is made for each microbatch and dropped after its sum. Each
-contribution at a tap goes to one *receiver*: it keeps the contribution (`Keep`), adds up the clipped sum of a group of
-parameters when its last one has arrived (`AddUpGroups`), measures its norm and forgets it (`Measure`, the first of two
-passes), adds up the clipped sum at once (`AddUp`, the second), or probes whether rows are independent
-(`dpllm.ghost.row_checks`).
+contribution at a tap goes to one *receiver*: the pass itself keeps it until the sum is formed; `AddUpGroups` adds up
+the clipped sum of a group of parameters when its last contribution has arrived; `Measure` measures its norm and forgets
+it (the first of two passes); `AddUp` adds up the clipped sum at once (the second). `dpllm.ghost.row_checks` has
+receivers that probe whether rows are independent.
 
-Shape suffixes: B rows, G groups of parameters, U units.
+Shape suffixes: B rows, G groups of parameters, U units, P entries of several parameters.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,22 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from dpllm.ghost import kernels
-from dpllm.ghost.contributions import (
-    Contribution,
-    Instance,
-    Part,
-    Rows,
-    Use,
-    held,
-    join,
-    merge,
-    put_side_by_side,
-)
-from dpllm.ghost.factors import GroupFactors
+from dpllm.ghost.contributions import Contribution, Flat, Instance, Outer, Rows, Use, formed_together, side_by_side
 from dpllm.ghost.model_calls import used_again
 from dpllm.ghost.norm_method import NormMethod
-from dpllm.ghost.norms import NormTally
-from dpllm.ghost.sums import Finish, Sum, Weights
+from dpllm.ghost.norms import NormTally, held, is_instance, join, merge
+from dpllm.ghost.sums import Finish, GroupFactors, Sum, Weights
 
 
 class Receiver(Protocol):
@@ -62,12 +52,13 @@ class Uses(Protocol):
 
 @dataclass
 class Pass:
-    """A microbatch, from its backward pass to its clipped sum.
+    """A microbatch, from its backward pass to its clipped sum. As a receiver it keeps every contribution.
 
     Attributes:
         rows: the unit of each row.
         norm_method: how norms and sums are computed.
-        contributions: all uses of each parameter, by its id.
+        contributions: all uses of each parameter, by its id; none for a parameter in ``flats``.
+        flats: the gradients of small parameters, by the number of their group.
         sums: clipped sums that are complete already.
         weights: of the rows and of the units, by the number of a group whose clip factors are known.
         groups: the number of each parameter's group, by its id; 0 if it has no entry.
@@ -77,14 +68,19 @@ class Pass:
     rows: Rows
     norm_method: NormMethod
     contributions: dict[int, list[Contribution]] = field(default_factory=lambda: defaultdict(list))
+    flats: dict[int, list[Flat]] = field(default_factory=lambda: defaultdict(list))
     sums: dict[int, Tensor] = field(default_factory=dict)
     weights: dict[int, tuple[Weights, Weights]] = field(default_factory=dict)
     groups: Mapping[int, int] = field(default_factory=dict)
     finish: Finish | None = None
 
-    def keep(self, parameter: nn.Parameter, use: Use) -> None:
-        """Keep a contribution until the sum is formed."""
-        self.contributions[id(parameter)].append(held(use, self.rows, self.norm_method))
+    def take(self, name: str, parameter: nn.Parameter, use: Use) -> None:
+        """Keep the contribution until the sum is formed."""
+        if not (isinstance(use, Outer) and use.is_small(self.rows)):
+            contribution = held(use, self.rows, self.norm_method)
+        else:  # the gradients of units are formed later, if at all, for several parameters at once
+            contribution = use
+        self.contributions[id(parameter)].append(contribution)
 
     def add_norms(self, tally: NormTally) -> tuple[Tensor, Tensor]:
         """Add the norms of the contributions kept; return ``(sq_norm_GU, slack_GU)`` of all parameters."""
@@ -104,14 +100,36 @@ class Pass:
             tally: receives the norms.
             place: the number of the group in the tally.
         """
-        keys = list(keys)
+        apart, flats = self._formed(keys)
+        for key in apart:
+            tally.add(self.contributions[key], place)
+        for flat in side_by_side(flats):
+            self.flats[group].append(flat)
+            tally.add([Instance(flat.value_UP)], place)
+
+    def _formed(self, keys: Iterable[int]) -> tuple[list[int], list[Flat]]:
+        """Merge the contributions; return the small gradients of units, and the parameters that have other forms."""
+        apart: list[int] = []
+        flats: list[Flat] = []
+        products: dict[tuple, dict[int, Outer]] = {}
         for key in keys:
-            self.contributions[key] = merge(self.contributions[key], self.rows, self.norm_method)
-        for value_UP in put_side_by_side(self.contributions, keys):
-            tally.add([Instance(value_UP)], place)
-        for key in keys:
-            if not isinstance(self.contributions[key][0], Part):
-                tally.add(self.contributions[key], place)
+            merged = merge(self.contributions[key], self.rows, self.norm_method)
+            self.contributions[key], first = [], merged[0]
+            if isinstance(first, Outer) and len(merged) == 1:
+                products.setdefault(first.like(), {})[key] = first
+            elif isinstance(first, Instance) and first.is_small:
+                flats.append(Flat(kernels.entries(first.value_U), {key: first.value_U.shape[1:]}))
+            else:
+                self.contributions[key] = merged
+                apart.append(key)
+        for alike in products.values():
+            first = next(iter(alike.values()))
+            if first.is_small(self.rows) and is_instance(first, self.rows, self.norm_method):
+                flats.extend(formed_together(alike))
+            else:
+                self.contributions.update({key: [use] for key, use in alike.items()})
+                apart.extend(alike)
+        return apart, flats
 
     def weigh(self, factor_GU: Tensor) -> None:
         """Fix the factors (G, U) of the clipped sum."""
@@ -127,48 +145,29 @@ class Pass:
 
     def add_clipped_sum_(self, parameter: nn.Parameter, total: Sum) -> None:
         """Add sum_u factor_u g_u of one parameter to ``total``, once, and drop its contributions."""
-        if id(parameter) in self.sums:
-            total.take_(self.sums.pop(id(parameter)))
-        else:
-            self.add_weighted_(parameter, total, self.contributions.pop(id(parameter)))
-            self._release()
-
-    def form_sum(self, parameter: nn.Parameter, contributions: Iterable[Contribution]) -> None:
-        """Form one parameter's clipped sum for ``finish``; without it, keep the sum until `add_clipped_sum_`."""
-        if self.finish is not None:
-            self.finish(parameter, lambda total: self.add_weighted_(parameter, total, contributions))
-        else:
-            total = Sum.of(parameter)
-            self.add_weighted_(parameter, total, contributions)
-            self.sums[id(parameter)] = total.filled()
-        self._release()
-
-    def add_weighted_(self, parameter: nn.Parameter, total: Sum, contributions: Iterable[Contribution]) -> None:
-        """Add the contributions to a parameter's gradient, weighted, to ``total``."""
-        of_rows, of_units = self.weights[self.groups.get(id(parameter), 0)]
-        *others, last = contributions  # `merge` puts the matrix product last, which may finish the sum
-        for one in others:
-            with total.kept_open():
+        key, group = id(parameter), self.groups.get(id(parameter), 0)
+        contributions, (of_rows, of_units) = self.contributions.pop(key, []), self.weights[group]
+        if not contributions and key not in self.sums:
+            for flat in self.flats.pop(group):
+                self.sums.update(flat.weighted(of_units))
+        if key in self.sums:
+            total.take_(self.sums.pop(key))
+        for number, one in enumerate(contributions, 1):
+            # `merge` puts the matrix product last, which may finish the sum.
+            with contextlib.nullcontext() if number == len(contributions) else total.kept_open():
                 one.add_weighted_(total, of_units if isinstance(one, Instance) else of_rows, self.norm_method)
-        last.add_weighted_(total, of_units if isinstance(last, Instance) else of_rows, self.norm_method)
-
-    def _release(self) -> None:
-        """Release scaled inputs behind the last contribution."""
         if not self.contributions:
             for of_rows, _ in self.weights.values():
                 of_rows.release()
 
-
-class Keep:
-    """Keeps every contribution until the sum is formed."""
-
-    def __init__(self, one: Pass) -> None:
-        """Remember the pass."""
-        self._pass = one
-
-    def take(self, name: str, parameter: nn.Parameter, use: Use) -> None:
-        """Keep the contribution."""
-        self._pass.keep(parameter, use)
+    def form_sum(self, parameter: nn.Parameter) -> None:
+        """Form one parameter's clipped sum for ``finish``; without it, keep the sum until `add_clipped_sum_`."""
+        if self.finish is not None:
+            self.finish(parameter, lambda total: self.add_clipped_sum_(parameter, total))
+        else:
+            total = Sum.of(parameter)
+            self.add_clipped_sum_(parameter, total)
+            self.sums[id(parameter)] = total.filled()
 
 
 class Measure:
@@ -193,7 +192,7 @@ class Measure:
         """
         self.seen.add(id(parameter))
         if not self._calls.used_once(parameter):
-            self._pass.keep(parameter, use)
+            self._pass.take(name, parameter, use)
             return
         if id(parameter) in self._done:
             raise used_again(name)
@@ -210,13 +209,14 @@ class AddUp(Measure):
     """Measures again, and adds each layer's weighted gradient up as it arrives."""
 
     def _finish(self, parameter: nn.Parameter, contribution: Contribution) -> None:
-        self._pass.form_sum(parameter, [contribution])
+        self._pass.contributions[id(parameter)] = [contribution]
+        self._pass.form_sum(parameter)
 
 
 class AddUpGroups:
     """Clips a group of parameters and adds up its sum when its last gradient has arrived, and forgets what it kept.
 
-    A group with a parameter that the model uses more than once is kept until the end, as by `Keep`.
+    A group with a parameter that the model uses more than once is kept until the end, as by `Pass`.
 
     Args:
         one: the pass.
@@ -260,12 +260,12 @@ class AddUpGroups:
         group = self._pass.groups[id(parameter)]
         missing = self._missing.get(group)
         if missing is None:
-            self._pass.keep(parameter, use)
+            self._pass.take(name, parameter, use)
             return
         if id(parameter) not in missing:
             raise used_again(name)
         missing.discard(id(parameter))
-        self._pass.keep(parameter, use)
+        self._pass.take(name, parameter, use)
         if not missing:
             self._finish(group)
 
@@ -275,8 +275,8 @@ class AddUpGroups:
         sq_norm_GU, slack_GU = tally.total()
         self.norms[group] = sq_norm_GU[0], slack_GU[0]
         self._pass.weigh_group(group, self._factors.one(group, *self.norms[group]))
-        for key, parameter in members.items():
-            self._pass.form_sum(parameter, self._pass.contributions.pop(key))
+        for parameter in members.values():
+            self._pass.form_sum(parameter)
         self.seen.update(members)
 
 

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from dpllm.ghost.errors import GhostError
-from dpllm.ghost.factors import with_sizes
 from dpllm.ghost.kernels import accumulation_dtype, exact_matmul
 from dpllm.ghost.parameters import TrainedParameters, shapes_of
-from dpllm.ghost.sums import Finish, Sum
+from dpllm.ghost.sums import Finish, Sum, with_sizes
 from dpllm.mechanism.clipping import FlatClipping
 from dpllm.mechanism.parts import AdaptiveClipping, Clipping, frozen_copy
 

@@ -23,10 +23,10 @@ given data, draws and devices it is one fixed function, and rounding it to the g
 whole of it. But S - S' then is a unit's contribution plus the difference of two rounding errors. The accounting adds
 2^-19 B_max to the sensitivity, in clip norms: 16 units in the last place of float32 (2^-24) for each of B_max
 contributions of norm C, for S and for S'. These 16 units are the margin that `dpllm.ghost` takes for a product of
-matrices, and measures on each GPU (`dpllm.ghost.rounding`). This part is a margin and not a proof: no useful bound is
-known for the rounding of a product whose terms cancel, or of a model's passes, which may depend on the length of other
-rows. The other levels have the same gap, and no margin for it. All that follows is proved, for a sum that keeps within
-the margin.
+matrices, and measures on each GPU (`dpllm.ghost.norm_method`). This part is a margin and not a proof: no useful bound
+is known for the rounding of a product whose terms cancel, or of a model's passes, which may depend on the length of
+other rows. The other levels have the same gap, and no margin for it. All that follows is proved, for a sum that keeps
+within the margin.
 
 **One step, one direction.** Let u be the unit, drawn with probability q independently of the others. Whichever others
 are drawn, the step's output is Q = law of x0 + Z without the unit, and P = (1-q) Q + q (Q shifted by w) with it, for a

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from dpllm.ghost.chunked_head import LogitFormula, token_losses
-from dpllm.ghost.contributions import Instance, Lookup, Outer, Rows, held, join, merge
+from dpllm.ghost.contributions import Instance, Lookup, Outer, Rows
 from dpllm.ghost.norm_method import NormMethod
-from dpllm.ghost.norms import squared_norms
+from dpllm.ghost.norms import held, join, merge, squared_norms
 from dpllm.ghost.sums import Sum, Weights
 from tests.mutations import kills
 
@@ -132,13 +132,13 @@ def test_losses_and_the_gradient_of_the_hidden_states_are_those_of_all_logits(fo
 
 @kills(
     "the head's cross term with the lookup of a tied table is deleted where tiles are formed",
-    "dpllm/ghost/head_use.py",
+    "dpllm/ghost/chunked_head.py",
     "value += 2 * (looked_SD",
     "value += 0 * (looked_SD",
 )
 @kills(
     "the head's cross term with the lookup of a tied table is deleted where Gram matrices are formed",
-    "dpllm/ghost/head_use.py",
+    "dpllm/ghost/chunked_head.py",
     "value = value + 2 * self.scale_B[b] * cross_TS.sum()",
     "pass",
 )

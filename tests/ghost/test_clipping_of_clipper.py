@@ -12,7 +12,7 @@ from torch import nn
 
 from dpllm import GhostClipper, GhostError
 from dpllm.ghost import memory
-from dpllm.ghost.factors import GroupFactors
+from dpllm.ghost.sums import GroupFactors
 from dpllm.mechanism.automatic import AutomaticClipping
 from dpllm.mechanism.catalogue import CLIPPINGS
 from dpllm.mechanism.clipping import FlatClipping, NormBound
@@ -114,13 +114,13 @@ class Wider(BySize):
 
 @kills(
     "a clipping may become another one when it gets the sizes of the groups",
-    "dpllm/ghost/factors.py",
+    "dpllm/ghost/sums.py",
     "if type(sized) is not type(clipping):",
     "if False:",
 )
 @kills(
     "a clipping may raise its bound when it gets the sizes of the groups",
-    "dpllm/ghost/factors.py",
+    "dpllm/ghost/sums.py",
     "if (norm, bound) != now:",
     "if False:",
 )

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from dpllm import GhostClipper
-from dpllm.ghost.contributions import Instance, Lookup, Outer, RowGradients, Rows, held, merge
+from dpllm.ghost.contributions import Instance, Lookup, Outer, RowGradients, Rows
 from dpllm.ghost.norm_method import NormMethod
-from dpllm.ghost.norms import squared_norms
+from dpllm.ghost.norms import held, merge, squared_norms
 from dpllm.ghost.sums import Sum, Weights
 from tests.mutations import kills
 

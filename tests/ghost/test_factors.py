@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dpllm.ghost.errors import GhostError
-from dpllm.ghost.factors import clip_factors
+from dpllm.ghost.sums import clip_factors
 from dpllm.mechanism.clipping import FlatClipping, sensitivity_of
 from dpllm.mechanism.parts import OneGroup
 from tests.mechanism.kinds import CLIPPING_KINDS, clipping
@@ -72,7 +72,7 @@ def test_slack_lowers_the_factor():
 
 @kills(
     "non-finite units stay in the sum",
-    "dpllm/ghost/factors.py",
+    "dpllm/ghost/sums.py",
     "finite_GU = torch.isfinite(upper_GU)\n",
     "finite_GU = torch.ones_like(upper_GU, dtype=torch.bool)\n",
 )
@@ -160,7 +160,7 @@ class InPlace(Doubled):
 
 @kills(
     "a clipping may change the norms that its factors are checked with",
-    "dpllm/ghost/factors.py",
+    "dpllm/ghost/sums.py",
     "clipping.factors(norm_GU.clone()), [clipping.factors(column.clone()) for column in columns]",
     "clipping.factors(norm_GU), [clipping.factors(column) for column in columns]",
 )

@@ -9,7 +9,7 @@ from torch import nn
 from dpllm import GhostClipper, NormMethod
 from dpllm.ghost import memory
 from dpllm.ghost.errors import GhostError
-from dpllm.ghost.factors import GroupFactors
+from dpllm.ghost.sums import GroupFactors
 from dpllm.mechanism.catalogue import CLIPPINGS
 from dpllm.mechanism.clipping import FlatClipping
 from dpllm.mechanism.group_clipping import GroupClipping

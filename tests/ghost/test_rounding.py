@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from dpllm import GhostClipper
-from dpllm.ghost import GhostError, NormMethod, kernels, rounding, triton_launch
+from dpllm.ghost import GhostError, NormMethod, kernels, norm_method, triton_launch
 from dpllm.ghost.contributions import Outer, Rows
+from dpllm.ghost.norm_method import _SHAPES, shortfalls, slack_factor
 from dpllm.ghost.norms import NormTally
-from dpllm.ghost.rounding import _SHAPES, shortfalls, slack_factor
 
 # On a GPU the kernels take no tensor of the CPU; training and benchmarks/gpu.sh measure their rounding there.
 FUSED = [False, pytest.param(True, marks=pytest.mark.skipif(not triton_launch.INTERPRETED, reason="no interpreter"))]
@@ -78,8 +78,8 @@ def test_the_dtypes_that_flow_are_the_ones_that_are_measured(monkeypatch, autoca
         asked.append((device.type, dtype))
         return 5.0 if dtype == torch.bfloat16 else 1.0
 
-    monkeypatch.setattr(rounding, "is_measured", lambda x: x.is_floating_point())
-    monkeypatch.setattr(rounding, "slack_factor", factor)
+    monkeypatch.setattr(norm_method, "is_measured", lambda x: x.is_floating_point())
+    monkeypatch.setattr(norm_method, "slack_factor", factor)
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
     slacks = []
     for _ in range(2):
@@ -88,6 +88,6 @@ def test_the_dtypes_that_flow_are_the_ones_that_are_measured(monkeypatch, autoca
             losses = net(torch.ones(2, 5, 3)).float().square().sum((1, 2))
         slacks.append(clipper._norms(losses, torch.arange(2), 2)[1])
         clipper.remove()
-        monkeypatch.setattr(rounding, "slack_factor", lambda *_: 1.0)
+        monkeypatch.setattr(norm_method, "slack_factor", lambda *_: 1.0)
     assert set(asked) == {("cpu", torch.bfloat16 if autocast else torch.float32)}
     torch.testing.assert_close(slacks[0], (5.0 if autocast else 1.0) * slacks[1])

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dpllm.ghost import NormMethod
-from dpllm.ghost.contributions import Outer, RowGradients, Rows, join, merge
-from dpllm.ghost.norms import squared_norms
+from dpllm.ghost.contributions import Outer, RowGradients, Rows
+from dpllm.ghost.norms import join, merge, squared_norms
 from dpllm.ghost.routed import Routed
 from dpllm.ghost.sums import Sum, Weights
 from tests.mutations import kills

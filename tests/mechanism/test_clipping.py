@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dpllm import GhostClipper, PerUnitClipper
-from dpllm.ghost.factors import clip_factors
+from dpllm.ghost.sums import clip_factors
 from dpllm.mechanism.automatic import AdaptiveScaleClipping, AutomaticClipping
 from dpllm.mechanism.clipping import FlatClipping
 from dpllm.mechanism.noise import IndependentNoise

@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 from dpllm import GhostClipper, PrivacyConfig, make_plan
 from dpllm.config import ConfigError, load_recipe
 from dpllm.engines.guard import UpdateError
-from dpllm.ghost.factors import clip_factors
+from dpllm.ghost.sums import clip_factors
 from dpllm.mechanism.events import Step
 from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.group_clipping import GroupClipping

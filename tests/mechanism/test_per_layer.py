@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 from dpllm import GhostClipper, NormMethod, PrivacyConfig, make_plan, per_sequence_loss
 from dpllm.config import load_recipe
 from dpllm.ghost.errors import GhostError
-from dpllm.ghost.factors import clip_factors
+from dpllm.ghost.sums import clip_factors
 from dpllm.mechanism.events import Step
 from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.noise import IndependentStream
@@ -168,7 +168,7 @@ class Undivided(PerLayerClipping):
 
 @kills(
     "the bound over several groups is checked in each alone",
-    "dpllm/ghost/factors.py",
+    "dpllm/ghost/sums.py",
     "square().sum(dim=0)",
     "square().amax(dim=0)",
 )

@@ -21,7 +21,7 @@ from dpllm import PrivacyConfig, make_plan
 from dpllm.config import ConfigError
 from dpllm.data.units import UnitIndex
 from dpllm.engines.processes import Processes
-from dpllm.ghost.factors import clip_factors
+from dpllm.ghost.sums import clip_factors
 from dpllm.mechanism.catalogue import clipping_of
 from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.limits import MAX_CLIP_NORM, MIN_CLIP_NORM
