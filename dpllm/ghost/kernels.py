@@ -120,7 +120,7 @@ class _ExactMatmul:
         if not is_exact():
             with contextlib.ExitStack() as changed:
                 if _rounds():
-                    changed.enter_context(_exact_flags())
+                    changed.enter_context(exact_products())
                 for device in ("cpu", _accelerator()):
                     changed.enter_context(torch.autocast(device, enabled=False))
                 self._changed = changed.pop_all()
@@ -159,8 +159,8 @@ def _readers() -> tuple[Callable[[], str], Callable[[], str]]:
 
 
 @contextlib.contextmanager
-def _exact_flags() -> Iterator[None]:
-    """Set float32 products to float32, and restore all settings afterwards.
+def exact_products() -> Iterator[None]:
+    """Compute float32 products in float32, and restore all settings afterwards; autocast and graphs stay as they are.
 
     The older interface raises an error where the newer one disagrees with it; it is then left unchanged. Otherwise it
     is set as well, so that the two always agree.

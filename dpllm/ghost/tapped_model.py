@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from dpllm.ghost import kernels
 from dpllm.ghost import weights_check as check
 from dpllm.ghost.attach import Ladder, another_clipper
 from dpllm.ghost.blocks import Blocks
@@ -335,6 +336,8 @@ class TappedModel:
         self.ladder.detach()
         few, is_packed = (args, kwargs, rows), bool(self.calls.packed.lengths)
         self._settles = True
+        exact = contextlib.ExitStack()  # float32 products of fewer bits differ by more than the taps may
+        exact.enter_context(kernels.exact_products())
         try:
             try:
                 if not is_packed:
@@ -358,6 +361,7 @@ class TappedModel:
             self._compared.clear()
             raise
         finally:
+            exact.close()
             self.call, self.in_forward, self._settles = None, False, False
             random.restore()
         self._compared.add(_layout_of(rows, self.calls.tokens, is_packed))
