@@ -345,3 +345,30 @@ def test_a_gate_that_opens_after_a_warm_up():
         [batch(4, 3) for _ in range(5)],
         rates=[0, 1, 1, 1, 1],
     )
+
+
+class Countdown(nn.Module):
+    """Its linear layer is scaled by the number of calls, which no random state shows."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x) * self.calls
+
+
+@kills(
+    "a model of which taps alone compute something else is not compared",
+    "dpllm/ghost/tapped_model.py",
+    "                return self._suspects(call) or every\n            sums",
+    "                return self._suspects(call)\n            sums",
+)
+def test_a_model_that_computes_something_else_in_each_call_is_refused():
+    """Its losses cannot be those of the pass with which the taps are compared, although its layers are linear."""
+    model = Countdown()
+    clipper = GhostClipper(model, 1.0)
+    with pytest.raises(NoRuleError):
+        model(torch.rand(3, 4))
+    clipper.remove()
