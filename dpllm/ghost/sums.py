@@ -66,7 +66,8 @@ def clip_factors(clipping: Clipping, sq_norm_GU: Tensor, slack_GU: Tensor | None
 
 def _is_separate(clipping: Clipping) -> bool:
     """Whether a clipping is of the catalogue and its groups do not depend on each other."""
-    return type(clipping) in CLIPPINGS.values() and isinstance(clipping, SeparateGroups)
+    # What `SeparateGroups` adds to `Clipping`: a comparison with the whole protocol takes a tenth of a millisecond.
+    return type(clipping) in CLIPPINGS.values() and hasattr(clipping, "group_factors")
 
 
 def _upper_norm(upper: Tensor, finite: Tensor) -> Tensor:
