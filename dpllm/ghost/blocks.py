@@ -190,6 +190,8 @@ class _Block:
         for tap in taps:
             if (shape := known.get(tap.dims)) is None:
                 shape = known[tap.dims] = tuple([_number(dim, shapes) for dim in tap.dims])
+            if shape[0] != call.rows:
+                call.note(shape, *tap.site.targets)
             weight = tap.module._parameters[tap.name or "weight"]
             if tap.name:
                 like.append((tap.site.shape_of_copies(call, weight, shape), weight.dtype, weight.device))

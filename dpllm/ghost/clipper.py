@@ -423,6 +423,10 @@ class GhostClipper(UnitClipper):
         call.poisoned_B = self._poisoned_B
         self._pass = self._again = None
 
+    def check_rows_again(self) -> None:
+        """Probe in the next backward pass, as in the first one, whether rows are independent."""
+        self._checked.rows = False
+
     def arrived(self, *tensors: Tensor) -> None:
         """Note tensors that came out of a backward pass."""
         self._flows.note(tensors)

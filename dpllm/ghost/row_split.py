@@ -67,6 +67,8 @@ class Split:
         arguments = _Arguments(forward, without_cache(args), without_cache(kwargs), call.rows, self.without_rows)
         if not arguments.has_rows:
             raise NoTapError(self.targets, f"no argument has {call.rows} rows first")
+        if arguments.flattens and call.host.in_forward:
+            call.host.flattens(self.targets, "row by row")
         gathered, anchor = _Gathered(call), call.anchor
         copies = self._copies(call, present, call.rows)
         # In the order of autograd, the gate comes after everything that the rows have found.
@@ -206,6 +208,7 @@ class _Arguments:
             for whole, size in zip(has_rows, sizes, strict=True)
         ]
         self._parts, self.has_rows = [args, kwargs], any(self._each)
+        self.flattens = rows > 1 and any(n > 1 for n in self._each)
 
     def of(self, row: int) -> Any:
         """Return the arguments of one row."""

@@ -12,12 +12,13 @@ import contextlib
 import logging
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from dpllm.ghost import kernels
 from dpllm.ghost import weights_check as check
@@ -59,6 +60,10 @@ class Receiver(Protocol):
 
     def begin_call(self, call: Call) -> None:
         """Note that a call of the model begins."""
+        ...
+
+    def check_rows_again(self) -> None:
+        """Probe in the next backward pass, as in the first one, whether rows are independent."""
         ...
 
 
@@ -149,6 +154,14 @@ class TappedModel:
         self.in_forward = self.in_backward = False
         self.uses: Counter[str] = Counter()
         self._compared: set[_Layout] = set()
+        # Parameters of modules that get several tokens of each row in their first dimension, with their way: those that
+        # were compared, those of the comparison that runs, and those of the call that runs which were not compared.
+        self._flat: set[tuple[str, str]] = set()
+        self._flat_now: set[tuple[str, str]] = set()
+        self._flat_unseen: set[tuple[str, str]] = set()
+        self._is_first = True  # of the calls for a loss
+        self._is_stale = False  # whether modules are tapped in another way than in an earlier call for the same loss
+        self._uses_before: Counter[str] = Counter()  # this call of the model
         # A part behind zeros (LoRA's at first) or an expert without tokens shows nothing: it is compared again later.
         self._is_complete, self._num_losses = False, 0
         self._zeros: list[nn.Parameter] = []  # that were zero when something showed no gradient
@@ -211,6 +224,16 @@ class TappedModel:
                 "use of a parameter is seen; wrap evaluation in torch.no_grad()."
             )
 
+    def flattens(self, targets: Sequence[Target], way: str = "tap") -> None:
+        """See `dpllm.ghost.taps.Host`."""
+        found = {(target.name, way) for target in targets}
+        if self._settles:
+            self._flat_now |= found
+        elif not self._trained.sharded and not found <= self._flat:
+            if not self.in_forward:
+                raise NoTapError(targets, "several tokens of each row are in the first dimension of a module's tensor")
+            self._flat_unseen |= found
+
     # ------------------------------------------------------------------------------------------------- calls
 
     def _begin(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -219,14 +242,17 @@ class TappedModel:
         self.break_off()
         self._refuse_others(model)
         refuse_compiled(model)
-        first = self.calls.begin(args, kwargs)
+        first = self._is_first = self.calls.begin(args, kwargs)
         if first:
+            self._is_stale = False
             self.blocks.take_over()
         self._num_losses += first
         self._settle_once(args, kwargs, again=first and self._has_to_compare_again())
         if first:
             self.blocks.attach()
             self.ladder.begin_uses()
+        self._uses_before = self.uses.copy()
+        self._flat_unseen.clear()
         self._start(self.calls.rows or 1)
 
     def _has_to_compare_again(self) -> bool:
@@ -240,7 +266,7 @@ class TappedModel:
         """Settle the ladder for a call with these inputs, before the first call of a loss."""
         rows = rows_of_call(args, kwargs)
         if rows is not None and not self._is_settled(_layout_of(rows, tokens_of_call(args, kwargs), is_packed=False)):
-            self.calls.begin(args, kwargs)
+            self._is_first = self.calls.begin(args, kwargs)
             try:
                 self._settle_once(args, kwargs)
             finally:
@@ -269,6 +295,9 @@ class TappedModel:
     def _end(self, model: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         if self._is_own or not self.in_forward:
             return output
+        if self._flat_unseen and output is not None:
+            self._settle_again(args, kwargs)
+            self._computes_again = True
         if self._computes_again and output is not None:  # its own forward was swapped after this call had begun
             self._computes_again = False
             output = self._own(args, kwargs)
@@ -276,6 +305,19 @@ class TappedModel:
         if output is not None:
             self.calls.end()
         return output
+
+    def _settle_again(self, args: tuple, kwargs: dict) -> None:
+        """Settle the ladder after a call in which a module got its rows as in no comparison; the call is repeated."""
+        unseen, self._flat_unseen = self._flat_unseen, set()
+        rows = self.calls.rows or 1
+        self._settle(args, kwargs, rows)
+        self._flat |= unseen  # a few rows may not show it again
+        self._book.check_rows_again()
+        if self._is_first:
+            self.blocks.attach()
+        self.uses.clear()
+        self.uses.update(self._uses_before)
+        self._start(rows)
 
     def break_off(self) -> None:
         """End a call of the model that Ctrl-C broke off: PyTorch runs hooks after an `Exception` only."""
@@ -298,18 +340,42 @@ class TappedModel:
         watched = dict(self._trained.by_name) if self._trained.sharded else {}
         before = {name: state_of_gradient(parameter) for name, parameter in watched.items()}
         self.in_backward = True
+        stale = self._refused_recomputation() if self._is_stale else contextlib.nullcontext()
         try:
-            yield
+            with stale:
+                yield
         except NoTapError as error:
             if self._settles:
                 raise
-            raise NoRuleError(f"{error}. In the first call of the model it did. Freeze these parameters.") from error
+            raise NoRuleError(
+                f"{error}. When the taps were compared with the model it was not so. Differentiate each loss before "
+                "the model is called for the next one, or freeze these parameters."
+            ) from error
         finally:
             self.in_backward = False
         for name, parameter in watched.items():
             if state_of_gradient(parameter) != before[name]:
                 parameter.grad = None
                 raise MissedUseError(name)
+
+    @contextlib.contextmanager
+    def _refused_recomputation(self) -> Iterator[None]:
+        """Refuse to run modules again in a backward pass, where their taps are not those of their forward pass."""
+        own = {id(module) for module in self._model.modules()}
+
+        def refuse(module: nn.Module, _: tuple) -> None:
+            if id(module) in own:
+                raise GhostError(
+                    "A call of the model for this loss had rows and tokens in a shape that no call before had, so the "
+                    "taps were compared with plain autograd and chosen again. Activation checkpointing now recomputes "
+                    "an earlier call. Compute the losses again: the taps fit all of these calls now."
+                )
+
+        handle = register_module_forward_pre_hook(refuse)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     # -------------------------------------------------------------------------------------------- the ladder
 
@@ -332,7 +398,9 @@ class TappedModel:
             GhostError: there is no exact way for a parameter, or a row depends on others.
         """
         random = check.Random(next(iter(self._trained.by_name.values())).device)
+        before, was_compiled = dict(self.ladder.rungs), bool(self.blocks.compiled.blocks)
         self.blocks.detach()
+        was_stale, self._is_stale = self._is_stale, False
         self.ladder.detach()
         few, is_packed = (args, kwargs, rows), bool(self.calls.packed.lengths)
         self._settles = True
@@ -364,6 +432,9 @@ class TappedModel:
             exact.close()
             self.call, self.in_forward, self._settles = None, False, False
             random.restore()
+        changed = self.ladder.rungs != before
+        self._flat = self._flat_now if changed else self._flat | self._flat_now
+        self._is_stale = was_stale or (not self._is_first and (changed or was_compiled))
         self._compared.add(_layout_of(rows, self.calls.tokens, is_packed))
         self._computes_again = self.ladder.touches(self._model)
         self._tell()
@@ -404,6 +475,7 @@ class TappedModel:
                     plain = self._plainly(args, kwargs, rows)
             while True:
                 random.restore()
+                self._flat_now = set()
                 self.ladder.attach()
                 differing = self._differing(args, kwargs, rows, plain)
                 if not differing:

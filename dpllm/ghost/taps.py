@@ -89,6 +89,20 @@ class Host(Protocol):
         """Raise `GhostError`: a module with trained parameters is called outside the model, with gradients on."""
         ...
 
+    def flattens(self, targets: Sequence[Target], way: str = "tap") -> None:
+        """Note that a module gets several tokens of each row in its first dimension.
+
+        Whether the rows come first there is known only where the taps were compared with the model in such a call.
+
+        Args:
+            targets: the parameters of the module.
+            way: how it is tapped.
+
+        Raises:
+            NoTapError: they were not, and the backward pass has begun.
+        """
+        ...
+
 
 class NoTapError(RuntimeError):
     """A module whose tensors do not show their rows: it has to run row by row, or the module around it."""
@@ -144,6 +158,12 @@ class Call:
                 if target is not None:
                     self.host.uses[target.name] += 1
 
+    def note(self, shape: Sequence[int], *targets: Target | None) -> None:
+        """Note an input of a module that has several tokens of each row in its first dimension."""
+        is_alone = self.place is not None or self.packed.lengths or self.rows == 1
+        if not is_alone and shape[0] != self.rows and shape[0] % self.rows == 0 and self.host.in_forward:
+            self.host.flattens([target for target in targets if target is not None])
+
     def poison(self, y: Tensor) -> Tensor:
         """Fill the packed rows that a check wants to see in no other row."""
         return y if self.poisoned_B is None else self.packed.fill(y, self.poisoned_B, math.nan)
@@ -184,11 +204,12 @@ class Hand:
         receive: takes this object, the output gradient and the tensors that were saved.
         place: see `Call.place`.
         row: see `Call.row`.
+        flattens: whether a tensor of the module has several tokens of each row in its first dimension.
         weight: a parameter that ZeRO-3 gathers and frees. A detached alias would keep the gathered weight until the
             backward pass, and as an input of the function it would be an edge to DeepSpeed's gradient hooks.
     """
 
-    __slots__ = ("call", "place", "receive", "row", "weight")
+    __slots__ = ("call", "flattens", "place", "receive", "row", "weight")
 
     def __init__(self, call: Call, receive: Callable[..., None], weight: Any = None) -> None:
         """Keep the state of the call."""
@@ -199,11 +220,14 @@ class Hand:
                 "parameters."
             )
         self.call, self.receive, self.place, self.row = call, receive, call.place, call.row
+        self.flattens = False
         self.weight = weight if hasattr(weight, "ds_id") else None
 
     def give(self, target: Target, use: Use) -> None:
         """Give one use of a parameter."""
         if self.place is None:
+            if self.flattens:
+                self.call.host.flattens([target])
             self.call.host.record(target, use)
         else:
             self.place(target, self.row, use)
@@ -217,7 +241,9 @@ class Hand:
         """View a tensor of the module with its rows first."""
         if self.place is not None:  # everything belongs to one row
             return x if x.ndim > 1 and x.shape[0] == 1 else x[None]
-        return self.call.by_rows(x)
+        y = self.call.by_rows(x)
+        self.flattens |= y is not x and self.call.rows > 1 and not self.call.packed.lengths
+        return y
 
 
 def leaf_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
@@ -456,6 +482,8 @@ class LinearSite:
     def run(self, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the product in one call of the model."""
         call.count(self.weight, self.bias)
+        if x.ndim and x.shape[0] != call.rows:
+            call.note(x.shape, self.weight, self.bias)
         given = weight
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -537,6 +565,8 @@ class SpreadSite:
 
     def read(self, call: Call, weight: Tensor, x_shape: torch.Size) -> Tensor:
         """Return copies that broadcast against a module's input of this shape."""
+        if x_shape[0] != call.rows:
+            call.note(x_shape, self.weight)
         if torch.is_grad_enabled():
             return self.copies(call, weight, self.shape_of_copies(call, weight, x_shape))
         call.count(self.weight)  # a reentrant checkpoint

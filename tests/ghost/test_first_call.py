@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from dpllm import GhostClipper, GhostError
 from dpllm.ghost import NoRuleError
@@ -372,3 +373,109 @@ def test_a_model_that_computes_something_else_in_each_call_is_refused():
     with pytest.raises(NoRuleError):
         model(torch.rand(3, 4))
     clipper.remove()
+
+
+class Pooled(nn.Module):
+    """Pools four tokens at a time, and lays the results in one dimension: tokens first, or rows first."""
+
+    def __init__(self, inner, tokens_first):
+        super().__init__()
+        self.before, self.inner, self.after, self.tokens_first = nn.Linear(3, 6), inner, nn.Linear(6, 1), tokens_first
+
+    def forward(self, x):
+        h = torch.tanh(self.before(x)).unflatten(1, (-1, 4)).mean(2)
+        h = h.transpose(0, 1) if self.tokens_first else h
+        y = self.inner(h.reshape(-1, 6)).view(h.shape)
+        return self.after(y.transpose(0, 1) if self.tokens_first else y).sum((1, 2))
+
+
+class Windows(nn.Module):
+    """Convolves each window by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(2, 2, 3, padding=1)
+
+    def forward(self, h):
+        return torch.tanh(self.conv(h.view(-1, 2, 3))).view(h.shape)
+
+
+POOLED = {
+    "a matrix": lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh()),
+    "a norm": lambda: nn.LayerNorm(6),
+    "row by row": Windows,
+}
+
+
+@kills(
+    "rows and tokens that were one dimension in no comparison are cut as rows first",
+    "dpllm/ghost/tapped_model.py",
+    "        if self._flat_unseen and output is not None:",
+    "        if False:",
+    case="True-a matrix",
+)
+@kills(
+    "the arguments of a module that runs row by row are cut as in no comparison",
+    "dpllm/ghost/row_split.py",
+    "        if arguments.flattens and call.host.in_forward:",
+    "        if False:",
+    case="True-row by row",
+)
+@pytest.mark.parametrize("kind", POOLED)
+@pytest.mark.parametrize("tokens_first", [True, False])
+def test_several_tokens_in_the_first_dimension_are_compared_when_they_come(tokens_first, kind):
+    """One pooled token of each row is one row; with several, only a comparison shows which comes first."""
+    torch.manual_seed(0)
+    model = Pooled(POOLED[kind](), tokens_first).double()
+    model.before.requires_grad_(False)
+    clipper = GhostClipper(model, 1e9)
+    for tokens in (4, 12, 8, 16):
+        x = torch.randn(4, tokens, 3, dtype=torch.float64)
+        model.zero_grad()
+        norms = clipper.backward(model(x)).norms
+        total_P = torch.cat([p.grad.flatten() for p in clipper.parameters.values()])
+        expected_BP = row_gradients(model, lambda model, batch: model(batch["x"]), {"x": x})
+        torch.testing.assert_close(norms.double(), expected_BP.norm(dim=1), rtol=1e-6, atol=0)
+        torch.testing.assert_close(total_P, expected_BP.sum(0))
+    assert bool(clipper.row_by_row) == (tokens_first or kind == "row by row")
+    clipper.remove()
+
+
+class Recomputed(nn.Module):
+    """Lays tokens before rows in a part that is recomputed in the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.inner, self.after = nn.Linear(3, 6), nn.Linear(6, 6), nn.Linear(6, 1)
+
+    def part(self, h):
+        flat = h.transpose(0, 1).reshape(-1, 6)
+        return torch.tanh(self.inner(flat)).view(h.shape[1], h.shape[0], 6).transpose(0, 1)
+
+    def forward(self, x):
+        h = checkpoint(self.part, torch.tanh(self.before(x)), use_reentrant=False)
+        return self.after(h).sum((1, 2))
+
+
+@kills(
+    "a part is recomputed with other taps than it ran with",
+    "dpllm/ghost/tapped_model.py",
+    "        stale = self._refused_recomputation() if self._is_stale else",
+    "        stale = self._refused_recomputation() if False else",
+)
+def test_a_part_is_not_recomputed_with_other_taps_than_it_ran_with():
+    """The second call of a loss has several tokens, the first one; computed again, the loss is exact."""
+    torch.manual_seed(0)
+    model = Recomputed().double()
+    x, y = torch.randn(4, 1, 3, dtype=torch.float64), torch.randn(4, 5, 3, dtype=torch.float64)
+    clipper = GhostClipper(model, 1e9)
+    with pytest.raises(GhostError):
+        clipper.backward((model(x) - model(y)) ** 2)
+    assert all(p.grad is None for p in model.parameters())
+    norms = clipper.backward((model(x) - model(y)) ** 2).norms
+    clipper.remove()
+    for row, norm in enumerate(norms):
+        model.zero_grad()
+        ((model(x[row : row + 1]) - model(y[row : row + 1])) ** 2).sum().backward()
+        expected = sum(p.grad.square().sum() for p in model.parameters()).sqrt()
+        torch.testing.assert_close(norm.double(), expected)
