@@ -1,7 +1,7 @@
 """A model with taps: its calls, the ladder that is settled in the first of them, and the passes that may reach it.
 
-Place in the flow: between the model's call and the book, which takes what the taps hand over. Two hooks, on the model
-itself, mark the begin and the end of a call. No module inside has one.
+Place in the flow: between the model's call and the clipper, which takes what the taps hand over. Two hooks on the model
+itself mark the beginning and the end of a call. No module inside has one.
 
 Shape suffixes: B rows.
 """
@@ -40,7 +40,7 @@ _PLAINLY: list[object] = []
 
 
 class Receiver(Protocol):
-    """What a tapped model needs of the book."""
+    """What a tapped model needs of the clipper."""
 
     def arrived(self, *tensors: Tensor) -> None:
         """Note tensors that came out of a backward pass."""
@@ -108,8 +108,13 @@ class _Plain:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every parameter has a gradient that is not zero."""
-        return all(gradient is not None and bool(gradient.any()) for gradient in self.gradients.values())
+        """Whether every row has a finite loss, and every parameter a gradient that is not zero."""
+        return self.is_finite and all(g is not None and bool(g.any()) for g in self.gradients.values())
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every row has a finite loss; otherwise the gradients show nothing."""
+        return bool(torch.isfinite(self.loss_B).all())
 
 
 _Layout = tuple[bool, bool, bool]
@@ -131,7 +136,7 @@ class TappedModel:
     Args:
         model: any module whose inputs and outputs have the rows of the batch first.
         trained: its trained parameters.
-        book: takes what the taps hand over.
+        receiver: takes what the taps hand over.
 
     Attributes:
         call: the last call of the model, until its backward pass ends.
@@ -145,10 +150,10 @@ class TappedModel:
         GhostError: see `dpllm.ghost.attach.Ladder`.
     """
 
-    def __init__(self, model: nn.Module, trained: TrainedParameters, book: Receiver) -> None:
+    def __init__(self, model: nn.Module, trained: TrainedParameters, receiver: Receiver) -> None:
         """Find what is trained; modules are swapped in the first call of the model."""
-        self._model, self._trained, self._book = model, trained, book
-        self.record = book.record  # see `dpllm.ghost.taps.Host`
+        self._model, self._trained, self._receiver = model, trained, receiver
+        self.record = receiver.record  # see `dpllm.ghost.taps.Host`
         self.call: Call | None = None
         self.calls = ModelCalls(model)
         self.in_forward = self.in_backward = False
@@ -199,7 +204,7 @@ class TappedModel:
                 "backward() was called on a loss directly, or the model has another clipper as well. Pass the per-row "
                 "losses to GhostClipper.backward(), which clips, and call remove() on a clipper that is used no more."
             )
-        self._book.arrived(*tensors)
+        self._receiver.arrived(*tensors)
 
     def expect(self, parameter: nn.Parameter) -> None:
         """Count a use of a parameter in the call that runs, for which no tap is needed: `take` gets it.
@@ -214,7 +219,7 @@ class TappedModel:
     def take(self, parameter: nn.Parameter, use: Use) -> None:
         """Take a use that was announced by `expect`, in the backward pass."""
         self.arrived(use.grad)
-        self._book.record(self.ladder.target_of(parameter), use)
+        self._receiver.record(self.ladder.target_of(parameter), use)
 
     def refuse_bypass(self, path: str) -> None:
         """See `dpllm.ghost.taps.Host`."""
@@ -290,7 +295,7 @@ class TappedModel:
 
     def _start(self, rows: int) -> None:
         self.call, self.in_forward = Call(self, rows, self.calls.packed, self.calls.lengths, self._settles), True
-        self._book.begin_call(self.call)
+        self._receiver.begin_call(self.call)
 
     def _end(self, model: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         if self._is_own or not self.in_forward:
@@ -312,7 +317,7 @@ class TappedModel:
         rows = self.calls.rows or 1
         self._settle(args, kwargs, rows)
         self._flat |= unseen  # a few rows may not show it again
-        self._book.check_rows_again()
+        self._receiver.check_rows_again()
         if self._is_first:
             self.blocks.attach()
         self.uses.clear()
@@ -506,7 +511,7 @@ class TappedModel:
         try:
             values = check.values_of(self._own(args, kwargs), rows, self.calls.packed)
             self.in_forward = False
-            self._book.refuse_coupled(check.losses_of(values))
+            self._receiver.refuse_coupled(check.losses_of(values))
         except CoupledError:
             raise
         except Exception as error:  # the probe needs taps that see the rows
@@ -542,7 +547,7 @@ class TappedModel:
         try:
             output = self._own(args, kwargs)
             self.in_forward = False
-            if plain is None:
+            if plain is None or not plain.is_finite:
                 return []
             found = check.losses_and_weights(output, rows, self.calls.packed)
             every = [Target(name, parameter) for name, parameter in self._trained.by_name.items()]
@@ -552,7 +557,7 @@ class TappedModel:
             tolerance = check.tolerance(self._dtype(loss_B))
             if not bool((loss_B - plain.loss_B).abs().max() <= tolerance * (1 + plain.loss_B.abs().max())):
                 return self._suspects(call) or every
-            sums = self._book.weighted_sums(loss_B, weight_B)
+            sums = self._receiver.weighted_sums(loss_B, weight_B)
             wrong = check.differ(plain.gradients, sums, self._dtype(loss_B))
         except NoTapError as error:
             return error.targets
