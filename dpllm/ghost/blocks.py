@@ -40,7 +40,7 @@ from dpllm.ghost.taps import (
     leaf_dtype,
     wrap,
 )
-from dpllm.ghost.weights_check import Random
+from dpllm.ghost.weights_check import State
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class _Block:
     def _plan(self, forward: Callable[..., Any], args: tuple, kwargs: dict) -> tuple[list[_Tap], list[str]]:
         """Run the block without gradients, on copies of its tensors, to see the shapes of its modules' inputs."""
         taps: dict[nn.Module, list[_Tap]] = {}
-        shapes, random = _shapes(args, kwargs), Random(self._owner.device)
+        shapes, state = _shapes(args, kwargs), State(self._owner.device, self.module)
 
         def note(inner: nn.Module, args: tuple, kwargs: dict) -> None:
             x, path = next(iter((*args, *kwargs.values()))), self._owner.path_of(inner)
@@ -173,7 +173,7 @@ class _Block:
             with torch.no_grad():
                 forward(*_copied(args), **_copied(kwargs))
         finally:
-            random.restore()
+            state.restore()
             for handle in handles:
                 handle.remove()
         found = [tap for of_module in taps.values() for tap in of_module]

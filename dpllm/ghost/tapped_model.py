@@ -402,7 +402,7 @@ class TappedModel:
         Raises:
             GhostError: there is no exact way for a parameter, or a row depends on others.
         """
-        random = check.Random(next(iter(self._trained.by_name.values())).device)
+        state = check.State(next(iter(self._trained.by_name.values())).device, self._model)
         before, was_compiled = dict(self.ladder.rungs), bool(self.blocks.compiled.blocks)
         self.blocks.detach()
         was_stale, self._is_stale = self._is_stale, False
@@ -422,11 +422,11 @@ class TappedModel:
                 if few[2] == rows or is_shortage(error):
                     raise
                 few = args, kwargs, rows
-                random.restore()
+                state.restore()
                 self.ladder.discover(lambda: self._own(args, kwargs))
-            is_random = random.has_moved
-            random.restore()
-            self._is_complete = self._climb(few, (args, kwargs, rows), random, is_random)
+            is_random = state.has_moved
+            state.restore()
+            self._is_complete = self._climb(few, (args, kwargs, rows), state, is_random)
             every = [] if self._is_complete else self._trained.by_name.values()
             self._zeros = [parameter for parameter in every if not bool(parameter.detach().any())]
         except BaseException:
@@ -436,7 +436,7 @@ class TappedModel:
         finally:
             exact.close()
             self.call, self.in_forward, self._settles = None, False, False
-            random.restore()
+            state.restore()
         changed = self.ladder.rungs != before
         self._flat = self._flat_now if changed else self._flat | self._flat_now
         self._is_stale = was_stale or (not self._is_first and (changed or was_compiled))
@@ -453,7 +453,7 @@ class TappedModel:
                 ", ".join(paths[:3]) + (", …" if len(paths) > 3 else ""),
             )
 
-    def _climb(self, few: _Inputs, every: _Inputs, random: check.Random, is_random: bool) -> bool:
+    def _climb(self, few: _Inputs, every: _Inputs, state: check.State, is_random: bool) -> bool:
         """Compare a few rows; if they leave a parameter without a gradient, such as an expert, all rows of the call.
 
         Returns:
@@ -471,15 +471,15 @@ class TappedModel:
                     raise NoRuleError(f"The model cannot be compared with plain autograd: {error}") from error
                 except _ReentrantError:
                     mode.enter_context(check.in_evaluation(self._model))  # where transformers recomputes nothing
-                    random.restore()
+                    state.restore()
                     with contextlib.suppress(_ReentrantError):
                         plain = self._plainly(args, kwargs, rows)
                 if plain is not None and rows < every[2] and not plain.is_complete:
                     args, kwargs, rows = every
-                    random.restore()
+                    state.restore()
                     plain = self._plainly(args, kwargs, rows)
             while True:
-                random.restore()
+                state.restore()
                 self._flat_now = set()
                 self.ladder.attach()
                 differing = self._differing(args, kwargs, rows, plain)
@@ -489,7 +489,7 @@ class TappedModel:
                 spread = self.ladder.copied
                 self.ladder.detach()
                 if not self.ladder.climb(differing) and not self.ladder.climb(spread):
-                    random.restore()
+                    state.restore()
                     self._refuse_coupled(args, kwargs, rows)
                     names = ", ".join(sorted(target.name for target in differing)[:3])
                     raise NoRuleError(

@@ -32,20 +32,42 @@ _MASKED = 1e30  # the least size of an entry that a model masks, with the lowest
 _SMALL = 1e-3  # of the largest gradient: below it, a parameter's difference is compared with this
 
 
-class Random:
-    """The random numbers of all devices in use, so that a call can be repeated with the same ones."""
+_LARGE = 1 << 20  # entries: larger buffers hold quantised weights, which no forward writes
 
-    def __init__(self, device: torch.device) -> None:
+
+class State:
+    """What a call changes, random numbers and small buffers of the model, so that it can be repeated from the same.
+
+
+    Args:
+        device: of the model.
+        model: whose buffers are kept.
+    """
+
+    def __init__(self, device: torch.device, model: nn.Module) -> None:
         """Keep the state."""
         self._device = device
         self._cpu = torch.get_rng_state()
         self._own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._buffers = [
+            (module, name, buffer, buffer.clone())
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and buffer.numel() <= _LARGE
+        ]
+        self._versions = [buffer._version for _, _, buffer, _ in self._buffers]
 
     def restore(self) -> None:
         """Go back to the state."""
         torch.set_rng_state(self._cpu)
         if self._own is not None:
             torch.cuda.set_rng_state(self._own, self._device)
+        for number, (module, name, buffer, value) in enumerate(self._buffers):
+            module._buffers[name] = buffer
+            if buffer._version != self._versions[number]:
+                with torch.no_grad():
+                    buffer.copy_(value)
+                self._versions[number] = buffer._version
 
     @property
     def has_moved(self) -> bool:

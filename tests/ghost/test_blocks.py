@@ -357,7 +357,7 @@ def test_leaves_that_do_not_fit_in_a_later_call(kind, caplog):
 @kills(
     "the run that shows the shapes of leaves moves the random numbers",
     "dpllm/ghost/blocks.py",
-    "            random.restore()\n",
+    "            state.restore()\n",
     "            pass\n",
     case="non_reentrant",
 )

@@ -479,3 +479,25 @@ def test_a_part_is_not_recomputed_with_other_taps_than_it_ran_with():
         ((model(x[row : row + 1]) - model(y[row : row + 1])) ** 2).sum().backward()
         expected = sum(p.grad.square().sum() for p in model.parameters()).sqrt()
         torch.testing.assert_close(norm.double(), expected)
+
+
+class Counting(nn.Module):
+    """Scales by a buffer that each call in training moves."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen += len(x)
+        return self.linear(x) * self.seen
+
+
+def test_the_comparison_leaves_no_trace_in_buffers():
+    """Its passes start from the same buffers, and so does the call."""
+    model = Counting()
+    clipper = GhostClipper(model, 1.0)
+    clipper.backward(model(torch.rand(4, 4)).sum(1))
+    assert model.seen == 4
+    clipper.remove()

@@ -226,7 +226,7 @@ class Scaled(torch.autograd.Function):
 @kills(
     "the comparison moves the random numbers",
     "dpllm/ghost/tapped_model.py",
-    "random.restore()\n",
+    "state.restore()\n",
     "pass\n",
 )
 def test_a_model_with_dropout_is_compared_without_it():
