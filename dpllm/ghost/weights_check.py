@@ -38,7 +38,6 @@ _LARGE = 1 << 20  # entries: larger buffers hold quantised weights, which no for
 class State:
     """What a call changes, random numbers and small buffers of the model, so that it can be repeated from the same.
 
-
     Args:
         device: of the model.
         model: whose buffers are kept.
