@@ -345,7 +345,7 @@ def _show_plan(path: Path, planned: _Planned, as_json: bool) -> None:
 def _memory(path: Path, recipe: Recipe, gpus: int, engine: str | None, as_json: bool) -> None:
     from dpllm.planning.footprint import engines_for, footprint_of_recipe
     from dpllm.planning.footprint_text import NATURE, comparison_rows, footprint_rows, setting_of
-    from dpllm.planning.row_by_row import row_by_row_modules, row_by_row_words
+    from dpllm.planning.model_shape import row_by_row_modules, row_by_row_words
     from dpllm.training.arguments import training_arguments
     from dpllm.training.preflight import to_plan
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from dpllm import GhostClipper, per_sequence_loss
 from dpllm.config import ModelConfig
 from dpllm.models.load import prepare_model
-from dpllm.planning.row_by_row import row_by_row_modules, row_by_row_words
+from dpllm.planning.model_shape import row_by_row_modules, row_by_row_words
 from tests.mutations import kills
 
 SIZES = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2}
@@ -35,7 +35,7 @@ def by_clipper(model: ModelConfig) -> list[str]:
 
 @kills(
     "the plan does not know that a function without a tap runs row by row",
-    "dpllm/planning/row_by_row.py",
+    "dpllm/planning/model_shape.py",
     "            ladder.discover(lambda: prepared(input_ids=ids))\n",
     "",
 )
