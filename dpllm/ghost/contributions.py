@@ -20,8 +20,9 @@ N rows of each of them.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -48,6 +49,7 @@ _LAYOUTS = 256  # of microbatches that are remembered
 # Small gradients are copied into one tensor: that costs less than the launches it saves, which are dearer on a GPU.
 _SMALL_ON_CPU, _SMALL = 1 << 14, 1 << 20  # entries of a parameter
 _STACKED, _FACTORS = 1 << 16, 4  # entries of factors that are copied together; times the entries of gradients
+_STACKED_OUTER, _STACKED_WEIGHTS = 1 << 18, 1 << 20  # entries of a `StackedOuter`'s factors, and of its weights
 _FLAT_BYTES = 1 << 26  # of one such tensor, and so of the memory that the copies take for a moment
 
 
@@ -65,14 +67,19 @@ class Group:
     rows_GN: Tensor
     in_order: bool
 
-    def fold(self, x: Tensor) -> Tensor:
-        """Lay the rows of a unit end to end, (B, T, ...) to (G, N * T, ...): a sum over rows and tokens is one sum."""
+    def fold(self, x: Tensor, dim: int = 0) -> Tensor:
+        """Lay the rows of a unit end to end, (B, T, ...) to (G, N * T, ...): a sum over rows and tokens is one sum.
+
+        Args:
+            x: the rows.
+            dim: of the rows in ``x``, before that of the tokens.
+        """
         num_units, rows_each = self.rows_GN.shape
         if not self.in_order:
-            x = x[self.rows_GN.flatten()]
-        elif len(x) > num_units * rows_each:
-            x = x[: num_units * rows_each]
-        return x if rows_each == 1 else x.unflatten(0, (num_units, rows_each)).flatten(1, 2)
+            x = x.index_select(dim, self.rows_GN.flatten())
+        elif x.shape[dim] > num_units * rows_each:
+            x = x.narrow(dim, 0, num_units * rows_each)
+        return x if rows_each == 1 else x.unflatten(dim, (num_units, rows_each)).flatten(dim + 1, dim + 2)
 
 
 @dataclass(frozen=True)
@@ -351,40 +358,164 @@ class Flat:
     Attributes:
         value_UP: the gradients.
         shapes: the shape of each parameter, by its id, in the order of the entries.
+        group: of the parameters.
     """
 
     value_UP: Tensor
     shapes: dict[int, torch.Size]
+    group: int = 0
+
+    @property
+    def parameters(self) -> Iterable[int]:
+        """The ids of the parameters."""
+        return self.shapes
 
     @classmethod
-    def of_products(cls, uses: dict[int, Outer]) -> Flat:
+    def of_products(cls, uses: dict[int, Outer], group: int) -> Flat:
         """Form the gradients of parameters, by their ids, from uses of equal shapes and dtypes, one row to a unit."""
         left_NTL, right_NTR = (
             torch.stack(factors, 1).flatten(0, 1)
             for factors in zip(*((use.left_BTL, use.right_BTR) for use in uses.values()), strict=True)
         )
         value_NLR = kernels.wide_bmm(left_NTL.mT, right_NTR)
-        return cls(value_NLR.view(len(value_NLR) // len(uses), -1), dict.fromkeys(uses, value_NLR.shape[1:]))
+        return cls(value_NLR.view(len(value_NLR) // len(uses), -1), dict.fromkeys(uses, value_NLR.shape[1:]), group)
 
-    def weighted(self, weights: Weights) -> Iterator[tuple[int, Tensor]]:
-        """Yield the id and the weighted sum of the gradients of each parameter; views of one tensor."""
-        value_UP, factor_U = weights.kept(self.value_UP)
+    def sums(self, weights: Callable[[int], Weights]) -> dict[int, Tensor]:
+        """Return the weighted sum of the gradients of each parameter, by its id; views of one tensor.
+
+        Args:
+            weights: of the units, by the number of a group.
+        """
+        value_UP, factor_U = weights(self.group).kept(self.value_UP)
         sums = (factor_U.to(value_UP.dtype) @ value_UP).split([shape.numel() for shape in self.shapes.values()])
-        for (key, shape), sum_P in zip(self.shapes.items(), sums, strict=True):
-            yield key, sum_P.view(shape)
+        return {key: sum_P.view(shape) for (key, shape), sum_P in zip(self.shapes.items(), sums, strict=True)}
 
 
-def formed_together(uses: dict[int, Outer]) -> Iterator[Flat]:
+@dataclass(frozen=True)
+class StackedOuter:
+    """Matrix products of equal shapes, several next to each other: one norm and one sum for all.
+
+    Layers that read one input are one product with their output gradients next to each other: the squared norms of
+    their gradients add up, and its sum is theirs.
+
+    Attributes:
+        input_SUTD: the inputs, with the rows of a unit end to end.
+        grad_SUTP: the output gradients, those of layers with one input next to each other.
+        keys: the ids of the parameters of each product.
+        widths: of the layers with one input.
+        groups: of each product's parameters.
+        input_side: see `Outer`.
+    """
+
+    input_SUTD: Tensor
+    grad_SUTP: Tensor
+    keys: list[tuple[int, ...]]
+    widths: tuple[int, ...]
+    groups: list[int]
+    input_side: str
+
+    @property
+    def parameters(self) -> Iterable[int]:
+        """The ids of the parameters."""
+        return itertools.chain(*self.keys)
+
+    def sums(self, weights: Callable[[int], Weights]) -> dict[int, Tensor]:
+        """Return the weighted sum of the gradients of each parameter, as `Flat.sums`."""
+        dtype = kernels.accumulation_dtype(self.input_SUTD.dtype)
+        x_SUTD, grad_SUTP = self.input_SUTD.to(dtype), self.grad_SUTP.to(dtype)
+        of_groups = {group: weights(group) for group in self.groups}
+        if len(of_groups) == 1:
+            factor_SU = of_groups[self.groups[0]].factor.to(dtype)[None]
+        else:
+            factor_SU = torch.stack([of_groups[group].factor for group in self.groups]).to(dtype)
+        factor_SU11 = factor_SU[..., None, None]
+        if not all(of_group.all_count for of_group in of_groups.values()):  # 0 * inf would be NaN
+            x_SUTD, grad_SUTP = (x.masked_fill(factor_SU11 == 0, 0) for x in (x_SUTD, grad_SUTP))
+        x_SND, grad_SNP = (x_SUTD * factor_SU11).flatten(1, 2), grad_SUTP.flatten(1, 2)
+        left, right, dim = (x_SND, grad_SNP, 1) if self.input_side == "left" else (grad_SNP, x_SND, 0)
+        totals = torch.bmm(left.mT, right).unbind()
+        if len(self.widths) == 1:
+            return {key: total for (key,), total in zip(self.keys, totals, strict=True)}
+        parts = itertools.chain(*(total.split(self.widths, dim) for total in totals))
+        return dict(zip(self.parameters, parts, strict=True))
+
+
+def stacked(
+    uses: dict[int, Outer], groups: Mapping[int, int], rows: Rows, norm_method: NormMethod
+) -> list[StackedOuter]:
+    """Stack uses of equal shapes, where copies cost less than the launches that they save; removes them from ``uses``.
+
+    Args:
+        uses: by the ids of the parameters, each the only use of its parameter.
+        groups: the number of each parameter's group, by its id; 0 if it has no entry.
+        rows: the units of the rows.
+        norm_method: how norms are computed.
+    """
+    units = rows.whole
+    if units is None:
+        return []
+    sharing: dict[tuple, list[int]] = {}  # parameters whose layers read one input
+    for key, use in uses.items():
+        if kernels.is_small(use.input):
+            sharing.setdefault((groups.get(key, 0), use.grad.dtype, *use.input_key()), []).append(key)
+    alike: dict[tuple, list[tuple[int, ...]]] = {}
+    for keys in sharing.values():
+        first, widths = uses[keys[0]], tuple([uses[key].grad.shape[2] for key in keys])
+        alike.setdefault((*first.like(), first.input_side, widths), []).append(tuple(keys))
+    stacks = []
+    for (*_, input_side, widths), products in alike.items():
+        first = uses[products[0][0]]
+        x_UTD, outputs = units.fold(first.input), sum(widths)
+        most = min(
+            _STACKED_OUTER // max(1, x_UTD[..., 0].numel() * max(*x_UTD.shape[1:], outputs)),
+            _STACKED_WEIGHTS // max(1, x_UTD.shape[2] * outputs),
+        )
+        if most == 0 or not norm_method.stacks(x_UTD, first.grad, outputs):
+            continue
+        for start in range(0, len(products), most):
+            some = products[start : start + most]
+            taken = [[uses.pop(key) for key in keys] for keys in some]
+            grads = [torch.cat([use.grad for use in of], 2) if len(of) > 1 else of[0].grad for of in taken]
+            both = _stack([of[0].input for of in taken]), _stack(grads)
+            x_SUTD, grad_SUTP = (units.fold(x_SBTk, 1) for x_SBTk in both)
+            of_groups = [groups.get(keys[0], 0) for keys in some]
+            stacks.append(StackedOuter(x_SUTD, grad_SUTP, some, widths, of_groups, input_side))
+    return stacks
+
+
+def joint_norms(stacks: Sequence[StackedOuter]) -> Iterator[tuple[int, Tensor, Tensor, float]]:
+    """Yield norms (U,), masses (U,) and the multiple that is their slack, of all products or of each, with its group.
+
+    Args:
+        stacks: of the same units.
+    """
+    alike: dict[tuple[float, int], list[StackedOuter]] = {}  # encoder and decoder have different tokens
+    for stack in stacks:
+        slack, tokens = kernels.rounding_slack(stack.input_SUTD.dtype), stack.input_SUTD.shape[2]
+        alike.setdefault((slack, tokens), []).append(stack)
+    for (slack, _), some in alike.items():
+        pairs = [(stack.input_SUTD.flatten(0, 1), stack.grad_SUTP.flatten(0, 1)) for stack in some]
+        num_units = some[0].input_SUTD.shape[1]
+        sq_norm_SU, mass_SU = (values.view(-1, num_units) for values in kernels.joint_gram_norms(pairs))
+        groups = [group for stack in some for group in stack.groups]
+        if len(set(groups)) == 1:
+            yield groups[0], sq_norm_SU.sum(0), mass_SU.sum(0), slack
+        else:
+            yield from zip(groups, sq_norm_SU, mass_SU, itertools.repeat(slack))
+
+
+def formed_together(uses: dict[int, Outer], group: int) -> Iterator[Flat]:
     """Form the gradients of parameters, by their ids, with few launches; empties the dictionary.
 
     Args:
         uses: of equal shapes and dtypes, in which one row is one unit.
+        group: of the parameters.
     """
     first = next(iter(uses.values()))
     most = max(1, _STACKED // (first.left_BTL.numel() + first.right_BTR.numel()))
     del first
     while uses:
-        yield Flat.of_products(dict(uses.popitem() for _ in range(min(most, len(uses)))))
+        yield Flat.of_products(dict(uses.popitem() for _ in range(min(most, len(uses)))), group)
 
 
 def side_by_side(flats: list[Flat]) -> Iterator[Flat]:
@@ -404,11 +535,15 @@ def side_by_side(flats: list[Flat]) -> Iterator[Flat]:
                 taken.append(waiting.pop())
                 room -= taken[-1].value_UP.nbytes
             value_UP = torch.cat([one.value_UP for one in taken], 1) if len(taken) > 1 else taken[0].value_UP
-            yield Flat(value_UP, {key: shape for one in taken for key, shape in one.shapes.items()})
+            yield Flat(value_UP, {key: shape for one in taken for key, shape in one.shapes.items()}, taken[0].group)
 
 
 def _is_small(entries: int, device: torch.device) -> bool:
     return entries < (_SMALL_ON_CPU if device.type == "cpu" else _SMALL)
+
+
+def _stack(tensors: list[Tensor]) -> Tensor:
+    return torch.stack(tensors) if len(tensors) > 1 else tensors[0][None]
 
 
 def _one_row(x: Tensor) -> Tensor:

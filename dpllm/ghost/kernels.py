@@ -25,11 +25,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-
-from dpllm.data.transfer import send_array
 
 # Temporaries of a Gram product are kept below this many entries by walking over the rows in chunks.
 _MAX_GRAM_ENTRIES = 1 << 26
@@ -37,7 +34,7 @@ _MAX_TERMS = 128  # of an inner product that are added in one go; at 512, a sing
 _STRIP = 128  # tokens of a symmetric product that are formed together
 # Tensors up to this size are copied next to each other for one product: above it the copy costs more than launches.
 _SMALL = 1 << 16
-_MAX_STACKED = 1 << 18  # entries of several inputs, or their Gram matrices, that are formed together
+_MAX_COPIED = 1 << 19  # entries of wide tensors whose parts become one product
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -198,14 +195,28 @@ def _products(x_BTD: Tensor, y_BSD: Tensor) -> Tensor:
     At most `_MAX_TERMS` terms are added in one go, and their sums pairwise. Float32 sums of ten thousand terms of one
     sign were seen to be 76 units in the last place too small, more than `rounding_slack` allows.
     """
+    terms = x_BTD.shape[2]
+    if terms <= _MAX_TERMS:
+        return wide_bmm(x_BTD, y_BSD.mT)
+    whole = terms // _MAX_TERMS
+    if whole > 2 and x_BTD.numel() + y_BSD.numel() <= _MAX_COPIED:
+        x_NTD, y_NSD = (_cut(z[..., : whole * _MAX_TERMS]) for z in (x_BTD, y_BSD))
+        total = wide_bmm(x_NTD, y_NSD.mT).unflatten(0, (-1, whole)).sum(1)
+        rest = slice(whole * _MAX_TERMS, None)
+        return total if terms == rest.start else total.add_(wide_bmm(x_BTD[..., rest], y_BSD[..., rest].mT))
     parts = [
         wide_bmm(x_BTD[..., start : start + _MAX_TERMS], y_BSD[..., start : start + _MAX_TERMS].mT)
-        for start in range(0, max(x_BTD.shape[2], 1), _MAX_TERMS)
+        for start in range(0, terms, _MAX_TERMS)
     ]
     while len(parts) > 1:
         pairs = zip(parts[::2], parts[1::2], strict=False)
         parts = [one.add_(other) for one, other in pairs] + parts[len(parts) // 2 * 2 :]
     return parts[0]
+
+
+def _cut(x_BTD: Tensor) -> Tensor:
+    """Return (B * K, T, `_MAX_TERMS`): the K parts of each row's features as rows."""
+    return x_BTD.unflatten(2, (-1, _MAX_TERMS)).transpose(1, 2).flatten(0, 1)
 
 
 def on_tensor_cores(*tensors: Tensor) -> bool:
@@ -273,77 +284,50 @@ def gram_norms(shared_BTD: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]
     >>> torch.allclose(sq, instance.square().sum((1, 2)), rtol=1e-4)
     True
     """
-    ((sq_norm_B, mass_B),) = grouped_gram_norms([(shared_BTD, grads)])
-    return sq_norm_B, mass_B
-
-
-def grouped_gram_norms(groups: Sequence[tuple[Tensor, list[Tensor]]]) -> list[tuple[Tensor, Tensor]]:
-    """Return `gram_norms` of several groups of layers with few launches.
-
-    The Gram matrices of all inputs of one width are one product, and so are those of all output gradients of one width.
-
-    Args:
-        groups: inputs (B, T, D_i) of equal dtype, B and T, each with the output gradients (B, T, P_ij) of the layers
-            that read it; more than one group only if their inputs satisfy `is_small` and `is_short`.
-    """
-    rows, tokens = groups[0][0].shape[:2]
-    most = max(1, _MAX_STACKED // max(1, rows * tokens * tokens, *(x.numel() for x, _ in groups)))
-    if len(groups) > most:
-        return [both for i in range(0, len(groups), most) for both in grouped_gram_norms(groups[i : i + most])]
-    inputs, grads = [x for x, _ in groups], [grad for _, grads in groups for grad in grads]
-    owners = [i for i, (_, grads) in enumerate(groups) for _ in grads]
-    dtype = accumulation_dtype(inputs[0].dtype)
-    sq_norm_SB = torch.zeros(len(groups), rows, dtype=dtype, device=inputs[0].device)
-    root_SB, least = torch.zeros_like(sq_norm_SB), least_square(dtype)  # root of the mass
+    tokens = shared_BTD.shape[1]
     chunk = max(1, _MAX_GRAM_ENTRIES // max(1, tokens * min(tokens, _STRIP)))
-    for row in range(0, rows, chunk):
-        here = slice(row, row + chunk)
-        for start in range(0, tokens, _STRIP):
-            strip = here, slice(start, start + _STRIP)
-            input_gram = _grams(inputs, range(len(groups)), len(groups), strip)
-            grad_gram = _grams(grads, owners, len(groups), strip)
-            squares = [_diagonal(gram, start).clamp_min(least) for gram in (input_gram, grad_gram)]
-            root_SB[:, here] += (squares[0] * squares[1]).sqrt().sum(2)
-            terms = input_gram.mul_(grad_gram)
-            sq_norm_SB[:, here] += terms[..., start:].sum((2, 3))
-            if start:
-                sq_norm_SB[:, here] += 2 * terms[..., :start].sum((2, 3))
-    return list(zip(sq_norm_SB.unbind(), root_SB.square().unbind(), strict=True))
+    chunks = zip(*(x_BTD.split(chunk) for x_BTD in (shared_BTD, *grads)), strict=True)
+    norms, roots = zip(*(_chunk_norms(*of_rows) for of_rows in chunks), strict=True)
+    return (norms[0], roots[0].square()) if len(norms) == 1 else (torch.cat(norms), torch.cat(roots).square())
 
 
-def _diagonal(strip_SBTT: Tensor, start: int) -> Tensor:
-    return strip_SBTT[..., start:].diagonal(dim1=2, dim2=3)
+def _chunk_norms(shared_BTD: Tensor, *grads: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the squared norms (B,) and the roots of the masses (B,) of `gram_norms`."""
+    sq_norms, roots = [], []
+    for start in range(0, max(1, shared_BTD.shape[1]), _STRIP):
+        input_gram, *grams = [_strip(x_BTD, start) for x_BTD in (shared_BTD, *grads)]
+        sq_norm_B, root_B = _norms_and_roots(input_gram, functools.reduce(Tensor.add_, grams), start)
+        sq_norms.append(sq_norm_B)
+        roots.append(root_B)
+    return functools.reduce(Tensor.add_, sq_norms), functools.reduce(Tensor.add_, roots)
 
 
-def _grams(tensors: Sequence[Tensor], owners: Sequence[int], num_owners: int, strip: tuple[slice, slice]) -> Tensor:
-    """Return a strip of the Gram matrices of tensors (B, T, any width), summed over those of each owner; (S, B, T, T).
+def _norms_and_roots(input_gram: Tensor, grad_gram: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+    """Return the shares of strips of Gram matrices in squared norms (B,) and in the roots of their masses (B,)."""
+    least, grams = least_square(input_gram.dtype), (input_gram, grad_gram)
+    squares = [gram[..., start:].diagonal(dim1=1, dim2=2).clamp_min(least) for gram in grams]
+    root_B = (squares[0] * squares[1]).sqrt_().sum(1)
+    terms = input_gram.mul_(grad_gram)
+    if start == 0:
+        return terms.sum((1, 2)), root_B
+    return terms[..., start:].sum((1, 2)).add_(terms[..., :start].sum((1, 2)), alpha=2), root_B
 
-    Small ones of one width are one product.
+
+def joint_gram_norms(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return `gram_norms` of pairs of inputs (B_i, T, D_i) and output gradients (B_i, T, P_i), one after another.
+
+    Whole Gram matrices are formed of all of them: T is at most `is_short`.
     """
-    alike: dict[tuple, list[int]] = {}
-    for i, x in enumerate(tensors):
-        alike.setdefault((x.shape[2], x.dtype) if num_owners > 1 or is_small(x) else (i,), []).append(i)
-    total: Tensor | None = None
-    for at in alike.values():
-        x_SBTD = torch.stack([tensors[i] for i in at]) if len(at) > 1 else tensors[at[0]][None]
-        x_NTD = x_SBTD[:, *strip].flatten(0, 1)
-        before = x_NTD if strip[1].start == 0 else x_SBTD[:, strip[0], : strip[1].stop].flatten(0, 1)
-        grams = _products(x_NTD, before).unflatten(0, (len(at), x_NTD.shape[0] // len(at)))
-        places = [owners[i] for i in at]
-        if places == list(range(num_owners)):
-            total = grams if total is None else total.add_(grams)
-            continue
-        if total is None:
-            total = grams.new_zeros(num_owners, *grams.shape[1:])
-        total.index_add_(0, _sent(tuple(places), grams.device), grams)
-    assert total is not None, "there are tensors"
-    return total
+    grams = zip(*((_products(x_BTD, x_BTD), _products(grad_BTP, grad_BTP)) for x_BTD, grad_BTP in pairs), strict=True)
+    sq_norm_B, root_B = _norms_and_roots(*(torch.cat(of_all) for of_all in grams))
+    return sq_norm_B, root_B.square_()
 
 
-@functools.lru_cache(maxsize=256)
-def _sent(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return numbers on a device, which are sent once: a copy makes the host wait."""
-    return send_array(np.array(numbers), device)
+def _strip(x_BTD: Tensor, start: int) -> Tensor:
+    """Return the rows of a Gram matrix from token ``start`` on, up to the last of them on the diagonal."""
+    if is_short(x_BTD.shape[1]):
+        return _products(x_BTD, x_BTD)
+    return _products(x_BTD[:, start : start + _STRIP], x_BTD[:, : start + _STRIP])
 
 
 def instance_norms(left_BTL: Tensor, right_BTR: Tensor) -> Tensor:

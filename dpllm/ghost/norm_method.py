@@ -24,7 +24,7 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -110,35 +110,38 @@ class NormMethod:
         return self.grouped_outer_norms([(shared_BTD, grads)])[0]
 
     def grouped_outer_norms(self, groups: Sequence[tuple[Tensor, list[Tensor]]]) -> list[tuple[Tensor, Tensor]]:
-        """Return `outer_norms` of several groups of layers; the kernels take all of them in one launch.
-
-        Without the kernels, those with small inputs are computed together, see `kernels.grouped_gram_norms`.
+        """Return `outer_norms` of several groups of layers; the fused kernels take all of them in one launch.
 
         Args:
             groups: inputs (B, T_i, D_i), each with the output gradients (B, T_i, P_ij) of the layers that read it.
         """
-        norms: dict[int, tuple[Tensor, Tensor]] = {}
-        together: dict[tuple | int, list[int]] = {}  # groups by what they must share to be computed at once
+        norms: list[Any] = [None] * len(groups)
+        fused = []
         for i, (shared_BTD, grads) in enumerate(groups):
-            if self._tiles(shared_BTD, grads):
+            if self._tiles(shared_BTD, sum(grad.shape[2] for grad in grads)):
                 norms[i] = self._tiled_norms(shared_BTD, grads)
             elif self.fuses(shared_BTD, *grads) and all(grad.dtype == grads[0].dtype for grad in grads):
-                together.setdefault((), []).append(i)
-            elif kernels.is_small(shared_BTD) and kernels.is_short(shared_BTD.shape[1]):
-                together.setdefault((shared_BTD.shape[:2], shared_BTD.dtype), []).append(i)
+                fused.append(i)
             else:
-                together[i] = [i]
-        for alike, numbers in together.items():
-            given = [groups[i] for i in numbers]
-            fused = zip(*triton_launch.grouped_gram_norms(given), strict=True) if alike == () else None
-            norms.update(zip(numbers, fused or kernels.grouped_gram_norms(given), strict=True))
-        return [norms[i] for i in range(len(groups))]
+                norms[i] = kernels.gram_norms(shared_BTD, grads)
+        if fused:
+            found = zip(*triton_launch.grouped_gram_norms([groups[i] for i in fused]), strict=True)
+            for i, both in zip(fused, found, strict=True):
+                norms[i] = both
+        return norms
 
-    def _tiles(self, shared_BTD: Tensor, grads: list[Tensor]) -> bool:
+    def stacks(self, x_BTD: Tensor, grad_BTP: Tensor, outputs: int) -> bool:
+        """Whether layers with such an input and gradient, of ``outputs`` in all, are computed next to others.
+
+        Where a whole Gram matrix is formed at a time, and not by a fused kernel, which takes many layers anyway.
+        """
+        is_short = kernels.is_short(x_BTD.shape[1])
+        return is_short and not self._tiles(x_BTD, outputs) and not self.fuses(x_BTD, grad_BTP)
+
+    def _tiles(self, shared_BTD: Tensor, outputs: int) -> bool:
         if self.algorithm != "auto":
             return self.algorithm == "tiled"
         tokens, width = shared_BTD.shape[1:]
-        outputs = sum(grad.shape[2] for grad in grads)
         return 2 * tokens * width * outputs < tokens * tokens * (width + outputs)
 
     def _tiled_norms(self, shared_BTD: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]:

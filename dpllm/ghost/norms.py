@@ -10,8 +10,7 @@ Shape suffixes: B rows, G groups of parameters or units of a group, U units.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -138,7 +137,7 @@ class NormTally:
         """
         first = contributions[0]
         if len(contributions) > 1 or not isinstance(first, Outer):
-            self._note(group, *_norm_mass_slack(contributions, self._rows, self._norm_method))
+            self.note(group, *_norm_mass_slack(contributions, self._rows, self._norm_method))
             return
         self._waiting.setdefault((group, *first.input_key()), []).append(first)
         while self._max_waiting is not None and len(self._waiting) > self._max_waiting:
@@ -155,7 +154,8 @@ class NormTally:
             total_G2U[group, 1].add_(sum_2U[1], alpha=multiple * (self._slack() if self._slack else 1.0))
         return total_G2U[:, 0], total_G2U[:, 1]
 
-    def _note(self, group: int, sq_norm_U: Tensor, mass_U: Tensor, multiple: float) -> None:
+    def note(self, group: int, sq_norm_U: Tensor, mass_U: Tensor, multiple: float) -> None:
+        """Add a norm whose slack is a multiple of the mass."""
         self._parts.setdefault((group, multiple), []).extend((sq_norm_U, mass_U))
 
     def _measure(self, keys: list[tuple]) -> None:
@@ -165,7 +165,7 @@ class NormTally:
         sharing = [self._waiting.pop(key) for key in keys]
         norms = shared_norms(sharing, self._rows, self._norm_method)
         for (group, *_), uses, both in zip(keys, sharing, norms, strict=True):
-            self._note(group, *both, kernels.rounding_slack(uses[0].input.dtype))
+            self.note(group, *both, kernels.rounding_slack(uses[0].input.dtype))
 
 
 def squared_norms(contributions: Sequence[Contribution], rows: Rows, norm_method: NormMethod) -> tuple[Tensor, Tensor]:
@@ -214,8 +214,8 @@ def shared_norms(
 ) -> list[tuple[Tensor, Tensor]]:
     """Return ``(sq_norm_U, mass_U)`` of parameters that are used once each, for each set of layers that read one input.
 
-    Rows are copied where units have different numbers of them or their rows are not adjacent. Sets with large inputs
-    are then computed one after another.
+    Rows are copied where units have different numbers of them or their rows are not adjacent. Sets are then computed
+    one after another.
 
     Args:
         sharing: the uses in layers that read one input, for one or more inputs.
@@ -226,18 +226,11 @@ def shared_norms(
         return norm_method.grouped_outer_norms([_folded(uses, rows.whole) for uses in sharing])
 
     def of(group: Group) -> Tensor:
-        norms = [norm_method.grouped_outer_norms([_folded(uses, group) for uses in sets]) for sets in _copied(sharing)]
-        return torch.stack([x for of_sets in norms for both in of_sets for x in both], 1)
+        norms = [norm_method.outer_norms(*_folded(uses, group)) for uses in sharing]
+        return torch.stack([x for both in norms for x in both], 1)
 
     columns = rows.by_groups(of).unbind(1)
     return list(zip(columns[::2], columns[1::2], strict=True))
-
-
-def _copied(sharing: Sequence[Sequence[Outer]]) -> Iterator[Sequence[Sequence[Outer]]]:
-    """Yield sets of layers whose rows may be copied at the same time."""
-    for is_small, sets in itertools.groupby(sharing, lambda uses: kernels.is_small(uses[0].input)):
-        together = list(sets)
-        yield from [together] if is_small else ([uses] for uses in together)
 
 
 def _folded(uses: Sequence[Outer], group: Group) -> tuple[Tensor, list[Tensor]]:

@@ -21,7 +21,19 @@ import torch
 from torch import Tensor, nn
 
 from dpllm.ghost import kernels
-from dpllm.ghost.contributions import Contribution, Flat, Instance, Outer, Rows, Use, formed_together, side_by_side
+from dpllm.ghost.contributions import (
+    Contribution,
+    Flat,
+    Instance,
+    Outer,
+    Rows,
+    StackedOuter,
+    Use,
+    formed_together,
+    joint_norms,
+    side_by_side,
+    stacked,
+)
 from dpllm.ghost.model_calls import used_again
 from dpllm.ghost.norm_method import NormMethod
 from dpllm.ghost.norms import NormTally, held, is_instance, join, merge
@@ -57,8 +69,8 @@ class Pass:
     Attributes:
         rows: the unit of each row.
         norm_method: how norms and sums are computed.
-        contributions: all uses of each parameter, by its id; none for a parameter in ``flats``.
-        flats: the gradients of small parameters, by the number of their group.
+        contributions: all uses of each parameter, by its id; none for a parameter in ``joint``.
+        joint: what is computed for several parameters at once, by the ids of each.
         sums: clipped sums that are complete already.
         weights: of the rows and of the units, by the number of a group whose clip factors are known.
         groups: the number of each parameter's group, by its id; 0 if it has no entry.
@@ -68,7 +80,7 @@ class Pass:
     rows: Rows
     norm_method: NormMethod
     contributions: dict[int, list[Contribution]] = field(default_factory=lambda: defaultdict(list))
-    flats: dict[int, list[Flat]] = field(default_factory=lambda: defaultdict(list))
+    joint: dict[int, Flat | StackedOuter] = field(default_factory=dict)
     sums: dict[int, Tensor] = field(default_factory=dict)
     weights: dict[int, tuple[Weights, Weights]] = field(default_factory=dict)
     groups: Mapping[int, int] = field(default_factory=dict)
@@ -84,52 +96,48 @@ class Pass:
 
     def add_norms(self, tally: NormTally) -> tuple[Tensor, Tensor]:
         """Add the norms of the contributions kept; return ``(sq_norm_GU, slack_GU)`` of all parameters."""
-        of_groups: dict[int, list[int]] = defaultdict(list)
-        for key in self.contributions:
-            of_groups[self.groups.get(key, 0)].append(key)
-        for group, keys in of_groups.items():
-            self.add_norms_of(keys, group, tally, group)
+        self.add_norms_of(list(self.contributions), tally)
         return tally.total()
 
-    def add_norms_of(self, keys: Iterable[int], group: int, tally: NormTally, place: int) -> None:
-        """Add the norms of all contributions kept of one group of parameters.
+    def add_norms_of(self, keys: Iterable[int], tally: NormTally, place: int | None = None) -> None:
+        """Add the norms of all contributions kept of some parameters.
 
         Args:
             keys: the ids of the parameters.
-            group: their number.
             tally: receives the norms.
-            place: the number of the group in the tally.
+            place: the number of their group in the tally; None: its own number.
         """
-        apart, flats = self._formed(keys)
-        for key in apart:
-            tally.add(self.contributions[key], place)
-        for flat in side_by_side(flats):
-            self.flats[group].append(flat)
-            tally.add([Instance(flat.value_UP)], place)
-
-    def _formed(self, keys: Iterable[int]) -> tuple[list[int], list[Flat]]:
-        """Merge the contributions; return the small gradients of units, and the parameters that have other forms."""
-        apart: list[int] = []
-        flats: list[Flat] = []
+        flats: dict[int, list[Flat]] = {}
         products: dict[tuple, dict[int, Outer]] = {}
+        outers: dict[int, Outer] = {}
         for key in keys:
-            merged = merge(self.contributions[key], self.rows, self.norm_method)
+            merged, group = merge(self.contributions[key], self.rows, self.norm_method), self.groups.get(key, 0)
             self.contributions[key], first = [], merged[0]
             if isinstance(first, Outer) and len(merged) == 1:
-                products.setdefault(first.like(), {})[key] = first
+                if first.is_small(self.rows) and is_instance(first, self.rows, self.norm_method):
+                    products.setdefault((group, *first.like()), {})[key] = first
+                else:
+                    outers[key] = first
             elif isinstance(first, Instance) and first.is_small:
-                flats.append(Flat(kernels.entries(first.value_U), {key: first.value_U.shape[1:]}))
+                of_one = Flat(kernels.entries(first.value_U), {key: first.value_U.shape[1:]}, group)
+                flats.setdefault(group, []).append(of_one)
             else:
                 self.contributions[key] = merged
-                apart.append(key)
-        for alike in products.values():
-            first = next(iter(alike.values()))
-            if first.is_small(self.rows) and is_instance(first, self.rows, self.norm_method):
-                flats.extend(formed_together(alike))
-            else:
-                self.contributions.update({key: [use] for key, use in alike.items()})
-                apart.extend(alike)
-        return apart, flats
+                tally.add(merged, group if place is None else place)
+        for (group, *_), alike in products.items():
+            flats.setdefault(group, []).extend(formed_together(alike, group))
+        stacks = stacked(outers, self.groups, self.rows, self.norm_method)
+        for group, *norms in joint_norms(stacks):
+            tally.note(group if place is None else place, *norms)
+        for stack in stacks:
+            self.joint.update(dict.fromkeys(stack.parameters, stack))
+        for key, use in outers.items():
+            self.contributions[key] = [use]
+            tally.add([use], self.groups.get(key, 0) if place is None else place)
+        for group, of_group in flats.items():
+            for flat in side_by_side(of_group):
+                self.joint.update(dict.fromkeys(flat.parameters, flat))
+                tally.add([Instance(flat.value_UP)], group if place is None else place)
 
     def weigh(self, factor_GU: Tensor) -> None:
         """Fix the factors (G, U) of the clipped sum."""
@@ -147,9 +155,11 @@ class Pass:
         """Add sum_u factor_u g_u of one parameter to ``total``, once, and drop its contributions."""
         key, group = id(parameter), self.groups.get(id(parameter), 0)
         contributions, (of_rows, of_units) = self.contributions.pop(key, []), self.weights[group]
-        if not contributions and key not in self.sums:
-            for flat in self.flats.pop(group):
-                self.sums.update(flat.weighted(of_units))
+        if key in self.joint:
+            joint = self.joint[key]
+            for one in joint.parameters:
+                del self.joint[one]
+            self.sums.update(joint.sums(lambda group: self.weights[group][1]))
         if key in self.sums:
             total.take_(self.sums.pop(key))
         for number, one in enumerate(contributions, 1):
@@ -271,7 +281,7 @@ class AddUpGroups:
 
     def _finish(self, group: int) -> None:
         tally, members = self._tally(), self._members[group]
-        self._pass.add_norms_of(members, group, tally, 0)
+        self._pass.add_norms_of(members, tally, 0)
         sq_norm_GU, slack_GU = tally.total()
         self.norms[group] = sq_norm_GU[0], slack_GU[0]
         self._pass.weigh_group(group, self._factors.one(group, *self.norms[group]))

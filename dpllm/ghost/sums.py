@@ -326,6 +326,11 @@ class Weights:
             return None
         return slice(count) if count == 0 or int(keep[-1]) == count - 1 else keep  # padding is at the end: no copy
 
+    @property
+    def all_count(self) -> bool:
+        """Whether every row or unit is known to contribute: on a device it is not, since reading it would wait."""
+        return self.factor.device.type == "cpu" and self._keep is None
+
     def kept(self, *values: Tensor) -> tuple[Tensor, ...]:
         """Return values of rows or units, and their factors, so that factor 0 contributes 0: 0 * inf would be NaN.
 

@@ -126,9 +126,9 @@ def test_a_step_works_after_tf32_was_set_by_any_interface(ways, matmul_settings)
     inside = []
 
     class Watching(NormMethod):
-        def grouped_outer_norms(self, *args):
+        def stacks(self, *args):
             inside.append([f.fp32_precision for f in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)])
-            return super().grouped_outer_norms(*args)
+            return super().stacks(*args)
 
     clipper = GhostClipper(net, 1e-3, Watching("gram"))
     norms = []

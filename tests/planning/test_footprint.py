@@ -223,7 +223,7 @@ def measured(model, run):
         step()
         form_sums()
     saved = step([])
-    held = [*clipper._pass.contributions.values(), *clipper._pass.flats.values()]
+    held = [*clipper._pass.contributions.values(), clipper._pass.joint.values()]
     book = storages(t for uses in held for use in uses for t in vars(use).values() if isinstance(t, torch.Tensor))
     activations = storages(saved)
     form_sums()
