@@ -10,7 +10,6 @@ Blocks that the user compiled are taken over until `Blocks.remove`: a graph of t
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 _FAILURES = (TorchDynamoException, FailOnRecompileLimitHit, LeafError)
 _COMPILED: dict[tuple[Any, str], Any] = {}
+_MOST_SHAPES = 256  # of arguments whose leaves are remembered
 
 Backend = tuple[Any, dict[str, Any]]
 """The backend and the other arguments of ``torch.compile``."""
@@ -102,6 +102,60 @@ class _Tap:
     dims: tuple[Dim, ...]
     dtype: torch.dtype
 
+    @property
+    def weight(self) -> Tensor:
+        """The parameter, or the weight of the linear layer."""
+        weight: Tensor = self.module._parameters[self.name or "weight"]
+        return weight
+
+    def shape(self, shapes: Mapping[Any, torch.Size]) -> tuple[int, ...]:
+        """Return the shape of the module's input, for arguments of these shapes."""
+        return tuple([_number(dim, shapes) for dim in self.dims])
+
+    def leaves(self, call: Call, shapes: Mapping[Any, torch.Size]) -> list[tuple]:
+        """Return shape, dtype and device of its leaves: of the copies, or of input and output of a linear layer."""
+        weight, shape = self.weight, self.shape(shapes)
+        if self.name:
+            return [(self.site.shape_of_copies(call, weight, shape), weight.dtype, weight.device)]
+        outputs = weight.shape[1 if self.site.is_transposed else 0]
+        return [(of, self.dtype, weight.device) for of in (shape, (*shape[:-1], outputs))]
+
+
+class _Plan:
+    """The taps of a block, and the leaves that they need.
+
+    Attributes:
+        taps: in the order of their leaves.
+        uses: the names of the parameters that they use.
+    """
+
+    def __init__(self, taps: list[_Tap]) -> None:
+        self.taps, self.uses = taps, [target.name for tap in taps for target in tap.site.targets]
+        # By the shapes that they depend on, and the taps whose input has not the rows first.
+        self._known: dict[tuple, tuple[list[tuple], list[_Tap]]] = {}
+
+    def leaves(self, call: Call, shapes: Mapping[Any, torch.Size]) -> list[tuple]:
+        """Return shape, dtype and device of each leaf, for arguments of these shapes."""
+        first = self.taps[0].weight
+        key = call.rows, bool(call.packed.lengths), first.dtype, first.device, *shapes.items()
+        if key not in self._known:
+            if len(self._known) == _MOST_SHAPES:
+                self._known.clear()
+            others = [tap for tap in self.taps if tap.shape(shapes)[0] != call.rows]
+            self._known[key] = [leaf for tap in self.taps for leaf in tap.leaves(call, shapes)], others
+        leaves, others = self._known[key]
+        for tap in others:
+            call.note(tap.shape(shapes), *tap.site.targets)
+        return leaves
+
+    def receive(self, hand: Hand, grads: Sequence[Tensor | None]) -> None:
+        """Take the gradients of all leaves."""
+        arrived = iter(grads)
+        for tap in self.taps:
+            x, grad = None if tap.name else next(arrived), next(arrived)
+            if grad is not None:  # otherwise it has no part in the loss
+                tap.site.receive(hand, grad, *(() if tap.name else (x,)))
+
 
 class _Block:
     """One block: its compiled forward, and the taps of its modules.
@@ -112,8 +166,7 @@ class _Block:
 
     def __init__(self, owner: Blocks, path: str, module: nn.Module, backend: Backend) -> None:
         self._owner, self.path, self.module, self.kind = owner, path, module, type(module)
-        # By the dtype of autocast; with the names of the parameters that the taps use.
-        self._plans: dict[torch.dtype | None, tuple[list[_Tap], list[str]]] = {}
+        self._plans: dict[torch.dtype | None, _Plan] = {}  # by the dtype of autocast
         if has_own_forward(module):
             raise _Misfit("has a forward of its own")
         self._sites = {inner: sites for inner in module.modules() if (sites := owner.sites_of(inner))}
@@ -137,22 +190,22 @@ class _Block:
         try:
             if cast not in self._plans:
                 self._plans[cast] = self._plan(forward, args, kwargs)
-            taps, uses = self._plans[cast]
-            self._set_ports(taps, call, args, kwargs)
+            plan = self._plans[cast]
+            self._set_ports(plan, call, args, kwargs)
             output = self._compiled(self.module, *args, **kwargs)
         except (_Misfit, *_FAILURES) as error:
             owner.fail(self, call, error)
         else:
             owner.graphs += counters["stats"]["unique_graphs"] - before
             if call.host.in_forward:
-                call.host.uses.update(uses)
+                call.host.uses.update(plan.uses)
             return output
         finally:
             for inner in self._sites:
                 inner.__dict__.pop("_tap_port", None)
         return forward(*args, **kwargs)
 
-    def _plan(self, forward: Callable[..., Any], args: tuple, kwargs: dict) -> tuple[list[_Tap], list[str]]:
+    def _plan(self, forward: Callable[..., Any], args: tuple, kwargs: dict) -> _Plan:
         """Run the block without gradients, on copies of its tensors, to see the shapes of its modules' inputs."""
         taps: dict[nn.Module, list[_Tap]] = {}
         shapes, state = _shapes(args, kwargs), State(self._owner.device, self.module)
@@ -176,49 +229,27 @@ class _Block:
             state.restore()
             for handle in handles:
                 handle.remove()
-        found = [tap for of_module in taps.values() for tap in of_module]
-        return found, [target.name for tap in found for target in tap.site.targets]
+        return _Plan([tap for of_module in taps.values() for tap in of_module])
 
-    def _set_ports(self, taps: list[_Tap], call: Call, args: tuple, kwargs: dict) -> None:
+    def _set_ports(self, plan: _Plan, call: Call, args: tuple, kwargs: dict) -> None:
         """Give each tapped module its leaves; their gradients go to its sites."""
         with_grad = torch.is_grad_enabled()
         for inner in self._sites:
             inner.__dict__["_tap_port"] = {} if with_grad else PLAIN
-        if not (with_grad and taps):
+        if not (with_grad and plan.taps):
             return
-        shapes, known, like = _shapes(args, kwargs), dict[Any, tuple[int, ...]](), list[Any]()
-        for tap in taps:
-            if (shape := known.get(tap.dims)) is None:
-                shape = known[tap.dims] = tuple([_number(dim, shapes) for dim in tap.dims])
-            if shape[0] != call.rows:
-                call.note(shape, *tap.site.targets)
-            weight = tap.module._parameters[tap.name or "weight"]
+        leaves = Sink.apply(call.anchor, Hand(call, plan.receive), plan.leaves(call, _shapes(args, kwargs)))
+        place = 0
+        for tap in plan.taps:
+            held = tap.module._parameters
             if tap.name:
-                like.append((tap.site.shape_of_copies(call, weight, shape), weight.dtype, weight.device))
+                tap.module.__dict__["_tap_port"][tap.name] = leaves[place], held[tap.name].detach()
+                place += 1
             else:
-                outputs = weight.shape[1 if tap.site.is_transposed else 0]
-                like += [(shape, tap.dtype, weight.device), ((*shape[:-1], outputs), tap.dtype, weight.device)]
-        leaves = iter(Sink.apply(call.anchor, Hand(call, functools.partial(_receive, taps)), like))
-        for tap in taps:
-            held, port = tap.module._parameters, tap.module.__dict__["_tap_port"]
-            if tap.name:
-                port[tap.name] = next(leaves), held[tap.name].detach()
-            else:
-                weight, bias = held["weight"], held["bias"]
-                tap.module.__dict__["_tap_port"] = [
-                    next(leaves),
-                    next(leaves),
-                    weight.detach(),
-                    None if bias is None else bias.detach(),
-                ]
-
-
-def _receive(taps: list[_Tap], hand: Hand, grads: Sequence[Tensor | None]) -> None:
-    arrived = iter(grads)
-    for tap in taps:
-        x, grad = None if tap.name else next(arrived), next(arrived)
-        if grad is not None:  # otherwise it has no part in the loss
-            tap.site.receive(hand, grad, *(() if tap.name else (x,)))
+                bias = held["bias"]
+                port = [*leaves[place : place + 2], held["weight"].detach(), None if bias is None else bias.detach()]
+                tap.module.__dict__["_tap_port"] = port
+                place += 2
 
 
 def _shapes(args: tuple, kwargs: dict) -> dict[Any, torch.Size]:
