@@ -32,11 +32,11 @@ from dpllm.ghost.taps import (
     Host,
     LeafError,
     LinearSite,
-    Sink,
     SpreadSite,
     TableSite,
     call_of,
     leaf_dtype,
+    sink,
     wrap,
 )
 from dpllm.ghost.weights_check import State
@@ -112,13 +112,14 @@ class _Tap:
         """Return the shape of the module's input, for arguments of these shapes."""
         return tuple([_number(dim, shapes) for dim in self.dims])
 
-    def leaves(self, call: Call, shapes: Mapping[Any, torch.Size]) -> list[tuple]:
-        """Return shape, dtype and device of its leaves: of the copies, or of input and output of a linear layer."""
+    def leaves(self, call: Call, shapes: Mapping[Any, torch.Size]) -> list[Tensor]:
+        """Return its leaves, which take no memory: of the copies, or of input and output of a linear layer."""
         weight, shape = self.weight, self.shape(shapes)
+        zero = torch.zeros((), dtype=weight.dtype if self.name else self.dtype, device=weight.device)
         if self.name:
-            return [(self.site.shape_of_copies(call, weight, shape), weight.dtype, weight.device)]
+            return [zero.expand(self.site.shape_of_copies(call, weight, shape))]
         outputs = weight.shape[1 if self.site.is_transposed else 0]
-        return [(of, self.dtype, weight.device) for of in (shape, (*shape[:-1], outputs))]
+        return [zero.expand(shape), zero.expand(*shape[:-1], outputs)]
 
 
 class _Plan:
@@ -132,10 +133,10 @@ class _Plan:
     def __init__(self, taps: list[_Tap]) -> None:
         self.taps, self.uses = taps, [target.name for tap in taps for target in tap.site.targets]
         # By the shapes that they depend on, and the taps whose input has not the rows first.
-        self._known: dict[tuple, tuple[list[tuple], list[_Tap]]] = {}
+        self._known: dict[tuple, tuple[list[Tensor], list[_Tap]]] = {}
 
-    def leaves(self, call: Call, shapes: Mapping[Any, torch.Size]) -> list[tuple]:
-        """Return shape, dtype and device of each leaf, for arguments of these shapes."""
+    def leaves(self, call: Call, shapes: Mapping[Any, torch.Size]) -> list[Tensor]:
+        """Return tensors like the leaves, for arguments of these shapes."""
         first = self.taps[0].weight
         key = call.rows, bool(call.packed.lengths), first.dtype, first.device, *shapes.items()
         if key not in self._known:
@@ -238,7 +239,7 @@ class _Block:
             inner.__dict__["_tap_port"] = {} if with_grad else PLAIN
         if not (with_grad and plan.taps):
             return
-        leaves = Sink.apply(call.anchor, Hand(call, plan.receive), plan.leaves(call, _shapes(args, kwargs)))
+        leaves = sink(call.anchor, Hand(call, plan.receive), plan.leaves(call, _shapes(args, kwargs)))
         place = 0
         for tap in plan.taps:
             held = tap.module._parameters
@@ -342,10 +343,10 @@ class Blocks:
     def take_over(self) -> None:
         """Set graphs aside that the user compiled, as they may have been traced before the taps were there."""
         name = "_compiled_call_impl"
-        children = (m for blocks in self._lists.values() for m in blocks._modules.values() if m is not None)
-        modules = [*self._modules, *(m for m in children if m not in self._modules)]
-        graphs = [(m, m, name, m.__dict__[name]) for m in modules if m.__dict__.get(name) is not None]
-        for wrapper in [m for m in modules if type(m) is OptimizedModule]:
+        children = [m for blocks in self._lists.values() for m in blocks._modules.values() if m not in self._modules]
+        found = [m for m in (*self._modules, *children) if name in m.__dict__ or type(m) is OptimizedModule]
+        graphs = [(m, m, name, m.__dict__[name]) for m in found if m.__dict__.get(name) is not None]
+        for wrapper in [m for m in found if type(m) is OptimizedModule]:
             inner: Any = wrapper._orig_mod
             if wrapper.forward != inner.__call__:
                 graphs.append((wrapper, inner, "forward", wrapper.forward))

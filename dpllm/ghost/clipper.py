@@ -342,6 +342,9 @@ class GhostClipper(UnitClipper):
         with kernels.exact_matmul():
             self._last_pass().add_clipped_sum_(parameter, total)
 
+    def _formed(self, parameter: nn.Parameter) -> Tensor | None:
+        return self._last_pass().formed(parameter)
+
     def _last_pass(self) -> Pass:
         assert self._pass is not None, "a microbatch was differentiated"
         return self._pass
@@ -472,7 +475,7 @@ class GhostClipper(UnitClipper):
             parameter = self._trained.by_name[name]
             total = Sum.of(parameter)
             with torch.autocast(loss_B.device.type, enabled=False), kernels.exact_matmul():
-                if id(parameter) in one.contributions:
+                if one.has(parameter):
                     one.add_clipped_sum_(parameter, total)
                 return total.filled()
 

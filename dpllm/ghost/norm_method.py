@@ -238,7 +238,7 @@ class Flows:
     def note(self, tensors: Iterable[Tensor]) -> None:
         """Note the kinds of these tensors."""
         for tensor in tensors:
-            if is_measured(tensor):
+            if tensor.is_cuda and is_measured(tensor):  # a call for each tensor of a step counts
                 self._seen.add((tensor.device, tensor.dtype))
 
     def slack_factor(self, norm_method: NormMethod) -> float:

@@ -69,8 +69,8 @@ class Pass:
     Attributes:
         rows: the unit of each row.
         norm_method: how norms and sums are computed.
-        contributions: all uses of each parameter, by its id; none for a parameter in ``joint``.
-        joint: what is computed for several parameters at once, by the ids of each.
+        contributions: all uses of each parameter, by its id.
+        joint: what is computed for several parameters at once, by the ids of each, which are then not in that.
         sums: clipped sums that are complete already.
         weights: of the rows and of the units, by the number of a group whose clip factors are known.
         groups: the number of each parameter's group, by its id; 0 if it has no entry.
@@ -85,14 +85,22 @@ class Pass:
     weights: dict[int, tuple[Weights, Weights]] = field(default_factory=dict)
     groups: Mapping[int, int] = field(default_factory=dict)
     finish: Finish | None = None
+    _small: dict[tuple, tuple[bool, bool]] = field(default_factory=dict)
 
     def take(self, name: str, parameter: nn.Parameter, use: Use) -> None:
         """Keep the contribution until the sum is formed."""
-        if not (isinstance(use, Outer) and use.is_small(self.rows)):
-            contribution = held(use, self.rows, self.norm_method)
-        else:  # the gradients of units are formed later, if at all, for several parameters at once
-            contribution = use
-        self.contributions[id(parameter)].append(contribution)
+        # Small gradients of units are formed later, if at all, for several parameters at once.
+        waits = isinstance(use, Outer) and self._is_small(use)[0]
+        contribution = use if waits else held(use, self.rows, self.norm_method)
+        self.contributions[id(parameter)].append(contribution)  # type: ignore[arg-type]
+
+    def _is_small(self, use: Outer) -> tuple[bool, bool]:
+        """Return `Outer.is_small`, and whether it is then held as an instance; asked once for uses of equal shapes."""
+        key = use.like()
+        if (known := self._small.get(key)) is None:
+            is_small = use.is_small(self.rows)
+            known = self._small[key] = is_small, is_small and is_instance(use, self.rows, self.norm_method)
+        return known
 
     def add_norms(self, tally: NormTally) -> tuple[Tensor, Tensor]:
         """Add the norms of the contributions kept; return ``(sq_norm_GU, slack_GU)`` of all parameters."""
@@ -111,10 +119,10 @@ class Pass:
         products: dict[tuple, dict[int, Outer]] = {}
         outers: dict[int, Outer] = {}
         for key in keys:
-            merged, group = merge(self.contributions[key], self.rows, self.norm_method), self.groups.get(key, 0)
-            self.contributions[key], first = [], merged[0]
+            merged = merge(self.contributions.pop(key), self.rows, self.norm_method)
+            first, group = merged[0], self.groups.get(key, 0)
             if isinstance(first, Outer) and len(merged) == 1:
-                if first.is_small(self.rows) and is_instance(first, self.rows, self.norm_method):
+                if self._is_small(first)[1]:
                     products.setdefault((group, *first.like()), {})[key] = first
                 else:
                     outers[key] = first
@@ -151,18 +159,25 @@ class Pass:
             factor_B = torch.where(unit_B >= 0, factor_U[unit_B.clamp_min(0)] if factor_U.numel() else 0, 0)
         self.weights[group] = (Weights(factor_B), Weights(factor_U))
 
+    def formed(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return the clipped sum of a parameter, once, if it is formed with others or was formed before."""
+        if (joint := self.joint.get(id(parameter))) is not None:
+            for key in joint.parameters:
+                del self.joint[key]
+            self.sums.update(joint.sums(lambda group: self.weights[group][1]))
+        return self.sums.pop(id(parameter), None)
+
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Whether a gradient of the parameter arrived whose sum was not added yet."""
+        return any(id(parameter) in kept for kept in (self.contributions, self.joint, self.sums))
+
     def add_clipped_sum_(self, parameter: nn.Parameter, total: Sum) -> None:
         """Add sum_u factor_u g_u of one parameter to ``total``, once, and drop its contributions."""
-        key, group = id(parameter), self.groups.get(id(parameter), 0)
-        contributions, (of_rows, of_units) = self.contributions.pop(key, []), self.weights[group]
-        if key in self.joint:
-            joint = self.joint[key]
-            for one in joint.parameters:
-                del self.joint[one]
-            self.sums.update(joint.sums(lambda group: self.weights[group][1]))
-        if key in self.sums:
-            total.take_(self.sums.pop(key))
+        if (formed := self.formed(parameter)) is not None:
+            total.take_(formed)
+        contributions = self.contributions.pop(id(parameter), ())
         for number, one in enumerate(contributions, 1):
+            of_rows, of_units = self.weights[self.groups.get(id(parameter), 0)]
             # `merge` puts the matrix product last, which may finish the sum.
             with contextlib.nullcontext() if number == len(contributions) else total.kept_open():
                 one.add_weighted_(total, of_units if isinstance(one, Instance) else of_rows, self.norm_method)

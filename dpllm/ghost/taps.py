@@ -241,8 +241,11 @@ class Hand:
         """View a tensor of the module with its rows first."""
         if self.place is not None:  # everything belongs to one row
             return x if x.ndim > 1 and x.shape[0] == 1 else x[None]
-        y = self.call.by_rows(x)
-        self.flattens |= y is not x and self.call.rows > 1 and not self.call.packed.lengths
+        call = self.call
+        if x.shape[0] == call.rows and not call.packed.lengths:
+            return x
+        y = call.by_rows(x)
+        self.flattens |= y is not x and call.rows > 1 and not call.packed.lengths
         return y
 
 
@@ -264,16 +267,14 @@ def as_tokens(x: Tensor) -> Tensor:
 
 
 class Sink(torch.autograd.Function):
-    """Gives leaves of these (shape, dtype, device) without memory, and hands over their gradients, once."""
+    """Gives leaves like these tensors, and hands over their gradients, once."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, hand: Hand, like: Any) -> Any:
-        """Make the leaves."""
+    def forward(ctx: Any, anchor: Tensor, hand: Hand, like: Sequence[Tensor]) -> Any:
+        """Make the leaves: views of ``like``, which take no memory if it has none."""
         ctx.hand = hand
         ctx.set_materialize_grads(False)
-        kinds = {(dtype, device) for _, dtype, device in like}
-        zero = {(dtype, device): torch.zeros((), dtype=dtype, device=device) for dtype, device in kinds}
-        return tuple([zero[dtype, device].expand(shape) for shape, dtype, device in like])
+        return tuple([x.detach() for x in like])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -351,7 +352,7 @@ def _apply(function: Any) -> Any:
     return super(torch.autograd.Function, function).apply
 
 
-_outer, _tap = _apply(_OuterTap), _apply(_Tap)
+_outer, _tap, sink = _apply(_OuterTap), _apply(_Tap), _apply(Sink)
 
 
 def tap_output(

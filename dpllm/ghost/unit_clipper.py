@@ -159,12 +159,21 @@ class UnitClipper(abc.ABC):
         if grad is not None and grad.dtype == dtype:
             self.add_clipped_sum_(parameter, Sum.onto(grad))
             return
-        total = Sum(parameter.shape, dtype, parameter.device) if grad is None else Sum.onto(grad.to(dtype))
-        self.add_clipped_sum_(parameter, total)
-        parameter.grad = None
+        total_ = self._formed(parameter) if grad is None else None
+        if total_ is None or total_.dtype != dtype or not total_.is_contiguous():
+            total = Sum(parameter.shape, dtype, parameter.device) if grad is None else Sum.onto(grad.to(dtype))
+            if total_ is not None:
+                total.take_(total_)
+            self.add_clipped_sum_(parameter, total)
+            total_ = total.filled()
         if parameter.grad_dtype != dtype:
+            parameter.grad = None
             parameter.grad_dtype = dtype
-        parameter.grad = total.filled()
+        parameter.grad = total_
+
+    def _formed(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return a parameter's clipped sum, once, where nothing has to be added to it; None: `add_clipped_sum_`."""
+        return None
 
     @abc.abstractmethod
     def hold(self, losses: Tensor) -> None:
