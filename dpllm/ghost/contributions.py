@@ -456,8 +456,10 @@ def stacked(
         return []
     sharing: dict[tuple, list[int]] = {}  # parameters whose layers read one input
     for key, use in uses.items():
-        if kernels.is_small(use.input):
-            sharing.setdefault((groups.get(key, 0), use.grad.dtype, *use.input_key()), []).append(key)
+        x = use.input
+        if kernels.is_small(x):
+            kind = groups.get(key, 0), x.data_ptr(), x.shape, x.stride(), x.dtype, use.grad.dtype
+            sharing.setdefault(kind, []).append(key)
     alike: dict[tuple, list[tuple[int, ...]]] = {}
     for keys in sharing.values():
         first, widths = uses[keys[0]], tuple([uses[key].grad.shape[2] for key in keys])
@@ -474,9 +476,14 @@ def stacked(
             continue
         for start in range(0, len(products), most):
             some = products[start : start + most]
-            taken = [[uses.pop(key) for key in keys] for keys in some]
-            grads = [torch.cat([use.grad for use in of], 2) if len(of) > 1 else of[0].grad for of in taken]
-            both = _stack([of[0].input for of in taken]), _stack(grads)
+            inputs, grads = (
+                [uses[keys[0]].input for keys in some],
+                [uses.pop(key).grad for keys in some for key in keys],
+            )
+            if len(widths) == 1:
+                both = _stack(inputs), _stack(grads)
+            else:
+                both = _stack(inputs), torch.cat(grads, 2).unflatten(2, (len(some), outputs)).movedim(2, 0).contiguous()
             x_SUTD, grad_SUTP = (units.fold(x_SBTk, 1) for x_SBTk in both)
             of_groups = [groups.get(keys[0], 0) for keys in some]
             stacks.append(StackedOuter(x_SUTD, grad_SUTP, some, widths, of_groups, input_side))

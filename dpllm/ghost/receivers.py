@@ -119,8 +119,10 @@ class Pass:
         products: dict[tuple, dict[int, Outer]] = {}
         outers: dict[int, Outer] = {}
         for key in keys:
-            merged = merge(self.contributions.pop(key), self.rows, self.norm_method)
-            first, group = merged[0], self.groups.get(key, 0)
+            merged, group = self.contributions.pop(key), self.groups.get(key, 0)
+            if len(merged) > 1:
+                merged = merge(merged, self.rows, self.norm_method)
+            first = merged[0]
             if isinstance(first, Outer) and len(merged) == 1:
                 if self._is_small(first)[1]:
                     products.setdefault((group, *first.like()), {})[key] = first
