@@ -37,7 +37,8 @@ def held(use: Use, rows: Rows, norm_method: NormMethod) -> Contribution:
 
 def is_instance(use: Outer | Lookup | HeadUse | Routed, rows: Rows, norm_method: NormMethod) -> bool:
     """Whether a use is held as the gradients of the units, see `NormMethod.holds_instance`."""
-    return norm_method.holds_instance(use.factor_bytes(), use.instance_bytes(rows))
+    on_cpu = isinstance(use, Outer) and use.grad.device.type == "cpu"
+    return norm_method.holds_instance(use.factor_bytes(), use.instance_bytes(rows), on_cpu)
 
 
 def merge(contributions: Sequence[Contribution], rows: Rows, norm_method: NormMethod) -> list[Contribution]:

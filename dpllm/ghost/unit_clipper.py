@@ -181,7 +181,7 @@ class UnitClipper(abc.ABC):
 
         The next `clip` or `backward` must get the other rows of that unit and no others. It completes the unit's
         gradient, which is clipped as one. In between, the memory held is at most the smaller of the unit's activations
-        and one gradient of the whole model.
+        (half as much again on a CPU) and one gradient of the whole model.
 
         Args:
             losses: (B,) one loss per row, with a graph, all of the same unit.

@@ -99,8 +99,9 @@ def test_the_tiled_algorithm_is_chosen_where_it_costs_less():
 
 
 def test_the_instance_is_held_where_it_takes_no_more_memory():
-    """Unless an algorithm is given."""
+    """Or half as much again on a CPU; unless an algorithm is given."""
     assert NormMethod().holds_instance(factor_bytes=8, instance_bytes=8) and not NormMethod().holds_instance(7, 8)
+    assert NormMethod().holds_instance(8, 12, on_cpu=True) and not NormMethod().holds_instance(8, 13, on_cpu=True)
     assert NormMethod("instance").holds_instance(1, 8) and not NormMethod("gram").holds_instance(8, 1)
 
 
