@@ -225,9 +225,11 @@ class GhostClipper(UnitClipper):
         receiver: Pass | Measure | AddUpGroups = one
         if early is not None and self._forms_groups(loss_B, finish):
             every = self._trained.by_name.values()
-            receiver = AddUpGroups(one, self._tapped.ladder, every, lambda: self._tally(one, num_norms=1), early)
+            receiver = AddUpGroups(
+                one, self._tapped.ladder.used_once, every, lambda: self._tally(one, num_norms=1), early
+            )
         elif not self._held and self._passes(loss_B) == 2:
-            receiver = Measure(one, self._tapped.ladder, self._tally(one, max_waiting=1))
+            receiver = Measure(one, self._tapped.ladder.used_once, self._tally(one, max_waiting=1))
         self._differentiate(one, loss_B, receiver, retain_graph=isinstance(receiver, Measure))
         if self._held:
             one = self._pass = self._held.complete(one, loss_B.device)
@@ -316,7 +318,7 @@ class GhostClipper(UnitClipper):
         one = self._pass = Pass(
             one.rows, self.norm_method, weights=one.weights, groups=self._norm_of, finish=one.finish
         )
-        add_up = AddUp(one, self._tapped.ladder, self._tally(one, max_waiting=1))
+        add_up = AddUp(one, self._tapped.ladder.used_once, self._tally(one, max_waiting=1))
         self._differentiate(one, loss_B, add_up)
         with kernels.exact_matmul(), torch.no_grad():
             sq_norm_GU, _ = one.add_norms(add_up.tally)

@@ -169,26 +169,13 @@ class NormTally:
             self.note(group, *both, kernels.rounding_slack(uses[0].input.dtype))
 
 
-def squared_norms(contributions: Sequence[Contribution], rows: Rows, norm_method: NormMethod) -> tuple[Tensor, Tensor]:
-    """Return the squared norm of each unit's gradient of one parameter, cross terms included.
-
-    Args:
-        contributions: every use of the parameter, as returned by `merge`.
-        rows: the units of the rows.
-        norm_method: how norms are computed.
-
-    Returns:
-        ``(sq_norm_U, slack_U)``: the squared norms, and the rounding error that they may have lost or that the
-        clipped sum may gain.
-    """
-    sq_norm_U, mass_U, multiple = _norm_mass_slack(contributions, rows, norm_method)
-    return sq_norm_U, multiple * mass_U
-
-
 def _norm_mass_slack(
     contributions: Sequence[Contribution], rows: Rows, norm_method: NormMethod
 ) -> tuple[Tensor, Tensor, float]:
-    """Return `squared_norms`, with the slack as a tensor and the number by which it is multiplied."""
+    """Return squared norms (U,) of one parameter's gradients, cross terms included; masses (U,), and their multiple.
+
+    That is the rounding error that a norm may have lost, or that the clipped sum may gain.
+    """
     first = contributions[0]
     if isinstance(first, Instance):
         sq_norm_U = kernels.squared_norms(first.value_U)

@@ -54,14 +54,6 @@ class Receiver(Protocol):
         ...
 
 
-class Uses(Protocol):
-    """The number of uses of each parameter."""
-
-    def used_once(self, parameter: nn.Parameter) -> bool:
-        """Whether the losses use the parameter once."""
-        ...
-
-
 @dataclass
 class Pass:
     """A microbatch, from its backward pass to its clipped sum. As a receiver it keeps every contribution.
@@ -205,9 +197,9 @@ class Measure:
         seen: ids of the parameters that received a gradient.
     """
 
-    def __init__(self, one: Pass, calls: Uses, tally: NormTally) -> None:
+    def __init__(self, one: Pass, used_once: Callable[[nn.Parameter], bool], tally: NormTally) -> None:
         """Start without norms."""
-        self._pass, self._calls, self.tally = one, calls, tally
+        self._pass, self._used_once, self.tally = one, used_once, tally
         self.seen: set[int] = set()
         self._done: set[int] = set()  # parameters whose only use has arrived
 
@@ -218,7 +210,7 @@ class Measure:
             GhostError: a parameter that the model's calls used once receives two gradients.
         """
         self.seen.add(id(parameter))
-        if not self._calls.used_once(parameter):
+        if not self._used_once(parameter):
             self._pass.take(name, parameter, use)
             return
         if id(parameter) in self._done:
@@ -247,7 +239,7 @@ class AddUpGroups:
 
     Args:
         one: the pass.
-        calls: how often the model's calls used each parameter.
+        used_once: whether the losses use a parameter once.
         parameters: all trainable parameters.
         tally: returns an empty tally of one group.
         factors: of one group, from its norms.
@@ -260,7 +252,7 @@ class AddUpGroups:
     def __init__(
         self,
         one: Pass,
-        calls: Uses,
+        used_once: Callable[[nn.Parameter], bool],
         parameters: Iterable[nn.Parameter],
         tally: Callable[[], NormTally],
         factors: GroupFactors,
@@ -273,9 +265,7 @@ class AddUpGroups:
         for parameter in parameters:
             self._members.setdefault(one.groups[id(parameter)], {})[id(parameter)] = parameter
         self._missing = {
-            group: set(members)
-            for group, members in self._members.items()
-            if all(map(calls.used_once, members.values()))
+            group: set(members) for group, members in self._members.items() if all(map(used_once, members.values()))
         }
 
     def take(self, name: str, parameter: nn.Parameter, use: Use) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dpllm import GhostClipper
+from dpllm.ghost.norms import NormTally
 
 
 def perturbed(model):
@@ -98,3 +99,11 @@ class Kernel(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         return grad * weight, (grad * x).sum((0, 1))
+
+
+def squared_norms(contributions, rows, norm_method):
+    """Return the squared norms (U,) of one parameter's gradients, and their slack (U,)."""
+    tally = NormTally(rows, norm_method, torch.float64)
+    tally.add(contributions)
+    sq_norm_GU, slack_GU = tally.total()
+    return sq_norm_GU[0], slack_GU[0]

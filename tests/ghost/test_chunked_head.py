@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from dpllm.ghost.chunked_head import LogitFormula, token_losses
 from dpllm.ghost.contributions import Instance, Lookup, Outer, Rows
 from dpllm.ghost.norm_method import NormMethod
-from dpllm.ghost.norms import held, join, merge, squared_norms
+from dpllm.ghost.norms import held, join, merge
 from dpllm.ghost.sums import Sum, Weights
+from tests.ghost.loop import squared_norms
 from tests.mutations import kills
 
 B, T, V = 6, 7, 23

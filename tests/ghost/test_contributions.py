@@ -6,8 +6,9 @@ import torch
 from dpllm import GhostClipper
 from dpllm.ghost.contributions import Instance, Lookup, Outer, RowGradients, Rows
 from dpllm.ghost.norm_method import NormMethod
-from dpllm.ghost.norms import held, merge, squared_norms
+from dpllm.ghost.norms import held, merge
 from dpllm.ghost.sums import Sum, Weights
+from tests.ghost.loop import squared_norms
 from tests.mutations import kills
 
 V, R, B = 11, 3, 6

@@ -1,12 +1,16 @@
 """Small parameters whose gradients of units lie side by side: norms and sums are those of a loop."""
 
 import copy
+import math
 
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from dpllm import GhostClipper
+from dpllm.ghost import NormMethod
+from dpllm.mechanism.per_layer import PerLayerClipping
 from tests.ghost.loop import flat, row_gradients
 from tests.mutations import kills
 
@@ -53,4 +57,78 @@ def test_norms_and_sums_of_several_microbatches_are_those_of_a_loop(unit_of_row)
         torch.testing.assert_close(result.norms.double(), norm_U, rtol=1e-6, atol=0)
         expected = (gradient_UP * (0.1 / norm_U)[:, None]).sum(0)
         torch.testing.assert_close(flat([p.grad for p in parameters], parameters), expected, rtol=1e-5, atol=1e-9)
+    clipper.remove()
+
+
+class Blocks(nn.Module):
+    """Two blocks of equal shapes; in each, three layers read one input. All are small enough to be stacked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({name: nn.Linear(24, width, bias=False) for name, width in (("q", 24), ("k", 8), ("v", 8))})
+            for _ in range(2)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            q, k, v = (block[name](x) for name in "qkv")
+            x = torch.tanh(q) + (k * v).repeat(1, 1, 3)
+        return x
+
+
+@kills(
+    "a stack of several groups gets the factors of one",
+    "dpllm/ghost/contributions.py",
+    "[of_groups[group].factor for group in self.groups]",
+    "[of_groups[self.groups[0]].factor for group in self.groups]",
+)
+@kills(
+    "a stack multiplies what is not finite by 0",
+    "dpllm/ghost/contributions.py",
+    "if not all(of_group.all_count for of_group in of_groups.values()):",
+    "if False:",
+)
+@kills(
+    "layers of one input are taken for layers of one shape",
+    "dpllm/ghost/contributions.py",
+    "kind = groups.get(key, 0), x.data_ptr(), x.shape",
+    "kind = groups.get(key, 0), x.shape",
+)
+@pytest.mark.parametrize("clipping", ["flat", "per-layer", "per-layer with norms of parameters"])
+@pytest.mark.parametrize("side", ["linear", "conv1d"])
+@pytest.mark.parametrize("unit_of_row", [[0, 1, 2, 3], [0, 0, 1, 1], [0, 1, 2, -1], [1, 0, 1, 1]], ids=str)
+def test_small_layers_side_by_side_are_those_of_a_loop(unit_of_row, side, clipping):
+    """Of one input and of several, in one group of parameters and in several, and with a unit that is not finite."""
+    torch.manual_seed(0)
+    net = Blocks().double()
+    if side == "conv1d":
+        for block in net.blocks:
+            for name, layer in list(block.items()):
+                block[name] = Conv1D(layer.out_features, layer.in_features).double()
+                nn.init.normal_(block[name].weight, std=0.3)
+                block[name].bias.requires_grad_(False)
+    unhooked, parameters = copy.deepcopy(net), list(net.parameters())
+    kind = {"clip_norm": 0.1} if clipping == "flat" else {"clipping": PerLayerClipping(0.1)}
+    clipper = GhostClipper(net, norm_method=NormMethod("gram"), parameter_norms="norms" in clipping, **kind)
+    unit_B = torch.tensor(unit_of_row)
+    for worst in (None, 0, None):
+        x = torch.randn(4, 6, 24).double()
+        net.zero_grad()
+        rows = row_gradients(unhooked, losses, {"x": x})
+        units = rows.new_zeros(int(unit_B.max()) + 1, rows.shape[1]).index_add_(
+            0, unit_B[unit_B >= 0], rows[unit_B >= 0]
+        )
+        if worst is not None:
+            x[worst] = math.inf
+            units[unit_B[worst]] = 0
+        result = clipper.backward(losses(net, {"x": x}), unit_B)
+        trained = [p for p in parameters if p.requires_grad]
+        groups = [units] if clipping == "flat" else units.split(units.shape[1] // 2, 1)  # per-layer: of each block
+        bound = 0.1 / len(groups) ** 0.5
+        scaled = torch.cat([g * (bound / g.norm(dim=1)).nan_to_num(0, 0, 0).clamp(max=1)[:, None] for g in groups], 1)
+        found = flat([p.grad for p in trained], trained)
+        torch.testing.assert_close(found, scaled.sum(0), rtol=1e-5, atol=1e-9)
+        assert result.num_nonfinite == (worst is not None)
+    assert not clipper.row_by_row  # a wrong norm is seen in the first call, and mended
     clipper.remove()

@@ -7,9 +7,10 @@ import torch
 
 from dpllm.ghost import NormMethod
 from dpllm.ghost.contributions import Outer, RowGradients, Rows
-from dpllm.ghost.norms import join, merge, squared_norms
+from dpllm.ghost.norms import join, merge
 from dpllm.ghost.routed import Routed
 from dpllm.ghost.sums import Sum, Weights
+from tests.ghost.loop import squared_norms
 from tests.mutations import kills
 
 EXPERTS, LEFT, RIGHT, CHOICES = 3, 4, 5, 2
