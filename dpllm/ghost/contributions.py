@@ -50,6 +50,7 @@ _LAYOUTS = 256  # of microbatches that are remembered
 _SMALL_ON_CPU, _SMALL = 1 << 14, 1 << 20  # entries of a parameter
 _STACKED, _FACTORS = 1 << 16, 4  # entries of factors that are copied together; times the entries of gradients
 _STACKED_OUTER, _STACKED_WEIGHTS = 1 << 18, 1 << 20  # entries of a `StackedOuter`'s factors, and of its weights
+_GRAMS = 1 << 20  # entries of Gram matrices that exist at a time, and those of one stack
 _FLAT_BYTES = 1 << 26  # of one such tensor, and so of the memory that the copies take for a moment
 
 
@@ -496,19 +497,22 @@ def joint_norms(stacks: Sequence[StackedOuter]) -> Iterator[tuple[int, Tensor, T
     Args:
         stacks: of the same units.
     """
-    alike: dict[tuple[float, int], list[StackedOuter]] = {}  # encoder and decoder have different tokens
+    lots: dict[tuple[float, int], list[list[StackedOuter]]] = {}  # encoder and decoder have different tokens
     for stack in stacks:
         slack, tokens = kernels.rounding_slack(stack.input_SUTD.dtype), stack.input_SUTD.shape[2]
-        alike.setdefault((slack, tokens), []).append(stack)
-    for (slack, _), some in alike.items():
-        pairs = [(stack.input_SUTD.flatten(0, 1), stack.grad_SUTP.flatten(0, 1)) for stack in some]
-        num_units = some[0].input_SUTD.shape[1]
-        sq_norm_SU, mass_SU = (values.view(-1, num_units) for values in kernels.joint_gram_norms(pairs))
-        groups = [group for stack in some for group in stack.groups]
-        if len(set(groups)) == 1:
-            yield groups[0], sq_norm_SU.sum(0), mass_SU.sum(0), slack
-        else:
-            yield from zip(groups, sq_norm_SU, mass_SU, itertools.repeat(slack))
+        some = lots.setdefault((slack, tokens), [[]])
+        if sum(one.input_SUTD.shape[:2].numel() for one in some[-1]) * tokens**2 > _GRAMS:
+            some.append([])
+        some[-1].append(stack)
+    for (slack, _), some in lots.items():
+        for lot in some:
+            pairs = [(stack.input_SUTD.flatten(0, 1), stack.grad_SUTP.flatten(0, 1)) for stack in lot]
+            num_units, groups = lot[0].input_SUTD.shape[1], [group for stack in lot for group in stack.groups]
+            sq_norm_SU, mass_SU = (values.view(-1, num_units) for values in kernels.joint_gram_norms(pairs))
+            if len(set(groups)) == 1:
+                yield groups[0], sq_norm_SU.sum(0), mass_SU.sum(0), slack
+            else:
+                yield from zip(groups, sq_norm_SU, mass_SU, itertools.repeat(slack))
 
 
 def formed_together(uses: dict[int, Outer], group: int) -> Iterator[Flat]:

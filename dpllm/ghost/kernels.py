@@ -319,7 +319,8 @@ def joint_gram_norms(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Te
     Whole Gram matrices are formed of all of them: T is at most `is_short`.
     """
     grams = zip(*((_products(x_BTD, x_BTD), _products(grad_BTP, grad_BTP)) for x_BTD, grad_BTP in pairs), strict=True)
-    sq_norm_B, root_B = _norms_and_roots(*(torch.cat(of_all) for of_all in grams))
+    input_gram, grad_gram = (torch.cat(of_all) for of_all in grams)
+    sq_norm_B, root_B = _norms_and_roots(input_gram, grad_gram)
     return sq_norm_B, root_B.square_()
 
 

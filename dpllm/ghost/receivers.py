@@ -129,8 +129,8 @@ class Pass:
         for (group, *_), alike in products.items():
             flats.setdefault(group, []).extend(formed_together(alike, group))
         stacks = stacked(outers, self.groups, self.rows, self.norm_method)
-        for group, *norms in joint_norms(stacks):
-            tally.note(group if place is None else place, *norms)
+        for group, sq_norm_U, mass_U, slack in joint_norms(stacks):
+            tally.note(group if place is None else place, sq_norm_U, mass_U, slack)
         for stack in stacks:
             self.joint.update(dict.fromkeys(stack.parameters, stack))
         for key, use in outers.items():
