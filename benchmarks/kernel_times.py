@@ -130,7 +130,7 @@ def gram_case(shape: tuple, dtype: torch.dtype, device: torch.device, positive: 
     return Case(
         kernel="gram",
         shape=f"B={rows} T={tokens} D={width} P={'+'.join(map(str, widths))}{', positive' if positive else ''}",
-        fused=lambda: triton_launch.gram_norms(a, grads),
+        fused=lambda: tuple(x_1B[0] for x_1B in triton_launch.grouped_gram_norms([(a, grads)])),
         plain=lambda: kernels.gram_norms(a, grads),
         exact=lambda: kernels.gram_norms(a.double(), [g.double() for g in grads])[0],
         flops=rows * tokens * (tokens + 1) * (width + sum(widths)),

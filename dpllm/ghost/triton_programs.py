@@ -1,6 +1,6 @@
-"""The programs on the device, written in Triton, each for one tile, run or unit; `triton_launch` launches them.
+"""The programs on the device, written in Triton, each for one tile, run or unit.
 
-Place in the flow: see `dpllm.ghost.triton_launch`, which checks shapes, chooses tiles and adds up the partial results.
+`dpllm.ghost.triton_launch` checks shapes, chooses tiles, launches programs and adds up their partial results.
 
 Triton compiles a program again whenever an integer argument becomes 1 or a multiple of 16, which takes seconds. Lengths
 vary, so sizes and strides are excluded from that (`_VARYING`). Instead the caller says whether all tensors are ALIGNED:
@@ -60,6 +60,18 @@ def multiple(value: tl.tensor, ALIGNED: tl.constexpr, NUMBER: tl.constexpr) -> t
     if ALIGNED:
         value = value // NUMBER * NUMBER  # not tl.multiple_of, whose hint is lost for loaded and passed integers
     return value
+
+
+@jit_if_present
+def add_product(x_MK: tl.tensor, y_KN: tl.tensor, total_MN: tl.tensor, WIDEN: tl.constexpr) -> tl.tensor:
+    """Add a product to a sum in float32, without TF32.
+
+    The interpreter multiplies the bit patterns of bfloat16; widening is exact, as are the tensor cores' products.
+    """
+    if WIDEN:
+        x_MK = x_MK.to(tl.float32)
+        y_KN = y_KN.to(tl.float32)
+    return tl.dot(x_MK, y_KN, total_MN, input_precision="ieee")
 
 
 @jit_if_present
@@ -169,11 +181,7 @@ def part_of_gram(
         inside_K = k_K < end - k
         x_SK = tl.load(x_s + k * by_feature + s_SK, mask=inside_K[None, :], other=0.0)
         y_KT = tl.load(x_t + k * by_feature + t_KT, mask=inside_K[:, None], other=0.0)
-        # The interpreter multiplies the bit patterns of bfloat16; widening is exact, as are the tensor cores' products.
-        if WIDEN:
-            x_SK = x_SK.to(tl.float32)
-            y_KT = y_KT.to(tl.float32)
-        total_ST = tl.dot(x_SK, y_KT, total_ST, input_precision="ieee")
+        total_ST = add_product(x_SK, y_KT, total_ST, WIDEN)
     return total_ST
 
 
@@ -194,11 +202,9 @@ def instance_program(
     tiles: tl.tensor,
     tiles_r: tl.tensor,
     ALIGNED: tl.constexpr,
-    SAME_DTYPE: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    BLOCK: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    CHUNK_T: tl.constexpr,
+    CHUNK: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
     """Sum of squares of one tile of one row's gradient."""
@@ -207,16 +213,16 @@ def instance_program(
     program = tl.program_id(0)
     tile = program % tiles
     row = (program // tiles).to(tl.int64)
-    l_L1 = ((tile // tiles_r) * BLOCK_L + tl.arange(0, BLOCK_L)).to(tl.int64)[:, None]
-    r_1R = ((tile % tiles_r) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)[None, :]
-    total_LR = tl.full((BLOCK_L, BLOCK_R), 0.0, tl.float32)
+    l_L1 = ((tile // tiles_r) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
+    r_1R = ((tile % tiles_r) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[None, :]
+    total_LR = tl.full((BLOCK, BLOCK), 0.0, tl.float32)
     x = left + row * multiple(left_row, ALIGNED, UNITS_L)
     y = right + row * multiple(right_row, ALIGNED, UNITS_R)
     by_x, by_y = multiple(left_token, ALIGNED, UNITS_L), multiple(right_token, ALIGNED, UNITS_R)
     by_l, by_r = 1 if ALIGNED else left_last, 1 if ALIGNED else right_last
-    for start in range(0, tokens, CHUNK_T):
-        end = tl.minimum(start + CHUNK_T, tokens)
-        part_LR = tl.full((BLOCK_L, BLOCK_R), 0.0, tl.float32)
+    for start in range(0, tokens, CHUNK * BLOCK_T):
+        end = tl.minimum(start + CHUNK * BLOCK_T, tokens)
+        part_LR = tl.full((BLOCK, BLOCK), 0.0, tl.float32)
         t_T = (start + tl.arange(0, BLOCK_T)).to(tl.int64)
         left_LT = x + l_L1 * by_l + t_T[None, :] * by_x
         right_TR = y + r_1R * by_r + t_T[:, None] * by_y
@@ -224,11 +230,7 @@ def instance_program(
             inside_T = tl.arange(0, BLOCK_T) < end - t
             x_LT = tl.load(left_LT, mask=(l_L1 < left_width) & inside_T[None, :], other=0.0)
             y_TR = tl.load(right_TR, mask=(r_1R < right_width) & inside_T[:, None], other=0.0)
-            # The interpreter multiplies the bits of bfloat16; widening is exact, as are the tensor cores' products.
-            if WIDEN or not SAME_DTYPE:
-                x_LT = x_LT.to(tl.float32)
-                y_TR = y_TR.to(tl.float32)
-            part_LR = tl.dot(x_LT, y_TR, part_LR, input_precision="ieee")
+            part_LR = add_product(x_LT, y_TR, part_LR, WIDEN)
             left_LT += BLOCK_T * by_x
             right_TR += BLOCK_T * by_y
         total_LR += part_LR
@@ -260,12 +262,9 @@ def weighted_outer_program(
     tiles_l: tl.tensor,
     tiles_r: tl.tensor,
     ALIGNED: tl.constexpr,
-    SAME_DTYPE: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    BLOCK: tl.constexpr,
     BLOCK_T: tl.constexpr,
     CHUNK: tl.constexpr,
-    GROUP: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
     """Compute one tile of the weighted sum over rows: a row's factor multiplies its complete gradient.
@@ -278,20 +277,20 @@ def weighted_outer_program(
     UNITS_L: tl.constexpr = 128 // left.dtype.element_ty.primitive_bitwidth  # 16 bytes
     UNITS_R: tl.constexpr = 128 // right.dtype.element_ty.primitive_bitwidth
     program = tl.program_id(0)
-    # Tiles that run at the same time share their inputs: GROUP tiles of the left side by all of the right.
+    GROUP: tl.constexpr = 8  # tiles of the left side by all of the right: those that run together share their inputs
     first_l = (program // (GROUP * tiles_r)) * GROUP
     height = tl.minimum(GROUP, tiles_l - first_l)
     within = program % (GROUP * tiles_r)
-    l_L = (first_l + within % height) * BLOCK_L + tl.arange(0, BLOCK_L)
-    r_R = (within // height) * BLOCK_R + tl.arange(0, BLOCK_R)
+    l_L = (first_l + within % height) * BLOCK + tl.arange(0, BLOCK)
+    r_R = (within // height) * BLOCK + tl.arange(0, BLOCK)
     t_T = tl.arange(0, BLOCK_T)
     width_l, width_r = multiple(size_l, ALIGNED, UNITS_L), multiple(size_r, ALIGNED, UNITS_R)
     by_x, by_y = multiple(left_token, ALIGNED, UNITS_L), multiple(right_token, ALIGNED, UNITS_R)
     x_TL = t_T.to(tl.int64)[:, None] * by_x + (l_L if ALIGNED else l_L.to(tl.int64) * left_last)[None, :]
     y_TR = t_T.to(tl.int64)[:, None] * by_y + (r_R if ALIGNED else r_R.to(tl.int64) * right_last)[None, :]
 
-    total_LR = tl.full((BLOCK_L, BLOCK_R), 0.0, tl.float32)
-    part_LR = tl.full((BLOCK_L, BLOCK_R), 0.0, tl.float32)
+    total_LR = tl.full((BLOCK, BLOCK), 0.0, tl.float32)
+    part_LR = tl.full((BLOCK, BLOCK), 0.0, tl.float32)
     blocks = tl.cdiv(tokens, BLOCK_T)
     for step in range(0, rows * blocks):
         row, block = step // blocks, step % blocks
@@ -300,15 +299,11 @@ def weighted_outer_program(
         y = right + row * multiple(right_row, ALIGNED, UNITS_R) + block * BLOCK_T * by_y
         left_TL = tl.load(x + x_TL, mask=inside_T1 & (l_L < width_l)[None, :], other=0.0)
         right_TR = tl.load(y + y_TR, mask=inside_T1 & (r_R < width_r)[None, :], other=0.0)
-        # The interpreter multiplies the bit patterns of bfloat16; widening is exact, as are the tensor cores' products.
-        if WIDEN or not SAME_DTYPE:
-            left_TL = left_TL.to(tl.float32)
-            right_TR = right_TR.to(tl.float32)
-        part_LR = tl.dot(tl.trans(left_TL), right_TR, part_LR, input_precision="ieee")
+        part_LR = add_product(tl.trans(left_TL), right_TR, part_LR, WIDEN)
         if (block + 1 == blocks) | (block % CHUNK == CHUNK - 1):
             weight = tl.load(factor + row)
             total_LR += tl.where(weight == 0.0, 0.0, weight * part_LR)
-            part_LR = tl.full((BLOCK_L, BLOCK_R), 0.0, tl.float32)
+            part_LR = tl.full((BLOCK, BLOCK), 0.0, tl.float32)
 
     inside_LR = (l_L < size_l)[:, None] & (r_R < width_r)[None, :]
     place_LR = l_L.to(tl.int64)[:, None] * multiple(out_row, ALIGNED, UNITS_R)

@@ -44,7 +44,7 @@ for dtype in (torch.bfloat16, torch.float32):
         return torch.empty(shape, dtype=dtype)
     # Sizes of one become constants, which makes a separate program.
     for rows, tokens, width in ((1, 1, 1), (8, 512, 64)):
-        triton_launch.gram_norms(x(rows, tokens, width), [x(rows, tokens, width), x(rows, tokens, 80)])
+        triton_launch.grouped_gram_norms([(x(rows, tokens, width), [x(rows, tokens, width), x(rows, tokens, 80)])])
         triton_launch.instance_norms(x(rows, tokens, width), x(rows, tokens, 80))
         total = torch.empty(width, 80)
         triton_launch.weighted_outer_(total, total, x(rows, tokens, width), x(rows, tokens, 80), torch.ones(rows))
