@@ -80,13 +80,7 @@ def train_experts(path: str, module: nn.Module, trainable: Mapping[str, Target],
 
 
 def train_adapters(path: str, wrapper: Any, trainable: Mapping[str, Target], host: Host) -> ExpertsRule:
-    """Tap the experts of which PEFT's wrapper adapts a parameter.
-
-    Args:
-        path: of the wrapper.
-        wrapper: the wrapper.
-        trainable: its trainable factors, by their names within it.
-        host: the clipper.
+    """Tap the experts of which PEFT's wrapper adapts a parameter; ``trainable``: its factors by their names in it.
 
     Raises:
         NoRuleError: the wrapped parameter is not a stack of experts, or a trainable parameter is no LoRA factor.
@@ -108,14 +102,10 @@ def train_adapters(path: str, wrapper: Any, trainable: Mapping[str, Target], hos
 
 
 def attach_partitioned(model: nn.Module, host: Host) -> list[ExpertsRule]:
-    """Compute frozen experts that ZeRO-3 partitioned by our implementation too, in place of transformers' eager one.
+    """Compute frozen experts that ZeRO-3 partitioned by our implementation too, and record nothing of them.
 
-    That one calls a module for each expert that has tokens, and DeepSpeed stops where the processes differ in the
-    modules that they call.
-
-    Args:
-        model: the model.
-        host: the clipper; nothing of these experts is recorded.
+    transformers' eager one calls a module for each expert that has tokens, and DeepSpeed stops where the processes
+    differ in the modules that they call.
     """
     return [
         ExpertsRule.on(path, module, host)
@@ -198,7 +188,7 @@ class Stack:
             module: that holds the stack.
             call: of the model.
             output_SP: the product, biases included, slots sorted by expert.
-            x: the factor of each slot in that order (S, D), or of each token (N, D).
+            x: the input of each slot in that order (S, D), or of each token (N, D).
             of_tokens: whether ``x`` has tokens.
             route: the experts of the tokens.
         """
@@ -291,11 +281,9 @@ class Factor(NamedTuple):
 
 @dataclass
 class LoraFactors:
-    """The LoRA factors of one adapter on one stack of matrices.
+    """The LoRA factors of one adapter, by its name in PEFT's wrapper, on one stack of matrices.
 
     Attributes:
-        wrapper: PEFT's module.
-        adapter: the adapter's name.
         down: ``lora_A.weight``, (E * K, inputs), where it is trainable.
         up: ``lora_B.weight``, (outputs, K * E), where it is trainable.
         is_verified: whether the product of the factors was compared with PEFT's.
@@ -355,9 +343,9 @@ class LoraFactors:
 
         Args:
             index_BS: the expert of each slot.
-            inputs: the input of the stack's product.
-            outputs: its output gradient.
-            x_is_left: whether the input goes along the first dimension of the stack's matrices.
+            inputs: of the product with the stack.
+            outputs: its output gradients.
+            x_is_left: whether the inputs go along the first dimension of the matrices.
             up_EPK: B, as returned by `factors`.
             down_EKD: A.
         """
@@ -434,35 +422,29 @@ def grouped_product(x_SD: Tensor, stack: Tensor, counts_E: Tensor, outputs_first
         outputs_first: whether the stack is (E, P, D) instead.
     """
     parts = counts_E.cumsum(0).int() if _has_kernel(x_SD, stack) else counts_E.tolist()
-    return _Grouped.apply(x_SD, stack, outputs_first, parts)
+    if stack.requires_grad:
+        return _product(x_SD, stack.mT if outputs_first else stack, parts)
+    y: Tensor = _WithDetached.apply(x_SD, stack, outputs_first, parts)
+    return y
 
 
-class _Grouped(torch.autograd.Function):
-    """Saves only the stack, not the tokens, unless the stack is in the graph.
+class _WithDetached(torch.autograd.Function):
+    """The product with a stack that is not in the graph.
 
-    The stack itself is saved, not a view of it: a view would keep the whole stack of a layer that ZeRO-3 has released.
+    Only the stack is saved, not the tokens; and itself, since a view would keep the whole stack of a layer that ZeRO-3
+    has released.
     """
 
     @staticmethod
     def forward(ctx: Any, x_SD: Tensor, stack: Tensor, outputs_first: bool, parts: Tensor | list[int]) -> Tensor:
         ctx.parts, ctx.outputs_first = parts, outputs_first
-        ctx.save_for_backward(stack, x_SD if stack.requires_grad else x_SD.new_empty(0))
+        ctx.save_for_backward(stack)
         return _product(x_SD, stack.mT if outputs_first else stack, parts)
 
     @staticmethod
     def backward(ctx: Any, grad_SP: Tensor) -> tuple[Tensor | None, ...]:
-        stack, x_SD = ctx.saved_tensors
-        grad_x = grad_stack = None
-        if ctx.needs_input_grad[0]:
-            grad_x = _product(grad_SP, stack if ctx.outputs_first else stack.mT, ctx.parts)
-        if ctx.needs_input_grad[1]:
-            left, right = (grad_SP, x_SD) if ctx.outputs_first else (x_SD, grad_SP)
-            if isinstance(ctx.parts, Tensor):
-                grad_stack = F.grouped_mm(left.contiguous().mT, right.contiguous(), offs=ctx.parts)
-            else:
-                pairs = zip(left.split(ctx.parts), right.split(ctx.parts), strict=True)
-                grad_stack = torch.stack([x.mT @ y for x, y in pairs])
-        return grad_x, grad_stack, None, None
+        (stack,) = ctx.saved_tensors
+        return _product(grad_SP, stack if ctx.outputs_first else stack.mT, ctx.parts), None, None, None
 
 
 def _has_kernel(x_SD: Tensor, stack: Tensor) -> bool:
@@ -478,8 +460,4 @@ def _product(x_SD: Tensor, weight_EDP: Tensor, parts: Tensor | list[int]) -> Ten
     """Return (S, P); parts are where each expert's tokens end, for the kernel, or how many they are."""
     if isinstance(parts, Tensor):
         return F.grouped_mm(x_SD.contiguous(), weight_EDP, offs=parts)
-    out_SP = x_SD.new_empty(x_SD.shape[0], weight_EDP.shape[2])
-    for x, weight, out in zip(x_SD.split(parts), weight_EDP, out_SP.split(parts), strict=True):
-        if len(x):
-            torch.mm(x, weight, out=out)
-    return out_SP
+    return torch.cat([x @ weight for x, weight in zip(x_SD.split(parts), weight_EDP, strict=True)])
