@@ -8,9 +8,7 @@ transfers through memory:
   computed, T^2 (D + P) operations instead of 2 T^2 (D + P).
 * `instance_norms`: the same number from the (L, R) gradient, which is formed tile by tile, squared and never written;
   2 T L R operations, fewer than the Gram algorithm where T > 2 L R / (L + R).
-* `weighted_outer_`: the clipped sum of a matrix. The factor multiplies a row's gradient after its tokens are summed, in
-  float32; scaling an input of 16 bits beforehand would round it and read it once more. With noise and scale it makes
-  the gradient in the same pass.
+* `weighted_outer_`: the clipped sum of a matrix, and with noise and scale the gradient, in one pass over memory.
 * `lookup_norms`: embedding norms; equal tokens of a unit are adjacent after a sort, and each run is summed,
   squared and reduced without a slot per token.
 
@@ -21,11 +19,11 @@ therefore too small, and so is a norm. Sums are split after `CHUNK` terms, and t
 nearest. ``benchmarks/kernel_times.py`` measures the remaining error against `dpllm.ghost.kernels.rounding_slack`.
 
 Programs write one partial result each, and a second pass adds those in a fixed order: no atomics, so equal inputs give
-equal bits. Tile sizes follow from the shapes by fixed rules, not from timing, for the same reason.
+equal bits.
 
-Inputs are bfloat16, float16 or float32, of any strides and never copied; sizes may be any. Other inputs raise
-`ValueError`. Triton is optional; with ``TRITON_INTERPRET=1`` set before its first import, the kernels run on the CPU,
-slowly, which is how they are tested without a GPU.
+Inputs are bfloat16, float16 or float32, of any strides and never copied; sizes may be any. Others raise `ValueError`.
+Triton is optional. With ``TRITON_INTERPRET=1`` set before its first import, the kernels run on the CPU, slowly, which
+is how they are tested without a GPU.
 
 Shape suffixes: B rows, T tokens, U units, V table entries, D, L, R, P widths.
 """
@@ -114,9 +112,6 @@ def grouped_gram_norms(groups: Groups) -> tuple[Tensor, Tensor]:
 
     The Gram tile of an input is formed once for all its layers. Inputs that differ in tokens, in dtypes or in being
     aligned take one launch for each such class.
-
-    Args:
-        groups: N inputs with their output gradients, which have one dtype in each group.
 
     Returns:
         ``(sq_norm_NB, mass_NB)`` in float32: squared norms summed over the layers, and (sum_t |a_t| |g_t|)^2 with |g_t|
@@ -215,13 +210,15 @@ def _is_aligned(x: Tensor) -> bool:
 def instance_norms(left_BTL: Tensor, right_BTR: Tensor) -> Tensor:
     """Return the squared norms ||sum_t left_bt (x) right_bt||^2 from the gradient itself, of which no entry is written.
 
+    Where tokens cancel, an entry of the gradient has a rounding error that scales with sum_t |left_t| |right_t|, not
+    with the norm; the caller allows for it.
+
     Args:
         left_BTL: factor (B, T, L) along the first dimension of the weight.
         right_BTR: factor (B, T, R) along its second.
 
     Returns:
-        (B,) float32. Where tokens cancel, an entry of the gradient has a rounding error that scales with
-        sum_t |left_t| |right_t| (`Outer.mass`), not with the norm; the caller allows for it.
+        (B,) float32.
     """
     _require("instance_norms", left_BTL, right_BTR)
     _require_same_tokens("instance_norms", left_BTL, right_BTR)
@@ -255,7 +252,7 @@ def weighted_outer_(
         start_LR: float32, of the same shape and strides; may be ``out_LR`` itself. None: zeros, never read.
         left_BTL: factor (B, T, L) along the first dimension of the weight.
         right_BTR: factor (B, T, R) along its second.
-        factor_B: the factor of each row's gradient.
+        factor_B: of each row's gradient.
         scale: multiplies the sum in float32.
     """
     start = out_LR.new_empty(0, dtype=torch.float32) if start_LR is None else start_LR
@@ -337,10 +334,7 @@ def _tile(size: int, one: Tensor, other: Tensor, aligned: bool) -> tuple[Tile, d
 def _outer(left_BTL: Tensor, right_BTR: Tensor, *sums: Tensor) -> tuple[tuple, int, int, dict[str, Any]]:
     """Return the arguments for the factors of a gradient, its tiles along both dimensions, and the options.
 
-    Args:
-        left_BTL: factor along the first dimension of the weight.
-        right_BTR: factor along its second.
-        sums: other tensors that the program reads or writes by tiles.
+    The program also reads or writes ``sums`` by tiles.
     """
     left, right = left_BTL.shape[2], right_BTR.shape[2]
     aligned = all(map(_is_aligned, (left_BTL, right_BTR, *sums)))

@@ -13,8 +13,8 @@ Shape suffixes: M, N, K of a product; S, T tokens; L, R, D widths; J places in a
 fixed at compilation.
 
 Tile sizes follow from shape, dtype and compute capability by a fixed table, not from timing, so that bits are
-reproducible. They were chosen from compiled code only (``benchmarks/registers.py``): no program spills registers, and
-its shared memory fits. There are few, since each takes seconds to compile. None was chosen by time on any GPU yet.
+reproducible. They are few, since each takes seconds to compile, and were chosen from compiled code only
+(``benchmarks/registers.py``): no program spills registers, and its shared memory fits.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -369,8 +368,7 @@ def segment_program(
     tl.store(total + unit, tl.sum(sum_N, axis=0))
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """The square tile of a program that multiplies matrices.
 
     Attributes:
