@@ -148,7 +148,8 @@ class Program:
             self._mode.launch(self._name, arguments, options)
             return
         for place in self._partial:
-            arguments[place].zero_()  # without a kernel they are garbage, which may not be finite
+            if arguments[place] is not None:
+                arguments[place].zero_()  # without a kernel they are garbage, which may not be finite
 
 
 def _wide_bmm(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:

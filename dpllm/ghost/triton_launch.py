@@ -228,8 +228,9 @@ def instance_norms(left_BTL: Tensor, right_BTR: Tensor) -> Tensor:
         return _zeros(left_BTL, rows)
     factors, tiles_l, tiles_r, options = _outer(left_BTL, right_BTR)
     partial = torch.empty(rows, tiles_l * tiles_r, dtype=torch.float32, device=left_BTL.device)
-    arguments = *factors, partial, tokens, tiles_l * tiles_r, tiles_r
-    _launch(programs.instance_program, partial.numel(), partial, arguments, options)
+    squares = partial, None, None, 0, None, 0, 0, 1.0, 1  # of one row in each program
+    arguments = *factors, *squares, tokens, tiles_l, tiles_r
+    _launch(programs.outer_program, partial.numel(), partial, arguments, options)
     return partial.sum(1)
 
 
@@ -271,9 +272,9 @@ def weighted_outer_(
         return
     factors, tiles_l, tiles_r, options = _outer(left_BTL, right_BTR, out_LR, *([] if start_LR is None else [start]))
     start_rows = 0 if start_LR is None else left
-    sums = factor_B.to(torch.float32), start, start_rows, out_LR, *out_LR.stride(), scale
-    arguments = *factors, *sums, rows, tokens, tiles_l, tiles_r
-    _launch(programs.weighted_outer_program, tiles_l * tiles_r, out_LR, arguments, options)
+    sums = None, factor_B.to(torch.float32), start, start_rows, out_LR, *out_LR.stride(), scale, rows
+    arguments = *factors, *sums, tokens, tiles_l, tiles_r
+    _launch(programs.outer_program, tiles_l * tiles_r, out_LR, arguments, options)
 
 
 def lookup_norms(index_BT: Tensor, right_BTR: Tensor, unit_B: Tensor, num_units: int, num_entries: int) -> Tensor:

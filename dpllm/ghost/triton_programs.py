@@ -38,7 +38,7 @@ INTERPRETED: bool = triton is not None and triton.knobs.runtime.interpret
 
 # fmt: off
 _VARYING = frozenset((
-    "groups", "rows", "tokens", "width", "plane", "pairs", "tiles", "tiles_l", "tiles_r", "end_of_units", "start_rows",
+    "groups", "rows", "tokens", "width", "plane", "pairs", "tiles_l", "tiles_r", "end_of_units", "start_rows",
     "size_l", "size_r", "left_row", "left_token", "left_last", "right_row", "right_token", "right_last", "out_row",
 ))
 # fmt: on
@@ -185,60 +185,7 @@ def part_of_gram(
 
 
 @jit_if_present
-def instance_program(
-    left: tl.tensor,
-    left_row: tl.tensor,
-    left_token: tl.tensor,
-    left_last: tl.tensor,
-    left_width: tl.tensor,
-    right: tl.tensor,
-    right_row: tl.tensor,
-    right_token: tl.tensor,
-    right_last: tl.tensor,
-    right_width: tl.tensor,
-    partial: tl.tensor,
-    tokens: tl.tensor,
-    tiles: tl.tensor,
-    tiles_r: tl.tensor,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    CHUNK: tl.constexpr,
-    WIDEN: tl.constexpr,
-) -> None:
-    """Sum of squares of one tile of one row's gradient."""
-    UNITS_L: tl.constexpr = 128 // left.dtype.element_ty.primitive_bitwidth  # 16 bytes
-    UNITS_R: tl.constexpr = 128 // right.dtype.element_ty.primitive_bitwidth
-    program = tl.program_id(0)
-    tile = program % tiles
-    row = (program // tiles).to(tl.int64)
-    l_L1 = ((tile // tiles_r) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
-    r_1R = ((tile % tiles_r) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[None, :]
-    total_LR = tl.full((BLOCK, BLOCK), 0.0, tl.float32)
-    x = left + row * multiple(left_row, ALIGNED, UNITS_L)
-    y = right + row * multiple(right_row, ALIGNED, UNITS_R)
-    by_x, by_y = multiple(left_token, ALIGNED, UNITS_L), multiple(right_token, ALIGNED, UNITS_R)
-    by_l, by_r = 1 if ALIGNED else left_last, 1 if ALIGNED else right_last
-    for start in range(0, tokens, CHUNK * BLOCK_T):
-        end = tl.minimum(start + CHUNK * BLOCK_T, tokens)
-        part_LR = tl.full((BLOCK, BLOCK), 0.0, tl.float32)
-        t_T = (start + tl.arange(0, BLOCK_T)).to(tl.int64)
-        left_LT = x + l_L1 * by_l + t_T[None, :] * by_x
-        right_TR = y + r_1R * by_r + t_T[:, None] * by_y
-        for t in range(start, end, BLOCK_T):
-            inside_T = tl.arange(0, BLOCK_T) < end - t
-            x_LT = tl.load(left_LT, mask=(l_L1 < left_width) & inside_T[None, :], other=0.0)
-            y_TR = tl.load(right_TR, mask=(r_1R < right_width) & inside_T[:, None], other=0.0)
-            part_LR = add_product(x_LT, y_TR, part_LR, WIDEN)
-            left_LT += BLOCK_T * by_x
-            right_TR += BLOCK_T * by_y
-        total_LR += part_LR
-    square_L = tl.sum(total_LR * total_LR, axis=1)
-    tl.store(partial + program, tl.sum(square_L, axis=0))
-
-
-@jit_if_present
-def weighted_outer_program(
+def outer_program(
     left: tl.tensor,
     left_row: tl.tensor,
     left_token: tl.tensor,
@@ -249,6 +196,7 @@ def weighted_outer_program(
     right_token: tl.tensor,
     right_last: tl.tensor,
     size_r: tl.tensor,
+    partial: tl.tensor,
     factor: tl.tensor,
     start: tl.tensor,
     start_rows: tl.tensor,
@@ -266,20 +214,21 @@ def weighted_outer_program(
     CHUNK: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
-    """Compute one tile of the weighted sum over rows: a row's factor multiplies its complete gradient.
+    """Compute one tile of the weighted sum over rows, or, where ``partial`` is not None, its square for one row.
 
-    Rows with factor 0 are dropped, since they may not be finite. A sum that begins here has a start of no rows; its
-    strides are those of the result. One loop runs over the blocks of tokens of all rows: the first blocks of a row are
-    on their way while the last ones of the row before are multiplied. The sum of CHUNK blocks is added to the total
-    with rounding to nearest.
+    A row's factor multiplies its complete gradient. Rows with factor 0 are dropped, since they may not be finite. A sum
+    that begins here has a start of no rows; its strides are those of the result. One loop runs over the blocks of
+    tokens of all rows (for a square, of one): the first blocks of a row are on their way while the last ones of the row
+    before are multiplied. The sum of CHUNK blocks is added to the total with rounding to nearest.
     """
     UNITS_L: tl.constexpr = 128 // left.dtype.element_ty.primitive_bitwidth  # 16 bytes
     UNITS_R: tl.constexpr = 128 // right.dtype.element_ty.primitive_bitwidth
     program = tl.program_id(0)
+    tile = program % (tiles_l * tiles_r)
     GROUP: tl.constexpr = 8  # tiles of the left side by all of the right: those that run together share their inputs
-    first_l = (program // (GROUP * tiles_r)) * GROUP
+    first_l = (tile // (GROUP * tiles_r)) * GROUP
     height = tl.minimum(GROUP, tiles_l - first_l)
-    within = program % (GROUP * tiles_r)
+    within = tile % (GROUP * tiles_r)
     l_L = (first_l + within % height) * BLOCK + tl.arange(0, BLOCK)
     r_R = (within // height) * BLOCK + tl.arange(0, BLOCK)
     t_T = tl.arange(0, BLOCK_T)
@@ -291,7 +240,8 @@ def weighted_outer_program(
     total_LR = tl.full((BLOCK, BLOCK), 0.0, tl.float32)
     part_LR = tl.full((BLOCK, BLOCK), 0.0, tl.float32)
     blocks = tl.cdiv(tokens, BLOCK_T)
-    for step in range(0, rows * blocks):
+    first = program // (tiles_l * tiles_r) * blocks
+    for step in range(first, first + rows * blocks):
         row, block = step // blocks, step % blocks
         inside_T1 = (t_T < tokens - block * BLOCK_T)[:, None]
         x = left + row * multiple(left_row, ALIGNED, UNITS_L) + block * BLOCK_T * by_x
@@ -300,15 +250,20 @@ def weighted_outer_program(
         right_TR = tl.load(y + y_TR, mask=inside_T1 & (r_R < width_r)[None, :], other=0.0)
         part_LR = add_product(tl.trans(left_TL), right_TR, part_LR, WIDEN)
         if (block + 1 == blocks) | (block % CHUNK == CHUNK - 1):
-            weight = tl.load(factor + row)
-            total_LR += tl.where(weight == 0.0, 0.0, weight * part_LR)
+            if partial is None:
+                weight = tl.load(factor + row)
+                part_LR = tl.where(weight == 0.0, 0.0, weight * part_LR)
+            total_LR += part_LR
             part_LR = tl.full((BLOCK, BLOCK), 0.0, tl.float32)
 
-    inside_LR = (l_L < size_l)[:, None] & (r_R < width_r)[None, :]
-    place_LR = l_L.to(tl.int64)[:, None] * multiple(out_row, ALIGNED, UNITS_R)
-    place_LR += (r_R if ALIGNED else r_R.to(tl.int64) * out_last)[None, :]
-    total_LR += tl.load(start + place_LR, mask=inside_LR & (l_L < start_rows)[:, None], other=0.0)
-    tl.store(out + place_LR, (scale * total_LR).to(out.dtype.element_ty), mask=inside_LR)
+    if partial is not None:
+        tl.store(partial + program, tl.sum(tl.sum(total_LR * total_LR, axis=1), axis=0))
+    else:
+        inside_LR = (l_L < size_l)[:, None] & (r_R < width_r)[None, :]
+        place_LR = l_L.to(tl.int64)[:, None] * multiple(out_row, ALIGNED, UNITS_R)
+        place_LR += (r_R if ALIGNED else r_R.to(tl.int64) * out_last)[None, :]
+        total_LR += tl.load(start + place_LR, mask=inside_LR & (l_L < start_rows)[:, None], other=0.0)
+        tl.store(out + place_LR, (scale * total_LR).to(out.dtype.element_ty), mask=inside_LR)
 
 
 @jit_if_present
