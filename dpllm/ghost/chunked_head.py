@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from dpllm.data.labels import IGNORE
 from dpllm.ghost import kernels
-from dpllm.ghost.contributions import Instance, Lookup, RowGradients, Rows, Use
+from dpllm.ghost.contributions import Instance, Lookup, RowGradients, Rows, Use, sum_of
 from dpllm.ghost.norm_method import NormMethod
 from dpllm.ghost.sums import Sum, Weights
 
@@ -131,14 +131,14 @@ class Head:
         self, hidden_TD: Tensor, target_T: Tensor, chunks: Sequence[slice]
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the losses (T,), the log-sum-exp (T,), and the logits if there is one chunk."""
-        parts, chosen_T = [], 0
+        parts, chosen = [], []
         for chunk in chunks:
             logits = self.logits(hidden_TD, chunk)
             parts.append(logits.logsumexp(1))
             at_T1, inside_T1 = places(target_T, chunk.start, logits.shape[1])
-            chosen_T = chosen_T + logits.gather(1, at_T1).where(inside_T1, 0)[:, 0]
+            chosen.append(logits.gather(1, at_T1).where(inside_T1, 0)[:, 0])
         lse_T = functools.reduce(torch.logaddexp, parts)
-        return (lse_T - chosen_T).masked_fill(target_T == IGNORE, 0), lse_T, logits if len(chunks) == 1 else None
+        return (lse_T - sum_of(chosen)).masked_fill(target_T == IGNORE, 0), lse_T, logits if len(chunks) == 1 else None
 
 
 def token_losses(

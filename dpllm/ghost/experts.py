@@ -2,8 +2,8 @@
 
 transformers keeps the experts of a layer as stacks of matrices, and looks up the function that computes them in a
 public registry (``ALL_EXPERTS_FUNCTIONS``), by the name in the model's config. While a clipper is attached, that name
-is `NAME`. Nothing of the model or of transformers is replaced. Our function computes what the others do, and taps both
-products, so that the input, the output gradient and the expert of each token are known (`dpllm.ghost.routed`).
+is `NAME`, and our function computes what the others do. It taps both products, so that the input, the output gradient
+and the expert of each token are known (`dpllm.ghost.routed`).
 
 Choosing experts for each token by itself couples no rows. `dpllm.ghost.refusals` refuses other ways of choosing.
 
@@ -167,14 +167,7 @@ _ATTACHED: weakref.WeakKeyDictionary[nn.Module, ExpertsRule] = weakref.WeakKeyDi
 
 @dataclass
 class Stack:
-    """What is trained of one stack of matrices.
-
-    Attributes:
-        matrices: the stack, where it is trained itself.
-        biases: of its matrices, where they are trained.
-        adapters: LoRA on it.
-        uses: how often the calls of the model used it.
-    """
+    """What is trained of one stack of matrices, and how often the calls of the model used it."""
 
     matrices: Target | None = None
     biases: Target | None = None
@@ -182,15 +175,9 @@ class Stack:
     uses: int = 0
 
     def tap(self, module: Any, call: Call, output_SP: Tensor, x: Tensor, of_tokens: bool, route: Route) -> Tensor:
-        """Tap a product with the stack in a call of the model.
+        """Tap a product with the stack, biases included, in a call of the model; slots are sorted by expert.
 
-        Args:
-            module: that holds the stack.
-            call: of the model.
-            output_SP: the product, biases included, slots sorted by expert.
-            x: the input of each slot in that order (S, D), or of each token (N, D).
-            of_tokens: whether ``x`` has tokens.
-            route: the experts of the tokens.
+        ``x`` is the input of each slot (S, D), or of each token (N, D).
         """
         self.uses += call.host.in_forward
         if not torch.is_grad_enabled():
@@ -209,8 +196,7 @@ class Stack:
             inputs = Factor(hand, route, more[0], of_tokens)
             if self.matrices is not None:
                 left, right, side = (inputs, outputs, "left") if x_is_left else (outputs, inputs, "right")
-                use = Routed(index_BS, left.by_rows(), right.by_rows(), num_experts, input_side=side)
-                hand.give(self.matrices, use)
+                hand.give(self.matrices, left.outer(right, index_BS, num_experts, side))
             for adapter, up_EPK, down_EKD in zip(self.adapters, more[1::2], more[2::2], strict=True):
                 adapter.record(index_BS, inputs, outputs, x_is_left, up_EPK, down_EKD)
 
@@ -220,14 +206,7 @@ class Stack:
 
 
 class Route(NamedTuple):
-    """The experts of some tokens, and the slots sorted by expert.
-
-    Attributes:
-        index_Nk: the experts of each token.
-        order_S: the slots in the order of their experts.
-        place_S: the place of each slot in that order.
-        counts_E: the slots of each expert.
-    """
+    """The experts of some tokens; the slots sorted by expert, the place of each slot there, and how many each has."""
 
     index_Nk: Tensor
     order_S: Tensor
@@ -249,14 +228,7 @@ class Route(NamedTuple):
 
 
 class Factor(NamedTuple):
-    """One factor of each slot's gradient, in a backward pass.
-
-    Attributes:
-        hand: of the call of the module.
-        route: of the tokens.
-        value: of each slot, sorted by expert (S, D), or of each token (N, D), which its slots share.
-        of_tokens: whether ``value`` has tokens.
-    """
+    """One factor of the slots' gradients: of each slot, sorted by expert (S, D), or of each token (N, D)."""
 
     hand: Hand
     route: Route
@@ -270,6 +242,13 @@ class Factor(NamedTuple):
             k = self.route.index_Nk.shape[1]
             x = x[self.route.place_S].unflatten(0, (-1, k)).flatten(1)
         return as_tokens(self.hand.view(x)).unflatten(2, (k, -1)).flatten(1, 2)
+
+    def outer(self, right: Factor, index_BS: Tensor, num_experts: int, side: str, layout: Layout = "stacked") -> Routed:
+        """Return the use of a parameter along whose dimensions these two factors lie; ``side`` is that of the input."""
+        left_BTL, right_BTR = self.by_rows(), right.by_rows()
+        if left_BTL.dtype != right_BTR.dtype:
+            left_BTL, right_BTR = kernels.widen(left_BTL), kernels.widen(right_BTR)
+        return Routed(index_BS, left_BTL, right_BTR, num_experts, layout, side)
 
     def times(self, matrices_EDK: Tensor, scaling: float) -> Factor:
         """Return scaling times each slot's factor times the matrix of its expert, in float32 or wider."""
@@ -341,27 +320,19 @@ class LoraFactors:
     ) -> None:
         """Hand over the uses of the two parameters.
 
-        Args:
-            index_BS: the expert of each slot.
-            inputs: of the product with the stack.
-            outputs: its output gradients.
-            x_is_left: whether the inputs go along the first dimension of the matrices.
-            up_EPK: B, as returned by `factors`.
-            down_EKD: A.
+        The inputs go along the first dimension of the matrices if ``x_is_left``; B and A are those of `factors`.
         """
         up, down, side = outputs, inputs, "right"
         if self.up_is_left == x_is_left:  # PEFT takes the inputs of the matrices for their outputs
             up, down, side = inputs, outputs, "left"
-
-        def give(target: Target, left: Factor, right: Factor, layout: Layout) -> None:
-            wide = kernels.widen(left.by_rows()), kernels.widen(right.by_rows())
-            left.hand.give(target, Routed(index_BS, *wide, self.wrapper.num_experts, layout, side))
-
+        hand, experts = inputs.hand, self.wrapper.num_experts
         with kernels.exact_matmul(), torch.no_grad():
             if self.down is not None:
-                give(self.down, up.times(up_EPK, self.scaling), down, "flat")
+                up_SK = up.times(up_EPK, self.scaling)
+                hand.give(self.down, up_SK.outer(down, index_BS, experts, side, "flat"))
             if self.up is not None:
-                give(self.up, up, down.times(down_EKD.mT, self.scaling), "interleaved")
+                down_SK = down.times(down_EKD.mT, self.scaling)
+                hand.give(self.up, up.outer(down_SK, index_BS, experts, side, "interleaved"))
 
 
 def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -381,7 +352,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     """
     rule = _ATTACHED.get(module)
     call = None if rule is None else rule.host.call
-    stacks = {} if rule is None or call is None else rule.stacks
+    stacks = rule.stacks if rule is not None and call is not None else {}
     route = Route.of(top_k_index, module.num_experts)
     if len(route.counts_E) != module.num_experts or top_k_weights.shape != top_k_index.shape:
         raise NoRuleError(

@@ -108,12 +108,10 @@ class Routed:
 
     @staticmethod
     def cat(uses: Sequence[Routed]) -> Routed:
-        """Return several uses of one parameter as one: a sum over the slots of all of them."""
-        if len(uses) == 1:
-            return uses[0]
+        """Return uses of one parameter as one: a sum over the slots of all of them."""
         whole = [use.per_slot() for use in uses]
         columns = zip(*((use.index_BS, use.left_BTL, use.right_BTR) for use in whole), strict=True)
-        return uses[0]._with(*(torch.cat(column, 1) for column in columns))
+        return whole[0]._with(*(torch.cat(column, 1) for column in columns))
 
     def per_slot(self) -> Routed:
         """Return the same use with both factors repeated for each slot."""
@@ -145,15 +143,10 @@ class Routed:
             number_M = occurring[sizes == size]
             count_M1, place_1N = counts[number_M][:, None], np.arange(size)[None]
             place_MN = starts[number_M][:, None] + np.minimum(place_1N, count_M1 - 1)
-            number, place, is_real = (
-                torch.from_numpy(x).to(order.device) for x in (number_M, place_MN, place_1N < count_M1)
-            )
-            slot_MN, is_real_MN1 = order[place], is_real[:, :, None]
-            yield (
-                number,
-                self._taken(self.left_BTL, slot_MN) * is_real_MN1,
-                self._taken(self.right_BTR, slot_MN) * is_real_MN1,
-            )
+            arrays = number_M, place_MN, place_1N < count_M1
+            number, place, is_real = (torch.from_numpy(x).to(order.device) for x in arrays)
+            left, right = (self._taken(x, order[place]) * is_real[:, :, None] for x in (self.left_BTL, self.right_BTR))
+            yield number, left, right
 
     def _taken(self, x_BTD: Tensor, slot: Tensor) -> Tensor:
         """Return the factors of the given slots, counted over all rows."""
@@ -161,12 +154,7 @@ class Routed:
 
 
 def _sorted(number: Tensor, num_numbers: int) -> tuple[Tensor, np.ndarray]:
-    """Return the slots that have a number, sorted by it, and how many slots have each number.
-
-    Args:
-        number: of each slot, 0 to ``num_numbers`` - 1; -1 leaves the slot out.
-        num_numbers: how many numbers there are.
-    """
+    """Return the slots that have a number, sorted by it, and how many have each; -1 leaves a slot out."""
     order = torch.argsort(number, stable=True)
     counts = torch.bincount(number + 1, minlength=num_numbers + 1).cpu().numpy()
     return order[int(counts[0]) :], counts[1:]

@@ -83,8 +83,8 @@ def test_norms_sums_and_instances_are_those_of_the_slots(layout):
 @kills(
     "a second use of experts is forgotten",
     "dpllm/ghost/routed.py",
-    "        if len(uses) == 1:\n            return uses[0]\n",
-    "        return uses[0]\n",
+    "whole = [use.per_slot() for use in uses]",
+    "whole = [use.per_slot() for use in uses[:1]]",
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_uses_are_one_with_the_slots_of_both(layout):
