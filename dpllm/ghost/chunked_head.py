@@ -353,6 +353,11 @@ class HeadUse:
         hidden, lse, target = (x.index_select(0, row)[0] for x in (self.hidden_BTD, self.lse_BT, self.target_BT))
         return self.head.gradient(hidden, lse, target, chunk)
 
+    def row_gradient(self, row: Tensor, chunk: slice) -> Tensor:
+        """Return the gradient (C, D) of one row (1,) in a chunk of the vocabulary."""
+        right_1TD, scale_1 = (x.index_select(0, row) for x in (self.right_BTD, self.scale_B))
+        return kernels.wide_bmm(self.gradient(row, chunk).mT[None], right_1TD)[0].mul_(scale_1)
+
     def tiles(self) -> Iterator[tuple[int, slice, Tensor]]:
         """Yield each row, with each chunk of the vocabulary and g (T, C) there."""
         for b, row in enumerate(torch.arange(len(self.lse_BT), device=self.lse_BT.device).split(1)):
@@ -379,7 +384,10 @@ class HeadUse:
 
     def gram_norms(self, lookups: Sequence[Lookup]) -> Tensor | None:
         """Return (B,): squared norms, with the cross terms with lookups; None: the pass did not prepare it."""
-        if self.gram_BTT is None or not all(self._is_prepared_for(one) for one in lookups):
+        own, others = self.index_BS, [one.index_BT for one in lookups]
+        if self.gram_BTT is None or (others and self.picks_BTS is None):
+            return None
+        if any(own is None or (own.shape, own.data_ptr()) != (x.shape, x.data_ptr()) for x in others):
             return None
         total_B = []
         for b, right_TD in enumerate(self.right_BTD):
@@ -391,23 +399,12 @@ class HeadUse:
             total_B.append(value)
         return torch.stack(total_B)
 
-    def _is_prepared_for(self, lookup: Lookup) -> bool:
-        own, other = self.index_BS, lookup.index_BT
-        if self.picks_BTS is None or own is None or own.shape != other.shape:
-            return False
-        return own.data_ptr() == other.data_ptr() or (not own.is_cuda and torch.equal(own, other))
-
 
 def head_norms(heads: Sequence[HeadUse], lookups: Sequence[Lookup], rows: Rows) -> Tensor:
     """Return (U,): the squared norm of each unit's head gradient, plus twice its inner product with lookups' gradients.
 
     Where each unit has one row, and the pass prepared them, from Gram matrices; otherwise from the gradient of one unit
-    at a time, a chunk of the vocabulary at a time: exact for any number of rows and of uses.
-
-    Args:
-        heads: the uses of one table as a head.
-        lookups: its uses as a table.
-        rows: the units of the rows.
+    at a time, a chunk of the vocabulary at a time: exact for any number of rows and of uses of one table.
     """
     if len(heads) == 1 and all(group.rows_GN.shape[1] == 1 for group in rows.groups):
         value_B = heads[0].gram_norms(lookups)
@@ -433,11 +430,6 @@ def _units(rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _tiles(heads: Sequence[HeadUse], members: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Yield the gradient (C, D) of one unit, chunk by chunk, summed over its rows and over several uses."""
-
-    def part(one: HeadUse, row: Tensor, chunk: slice) -> Tensor:
-        right, scale = one.right_BTD.index_select(0, row), one.scale_B.index_select(0, row)
-        return kernels.wide_bmm(one.gradient(row, chunk).mT[None], right)[0].mul_(scale)
-
     for chunk in heads[0].head.chunks(max(one.hidden_BTD.shape[1] for one in heads)):
-        parts = (part(one, row, chunk) for one in heads for row in members.split(1))
+        parts = (one.row_gradient(row, chunk) for one in heads for row in members.split(1))
         yield chunk, functools.reduce(Tensor.add_, parts)
