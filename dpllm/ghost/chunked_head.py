@@ -161,7 +161,7 @@ def token_losses(
         target_BT: labels, those of the position itself; -100 where there is none, and where the loss is 0.
         weight: (V, D).
         bias: (V,), or None.
-        formula: scale and cap; None: neither.
+        formula: from products to logits; None: they are the same.
         receive: takes ``(parameter, use)`` in the backward pass, for each of weight and bias that requires a gradient.
         index_BT: the entries of the same table that the rows look up, if the head is tied to the embedding: the cross
             terms of head and lookup then take no more logits.

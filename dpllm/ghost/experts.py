@@ -396,11 +396,8 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
 def grouped_product(x_SD: Tensor, stack: Tensor, counts_E: Tensor, outputs_first: bool = False) -> Tensor:
     """Return (S, P): each token times the matrix of its expert, y_s = x_s W[e_s].
 
-    Args:
-        x_SD: the tokens, sorted by expert.
-        stack: the matrices, (E, D, P).
-        counts_E: int64, the tokens of each expert.
-        outputs_first: whether the stack is (E, P, D) instead.
+    The tokens are sorted by expert, and ``counts_E`` (int64) says how many each has. The matrices are (E, D, P), or
+    (E, P, D) with ``outputs_first``.
     """
     parts = counts_E.cumsum(0).int() if _has_kernel(x_SD, stack) else counts_E.tolist()
     if stack.requires_grad:
@@ -453,8 +450,7 @@ class Routed:
 
     Attributes:
         index_BS: the expert of each slot, the k slots of a token side by side; -1: none.
-        left_BTL: factor along the first dimension of each matrix, of each slot or of each token, which its k slots
-            share.
+        left_BTL: factor along the first dimension of each matrix, of each slot, or of each token for its k slots.
         right_BTR: factor along the second, likewise.
         num_experts: E.
         layout: of the parameter. "stacked": (E, L, R). "flat": (E * L, R) (PEFT's ``lora_A``). "interleaved":
@@ -544,9 +540,7 @@ class Routed:
     def _segments(self, rows: Rows) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield the segments of the units, those of similar size together; padding rows belong to none.
 
-        Yields:
-            Of each segment unit * E + expert (M,), and the two factors (M, N, L) and (M, N, R), zero behind a shorter
-            segment.
+        Of each segment unit * E + expert (M,), and the factors (M, N, L) and (M, N, R), zero behind a shorter segment.
         """
         unit_B1 = rows.unit_B[:, None]
         number_BS = torch.where((unit_B1 >= 0) & (self.index_BS >= 0), unit_B1 * self.num_experts + self.index_BS, -1)

@@ -80,8 +80,7 @@ class PerUnitClipper(UnitClipper):
                 "parameters are divided over processes (FSDP2, ZeRO-3). Use replicas (dpllm train --config ddp) or "
                 "ZeRO-2 (dpllm train --config zero2), with LoRA if they do not fit; or privacy.gradients=ghost"
             )
-        # Gradients by the ids of the parameters that a backward pass reached.
-        self._rows_held: dict[int, Tensor] | None = None  # the sum of a unit's gradients over its calls so far
+        self._rows_held: dict[int, Tensor] | None = None  # by id, the sum of a unit's gradients over its calls so far
         self._joining = False  # rows are being added to the held ones; after a failure those are not a unit's any more
         self._gradients: dict[int, Tensor] = {}  # of the last unit, and the factors of its groups
         self._factor_G: list[float] = []

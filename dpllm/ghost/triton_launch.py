@@ -61,11 +61,7 @@ Groups = Sequence[tuple[Tensor, list[Tensor]]]
 
 
 def available() -> bool:
-    """Whether the kernels can run here: Triton is installed, and there is a CUDA device or the interpreter.
-
-    >>> available() in (True, False)
-    True
-    """
+    """Whether the kernels can run here: Triton is installed, and there is a CUDA device or the interpreter."""
     return triton is not None and (INTERPRETED or torch.cuda.is_available())
 
 
@@ -222,9 +218,8 @@ def instance_norms(left_BTL: Tensor, right_BTR: Tensor) -> Tensor:
     """
     _require("instance_norms", left_BTL, right_BTR)
     _require_same_tokens("instance_norms", left_BTL, right_BTR)
-    rows, tokens, left = left_BTL.shape
-    right = right_BTR.shape[2]
-    if 0 in (rows, tokens, left, right):
+    rows, tokens, _ = left_BTL.shape
+    if 0 in (*left_BTL.shape, right_BTR.shape[2]):
         return _zeros(left_BTL, rows)
     factors, tiles_l, tiles_r, options = _outer(left_BTL, right_BTR)
     partial = torch.empty(rows, tiles_l * tiles_r, dtype=torch.float32, device=left_BTL.device)
