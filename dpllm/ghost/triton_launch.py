@@ -324,7 +324,7 @@ def _tile(size: int, one: Tensor, other: Tensor, aligned: bool) -> tuple[Tile, d
     """Return the tile for the products of two tensors, and the options that all products have."""
     tile = tile_of(one.device, size, torch.float32 in (one.dtype, other.dtype), aligned)
     compiler = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
-    return tile, {"ALIGNED": aligned, "WIDEN": INTERPRETED, **compiler}
+    return tile, compiler | {"ALIGNED": aligned}
 
 
 def _outer(left_BTL: Tensor, right_BTR: Tensor, *sums: Tensor) -> tuple[tuple, int, int, dict[str, Any]]:
@@ -336,7 +336,6 @@ def _outer(left_BTL: Tensor, right_BTR: Tensor, *sums: Tensor) -> tuple[tuple, i
     aligned = all(map(_is_aligned, (left_BTL, right_BTR, *sums)))
     tile, options = _tile(min(left, right), left_BTL, right_BTR, aligned)
     options |= {"BLOCK": tile.block, "BLOCK_T": tile.depth, "CHUNK": max(1, CHUNK // tile.depth)}
-    options["WIDEN"] = INTERPRETED or left_BTL.dtype != right_BTR.dtype
     factors = left_BTL, *left_BTL.stride(), left, right_BTR, *right_BTR.stride(), right
     return factors, -(-left // tile.block), -(-right // tile.block), options
 

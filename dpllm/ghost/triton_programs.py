@@ -35,6 +35,7 @@ except ImportError:  # optional: the PyTorch functions do not need it
 INTERPRETED: bool = triton is not None and triton.knobs.runtime.interpret
 """Whether the programs run in Triton's CPU interpreter; fixed when the module is imported."""
 
+_INTERPRETED = INTERPRETED if triton is None else tl.constexpr(INTERPRETED)  # for programs
 
 # fmt: off
 _VARYING = frozenset((
@@ -62,12 +63,12 @@ def multiple(value: tl.tensor, ALIGNED: tl.constexpr, NUMBER: tl.constexpr) -> t
 
 
 @jit_if_present
-def add_product(x_MK: tl.tensor, y_KN: tl.tensor, total_MN: tl.tensor, WIDEN: tl.constexpr) -> tl.tensor:
+def add_product(x_MK: tl.tensor, y_KN: tl.tensor, total_MN: tl.tensor) -> tl.tensor:
     """Add a product to a sum in float32, without TF32.
 
     The interpreter multiplies the bit patterns of bfloat16; widening is exact, as are the tensor cores' products.
     """
-    if WIDEN:
+    if _INTERPRETED or x_MK.dtype != y_KN.dtype:
         x_MK = x_MK.to(tl.float32)
         y_KN = y_KN.to(tl.float32)
     return tl.dot(x_MK, y_KN, total_MN, input_precision="ieee")
@@ -89,7 +90,6 @@ def gram_program(
     BLOCK_K: tl.constexpr,
     CHUNK_K: tl.constexpr,
     LEAST: tl.constexpr,
-    WIDEN: tl.constexpr,
 ) -> None:
     """Compute one tile pair (s, t), t <= s, of one row of one group: its share of the squared norm and the mass's root.
 
@@ -117,7 +117,7 @@ def gram_program(
     width = tl.load(table + first + 4).to(tl.int32)
     for start in range(0, width, CHUNK_K):
         gram_ST += part_of_gram(
-            table + first, INPUT, row, s, t, tokens, start, width, ALIGNED, BLOCK_T, BLOCK_K, CHUNK_K, WIDEN
+            table + first, INPUT, row, s, t, tokens, start, width, ALIGNED, BLOCK_T, BLOCK_K, CHUNK_K
         )
     # The square of an input that is short is LEAST, in the norm too; gradients have it in the mass only.
     gram_ST = tl.where(same_ST & (s == t) & (gram_ST < LEAST), LEAST, gram_ST)
@@ -129,7 +129,7 @@ def gram_program(
         width = tl.load(table + tensor + 4).to(tl.int32)
         for start in range(0, width, CHUNK_K):
             part_ST = part_of_gram(
-                table + tensor, GRAD, row, s, t, tokens, start, width, ALIGNED, BLOCK_T, BLOCK_K, CHUNK_K, WIDEN
+                table + tensor, GRAD, row, s, t, tokens, start, width, ALIGNED, BLOCK_T, BLOCK_K, CHUNK_K
             )
             part_ST *= gram_ST
             norm_S += tl.sum(part_ST, axis=1)
@@ -155,7 +155,6 @@ def part_of_gram(
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHUNK_K: tl.constexpr,
-    WIDEN: tl.constexpr,
 ) -> tl.tensor:
     """Return a tile of the Gram matrix of the tensor at a place in the table, from CHUNK_K of its features.
 
@@ -180,7 +179,7 @@ def part_of_gram(
         inside_K = k_K < end - k
         x_SK = tl.load(x_s + k * by_feature + s_SK, mask=inside_K[None, :], other=0.0)
         y_KT = tl.load(x_t + k * by_feature + t_KT, mask=inside_K[:, None], other=0.0)
-        total_ST = add_product(x_SK, y_KT, total_ST, WIDEN)
+        total_ST = add_product(x_SK, y_KT, total_ST)
     return total_ST
 
 
@@ -212,7 +211,6 @@ def outer_program(
     BLOCK: tl.constexpr,
     BLOCK_T: tl.constexpr,
     CHUNK: tl.constexpr,
-    WIDEN: tl.constexpr,
 ) -> None:
     """Compute one tile of the weighted sum over rows, or, where ``partial`` is not None, its square for one row.
 
@@ -248,7 +246,7 @@ def outer_program(
         y = right + row * multiple(right_row, ALIGNED, UNITS_R) + block * BLOCK_T * by_y
         left_TL = tl.load(x + x_TL, mask=inside_T1 & (l_L < width_l)[None, :], other=0.0)
         right_TR = tl.load(y + y_TR, mask=inside_T1 & (r_R < width_r)[None, :], other=0.0)
-        part_LR = add_product(tl.trans(left_TL), right_TR, part_LR, WIDEN)
+        part_LR = add_product(tl.trans(left_TL), right_TR, part_LR)
         if (block + 1 == blocks) | (block % CHUNK == CHUNK - 1):
             if partial is None:
                 weight = tl.load(factor + row)
