@@ -218,6 +218,7 @@ class _TokenLosses(torch.autograd.Function):
                 loss.view(-1)[here], lse_T, logits = head.losses(hidden, target, chunks)
                 lse.view(-1)[here] = lse_T
                 if grad_MD is None:
+                    del logits  # or they would exist next to the following ones
                     continue
                 grad = new(hidden.shape)
                 for chunk in chunks:
@@ -230,7 +231,7 @@ class _TokenLosses(torch.autograd.Function):
                     if picks is not None and index_BT is not None:
                         picks[b] += picked(g.mT, index_BT[b], chunk.start).mT
                 grad_MD[here] = grad
-                del logits, g  # or they would exist next to the following ones
+                del logits, g  # likewise
         grad_BTD = None if grad_MD is None else grad_MD.view_as(hidden_BTD)
         prepared = (hidden_BTD, target_BT, lse, size.sqrt_(), gram, picks, index_BT) if head.is_trained else ()
         ctx.save_for_backward(grad_BTD, *prepared)
