@@ -76,11 +76,12 @@ def train_experts(path: str, module: nn.Module, trainable: Mapping[str, Target],
     Raises:
         NoRuleError: one that is neither a stack of matrices nor of biases.
     """
+    for name in trainable:
+        if name.removesuffix("_bias") not in _MATRICES:
+            raise NoRuleError(f"{path}.{name} is neither a stack of matrices nor of their biases. Freeze it.")
     rule = ExpertsRule.on(path, module, host)
     for name, target in trainable.items():
         matrix = name.removesuffix("_bias")
-        if matrix not in _MATRICES:
-            raise NoRuleError(f"{path}.{name} is neither a stack of matrices nor of their biases. Freeze it.")
         stack = rule.stacks.setdefault(matrix, Stack())
         if name == matrix:
             stack.matrices = target

@@ -331,12 +331,14 @@ def test_frozen_experts_that_are_partitioned_call_the_same_modules_for_any_token
 
 
 def test_a_parameter_of_experts_that_is_no_stack_is_refused():
-    """Nothing is silently not trained."""
+    """Nothing is silently not trained, and the implementation that the user chose is set again."""
     model = mixtral()
     model.model.layers[0].mlp.experts.scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
     clipper = GhostClipper(model, 1.0)
     with pytest.raises(GhostError, match=r"experts\.scale"):
         clipper.backward(losses(model, batch()))
+    clipper.remove()
+    assert model.config._experts_implementation == "eager"
 
 
 def test_experts_spread_over_processes_are_refused():
