@@ -2,7 +2,6 @@
 
 For 8 rows of 512 tokens and a vocabulary of 32 768, logits, their softmax and its gradient take 1.5 GiB, often more
 than the rest of the model. Here logits exist for a few tokens, or for one row and a chunk of the vocabulary, at a time.
-`token_losses` computes the losses, and the gradient of the hidden states along with them.
 
 *Frozen head* (LoRA). A few tokens at a time meet the whole vocabulary. It takes no more operations than usual.
 
@@ -18,7 +17,6 @@ state, V vocabulary, C entries of a chunk of it, K dimension of a product, N row
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -33,7 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from dpllm.data.labels import IGNORE
 from dpllm.ghost import kernels
-from dpllm.ghost.contributions import Instance, Lookup, RowGradients, Rows, Use
+from dpllm.ghost.contributions import Instance, Lookup, RowGradients, Rows, Use, sum_of
 from dpllm.ghost.norm_method import NormMethod
 from dpllm.ghost.sums import Sum, Weights
 
@@ -58,34 +56,6 @@ class LogitFormula:
     cap: float | None = None
     smoothing: float = 0.0
 
-    def logits_(self, product: Tensor) -> Tensor:
-        """Turn products into logits, in place."""
-        if self.scale != 1:
-            product.mul_(self.scale)
-        return product if self.cap is None else product.div_(self.cap).tanh_().mul_(self.cap)
-
-    def gradient_(self, logits_TC: Tensor, lse_T: Tensor, target_T: Tensor, start: int, vocabulary: int) -> Tensor:
-        """Turn logits into the gradient of the token losses with respect to the products, in place.
-
-        Args:
-            logits_TC: of the vocabulary entries from ``start`` on.
-            lse_T: the logarithm of the sum of all exponentials.
-            target_T: the labels.
-            start: the chunk's first entry.
-            vocabulary: V.
-        """
-        slope = None if self.cap is None else (logits_TC / self.cap).square_().neg_().add_(1)
-        grad = logits_TC.sub_(lse_T[:, None]).exp_()
-        if self.smoothing:
-            grad.sub_(self.smoothing / vocabulary)
-        at_T1, inside_T1 = places(target_T, start, grad.shape[1])
-        grad.scatter_add_(1, at_T1, (self.smoothing - 1) * inside_T1.to(grad.dtype))
-        if slope is not None:
-            grad.mul_(slope)
-        if self.scale != 1:
-            grad.mul_(self.scale)
-        return grad.masked_fill_((target_T == IGNORE)[:, None], 0)  # also where a logit is not finite
-
 
 def places(index_T: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
     """Return (T, 1) each: the column of an entry in the chunk that begins at ``start``, and whether it has one."""
@@ -95,12 +65,12 @@ def places(index_T: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Head:
-    """A head's values during one step, and how it is read.
+    """A head during one step.
 
     Attributes:
         weight_VD: detached.
-        bias_V: detached; None: there is none.
-        formula: from products to losses.
+        bias_V: detached, or None.
+        formula: from products to logits.
         entries: logits that may exist at a time.
         is_trained: whether its products are those of norms and sums, in float32; otherwise they have the dtype of the
             hidden states, where that is faster.
@@ -112,15 +82,19 @@ class Head:
     entries: int
     is_trained: bool
 
-    @property
-    def vocabulary(self) -> int:
-        """V."""
-        return self.weight_VD.shape[0]
-
     def chunks(self, tokens: int) -> list[slice]:
         """Return the chunks of the vocabulary for rows of T tokens: always the same, so that rounding is, too."""
-        width = max(1, self.entries // max(1, tokens))
-        return [slice(a, min(a + width, self.vocabulary)) for a in range(0, self.vocabulary, width)]
+        width, vocabulary = max(1, self.entries // max(1, tokens)), len(self.weight_VD)
+        return [slice(a, min(a + width, vocabulary)) for a in range(0, vocabulary, width)]
+
+    def pieces(self, tokens: int) -> tuple[int, list[slice]]:
+        """Return how many tokens, and which chunks of the vocabulary, have logits at a time: a row, if it is trained.
+
+        A frozen head has all logits of a few tokens, and computes them once.
+        """
+        if self.is_trained:
+            return max(1, tokens), self.chunks(tokens)
+        return max(1, self.entries // len(self.weight_VD)), [slice(0, len(self.weight_VD))]
 
     def product(self, x_TK: Tensor, y_KN: Tensor) -> Tensor:
         """Return a matrix product (T, N) in the accumulation dtype."""
@@ -130,36 +104,46 @@ class Head:
 
     def logits(self, hidden_TD: Tensor, chunk: slice) -> Tensor:
         """Return the logits (T, C) of a chunk, in the accumulation dtype."""
-        product = self.product(hidden_TD, self.weight_VD[chunk].mT)
+        logits = self.product(hidden_TD, self.weight_VD[chunk].mT)
         if self.bias_V is not None:
-            product.add_(self.bias_V[chunk])
-        return self.formula.logits_(product)
+            logits.add_(self.bias_V[chunk])
+        if self.formula.scale != 1:
+            logits.mul_(self.formula.scale)
+        return logits if self.formula.cap is None else logits.div_(self.formula.cap).tanh_().mul_(self.formula.cap)
 
     def gradient(
         self, hidden_TD: Tensor, lse_T: Tensor, target_T: Tensor, chunk: slice, logits: Tensor | None = None
     ) -> Tensor:
-        """Return g (T, C) of a chunk, in the dtype of the hidden states; ``logits`` become it where they are known."""
-        logits = self.logits(hidden_TD, chunk) if logits is None else logits
-        return self.formula.gradient_(logits, lse_T, target_T, chunk.start, self.vocabulary).to(hidden_TD.dtype)
+        """Return g (T, C), the gradient of the losses with respect to the products, in the dtype of the hidden states.
+
+        The logits of the chunk, where they are given, become the gradient; ``lse_T`` is the log-sum-exp of all of them.
+        """
+        grad, formula = self.logits(hidden_TD, chunk) if logits is None else logits, self.formula
+        cap, smoothing = formula.cap, formula.smoothing
+        slope = None if cap is None else (grad / cap).square_().neg_().add_(1)
+        grad.sub_(lse_T[:, None]).exp_().sub_(smoothing / len(self.weight_VD))
+        at_T1, inside_T1 = places(target_T, chunk.start, grad.shape[1])
+        grad.scatter_add_(1, at_T1, (smoothing - 1) * inside_T1.to(grad.dtype))
+        if slope is not None:
+            grad.mul_(slope)
+        if self.formula.scale != 1:
+            grad.mul_(self.formula.scale)
+        return grad.masked_fill_((target_T == IGNORE)[:, None], 0).to(hidden_TD.dtype)  # also where it is not finite
 
     def losses(
         self, hidden_TD: Tensor, target_T: Tensor, chunks: Sequence[slice]
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the losses (T,), the log-sum-exp (T,), and the logits if there is one chunk."""
-        smoothing, lse_T = self.formula.smoothing, None
-        chosen_T = hidden_TD.new_zeros(len(hidden_TD), dtype=kernels.accumulation_dtype(hidden_TD.dtype))
-        total_T = torch.zeros_like(chosen_T)
+        parts, labels, smoothing = [], [], self.formula.smoothing
         for chunk in chunks:
             logits = self.logits(hidden_TD, chunk)
-            part = logits.logsumexp(1)
-            lse_T = part if lse_T is None else torch.logaddexp(lse_T, part)
+            parts.append(logits.logsumexp(1))
             at_T1, inside_T1 = places(target_T, chunk.start, logits.shape[1])
-            chosen_T += logits.gather(1, at_T1).where(inside_T1, 0)[:, 0]
+            labels.append((1 - smoothing) * logits.gather(1, at_T1).where(inside_T1, 0)[:, 0])
             if smoothing:
-                total_T += logits.sum(1)
-        assert lse_T is not None, "a vocabulary has entries"
-        loss_T = lse_T - (1 - smoothing) * chosen_T - smoothing / self.vocabulary * total_T
-        return loss_T.masked_fill(target_T == IGNORE, 0), lse_T, logits if len(chunks) == 1 else None
+                labels.append(smoothing / len(self.weight_VD) * logits.sum(1))
+        lse_T = functools.reduce(torch.logaddexp, parts)
+        return (lse_T - sum_of(labels)).masked_fill(target_T == IGNORE, 0), lse_T, logits if len(chunks) == 1 else None
 
 
 def token_losses(
@@ -182,7 +166,7 @@ def token_losses(
         target_BT: labels, those of the position itself; -100 where there is none, and where the loss is 0.
         weight: (V, D).
         bias: (V,), or None.
-        formula: scale, cap and smoothing; None: none of them.
+        formula: from products to logits; None: they are the same.
         receive: takes ``(parameter, use)`` in the backward pass, for each of weight and bias that requires a gradient.
         index_BT: the entries of the same table that the rows look up, if the head is tied to the embedding: the cross
             terms of head and lookup then take no more logits.
@@ -197,49 +181,20 @@ def token_losses(
         raise ValueError(
             f"The head {tuple(weight.shape)} is trained, and its gradient would be lost. Pass receive, or freeze it."
         )
-    weight_VD, bias_V, kind = weight.detach(), None if bias is None else bias.detach(), hidden_BTD.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):  # as for a linear layer
+    dtype, kind = weight.dtype, hidden_BTD.device.type
+    if torch.is_autocast_enabled(kind):  # as for a linear layer
         dtype = torch.get_autocast_dtype(kind)
-        hidden_BTD, weight_VD = hidden_BTD.to(dtype), weight_VD.to(dtype)
-        bias_V = None if bias_V is None else bias_V.to(dtype)
+        hidden_BTD = hidden_BTD.to(dtype)
+    weight_VD, bias_V = weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
     head = Head(weight_VD, bias_V, formula or LogitFormula(), entries, is_trained=bool(trained))
-    if not trained:
-        return _FrozenHead.apply(hidden_BTD, target_BT, head, with_graph and hidden_BTD.requires_grad)
-    anchor = hidden_BTD if hidden_BTD.requires_grad else hidden_BTD.detach().requires_grad_()
-    return _TrainedHead.apply(anchor, target_BT, head, (weight, bias), receive, index_BT)
+    if trained and not hidden_BTD.requires_grad:
+        hidden_BTD = hidden_BTD.detach().requires_grad_()
+    with_grad = with_graph and hidden_BTD.requires_grad
+    return _TokenLosses.apply(hidden_BTD, target_BT, head, with_grad, (weight, bias), receive, index_BT)
 
 
-class _FrozenHead(torch.autograd.Function):
-    """Losses (B, T) of a head without a gradient of its own, a few tokens at a time."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden_BTD: Tensor, target_BT: Tensor, head: Head, with_grad: bool) -> Tensor:
-        hidden_MD, target_M = hidden_BTD.flatten(0, 1), target_BT.flatten()
-        every = slice(0, head.vocabulary)
-        size = max(1, head.entries // head.vocabulary)
-        loss_M = hidden_MD.new_empty(len(hidden_MD), dtype=kernels.accumulation_dtype(hidden_MD.dtype))
-        grad_MD = torch.empty_like(hidden_MD) if with_grad else None
-        with _no_autocast(hidden_MD.device.type):
-            for start in range(0, len(hidden_MD), size):
-                here = slice(start, start + size)
-                loss_M[here], lse, logits = head.losses(hidden_MD[here], target_M[here], [every])
-                if grad_MD is not None:
-                    grad = head.gradient(hidden_MD[here], lse, target_M[here], every, logits)
-                    grad_MD[here] = head.product(grad, head.weight_VD)
-                    del grad
-                del logits  # or it would exist beside the next one
-        ctx.save_for_backward(None if grad_MD is None else grad_MD.view_as(hidden_BTD))
-        return loss_M.view(target_BT.shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream_BT: Tensor) -> tuple[Tensor, None, None, None]:
-        (grad_BTD,) = ctx.saved_tensors
-        return grad_BTD * upstream_BT[..., None].to(grad_BTD.dtype), None, None, None
-
-
-class _TrainedHead(torch.autograd.Function):
-    """Losses (B, T) of a head whose gradient leaves as a `HeadUse`, one row and one chunk at a time."""
+class _TokenLosses(torch.autograd.Function):
+    """Losses (B, T); the gradient of a trained head leaves as a `HeadUse`."""
 
     @staticmethod
     def forward(
@@ -247,55 +202,60 @@ class _TrainedHead(torch.autograd.Function):
         hidden_BTD: Tensor,
         target_BT: Tensor,
         head: Head,
+        with_grad: bool,
         parameters: tuple[Any, Any],
-        receive: Callable[[Any, Any], None],
+        receive: Callable[[Any, Any], None] | None,
         index_BT: Tensor | None,
     ) -> Tensor:
         rows, tokens, width = hidden_BTD.shape
-        dtype = kernels.accumulation_dtype(hidden_BTD.dtype)
-        loss, lse, size = hidden_BTD.new_zeros(3, rows, tokens, dtype=dtype)
-        grad_BTD = torch.empty_like(hidden_BTD)
-        with_gram = tokens <= 2 * width and parameters[0].requires_grad  # else tiles take fewer operations
-        gram = hidden_BTD.new_zeros(rows, tokens, tokens, dtype=dtype) if with_gram else None
-        with_picks = with_gram and index_BT is not None
-        picks = hidden_BTD.new_zeros(rows, tokens, index_BT.shape[1]) if with_picks and index_BT is not None else None
-        chunks = head.chunks(tokens)
-        with kernels.exact_matmul():
-            for b in range(rows):
-                hidden, target = hidden_BTD[b].clone(), target_BT[b]  # at an address of the same alignment each time
-                loss[b], lse[b], logits = head.losses(hidden, target, chunks)
-                grad = torch.zeros_like(hidden, dtype=dtype)
+        new = functools.partial(hidden_BTD.new_zeros, dtype=kernels.accumulation_dtype(hidden_BTD.dtype))
+        loss, lse, size = new(3, rows, tokens)
+        with_gram = head.is_trained and tokens <= 2 * width and parameters[0].requires_grad
+        gram = new(rows, tokens, tokens) if with_gram else None  # where tiles do not take fewer operations
+        picks = None if gram is None or index_BT is None else hidden_BTD.new_zeros(rows, tokens, index_BT.shape[1])
+        hidden_MD, target_M = hidden_BTD.flatten(0, 1), target_BT.flatten()
+        grad_MD = torch.empty_like(hidden_MD) if with_grad else None
+        few, chunks = head.pieces(tokens)
+        with kernels.exact_matmul() if head.is_trained else torch.autocast(hidden_BTD.device.type, enabled=False):
+            for start in range(0, rows * tokens, few):
+                here, b = slice(start, start + few), start // tokens  # row b, of a trained head
+                hidden, target = hidden_MD[here].clone(), target_M[here]  # see `HeadUse.gradient`
+                loss.view(-1)[here], lse_T, logits = head.losses(hidden, target, chunks)
+                lse.view(-1)[here] = lse_T
+                if grad_MD is None:
+                    del logits  # or they would exist next to the following ones
+                    continue
+                grad = new(hidden.shape)
                 for chunk in chunks:
-                    g = head.gradient(hidden, lse[b], target, chunk, logits)
-                    size[b] += torch.linalg.vector_norm(g, dim=1, dtype=dtype).square_()
+                    g = head.gradient(hidden, lse_T, target, chunk, logits)
                     grad += head.product(g, head.weight_VD[chunk])
+                    if head.is_trained:
+                        size[b] += torch.linalg.vector_norm(g, dim=1, dtype=size.dtype).square_()
                     if gram is not None:
                         gram[b] += inner_products(g, g)
                     if picks is not None and index_BT is not None:
                         picks[b] += picked(g.mT, index_BT[b], chunk.start).mT
-                grad_BTD[b] = grad
-                del logits, g  # or they would exist beside the next ones
-        ctx.save_for_backward(hidden_BTD, target_BT, grad_BTD, lse, size.sqrt_(), gram, picks, index_BT)
+                grad_MD[here] = grad
+                del logits, g  # likewise
+        grad_BTD = None if grad_MD is None else grad_MD.view_as(hidden_BTD)
+        prepared = (hidden_BTD, target_BT, lse, size.sqrt_(), gram, picks, index_BT) if head.is_trained else ()
+        ctx.save_for_backward(grad_BTD, *prepared)
         ctx.head, ctx.parameters, ctx.receive = head, parameters, receive
         return loss
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream_BT: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        hidden, target, grad_BTD, *prepared = ctx.saved_tensors
+    def backward(ctx: Any, upstream_BT: Tensor) -> tuple[Tensor | None, ...]:
+        grad_BTD, *prepared = ctx.saved_tensors
         weight, bias = ctx.parameters
-        use = HeadUse(ctx.head, hidden.detach(), target, upstream_BT, *prepared)
-        if weight.requires_grad:
-            ctx.receive(weight, use)
-        if bias is not None and bias.requires_grad:
-            ctx.receive(bias, RowGradients(use.bias_gradients()))
-        return grad_BTD * upstream_BT[..., None].to(grad_BTD.dtype), None, None, None, None, None
-
-
-def _no_autocast(kind: str) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which products keep the dtypes that they are given."""
-    known = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.autocast(kind, enabled=False) if known else contextlib.nullcontext()
+        if prepared:
+            hidden, target, *more = prepared
+            use = HeadUse(ctx.head, hidden.detach(), target, upstream_BT, *more)
+            if weight.requires_grad:
+                ctx.receive(weight, use)
+            if bias is not None and bias.requires_grad:
+                ctx.receive(bias, RowGradients(use.bias_gradients()))
+        return grad_BTD * upstream_BT[..., None].to(grad_BTD.dtype), None, None, None, None, None, None
 
 
 def inner_products(x_TD: Tensor, y_SD: Tensor) -> Tensor:
@@ -322,8 +282,8 @@ def picked(x_CN: Tensor, index_S: Tensor, start: int) -> Tensor:
 class HeadUse:
     """Gradient of a trained head: ``scale_b sum_t g_bt (x) right_bt``, where g is made again from the hidden states.
 
-    The weight is read for this after the backward pass. An engine that shards the weight may have freed it by then; its
-    heads take the ordinary path, with the gradient of all logits.
+    The weight is read after the backward pass. Where an engine shards it, and may have freed it by then, the head takes
+    the ordinary path, with the gradient of all logits.
 
     Attributes:
         head: the weight's values and the formula.
@@ -391,36 +351,49 @@ class HeadUse:
         right_BT = torch.linalg.vector_norm(self.right_BTD, dim=2, dtype=self.lse_BT.dtype)
         return self.scale_B * (self.size_BT.clamp_min(least) * right_BT.clamp_min(least)).sum(1)
 
-    def factors(self, row: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the chunks of the vocabulary, and g (T, C) of each, of one row."""
-        hidden = self.hidden_BTD[row].clone()  # as in the forward pass
-        for chunk in self.head.chunks(len(hidden)):
-            yield chunk, self.head.gradient(hidden, self.lse_BT[row], self.target_BT[row], chunk)
+    def gradient(self, row: Tensor, chunk: slice) -> Tensor:
+        """Return g (T, C) of one row (1,) in a chunk of the vocabulary, by the products of the forward pass.
+
+        The copies have addresses of the same alignment as there, on which a product's rounding may depend.
+        """
+        hidden, lse, target = (x.index_select(0, row)[0] for x in (self.hidden_BTD, self.lse_BT, self.target_BT))
+        return self.head.gradient(hidden, lse, target, chunk)
+
+    def row_gradient(self, row: Tensor, chunk: slice) -> Tensor:
+        """Return the gradient (C, D) of one row (1,) in a chunk of the vocabulary."""
+        right_1TD, scale_1 = (x.index_select(0, row) for x in (self.right_BTD, self.scale_B))
+        return kernels.wide_bmm(self.gradient(row, chunk).mT[None], right_1TD)[0].mul_(scale_1)
+
+    def tiles(self) -> Iterator[tuple[int, slice, Tensor]]:
+        """Yield each row, with each chunk of the vocabulary and g (T, C) there."""
+        for b, row in enumerate(torch.arange(len(self.lse_BT), device=self.lse_BT.device).split(1)):
+            for chunk in self.head.chunks(self.lse_BT.shape[1]):
+                yield b, chunk, self.gradient(row, chunk)
 
     def add_weighted_(self, total: Sum, weights: Weights, norm_method: NormMethod) -> None:
         """Add the weighted gradients: ``total += sum_b factor_b g_b``. The logits are made again."""
-        del norm_method
         values = self.hidden_BTD, self.target_BT, self.upstream_BT, self.lse_BT
         hidden, target, upstream, lse, factor_B = weights.kept(*values)
         kept = dataclasses.replace(self, hidden_BTD=hidden, target_BT=target, upstream_BT=upstream, lse_BT=lse)
         factor_B = factor_B.to(total.dtype) * kept.scale_B.to(total.dtype)
         filled = total.filled()
-        for b in range(len(factor_B)):
-            for chunk, g_TC in kept.factors(b):
-                kernels.add_weighted_outer_(filled[chunk], g_TC[None], kept.right_BTD[b : b + 1], factor_B[b : b + 1])
+        for b, chunk, g_TC in kept.tiles():
+            kernels.add_weighted_outer_(filled[chunk], g_TC[None], kept.right_BTD[b : b + 1], factor_B[b : b + 1])
 
     def bias_gradients(self) -> Tensor:
         """Return (B, V): the gradient of the bias of each row, sum_t u_t g_t."""
-        value_BV = self.lse_BT.new_empty(len(self.lse_BT), self.head.vocabulary)
+        value_BV = self.lse_BT.new_empty(len(self.lse_BT), len(self.head.weight_VD))
         with kernels.exact_matmul():
-            for b, upstream_T in enumerate(self.upstream_BT):
-                for chunk, g_TC in self.factors(b):
-                    value_BV[b, chunk] = (g_TC.to(value_BV.dtype) * upstream_T[:, None]).sum(0)
+            for b, chunk, g_TC in self.tiles():
+                value_BV[b, chunk] = (g_TC.to(value_BV.dtype) * self.upstream_BT[b][:, None]).sum(0)
         return value_BV
 
     def gram_norms(self, lookups: Sequence[Lookup]) -> Tensor | None:
         """Return (B,): squared norms, with the cross terms with lookups; None: the pass did not prepare it."""
-        if self.gram_BTT is None or not all(self._is_prepared_for(one) for one in lookups):
+        own, others = self.index_BS, [one.index_BT for one in lookups]
+        if self.gram_BTT is None or (others and self.picks_BTS is None):
+            return None
+        if any(own is None or (own.shape, own.data_ptr()) != (x.shape, x.data_ptr()) for x in others):
             return None
         total_B = []
         for b, right_TD in enumerate(self.right_BTD):
@@ -432,23 +405,12 @@ class HeadUse:
             total_B.append(value)
         return torch.stack(total_B)
 
-    def _is_prepared_for(self, lookup: Lookup) -> bool:
-        own, other = self.index_BS, lookup.index_BT
-        if self.picks_BTS is None or own is None or own.shape != other.shape:
-            return False
-        return own.data_ptr() == other.data_ptr() or (not own.is_cuda and torch.equal(own, other))
-
 
 def head_norms(heads: Sequence[HeadUse], lookups: Sequence[Lookup], rows: Rows) -> Tensor:
     """Return (U,): the squared norm of each unit's head gradient, plus twice its inner product with lookups' gradients.
 
     Where each unit has one row, and the pass prepared them, from Gram matrices; otherwise from the gradient of one unit
-    at a time, a chunk of the vocabulary at a time: exact for any number of rows and of uses.
-
-    Args:
-        heads: the uses of one table as a head.
-        lookups: its uses as a table.
-        rows: the units of the rows.
+    at a time, a chunk of the vocabulary at a time: exact for any number of rows and of uses of one table.
     """
     if len(heads) == 1 and all(group.rows_GN.shape[1] == 1 for group in rows.groups):
         value_B = heads[0].gram_norms(lookups)
@@ -474,13 +436,6 @@ def _units(rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _tiles(heads: Sequence[HeadUse], members: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Yield the gradient (C, D) of one unit, chunk by chunk, summed over its rows and over several uses."""
-
-    def part(one: HeadUse, row: Tensor, chunk: slice) -> Tensor:
-        values = one.hidden_BTD, one.target_BT, one.lse_BT, one.right_BTD, one.scale_B
-        hidden, target, lse, right, scale = (x.index_select(0, row) for x in values)
-        g = one.head.gradient(hidden[0], lse[0], target[0], chunk)
-        return kernels.wide_bmm(g.mT[None], right)[0].mul_(scale)
-
     for chunk in heads[0].head.chunks(max(one.hidden_BTD.shape[1] for one in heads)):
-        parts = (part(one, row, chunk) for one in heads for row in members.split(1))
+        parts = (one.row_gradient(row, chunk) for one in heads for row in members.split(1))
         yield chunk, functools.reduce(Tensor.add_, parts)

@@ -7,7 +7,7 @@ once as a matrix product. A layer's rule describes a use as one of
 * `Lookup`:       sum_t onehot(index[b, t]) (x) right[b, t] embeddings;
 * `HeadUse`:      an outer product whose left factor is made again: the head of a language model
   (`dpllm.ghost.chunked_head`);
-* `Routed`:       outer products of tokens that meet different matrices: experts (`dpllm.ghost.routed`);
+* `Routed`:       outer products of tokens that meet different matrices: experts (`dpllm.ghost.experts`);
 * `RowGradients`: the gradient of each row                  biases, norms, and anything else.
 
 A use is kept as its factors, or as an `Instance`, the gradient of each *unit*, where that takes no more memory (LoRA
@@ -37,7 +37,7 @@ from dpllm.ghost.sums import Sum, Weights
 
 if TYPE_CHECKING:
     from dpllm.ghost.chunked_head import HeadUse
-    from dpllm.ghost.routed import Routed
+    from dpllm.ghost.experts import Routed
 
 Use: TypeAlias = "RowGradients | Outer | Lookup | HeadUse | Routed"
 """One use of a parameter, as its tap hands it over."""

@@ -2,8 +2,8 @@
 
 transformers keeps the experts of a layer as stacks of matrices, and looks up the function that computes them in a
 public registry (``ALL_EXPERTS_FUNCTIONS``), by the name in the model's config. While a clipper is attached, that name
-is `NAME`. Nothing of the model or of transformers is replaced. Our function computes what the others do, and taps both
-products, so that the input, the output gradient and the expert of each token are known (`dpllm.ghost.routed`).
+is `NAME`, and our function computes what the others do. It taps both products, so that the input, the output gradient
+and the expert of each token are known.
 
 Choosing experts for each token by itself couples no rows. `dpllm.ghost.refusals` refuses other ways of choosing.
 
@@ -12,31 +12,41 @@ run. A and B are views of ``lora_A.weight`` and ``lora_B.weight``, which are nev
 the matrix is the sum of g_s (x) x_s over slots, that of A is scaling * sum of (B^T g_s) (x) x_s, and that of B is
 scaling * sum of g_s (x) (A x_s). So no gradient of a whole matrix is formed.
 
-Shape suffixes: N tokens of all rows, k experts of each token, S = N * k slots, E experts, D and P widths, K rank,
-B rows, T tokens of each.
+For y_s = W[e_s] x_s, where *slot* s is one choice of one token, row b's gradient of W[e] is the sum of g_s (x) x_s over
+the row's slots with e_s = e (`Routed`). Different experts are different entries of the parameter, so a unit's squared
+norm is the sum over experts of the norm of its slots there: a *segment* is one unit in one expert. The clipped sum is
+one product for each expert, in which each slot has the factor of its row.
+
+Shape suffixes: N tokens of all rows, k experts of each token, S slots (N * k, or of a row), E experts, D and P widths,
+K rank, B rows, T tokens of each, U units, L and R the two dimensions of one expert's matrix, M segments, and N slots of
+each there.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpllm.ghost import kernels
-from dpllm.ghost.contributions import Lookup
+from dpllm.ghost.contributions import Lookup, Rows
 from dpllm.ghost.errors import GhostError, NoRuleError
-from dpllm.ghost.routed import Layout, Routed
+from dpllm.ghost.norm_method import NormMethod
+from dpllm.ghost.sums import Sum, Weights
 from dpllm.ghost.taps import Call, Hand, Host, Target, as_tokens, tap_output
 
 NAME = "dpllm"
 _MATRICES = ("gate_up_proj", "up_proj", "down_proj")
 _ALIGNED = 16  # bytes to which the rows of matrices must be aligned for PyTorch's grouped product
+_STEPS = 4  # sizes in each doubling to which segments are padded
+Layout = Literal["stacked", "flat", "interleaved"]
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -66,11 +76,12 @@ def train_experts(path: str, module: nn.Module, trainable: Mapping[str, Target],
     Raises:
         NoRuleError: one that is neither a stack of matrices nor of biases.
     """
+    for name in trainable:
+        if name.removesuffix("_bias") not in _MATRICES:
+            raise NoRuleError(f"{path}.{name} is neither a stack of matrices nor of their biases. Freeze it.")
     rule = ExpertsRule.on(path, module, host)
     for name, target in trainable.items():
         matrix = name.removesuffix("_bias")
-        if matrix not in _MATRICES:
-            raise NoRuleError(f"{path}.{name} is neither a stack of matrices nor of their biases. Freeze it.")
         stack = rule.stacks.setdefault(matrix, Stack())
         if name == matrix:
             stack.matrices = target
@@ -80,13 +91,7 @@ def train_experts(path: str, module: nn.Module, trainable: Mapping[str, Target],
 
 
 def train_adapters(path: str, wrapper: Any, trainable: Mapping[str, Target], host: Host) -> ExpertsRule:
-    """Tap the experts of which PEFT's wrapper adapts a parameter.
-
-    Args:
-        path: of the wrapper.
-        wrapper: the wrapper.
-        trainable: its trainable factors, by their names within it.
-        host: the clipper.
+    """Tap the experts of which PEFT's wrapper adapts a parameter; ``trainable``: its factors by their names in it.
 
     Raises:
         NoRuleError: the wrapped parameter is not a stack of experts, or a trainable parameter is no LoRA factor.
@@ -108,14 +113,10 @@ def train_adapters(path: str, wrapper: Any, trainable: Mapping[str, Target], hos
 
 
 def attach_partitioned(model: nn.Module, host: Host) -> list[ExpertsRule]:
-    """Compute frozen experts that ZeRO-3 partitioned by our implementation too, in place of transformers' eager one.
+    """Compute frozen experts that ZeRO-3 partitioned by our implementation too, and record nothing of them.
 
-    That one calls a module for each expert that has tokens, and DeepSpeed stops where the processes differ in the
-    modules that they call.
-
-    Args:
-        model: the model.
-        host: the clipper; nothing of these experts is recorded.
+    transformers' eager one calls a module for each expert that has tokens, and DeepSpeed stops where the processes
+    differ in the modules that they call.
     """
     return [
         ExpertsRule.on(path, module, host)
@@ -177,14 +178,7 @@ _ATTACHED: weakref.WeakKeyDictionary[nn.Module, ExpertsRule] = weakref.WeakKeyDi
 
 @dataclass
 class Stack:
-    """What is trained of one stack of matrices.
-
-    Attributes:
-        matrices: the stack, where it is trained itself.
-        biases: of its matrices, where they are trained.
-        adapters: LoRA on it.
-        uses: how often the calls of the model used it.
-    """
+    """What is trained of one stack of matrices, and how often the calls of the model used it."""
 
     matrices: Target | None = None
     biases: Target | None = None
@@ -192,15 +186,9 @@ class Stack:
     uses: int = 0
 
     def tap(self, module: Any, call: Call, output_SP: Tensor, x: Tensor, of_tokens: bool, route: Route) -> Tensor:
-        """Tap a product with the stack in a call of the model.
+        """Tap a product with the stack, biases included, in a call of the model; slots are sorted by expert.
 
-        Args:
-            module: that holds the stack.
-            call: of the model.
-            output_SP: the product, biases included, slots sorted by expert.
-            x: the factor of each slot in that order (S, D), or of each token (N, D).
-            of_tokens: whether ``x`` has tokens.
-            route: the experts of the tokens.
+        ``x`` is the input of each slot (S, D), or of each token (N, D).
         """
         self.uses += call.host.in_forward
         if not torch.is_grad_enabled():
@@ -219,8 +207,7 @@ class Stack:
             inputs = Factor(hand, route, more[0], of_tokens)
             if self.matrices is not None:
                 left, right, side = (inputs, outputs, "left") if x_is_left else (outputs, inputs, "right")
-                use = Routed(index_BS, left.by_rows(), right.by_rows(), num_experts, input_side=side)
-                hand.give(self.matrices, use)
+                hand.give(self.matrices, left.outer(right, index_BS, num_experts, side))
             for adapter, up_EPK, down_EKD in zip(self.adapters, more[1::2], more[2::2], strict=True):
                 adapter.record(index_BS, inputs, outputs, x_is_left, up_EPK, down_EKD)
 
@@ -230,14 +217,7 @@ class Stack:
 
 
 class Route(NamedTuple):
-    """The experts of some tokens, and the slots sorted by expert.
-
-    Attributes:
-        index_Nk: the experts of each token.
-        order_S: the slots in the order of their experts.
-        place_S: the place of each slot in that order.
-        counts_E: the slots of each expert.
-    """
+    """The experts of some tokens; the slots sorted by expert, the place of each slot there, and how many each has."""
 
     index_Nk: Tensor
     order_S: Tensor
@@ -259,14 +239,7 @@ class Route(NamedTuple):
 
 
 class Factor(NamedTuple):
-    """One factor of each slot's gradient, in a backward pass.
-
-    Attributes:
-        hand: of the call of the module.
-        route: of the tokens.
-        value: of each slot, sorted by expert (S, D), or of each token (N, D), which its slots share.
-        of_tokens: whether ``value`` has tokens.
-    """
+    """One factor of the slots' gradients: of each slot, sorted by expert (S, D), or of each token (N, D)."""
 
     hand: Hand
     route: Route
@@ -281,6 +254,13 @@ class Factor(NamedTuple):
             x = x[self.route.place_S].unflatten(0, (-1, k)).flatten(1)
         return as_tokens(self.hand.view(x)).unflatten(2, (k, -1)).flatten(1, 2)
 
+    def outer(self, right: Factor, index_BS: Tensor, num_experts: int, side: str, layout: Layout = "stacked") -> Routed:
+        """Return the use of a parameter along whose dimensions these two factors lie; ``side`` is that of the input."""
+        left_BTL, right_BTR = self.by_rows(), right.by_rows()
+        if left_BTL.dtype != right_BTR.dtype:
+            left_BTL, right_BTR = kernels.widen(left_BTL), kernels.widen(right_BTR)
+        return Routed(index_BS, left_BTL, right_BTR, num_experts, layout, side)
+
     def times(self, matrices_EDK: Tensor, scaling: float) -> Factor:
         """Return scaling times each slot's factor times the matrix of its expert, in float32 or wider."""
         x_SD = self.value[self.route.order_S // self.route.index_Nk.shape[1]] if self.of_tokens else self.value
@@ -291,11 +271,9 @@ class Factor(NamedTuple):
 
 @dataclass
 class LoraFactors:
-    """The LoRA factors of one adapter on one stack of matrices.
+    """The LoRA factors of one adapter, by its name in PEFT's wrapper, on one stack of matrices.
 
     Attributes:
-        wrapper: PEFT's module.
-        adapter: the adapter's name.
         down: ``lora_A.weight``, (E * K, inputs), where it is trainable.
         up: ``lora_B.weight``, (outputs, K * E), where it is trainable.
         is_verified: whether the product of the factors was compared with PEFT's.
@@ -353,27 +331,19 @@ class LoraFactors:
     ) -> None:
         """Hand over the uses of the two parameters.
 
-        Args:
-            index_BS: the expert of each slot.
-            inputs: the input of the stack's product.
-            outputs: its output gradient.
-            x_is_left: whether the input goes along the first dimension of the stack's matrices.
-            up_EPK: B, as returned by `factors`.
-            down_EKD: A.
+        The inputs go along the first dimension of the matrices if ``x_is_left``; B and A are those of `factors`.
         """
         up, down, side = outputs, inputs, "right"
         if self.up_is_left == x_is_left:  # PEFT takes the inputs of the matrices for their outputs
             up, down, side = inputs, outputs, "left"
-
-        def give(target: Target, left: Factor, right: Factor, layout: Layout) -> None:
-            wide = kernels.widen(left.by_rows()), kernels.widen(right.by_rows())
-            left.hand.give(target, Routed(index_BS, *wide, self.wrapper.num_experts, layout, side))
-
+        hand, experts = inputs.hand, self.wrapper.num_experts
         with kernels.exact_matmul(), torch.no_grad():
             if self.down is not None:
-                give(self.down, up.times(up_EPK, self.scaling), down, "flat")
+                up_SK = up.times(up_EPK, self.scaling)
+                hand.give(self.down, up_SK.outer(down, index_BS, experts, side, "flat"))
             if self.up is not None:
-                give(self.up, up, down.times(down_EKD.mT, self.scaling), "interleaved")
+                down_SK = down.times(down_EKD.mT, self.scaling)
+                hand.give(self.up, up.outer(down_SK, index_BS, experts, side, "interleaved"))
 
 
 def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -393,7 +363,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     """
     rule = _ATTACHED.get(module)
     call = None if rule is None else rule.host.call
-    stacks = {} if rule is None or call is None else rule.stacks
+    stacks = rule.stacks if rule is not None and call is not None else {}
     route = Route.of(top_k_index, module.num_experts)
     if len(route.counts_E) != module.num_experts or top_k_weights.shape != top_k_index.shape:
         raise NoRuleError(
@@ -427,42 +397,33 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
 def grouped_product(x_SD: Tensor, stack: Tensor, counts_E: Tensor, outputs_first: bool = False) -> Tensor:
     """Return (S, P): each token times the matrix of its expert, y_s = x_s W[e_s].
 
-    Args:
-        x_SD: the tokens, sorted by expert.
-        stack: the matrices, (E, D, P).
-        counts_E: int64, the tokens of each expert.
-        outputs_first: whether the stack is (E, P, D) instead.
+    The tokens are sorted by expert, and ``counts_E`` (int64) says how many each has. The matrices are (E, D, P), or
+    (E, P, D) with ``outputs_first``.
     """
     parts = counts_E.cumsum(0).int() if _has_kernel(x_SD, stack) else counts_E.tolist()
-    return _Grouped.apply(x_SD, stack, outputs_first, parts)
+    if stack.requires_grad:
+        return _product(x_SD, stack.mT if outputs_first else stack, parts)
+    y: Tensor = _WithDetached.apply(x_SD, stack, outputs_first, parts)
+    return y
 
 
-class _Grouped(torch.autograd.Function):
-    """Saves only the stack, not the tokens, unless the stack is in the graph.
+class _WithDetached(torch.autograd.Function):
+    """The product with a stack that is not in the graph.
 
-    The stack itself is saved, not a view of it: a view would keep the whole stack of a layer that ZeRO-3 has released.
+    Only the stack is saved, not the tokens; and itself, since a view would keep the whole stack of a layer that ZeRO-3
+    has released.
     """
 
     @staticmethod
     def forward(ctx: Any, x_SD: Tensor, stack: Tensor, outputs_first: bool, parts: Tensor | list[int]) -> Tensor:
         ctx.parts, ctx.outputs_first = parts, outputs_first
-        ctx.save_for_backward(stack, x_SD if stack.requires_grad else x_SD.new_empty(0))
+        ctx.save_for_backward(stack)
         return _product(x_SD, stack.mT if outputs_first else stack, parts)
 
     @staticmethod
     def backward(ctx: Any, grad_SP: Tensor) -> tuple[Tensor | None, ...]:
-        stack, x_SD = ctx.saved_tensors
-        grad_x = grad_stack = None
-        if ctx.needs_input_grad[0]:
-            grad_x = _product(grad_SP, stack if ctx.outputs_first else stack.mT, ctx.parts)
-        if ctx.needs_input_grad[1]:
-            left, right = (grad_SP, x_SD) if ctx.outputs_first else (x_SD, grad_SP)
-            if isinstance(ctx.parts, Tensor):
-                grad_stack = F.grouped_mm(left.contiguous().mT, right.contiguous(), offs=ctx.parts)
-            else:
-                pairs = zip(left.split(ctx.parts), right.split(ctx.parts), strict=True)
-                grad_stack = torch.stack([x.mT @ y for x, y in pairs])
-        return grad_x, grad_stack, None, None
+        (stack,) = ctx.saved_tensors
+        return _product(grad_SP, stack if ctx.outputs_first else stack.mT, ctx.parts), None, None, None
 
 
 def _has_kernel(x_SD: Tensor, stack: Tensor) -> bool:
@@ -478,8 +439,142 @@ def _product(x_SD: Tensor, weight_EDP: Tensor, parts: Tensor | list[int]) -> Ten
     """Return (S, P); parts are where each expert's tokens end, for the kernel, or how many they are."""
     if isinstance(parts, Tensor):
         return F.grouped_mm(x_SD.contiguous(), weight_EDP, offs=parts)
-    out_SP = x_SD.new_empty(x_SD.shape[0], weight_EDP.shape[2])
-    for x, weight, out in zip(x_SD.split(parts), weight_EDP, out_SP.split(parts), strict=True):
-        if len(x):
-            torch.mm(x, weight, out=out)
-    return out_SP
+    return torch.cat([x @ weight for x, weight in zip(x_SD.split(parts), weight_EDP, strict=True)])
+
+
+# -------------------------------------------------- norms and sums
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Gradient of a stack of matrices: sum_s onehot(index_s) (x) left_s (x) right_s.
+
+    Attributes:
+        index_BS: the expert of each slot, the k slots of a token side by side; -1: none.
+        left_BTL: factor along the first dimension of each matrix, of each slot, or of each token for its k slots.
+        right_BTR: factor along the second, likewise.
+        num_experts: E.
+        layout: of the parameter. "stacked": (E, L, R). "flat": (E * L, R) (PEFT's ``lora_A``). "interleaved":
+            (L, R * E), the experts next to each other (PEFT's ``lora_B``).
+        input_side: "left" or "right", whichever holds the input.
+    """
+
+    index_BS: Tensor
+    left_BTL: Tensor
+    right_BTR: Tensor
+    num_experts: int
+    layout: Layout = "stacked"
+    input_side: str = "right"
+
+    @property
+    def grad(self) -> Tensor:
+        """The output gradient of each slot."""
+        return self.right_BTR if self.input_side == "left" else self.left_BTL
+
+    def factor_bytes(self) -> int:
+        """Return the bytes of the factors."""
+        return self.left_BTL.nbytes + self.right_BTR.nbytes
+
+    def instance_bytes(self, rows: Rows) -> int:
+        """Return the bytes that the gradients of the units would take."""
+        entries = rows.num_units * self.num_experts * self.left_BTL.shape[2] * self.right_BTR.shape[2]
+        return entries * self._dtype.itemsize
+
+    def instance(self, rows: Rows) -> Tensor:
+        """Return the gradients of the units (U, *parameter shape)."""
+        width = self.left_BTL.shape[2], self.right_BTR.shape[2]
+        total = torch.zeros(rows.num_units * self.num_experts, *width, dtype=self._dtype, device=self.right_BTR.device)
+        for number_M, left_MNL, right_MNR in self._segments(rows):
+            total[number_M] = kernels.wide_bmm(left_MNL.mT, right_MNR)
+        total_UELR = total.unflatten(0, (rows.num_units, self.num_experts))
+        if self.layout == "interleaved":
+            return total_UELR.permute(0, 2, 3, 1).flatten(2)
+        return total_UELR.flatten(1, 2) if self.layout == "flat" else total_UELR
+
+    def norms(self, rows: Rows, norm_method: NormMethod) -> tuple[Tensor, Tensor]:
+        """Return ``(sq_norm_U, slack_U)``, as `dpllm.ghost.contributions.squared_norms`."""
+        both_U2 = torch.zeros(rows.num_units, 2, dtype=self._dtype, device=self.right_BTR.device)
+        slack = kernels.rounding_slack(self._dtype)
+        for number_M, left_MNL, right_MNR in self._segments(rows):
+            sq_norm_M, mass_M = norm_method.outer_norms(right_MNR, [left_MNL])
+            both_U2.index_add_(0, number_M // self.num_experts, torch.stack([sq_norm_M, slack * mass_M], 1))
+        return both_U2[:, 0], both_U2[:, 1]
+
+    def add_weighted_(self, total: Sum, weights: Weights, norm_method: NormMethod) -> None:
+        """Add the weighted gradients: ``total += sum_b factor_b g_b``."""
+        order, counts = _sorted(self.index_BS.flatten(), self.num_experts)
+        blocks_ELR = total.filled()
+        if self.layout == "interleaved":
+            blocks_ELR = blocks_ELR.unflatten(1, (-1, self.num_experts)).permute(2, 0, 1)
+        elif self.layout == "flat":
+            blocks_ELR = blocks_ELR.unflatten(0, (self.num_experts, -1))
+        for block_LR, slot_N in zip(blocks_ELR, order.split(counts.tolist()), strict=True):
+            if len(slot_N):  # each slot is a row of one token
+                left_N1L, right_N1R = (self._taken(x, slot_N)[:, None] for x in (self.left_BTL, self.right_BTR))
+                of_slots = Weights(weights.factor[slot_N // self.index_BS.shape[1]])
+                norm_method.add_weighted_outer_(Sum.onto(block_LR), left_N1L, right_N1R, of_slots)
+
+    def fold(self) -> Routed:
+        """Return the same use with all tokens in a single row."""
+        return self._with(*(x.flatten(0, 1)[None] for x in (self.index_BS, self.left_BTL, self.right_BTR)))
+
+    @staticmethod
+    def cat(uses: Sequence[Routed]) -> Routed:
+        """Return uses of one parameter as one: a sum over the slots of all of them."""
+        whole = [use.per_slot() for use in uses]
+        columns = zip(*((use.index_BS, use.left_BTL, use.right_BTR) for use in whole), strict=True)
+        return whole[0]._with(*(torch.cat(column, 1) for column in columns))
+
+    def per_slot(self) -> Routed:
+        """Return the same use with both factors repeated for each slot."""
+        slots = self.index_BS.shape[1]
+        each = (x.repeat_interleave(slots // x.shape[1], dim=1) for x in (self.left_BTL, self.right_BTR))
+        return self._with(self.index_BS, *each)
+
+    def _with(self, index_BS: Tensor, left_BTL: Tensor, right_BTR: Tensor) -> Routed:
+        return replace(self, index_BS=index_BS, left_BTL=left_BTL, right_BTR=right_BTR)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return kernels.accumulation_dtype(torch.promote_types(self.left_BTL.dtype, self.right_BTR.dtype))
+
+    def _segments(self, rows: Rows) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield the segments of the units, those of similar size together; padding rows belong to none.
+
+        Of each segment unit * E + expert (M,), and the factors (M, N, L) and (M, N, R), zero behind a shorter segment.
+        """
+        unit_B1 = rows.unit_B[:, None]
+        number_BS = torch.where((unit_B1 >= 0) & (self.index_BS >= 0), unit_B1 * self.num_experts + self.index_BS, -1)
+        order, counts = _sorted(number_BS.flatten(), rows.num_units * self.num_experts)
+        starts = np.cumsum(counts) - counts
+        (occurring,) = np.nonzero(counts)
+        sizes = _rounded_up(counts[occurring])
+        for size in np.unique(sizes):
+            number_M = occurring[sizes == size]
+            count_M1, place_1N = counts[number_M][:, None], np.arange(size)[None]
+            place_MN = starts[number_M][:, None] + np.minimum(place_1N, count_M1 - 1)
+            arrays = number_M, place_MN, place_1N < count_M1
+            number, place, is_real = (torch.from_numpy(x).to(order.device) for x in arrays)
+            left, right = (self._taken(x, order[place]) * is_real[:, :, None] for x in (self.left_BTL, self.right_BTR))
+            yield number, left, right
+
+    def _taken(self, x_BTD: Tensor, slot: Tensor) -> Tensor:
+        """Return the factors of the given slots, counted over all rows."""
+        return x_BTD.flatten(0, 1)[slot // (self.index_BS.shape[1] // x_BTD.shape[1])]
+
+
+def _sorted(number: Tensor, num_numbers: int) -> tuple[Tensor, np.ndarray]:
+    """Return the slots that have a number, sorted by it, and how many have each; -1 leaves a slot out."""
+    order = torch.argsort(number, stable=True)
+    counts = torch.bincount(number + 1, minlength=num_numbers + 1).cpu().numpy()
+    return order[int(counts[0]) :], counts[1:]
+
+
+def _rounded_up(counts: np.ndarray) -> np.ndarray:
+    """Round up to a grid of `_STEPS` sizes in each doubling, so that few sizes occur.
+
+    >>> _rounded_up(np.array([1, 7, 8, 9, 33, 64]))
+    array([ 1,  7,  8, 10, 40, 64])
+    """
+    steps = np.maximum(1, 2 ** np.floor(np.log2(np.maximum(counts, 1))).astype(np.int64) // _STEPS)
+    return -(-counts // steps) * steps

@@ -1,8 +1,8 @@
 """Taps for layers of PEFT that compute with a trained parameter in a way of their own.
 
 Without them the layers run row by row, which costs as many launches as there are rows and does not work for packed
-rows. A layer runs PEFT's own forward with the parameter detached, so its values are those of PEFT; a tap adds the
-parameter's gradient. Whether that is exact is decided by value (`dpllm.ghost.weights_check`).
+rows. A layer runs PEFT's own forward with the parameter detached, and a tap adds the parameter's gradient. Whether that
+is exact is decided by value (`dpllm.ghost.weights_check`).
 
 Sources: PEFT's ``peft_model.py``, and under ``tuners/`` ``lora/dora.py`` and the ``layer.py`` of ``lora``,
 ``ia3``, ``vera`` and ``trainable_tokens``. Classes are recognised by name: PEFT need not be installed.
@@ -31,9 +31,7 @@ _CASTS = (Tensor.to, Tensor.type, Tensor.float)
 def tap(module: Any, trained: Callable[[Any], Target | None]) -> tuple[type[nn.Module], dict[str, Site]] | None:
     """Return the subclass of a layer of PEFT, and the sites of the parameters that it uses; None if there is no tap.
 
-    Args:
-        module: any module.
-        trained: returns the target of a trained parameter, and None for any other value.
+    ``trained`` returns the target of a trained parameter, and None for any other value.
     """
     kind = type(module)
     way = "prompts" if hasattr(module, "get_prompt") else _LAYERS.get(f"{kind.__module__}.{kind.__name__}")

@@ -1,10 +1,10 @@
 """PerUnitClipper: the universal fallback, one unit at a time by plain autograd.
 
-Place in the flow: it takes the place of `dpllm.ghost.GhostClipper` where units cannot be clipped in one pass. Each call
-of the model gets the rows of one unit (`dpllm.training.microbatches`, ``one_unit``). Autograd gives that unit's
-gradient of all trainable parameters, its norm is taken in float32, and the scaled gradient is added to the step's sum.
-This is the microbatch method of Abadi et al. 2016 (arXiv:1607.00133): exact for every structure, without taps, and
-slower, since one unit's rows do not fill a device.
+It takes the place of `dpllm.ghost.GhostClipper` where units cannot be clipped in one pass. Each call of the model gets
+the rows of one unit (`dpllm.training.microbatches`, ``one_unit``). Autograd gives that unit's gradient of all trainable
+parameters, its norm is taken in float32, and the scaled gradient is added to the step's sum. This is the microbatch
+method of Abadi et al. 2016 (arXiv:1607.00133): exact for every structure, and slower, since one unit's rows do not fill
+a device.
 
 A unit's gradient depends only on its own rows if the model carries no state from call to call. Modules that keep
 running statistics, and those known to keep a choice made by the length of earlier rows, are refused here; everything
@@ -32,9 +32,6 @@ from dpllm.ghost.sums import Finish, Sum, clip_factors
 from dpllm.ghost.unit_clipper import ClipResult, UnitClipper, incomplete_unit, units_of
 from dpllm.mechanism.parts import Clipping
 
-Gradients = Mapping[int, Tensor]
-"""The gradient of each parameter that a backward pass reached, by the parameter's id."""
-
 
 class PerUnitClipper(UnitClipper):
     """Adds the clipped gradient of one unit after another to ``.grad``.
@@ -47,9 +44,6 @@ class PerUnitClipper(UnitClipper):
         clip_norm: C > 0, where clipping is flat.
         clipping: another way to bound a contribution, instead of ``clip_norm``.
         parameter_norms: also return each unit's norm in each parameter (`ClipResult.parameter_norms`).
-
-    Attributes:
-        reached: ids of the parameters that the losses of any unit have reached.
 
     Raises:
         ValueError: both of ``clip_norm`` and ``clipping``, or neither.
@@ -86,11 +80,11 @@ class PerUnitClipper(UnitClipper):
                 "parameters are divided over processes (FSDP2, ZeRO-3). Use replicas (dpllm train --config ddp) or "
                 "ZeRO-2 (dpllm train --config zero2), with LoRA if they do not fit; or privacy.gradients=ghost"
             )
-        self._rows_held: dict[int, Tensor] | None = None  # the sum of a unit's gradients over its calls so far
+        self._rows_held: dict[int, Tensor] | None = None  # by id, the sum of a unit's gradients over its calls so far
         self._joining = False  # rows are being added to the held ones; after a failure those are not a unit's any more
         self._gradients: dict[int, Tensor] = {}  # of the last unit, and the factors of its groups
         self._factor_G: list[float] = []
-        self.reached: set[int] = set()
+        self._reached: set[int] = set()  # by the losses of any unit
         self._handle = _limit_rows(model)
 
     def hold(self, losses: Tensor) -> None:
@@ -131,16 +125,15 @@ class PerUnitClipper(UnitClipper):
         self._gradients, self._factor_G, self._joining = gradients, factor_G1[:, 0].tolist(), False
         return result
 
-    def _hold(self, gradients: Gradients) -> None:
+    def _hold(self, gradients: Mapping[int, Tensor]) -> None:
         """Add the gradients of a call to those of the unit's calls before, in the accumulation dtype."""
         self._joining = True
         held = {} if self._rows_held is None else self._rows_held
         for key, gradient in gradients.items():
-            wide = kernels.widen(gradient)
-            if key not in held:
-                held[key] = wide.clone() if wide is gradient else wide
-            else:
-                held[key] += wide
+            if key in held:
+                held[key] += kernels.widen(gradient)
+            else:  # a copy: autograd may return one tensor for several parameters
+                held[key] = gradient.to(kernels.accumulation_dtype(gradient.dtype), copy=True)
         self._rows_held, self._joining = held, False
 
     def _differentiate(self, loss_B: Tensor, weight_B: Tensor, retain_graph: bool = False) -> dict[int, Tensor]:
@@ -175,10 +168,10 @@ class PerUnitClipper(UnitClipper):
         reached = {id(p): grad.detach() for p, grad in zip(parameters, found, strict=True) if grad is not None}
         if len(reached) < len(parameters) and any("CheckpointFunction" in name for name in nodes_of(loss_B)):
             raise _reentrant()
-        self.reached.update(reached)
+        self._reached.update(reached)
         return {key: grad.to_dense() if grad.is_sparse else grad for key, grad in reached.items()}
 
-    def _squared_norms(self, gradients: Gradients, device: torch.device) -> Tensor:
+    def _squared_norms(self, gradients: Mapping[int, Tensor], device: torch.device) -> Tensor:
         """Return (P, 1): the squared norm of each parameter's gradient, 0 where it has none."""
         norms = torch.zeros(len(self._trained.by_name), 1, dtype=self._trained.norm_dtype, device=device)
         with kernels.exact_matmul(), torch.no_grad():
@@ -214,7 +207,7 @@ class PerUnitClipper(UnitClipper):
     @property
     def unreached(self) -> list[str]:
         """The names of the trainable parameters that the losses of no unit have reached so far."""
-        return [name for name, parameter in self.parameters.items() if id(parameter) not in self.reached]
+        return [name for name, parameter in self.parameters.items() if id(parameter) not in self._reached]
 
     def forget(self) -> None:
         """See `UnitClipper.forget`."""

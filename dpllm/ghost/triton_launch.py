@@ -1,17 +1,14 @@
 """Fused Triton kernels for the norm arithmetic, drop-ins for the PyTorch code of `dpllm.ghost.kernels` and its callers.
 
-Place in the flow: activations and output gradients of one microbatch -> **squared norms per row or unit** -> clip
-factors. The PyTorch functions are the reference and the CPU path; these are for CUDA. They compute the same numbers
-with fewer transfers through memory:
+The PyTorch functions are the reference and the CPU path; these are for CUDA. They compute the same numbers with fewer
+transfers through memory:
 
-* `gram_norms`: ||sum_t a_t (x) g_t||^2 = sum_{s,t} <a_s, a_t> <g_s, g_t> (ghost norm, Li et al. 2022,
+* `grouped_gram_norms`: ||sum_t a_t (x) g_t||^2 = sum_{s,t} <a_s, a_t> <g_s, g_t> (ghost norm, Li et al. 2022,
   arXiv:2110.05679). Both Gram matrices stay in registers, one tile pair at a time; only pairs with t <= s are
   computed, T^2 (D + P) operations instead of 2 T^2 (D + P).
 * `instance_norms`: the same number from the (L, R) gradient, which is formed tile by tile, squared and never written;
   2 T L R operations, fewer than the Gram algorithm where T > 2 L R / (L + R).
-* `weighted_outer_`: the clipped sum of a matrix. The factor multiplies a row's gradient after its tokens are summed, in
-  float32; scaling an input of 16 bits beforehand would round it and read it once more. With noise and scale it makes
-  the gradient in the same pass.
+* `weighted_outer_`: the clipped sum of a matrix, and with noise and scale the gradient, in one pass over memory.
 * `lookup_norms`: embedding norms; equal tokens of a unit are adjacent after a sort, and each run is summed,
   squared and reduced without a slot per token.
 
@@ -22,14 +19,11 @@ therefore too small, and so is a norm. Sums are split after `CHUNK` terms, and t
 nearest. ``benchmarks/kernel_times.py`` measures the remaining error against `dpllm.ghost.kernels.rounding_slack`.
 
 Programs write one partial result each, and a second pass adds those in a fixed order: no atomics, so equal inputs give
-equal bits. Tile sizes follow from the shapes by fixed rules, not from timing, for the same reason.
+equal bits.
 
-Inputs are bfloat16, float16 or float32, of any strides and never copied; sizes may be any. Triton is imported if it is
-installed. With ``TRITON_INTERPRET=1`` set before the first import of Triton in the process, the kernels
-run on the CPU, slowly, which is how they are tested without a GPU.
-
-Triton needs a C compiler and Python's header files when it first launches a program, and tensor cores that multiply
-bfloat16. Where they are missing, the PyTorch functions compute the same.
+Inputs are bfloat16, float16 or float32, of any strides and never copied; sizes may be any. Others raise `ValueError`.
+Triton is optional. With ``TRITON_INTERPRET=1`` set before its first import, the kernels run on the CPU, slowly, which
+is how they are tested without a GPU.
 
 Shape suffixes: B rows, T tokens, U units, V table entries, D, L, R, P widths.
 """
@@ -60,24 +54,20 @@ OLDEST = (8, 0)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _TRITON_DTYPES = {} if triton is None else dict(zip(DTYPES, (tl.bfloat16, tl.float16, tl.float32), strict=True))
+_VECTOR = {"num_warps": 4, "enable_fp_fusion": True}  # compiler options of programs without products
+
+Groups = Sequence[tuple[Tensor, list[Tensor]]]
+"""Inputs (B, T_i, D_i), each with the output gradients (B, T_i, P_ij) of the layers that read it."""
 
 
 def available() -> bool:
-    """Whether the kernels can run here: Triton is installed, and there is a CUDA device or the interpreter.
-
-    >>> available() in (True, False)
-    True
-    """
+    """Whether the kernels can run here: Triton is installed, and there is a CUDA device or the interpreter."""
     return triton is not None and (INTERPRETED or torch.cuda.is_available())
 
 
 @functools.cache
 def is_usable(device: torch.device) -> bool:
-    """Return whether kernels run on a CUDA device; if not, warn once and say why.
-
-    Args:
-        device: a CUDA device, on a machine on which Triton is installed.
-    """
+    """Return whether kernels run on a CUDA device, where Triton is installed; if not, warn once and say why."""
     problem = _problem(device)
     if problem is not None:
         warnings.warn(
@@ -89,7 +79,6 @@ def is_usable(device: torch.device) -> bool:
 
 
 def _problem(device: torch.device) -> str | None:
-    """Return what keeps the kernels from running, or None."""
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST:
         return f"its compute capability is {'.'.join(map(str, capability))}, and they need at least 8.0 (Ampere)"
@@ -110,55 +99,30 @@ def probe(device: torch.device) -> float:
     """Compile and run the smallest program, which adds up three ones, and return its result."""
     partial, total = torch.ones(3, device=device), torch.zeros(1, device=device)
     bounds = torch.tensor([0, 3], device=device)
-    with torch.cuda.device_of(partial):
-        programs.segment_program[(1,)](partial, bounds, total, 1, BLOCK=1024, num_warps=4, enable_fp_fusion=True)
+    _launch(programs.segment_program, 1, total, (partial, bounds, total, 1), {"BLOCK": 1024, **_VECTOR})
     return float(total)
 
 
-def gram_norms(shared_BTD: Tensor, grads: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the squared norms of the gradients of several layers that read one input, summed over the layers.
+def grouped_gram_norms(groups: Groups) -> tuple[Tensor, Tensor]:
+    """Return the squared norms of the gradients of layers that read one input, for N inputs, from one launch.
 
-    Drop-in for `dpllm.ghost.kernels.gram_norms`. The Gram tile of the input is formed once for all layers.
-
-    Args:
-        shared_BTD: the input (B, T, D) that all the layers read.
-        grads: the output gradient (B, T, P_i) of each layer.
+    The Gram tile of an input is formed once for all its layers. Inputs that differ in tokens, in dtypes or in being
+    aligned take one launch for each such class.
 
     Returns:
-        ``(sq_norm_B, mass_B)`` in float32: squared norms, and (sum_t |a_t| |g_t|)^2 with |g_t| over all the layers,
-        which scales their rounding error; lengths count as `dpllm.ghost.kernels.least_square` at least.
+        ``(sq_norm_NB, mass_NB)`` in float32: squared norms summed over the layers, and (sum_t |a_t| |g_t|)^2 with |g_t|
+        over all the layers, which scales their rounding error; lengths count as `dpllm.ghost.kernels.least_square` at
+        least.
 
     Raises:
-        ValueError: no gradient, shapes that do not fit, a dtype or device that the kernels do not take.
-    """
-    sq_norm_NB, mass_NB = grouped_gram_norms([(shared_BTD, grads)])
-    return sq_norm_NB[0], mass_NB[0]
-
-
-def grouped_gram_norms(groups: Sequence[tuple[Tensor, list[Tensor]]]) -> tuple[Tensor, Tensor]:
-    """Return `gram_norms` of several groups of layers, each with its own input, from one launch.
-
-    One launch has enough tiles to occupy the device with large ones, and the host launches once, not once per group.
-    Groups that differ in tokens, in dtypes or in being aligned take one launch for each such class.
-
-    Args:
-        groups: N inputs (B, T_i, D_i), each with the output gradients (B, T_i, P_ij) of the layers that read it; the
-            gradients of a group have one dtype.
-
-    Returns:
-        ``(sq_norm_NB, mass_NB)``, as in `gram_norms`, of each group.
-
-    Raises:
-        ValueError: a group without gradient, shapes that do not fit, gradients of two dtypes, a dtype or device that
-            the kernels do not take.
+        ValueError: a group without gradient, shapes that do not fit, gradients of two dtypes in a group.
     """
     if not groups or not all(grads for _, grads in groups):
         raise ValueError("gram_norms: no output gradient. Give one (B, T, P) tensor per layer.")
     _require("gram_norms", *(x for shared, grads in groups for x in (shared, *grads)))
     classes: dict[tuple, list[int]] = {}
     for i, (shared, grads) in enumerate(groups):
-        for grad in grads:
-            _require_same_tokens("gram_norms", shared, grad)
+        _require_same_tokens("gram_norms", shared, *grads)
         if shared.shape[0] != groups[0][0].shape[0] or any(grad.dtype != grads[0].dtype for grad in grads):
             raise ValueError(
                 "gram_norms: groups differ in rows, or the gradients of a group in dtype. Give them in separate calls."
@@ -175,57 +139,50 @@ def grouped_gram_norms(groups: Sequence[tuple[Tensor, list[Tensor]]]) -> tuple[T
     return sums[0], sums[1].square()
 
 
-def _gram_norms(groups: Sequence[tuple[Tensor, list[Tensor]]], aligned: bool) -> Tensor:
+def _gram_norms(groups: Groups, aligned: bool) -> Tensor:
     """Return (2, N, B): the squared norms and the roots of the masses of groups of one class."""
     first, first_grad = groups[0][0], groups[0][1][0]
     rows, tokens, _ = first.shape
     if rows == 0 or tokens == 0:
         return _zeros(first, 2, len(groups), rows)
-    exact = torch.float32 in (first.dtype, first_grad.dtype)
-    tile = tile_of(first.device, tokens, exact, aligned)
+    tile, options = _tile(tokens, first, first_grad, aligned=aligned)
     blocks = -(-tokens // tile.block)
     pairs = blocks * (blocks + 1) // 2
     partial = torch.empty(2, len(groups), rows, pairs, dtype=torch.float32, device=first.device)
-    _launch(
-        "gram_program",
-        len(groups) * rows * pairs,
-        ([list(group) for group in groups], len(groups), partial, rows, tokens, pairs, partial.stride(0)),
-        {
-            "INPUT": _TRITON_DTYPES[first.dtype],
-            "GRAD": _TRITON_DTYPES[first_grad.dtype],
-            "ALIGNED": aligned,
-            "BLOCK_T": tile.block,
-            "BLOCK_K": tile.depth,
-            "CHUNK_K": CHUNK,
-            "LEAST": least_square(torch.float32),
-            **_options(tile),
-        },
-        partial,
-    )
+    options |= {
+        "INPUT": _TRITON_DTYPES[first.dtype],
+        "GRAD": _TRITON_DTYPES[first_grad.dtype],
+        "BLOCK_T": tile.block,
+        "BLOCK_K": tile.depth,
+        "CHUNK_K": CHUNK,
+        "LEAST": least_square(torch.float32),
+    }
+    arguments = _table(groups), len(groups), partial, rows, tokens, pairs, partial.stride(0)
+    _launch(programs.gram_program, len(groups) * rows * pairs, partial, arguments, options)
     return partial.sum(3)
 
 
-def _total_width(group: tuple[Tensor, list[Tensor]]) -> int:
-    return group[0].shape[2] + sum(grad.shape[2] for grad in group[1])
-
-
-def _table(groups: Sequence[tuple[Tensor, list[Tensor]]], device: torch.device) -> Tensor:
+def _table(groups: Groups) -> Tensor:
     """Return where the tensors of each group are, as 64-bit integers.
 
     N entries: the number of a group, that with the most operations first, so that the last programs to run are short.
     N + 1 entries: where the tensors of that group begin in the table, and where those of the last one end. Then of each
     tensor address, three strides and width; the input of a group before its gradients.
     """
-    order = sorted(range(len(groups)), key=lambda i: -_total_width(groups[i]))
+    device, tensors_of = groups[0][0].device, [(shared, *grads) for shared, grads in groups]
+    order = sorted(range(len(groups)), key=lambda i: -sum(x.shape[2] for x in tensors_of[i]))
     begin = 2 * len(groups) + 1
     places, tensors = [begin], []
     for i in order:
-        for x in (groups[i][0], *groups[i][1]):
+        for x in tensors_of[i]:
             tensors += [x.data_ptr(), *x.stride(), x.shape[2]]
         places.append(begin + len(tensors))
     table = torch.tensor(order + places + tensors, dtype=torch.int64)
-    # From pinned memory the copy waits for nothing, and PyTorch keeps both memories until the launches used them.
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+    if device.type != "cuda":
+        return table
+    with torch.cuda.device(device):
+        # From pinned memory the copy waits for nothing, and PyTorch keeps both memories until the launches used them.
+        return table.pin_memory().to(device, non_blocking=True)
 
 
 def _is_aligned(x: Tensor) -> bool:
@@ -249,44 +206,26 @@ def _is_aligned(x: Tensor) -> bool:
 def instance_norms(left_BTL: Tensor, right_BTR: Tensor) -> Tensor:
     """Return the squared norms ||sum_t left_bt (x) right_bt||^2 from the gradient itself, of which no entry is written.
 
+    Where tokens cancel, an entry of the gradient has a rounding error that scales with sum_t |left_t| |right_t|, not
+    with the norm; the caller allows for it.
+
     Args:
         left_BTL: factor (B, T, L) along the first dimension of the weight.
         right_BTR: factor (B, T, R) along its second.
 
     Returns:
-        (B,) float32. Where tokens cancel, an entry of the gradient has a rounding error that scales with
-        sum_t |left_t| |right_t| (`Outer.mass`), not with the norm; the caller allows for it.
-
-    Raises:
-        ValueError: shapes that do not fit, a dtype or device that the kernels do not take.
+        (B,) float32.
     """
     _require("instance_norms", left_BTL, right_BTR)
     _require_same_tokens("instance_norms", left_BTL, right_BTR)
-    rows, tokens, left = left_BTL.shape
-    right = right_BTR.shape[2]
-    if 0 in (rows, tokens, left, right):
+    rows, tokens, _ = left_BTL.shape
+    if 0 in (*left_BTL.shape, right_BTR.shape[2]):
         return _zeros(left_BTL, rows)
-    exact = torch.float32 in (left_BTL.dtype, right_BTR.dtype)
-    aligned = _is_aligned(left_BTL) and _is_aligned(right_BTR)
-    tile = tile_of(left_BTL.device, min(left, right), exact, aligned)
-    tiles_r = -(-right // tile.block)
-    tiles = -(-left // tile.block) * tiles_r
-    partial = torch.empty(rows, tiles, dtype=torch.float32, device=left_BTL.device)
-    _launch(
-        "instance_program",
-        rows * tiles,
-        (left_BTL, *left_BTL.stride(), left, right_BTR, *right_BTR.stride(), right, partial, tokens, tiles, tiles_r),
-        {
-            "ALIGNED": aligned,
-            "SAME_DTYPE": left_BTL.dtype == right_BTR.dtype,
-            "BLOCK_L": tile.block,
-            "BLOCK_R": tile.block,
-            "BLOCK_T": tile.depth,
-            "CHUNK_T": CHUNK,
-            **_options(tile),
-        },
-        partial,
-    )
+    factors, tiles_l, tiles_r, options = _outer(left_BTL, right_BTR)
+    partial = torch.empty(rows, tiles_l * tiles_r, dtype=torch.float32, device=left_BTL.device)
+    squares = partial, None, None, 0, None, 0, 0, 1.0, 1  # of one row in each program
+    arguments = *factors, *squares, tokens, tiles_l, tiles_r
+    _launch(programs.outer_program, partial.numel(), partial, arguments, options)
     return partial.sum(1)
 
 
@@ -309,11 +248,8 @@ def weighted_outer_(
         start_LR: float32, of the same shape and strides; may be ``out_LR`` itself. None: zeros, never read.
         left_BTL: factor (B, T, L) along the first dimension of the weight.
         right_BTR: factor (B, T, R) along its second.
-        factor_B: the factor of each row's gradient.
+        factor_B: of each row's gradient.
         scale: multiplies the sum in float32.
-
-    Raises:
-        ValueError: shapes that do not fit, a start that is not float32, a dtype or device that the kernels do not take.
     """
     start = out_LR.new_empty(0, dtype=torch.float32) if start_LR is None else start_LR
     _require("weighted_outer_", left_BTL, right_BTR, out_LR, start)
@@ -329,52 +265,18 @@ def weighted_outer_(
         )
     if 0 in (left, right):
         return
-    exact = torch.float32 in (left_BTL.dtype, right_BTR.dtype)
-    tensors = (left_BTL, right_BTR, out_LR) if start_LR is None else (left_BTL, right_BTR, out_LR, start_LR)
-    aligned = all(map(_is_aligned, tensors))
-    tile = tile_of(out_LR.device, min(left, right), exact, aligned)
-    tiles_l, tiles_r = -(-left // tile.block), -(-right // tile.block)
-    _launch(
-        "weighted_outer_program",
-        tiles_l * tiles_r,
-        (
-            left_BTL,
-            *left_BTL.stride(),
-            left,
-            right_BTR,
-            *right_BTR.stride(),
-            right,
-            factor_B.to(torch.float32),
-            start,
-            0 if start_LR is None else left,
-            out_LR,
-            *out_LR.stride(),
-            scale,
-            rows,
-            tokens,
-            tiles_l,
-            tiles_r,
-        ),
-        {
-            "ALIGNED": aligned,
-            "SAME_DTYPE": left_BTL.dtype == right_BTR.dtype,
-            "BLOCK_L": tile.block,
-            "BLOCK_R": tile.block,
-            "BLOCK_T": tile.depth,
-            "CHUNK": max(1, CHUNK // tile.depth),
-            "GROUP": 8,
-            **_options(tile),
-        },
-        out_LR,
-    )
+    factors, tiles_l, tiles_r, options = _outer(left_BTL, right_BTR, out_LR, *([] if start_LR is None else [start]))
+    start_rows = 0 if start_LR is None else left
+    sums = None, factor_B.to(torch.float32), start, start_rows, out_LR, *out_LR.stride(), scale, rows
+    arguments = *factors, *sums, tokens, tiles_l, tiles_r
+    _launch(programs.outer_program, tiles_l * tiles_r, out_LR, arguments, options)
 
 
 def lookup_norms(index_BT: Tensor, right_BTR: Tensor, unit_B: Tensor, num_units: int, num_entries: int) -> Tensor:
     """Return each unit's squared gradient norm of a lookup table, sum_v ||sum of right_bt where index_bt = v||^2.
 
-    Drop-in for `dpllm.ghost.kernels.lookup_norms`. A sort of the (unit, token) keys brings equal tokens of one unit
-    together, also from several rows; nothing of the size of ``right_BTR`` or of the table is written, and the host
-    waits for nothing.
+    A sort of the (unit, token) keys brings equal tokens of one unit together, also from several rows; nothing of the
+    size of ``right_BTR`` or of the table is written, and the host waits for nothing.
 
     Args:
         index_BT: (B, T) integers in [0, V).
@@ -385,9 +287,6 @@ def lookup_norms(index_BT: Tensor, right_BTR: Tensor, unit_B: Tensor, num_units:
 
     Returns:
         (U,) float32; 0 for a unit without rows.
-
-    Raises:
-        ValueError: shapes that do not fit, a dtype or device that the kernels do not take.
     """
     _require("lookup_norms", right_BTR)
     if index_BT.shape != right_BTR.shape[:2] or unit_B.shape != right_BTR.shape[:1]:
@@ -405,45 +304,40 @@ def lookup_norms(index_BT: Tensor, right_BTR: Tensor, unit_B: Tensor, num_units:
     bounds = torch.searchsorted(keys, torch.arange(num_units + 1, device=keys.device) * num_entries)
     block_r = min(512, triton.next_power_of_2(width))
     tiles_r = -(-width // block_r)
-    count = rows * tokens
-    partial = torch.empty(count, tiles_r, dtype=torch.float32, device=right_BTR.device)
-    _launch(
-        "run_program",
-        count * tiles_r,
-        (keys, order, ends, right_BTR, *right_BTR.stride(), partial, num_units * num_entries, tokens, width, tiles_r),
-        {"ALIGNED": _is_aligned(right_BTR), "BLOCK_J": 8, "BLOCK_R": block_r, "num_warps": 4, "enable_fp_fusion": True},
-        partial,
-    )
-    _launch(
-        "segment_program",
-        num_units,
-        (partial, bounds, total_U, tiles_r),
-        {"BLOCK": 1024, "num_warps": 4, "enable_fp_fusion": True},
-        total_U,
-    )
+    partial = torch.empty(rows * tokens, tiles_r, dtype=torch.float32, device=right_BTR.device)
+    gradient = right_BTR, *right_BTR.stride()
+    arguments = keys, order, ends, *gradient, partial, num_units * num_entries, tokens, width, tiles_r
+    options = {"ALIGNED": _is_aligned(right_BTR), "BLOCK_J": 8, "BLOCK_R": block_r, **_VECTOR}
+    _launch(programs.run_program, partial.numel(), partial, arguments, options)
+    of_units = partial, bounds, total_U, tiles_r
+    _launch(programs.segment_program, num_units, total_U, of_units, {"BLOCK": 1024, **_VECTOR})
     return total_U
 
 
-def _launch(name: str, grid: int, args: tuple, options: dict[str, Any], written: Tensor) -> None:
-    """Launch a program.
-
-    Args:
-        name: of the program.
-        grid: the number of programs.
-        args: its arguments by position; where the first is a list of groups of tensors, the program gets their table.
-        options: its arguments by name.
-        written: the argument to which it writes.
-    """
-    first, *rest = args
+def _launch(program: Any, grid: int, written: Tensor, arguments: tuple, options: dict[str, Any]) -> None:
+    """Launch a program on the device of the tensor to which it writes; options are its constants, by name."""
     with torch.cuda.device_of(written):
-        table = _table(first, written.device) if isinstance(first, list) else first
-        getattr(programs, name)[(grid,)](table, *rest, **options)
+        program[(grid,)](*arguments, **options)
 
 
-def _options(tile: Tile) -> dict[str, Any]:
-    """Return the options that all products have."""
+def _tile(size: int, one: Tensor, other: Tensor, aligned: bool) -> tuple[Tile, dict[str, Any]]:
+    """Return the tile for the products of two tensors, and the options that all products have."""
+    tile = tile_of(one.device, size, torch.float32 in (one.dtype, other.dtype), aligned)
     compiler = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
-    return {"WIDEN": INTERPRETED, **compiler}
+    return tile, compiler | {"ALIGNED": aligned}
+
+
+def _outer(left_BTL: Tensor, right_BTR: Tensor, *sums: Tensor) -> tuple[tuple, int, int, dict[str, Any]]:
+    """Return the arguments for the factors of a gradient, its tiles along both dimensions, and the options.
+
+    The program also reads or writes ``sums`` by tiles.
+    """
+    left, right = left_BTL.shape[2], right_BTR.shape[2]
+    aligned = all(map(_is_aligned, (left_BTL, right_BTR, *sums)))
+    tile, options = _tile(min(left, right), left_BTL, right_BTR, aligned)
+    options |= {"BLOCK": tile.block, "BLOCK_T": tile.depth, "CHUNK": max(1, CHUNK // tile.depth)}
+    factors = left_BTL, *left_BTL.stride(), left, right_BTR, *right_BTR.stride(), right
+    return factors, -(-left // tile.block), -(-right // tile.block), options
 
 
 def _require(name: str, *tensors: Tensor) -> None:
@@ -466,11 +360,13 @@ def _require(name: str, *tensors: Tensor) -> None:
             )
 
 
-def _require_same_tokens(name: str, x: Tensor, y: Tensor) -> None:
-    if x.ndim != 3 or y.ndim != 3 or x.shape[:2] != y.shape[:2]:
-        raise ValueError(
-            f"{name}: shapes {tuple(x.shape)} and {tuple(y.shape)} do not fit. Give (B, T, ·) tensors of equal B and T."
-        )
+def _require_same_tokens(name: str, x: Tensor, *others: Tensor) -> None:
+    for y in others:
+        if x.ndim != 3 or y.ndim != 3 or x.shape[:2] != y.shape[:2]:
+            raise ValueError(
+                f"{name}: shapes {tuple(x.shape)} and {tuple(y.shape)} do not fit. Give (B, T, ·) tensors of equal B "
+                "and T."
+            )
 
 
 def _zeros(like: Tensor, *shape: int) -> Tensor:

@@ -1,6 +1,6 @@
-"""The programs on the device, written in Triton, each for one tile, run or unit; `triton_launch` launches them.
+"""The programs on the device, written in Triton, each for one tile, run or unit.
 
-Place in the flow: see `dpllm.ghost.triton_launch`, which checks shapes, chooses tiles and adds up the partial results.
+`dpllm.ghost.triton_launch` checks shapes, chooses tiles, launches programs and adds up their partial results.
 
 Triton compiles a program again whenever an integer argument becomes 1 or a multiple of 16, which takes seconds. Lengths
 vary, so sizes and strides are excluded from that (`_VARYING`). Instead the caller says whether all tensors are ALIGNED:
@@ -13,8 +13,8 @@ Shape suffixes: M, N, K of a product; S, T tokens; L, R, D widths; J places in a
 fixed at compilation.
 
 Tile sizes follow from shape, dtype and compute capability by a fixed table, not from timing, so that bits are
-reproducible. They were chosen from compiled code only (``benchmarks/registers.py``): no program spills registers, and
-its shared memory fits. There are few, since each takes seconds to compile. None was chosen by time on any GPU yet.
+reproducible. They are few, since each takes seconds to compile, and were chosen from compiled code only
+(``benchmarks/registers.py``): no program spills registers, and its shared memory fits.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,10 +35,11 @@ except ImportError:  # optional: the PyTorch functions do not need it
 INTERPRETED: bool = triton is not None and triton.knobs.runtime.interpret
 """Whether the programs run in Triton's CPU interpreter; fixed when the module is imported."""
 
+_INTERPRETED = INTERPRETED if triton is None else tl.constexpr(INTERPRETED)  # for programs
 
 # fmt: off
 _VARYING = frozenset((
-    "groups", "rows", "tokens", "width", "plane", "pairs", "tiles", "tiles_l", "tiles_r", "end_of_units", "start_rows",
+    "groups", "rows", "tokens", "width", "plane", "pairs", "tiles_l", "tiles_r", "end_of_units", "start_rows",
     "size_l", "size_r", "left_row", "left_token", "left_last", "right_row", "right_token", "right_last", "out_row",
 ))
 # fmt: on
@@ -63,6 +63,18 @@ def multiple(value: tl.tensor, ALIGNED: tl.constexpr, NUMBER: tl.constexpr) -> t
 
 
 @jit_if_present
+def add_product(x_MK: tl.tensor, y_KN: tl.tensor, total_MN: tl.tensor) -> tl.tensor:
+    """Add a product to a sum in float32, without TF32.
+
+    The interpreter multiplies the bit patterns of bfloat16; widening is exact, as are the tensor cores' products.
+    """
+    if _INTERPRETED or x_MK.dtype != y_KN.dtype:
+        x_MK = x_MK.to(tl.float32)
+        y_KN = y_KN.to(tl.float32)
+    return tl.dot(x_MK, y_KN, total_MN, input_precision="ieee")
+
+
+@jit_if_present
 def gram_program(
     table: tl.tensor,
     groups: tl.tensor,
@@ -78,7 +90,6 @@ def gram_program(
     BLOCK_K: tl.constexpr,
     CHUNK_K: tl.constexpr,
     LEAST: tl.constexpr,
-    WIDEN: tl.constexpr,
 ) -> None:
     """Compute one tile pair (s, t), t <= s, of one row of one group: its share of the squared norm and the mass's root.
 
@@ -106,7 +117,7 @@ def gram_program(
     width = tl.load(table + first + 4).to(tl.int32)
     for start in range(0, width, CHUNK_K):
         gram_ST += part_of_gram(
-            table + first, INPUT, row, s, t, tokens, start, width, ALIGNED, BLOCK_T, BLOCK_K, CHUNK_K, WIDEN
+            table + first, INPUT, row, s, t, tokens, start, width, ALIGNED, BLOCK_T, BLOCK_K, CHUNK_K
         )
     # The square of an input that is short is LEAST, in the norm too; gradients have it in the mass only.
     gram_ST = tl.where(same_ST & (s == t) & (gram_ST < LEAST), LEAST, gram_ST)
@@ -118,7 +129,7 @@ def gram_program(
         width = tl.load(table + tensor + 4).to(tl.int32)
         for start in range(0, width, CHUNK_K):
             part_ST = part_of_gram(
-                table + tensor, GRAD, row, s, t, tokens, start, width, ALIGNED, BLOCK_T, BLOCK_K, CHUNK_K, WIDEN
+                table + tensor, GRAD, row, s, t, tokens, start, width, ALIGNED, BLOCK_T, BLOCK_K, CHUNK_K
             )
             part_ST *= gram_ST
             norm_S += tl.sum(part_ST, axis=1)
@@ -144,7 +155,6 @@ def part_of_gram(
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHUNK_K: tl.constexpr,
-    WIDEN: tl.constexpr,
 ) -> tl.tensor:
     """Return a tile of the Gram matrix of the tensor at a place in the table, from CHUNK_K of its features.
 
@@ -169,75 +179,12 @@ def part_of_gram(
         inside_K = k_K < end - k
         x_SK = tl.load(x_s + k * by_feature + s_SK, mask=inside_K[None, :], other=0.0)
         y_KT = tl.load(x_t + k * by_feature + t_KT, mask=inside_K[:, None], other=0.0)
-        # The interpreter multiplies the bit patterns of bfloat16; widening is exact, as are the tensor cores' products.
-        if WIDEN:
-            x_SK = x_SK.to(tl.float32)
-            y_KT = y_KT.to(tl.float32)
-        total_ST = tl.dot(x_SK, y_KT, total_ST, input_precision="ieee")
+        total_ST = add_product(x_SK, y_KT, total_ST)
     return total_ST
 
 
 @jit_if_present
-def instance_program(
-    left: tl.tensor,
-    left_row: tl.tensor,
-    left_token: tl.tensor,
-    left_last: tl.tensor,
-    left_width: tl.tensor,
-    right: tl.tensor,
-    right_row: tl.tensor,
-    right_token: tl.tensor,
-    right_last: tl.tensor,
-    right_width: tl.tensor,
-    partial: tl.tensor,
-    tokens: tl.tensor,
-    tiles: tl.tensor,
-    tiles_r: tl.tensor,
-    ALIGNED: tl.constexpr,
-    SAME_DTYPE: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    CHUNK_T: tl.constexpr,
-    WIDEN: tl.constexpr,
-) -> None:
-    """Sum of squares of one tile of one row's gradient."""
-    UNITS_L: tl.constexpr = 128 // left.dtype.element_ty.primitive_bitwidth  # 16 bytes
-    UNITS_R: tl.constexpr = 128 // right.dtype.element_ty.primitive_bitwidth
-    program = tl.program_id(0)
-    tile = program % tiles
-    row = (program // tiles).to(tl.int64)
-    l_L1 = ((tile // tiles_r) * BLOCK_L + tl.arange(0, BLOCK_L)).to(tl.int64)[:, None]
-    r_1R = ((tile % tiles_r) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)[None, :]
-    total_LR = tl.full((BLOCK_L, BLOCK_R), 0.0, tl.float32)
-    x = left + row * multiple(left_row, ALIGNED, UNITS_L)
-    y = right + row * multiple(right_row, ALIGNED, UNITS_R)
-    by_x, by_y = multiple(left_token, ALIGNED, UNITS_L), multiple(right_token, ALIGNED, UNITS_R)
-    by_l, by_r = 1 if ALIGNED else left_last, 1 if ALIGNED else right_last
-    for start in range(0, tokens, CHUNK_T):
-        end = tl.minimum(start + CHUNK_T, tokens)
-        part_LR = tl.full((BLOCK_L, BLOCK_R), 0.0, tl.float32)
-        t_T = (start + tl.arange(0, BLOCK_T)).to(tl.int64)
-        left_LT = x + l_L1 * by_l + t_T[None, :] * by_x
-        right_TR = y + r_1R * by_r + t_T[:, None] * by_y
-        for t in range(start, end, BLOCK_T):
-            inside_T = tl.arange(0, BLOCK_T) < end - t
-            x_LT = tl.load(left_LT, mask=(l_L1 < left_width) & inside_T[None, :], other=0.0)
-            y_TR = tl.load(right_TR, mask=(r_1R < right_width) & inside_T[:, None], other=0.0)
-            # The interpreter multiplies the bits of bfloat16; widening is exact, as are the tensor cores' products.
-            if WIDEN or not SAME_DTYPE:
-                x_LT = x_LT.to(tl.float32)
-                y_TR = y_TR.to(tl.float32)
-            part_LR = tl.dot(x_LT, y_TR, part_LR, input_precision="ieee")
-            left_LT += BLOCK_T * by_x
-            right_TR += BLOCK_T * by_y
-        total_LR += part_LR
-    square_L = tl.sum(total_LR * total_LR, axis=1)
-    tl.store(partial + program, tl.sum(square_L, axis=0))
-
-
-@jit_if_present
-def weighted_outer_program(
+def outer_program(
     left: tl.tensor,
     left_row: tl.tensor,
     left_token: tl.tensor,
@@ -248,6 +195,7 @@ def weighted_outer_program(
     right_token: tl.tensor,
     right_last: tl.tensor,
     size_r: tl.tensor,
+    partial: tl.tensor,
     factor: tl.tensor,
     start: tl.tensor,
     start_rows: tl.tensor,
@@ -260,61 +208,60 @@ def weighted_outer_program(
     tiles_l: tl.tensor,
     tiles_r: tl.tensor,
     ALIGNED: tl.constexpr,
-    SAME_DTYPE: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    BLOCK: tl.constexpr,
     BLOCK_T: tl.constexpr,
     CHUNK: tl.constexpr,
-    GROUP: tl.constexpr,
-    WIDEN: tl.constexpr,
 ) -> None:
-    """Compute one tile of the weighted sum over rows: a row's factor multiplies its complete gradient.
+    """Compute one tile of the weighted sum over rows, or, where ``partial`` is not None, its square for one row.
 
-    Rows with factor 0 are dropped, since they may not be finite. A sum that begins here has a start of no rows; its
-    strides are those of the result. One loop runs over the blocks of tokens of all rows: the first blocks of a row are
-    on their way while the last ones of the row before are multiplied. The sum of CHUNK blocks is added to the total
-    with rounding to nearest.
+    A row's factor multiplies its complete gradient. Rows with factor 0 are dropped, since they may not be finite. A sum
+    that begins here has a start of no rows; its strides are those of the result. One loop runs over the blocks of
+    tokens of all rows (for a square, of one): the first blocks of a row are on their way while the last ones of the row
+    before are multiplied. The sum of CHUNK blocks is added to the total with rounding to nearest.
     """
     UNITS_L: tl.constexpr = 128 // left.dtype.element_ty.primitive_bitwidth  # 16 bytes
     UNITS_R: tl.constexpr = 128 // right.dtype.element_ty.primitive_bitwidth
     program = tl.program_id(0)
-    # Tiles that run at the same time share their inputs: GROUP tiles of the left side by all of the right.
-    first_l = (program // (GROUP * tiles_r)) * GROUP
+    tile = program % (tiles_l * tiles_r)
+    GROUP: tl.constexpr = 8  # tiles of the left side by all of the right: those that run together share their inputs
+    first_l = (tile // (GROUP * tiles_r)) * GROUP
     height = tl.minimum(GROUP, tiles_l - first_l)
-    within = program % (GROUP * tiles_r)
-    l_L = (first_l + within % height) * BLOCK_L + tl.arange(0, BLOCK_L)
-    r_R = (within // height) * BLOCK_R + tl.arange(0, BLOCK_R)
+    within = tile % (GROUP * tiles_r)
+    l_L = (first_l + within % height) * BLOCK + tl.arange(0, BLOCK)
+    r_R = (within // height) * BLOCK + tl.arange(0, BLOCK)
     t_T = tl.arange(0, BLOCK_T)
     width_l, width_r = multiple(size_l, ALIGNED, UNITS_L), multiple(size_r, ALIGNED, UNITS_R)
     by_x, by_y = multiple(left_token, ALIGNED, UNITS_L), multiple(right_token, ALIGNED, UNITS_R)
     x_TL = t_T.to(tl.int64)[:, None] * by_x + (l_L if ALIGNED else l_L.to(tl.int64) * left_last)[None, :]
     y_TR = t_T.to(tl.int64)[:, None] * by_y + (r_R if ALIGNED else r_R.to(tl.int64) * right_last)[None, :]
 
-    total_LR = tl.full((BLOCK_L, BLOCK_R), 0.0, tl.float32)
-    part_LR = tl.full((BLOCK_L, BLOCK_R), 0.0, tl.float32)
+    total_LR = tl.full((BLOCK, BLOCK), 0.0, tl.float32)
+    part_LR = tl.full((BLOCK, BLOCK), 0.0, tl.float32)
     blocks = tl.cdiv(tokens, BLOCK_T)
-    for step in range(0, rows * blocks):
+    first = program // (tiles_l * tiles_r) * blocks
+    for step in range(first, first + rows * blocks):
         row, block = step // blocks, step % blocks
         inside_T1 = (t_T < tokens - block * BLOCK_T)[:, None]
         x = left + row * multiple(left_row, ALIGNED, UNITS_L) + block * BLOCK_T * by_x
         y = right + row * multiple(right_row, ALIGNED, UNITS_R) + block * BLOCK_T * by_y
         left_TL = tl.load(x + x_TL, mask=inside_T1 & (l_L < width_l)[None, :], other=0.0)
         right_TR = tl.load(y + y_TR, mask=inside_T1 & (r_R < width_r)[None, :], other=0.0)
-        # The interpreter multiplies the bit patterns of bfloat16; widening is exact, as are the tensor cores' products.
-        if WIDEN or not SAME_DTYPE:
-            left_TL = left_TL.to(tl.float32)
-            right_TR = right_TR.to(tl.float32)
-        part_LR = tl.dot(tl.trans(left_TL), right_TR, part_LR, input_precision="ieee")
+        part_LR = add_product(tl.trans(left_TL), right_TR, part_LR)
         if (block + 1 == blocks) | (block % CHUNK == CHUNK - 1):
-            weight = tl.load(factor + row)
-            total_LR += tl.where(weight == 0.0, 0.0, weight * part_LR)
-            part_LR = tl.full((BLOCK_L, BLOCK_R), 0.0, tl.float32)
+            if partial is None:
+                weight = tl.load(factor + row)
+                part_LR = tl.where(weight == 0.0, 0.0, weight * part_LR)
+            total_LR += part_LR
+            part_LR = tl.full((BLOCK, BLOCK), 0.0, tl.float32)
 
-    inside_LR = (l_L < size_l)[:, None] & (r_R < width_r)[None, :]
-    place_LR = l_L.to(tl.int64)[:, None] * multiple(out_row, ALIGNED, UNITS_R)
-    place_LR += (r_R if ALIGNED else r_R.to(tl.int64) * out_last)[None, :]
-    total_LR += tl.load(start + place_LR, mask=inside_LR & (l_L < start_rows)[:, None], other=0.0)
-    tl.store(out + place_LR, (scale * total_LR).to(out.dtype.element_ty), mask=inside_LR)
+    if partial is not None:
+        tl.store(partial + program, tl.sum(tl.sum(total_LR * total_LR, axis=1), axis=0))
+    else:
+        inside_LR = (l_L < size_l)[:, None] & (r_R < width_r)[None, :]
+        place_LR = l_L.to(tl.int64)[:, None] * multiple(out_row, ALIGNED, UNITS_R)
+        place_LR += (r_R if ALIGNED else r_R.to(tl.int64) * out_last)[None, :]
+        total_LR += tl.load(start + place_LR, mask=inside_LR & (l_L < start_rows)[:, None], other=0.0)
+        tl.store(out + place_LR, (scale * total_LR).to(out.dtype.element_ty), mask=inside_LR)
 
 
 @jit_if_present
@@ -374,8 +321,7 @@ def segment_program(
     tl.store(total + unit, tl.sum(sum_N, axis=0))
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """The square tile of a program that multiplies matrices.
 
     Attributes:

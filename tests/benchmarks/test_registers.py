@@ -46,4 +46,4 @@ def test_no_program_spills_registers(tmp_path, capability):
     for row in programs:
         assert row["spills"] == 0 and row["registers"] <= 255, row
         assert row["shared"] <= (227 if capability >= 90 else 99) * 1024, row
-        assert bool(row["instructions"]) == (row["program"] in ("gram_program", "weighted_outer_program")), row
+        assert bool(row["instructions"]) == (row["program"] in ("gram_program", "outer_program")), row

@@ -228,8 +228,8 @@ def test_our_function_computes_what_transformers_computes(transposed, has_bias, 
 @kills(
     "the backward pass reads the stack of experts as it was before ZeRO-3 released it",
     "dpllm/ghost/experts.py",
-    "ctx.save_for_backward(stack, ",
-    "ctx.save_for_backward(stack.detach(), ",
+    "ctx.save_for_backward(stack)",
+    "ctx.save_for_backward(stack.detach())",
 )
 @pytest.mark.parametrize("outputs_first", [False, True])
 def test_a_stack_that_is_released_after_the_forward_pass_is_read_again(outputs_first):
@@ -248,8 +248,8 @@ def test_a_stack_that_is_released_after_the_forward_pass_is_read_again(outputs_f
 @kills(
     "the kernel for grouped products gives a stack in the graph no gradient",
     "dpllm/ghost/experts.py",
-    "grad_stack = F.grouped_mm(left.contiguous().mT, right.contiguous(), offs=ctx.parts)",
-    "grad_stack = torch.zeros_like(stack)",
+    "    if stack.requires_grad:",
+    "    if stack.requires_grad and not isinstance(parts, Tensor):",
 )
 @pytest.mark.parametrize("outputs_first", [False, True])
 def test_the_kernel_for_grouped_products_gives_the_gradients_of_the_loop(outputs_first, monkeypatch):
@@ -331,12 +331,14 @@ def test_frozen_experts_that_are_partitioned_call_the_same_modules_for_any_token
 
 
 def test_a_parameter_of_experts_that_is_no_stack_is_refused():
-    """Nothing is silently not trained."""
+    """Nothing is silently not trained, and the implementation that the user chose is set again."""
     model = mixtral()
     model.model.layers[0].mlp.experts.scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
     clipper = GhostClipper(model, 1.0)
     with pytest.raises(GhostError, match=r"experts\.scale"):
         clipper.backward(losses(model, batch()))
+    clipper.remove()
+    assert model.config._experts_implementation == "eager"
 
 
 def test_experts_spread_over_processes_are_refused():

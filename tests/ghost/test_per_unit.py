@@ -123,8 +123,8 @@ def test_norms_and_sums_are_those_of_a_loop_for_structures_without_a_rule(recomp
 @kills(
     "one unit at a time, the rows that a unit had before are forgotten",
     "dpllm/ghost/per_unit.py",
-    "                held[key] += wide",
-    "                held[key] = wide",
+    "held[key] += kernels",
+    "held[key] = kernels",
 )
 def test_a_unit_in_several_calls_is_one_unit():
     """Its gradients are added before the norm is taken; what `hold` took is kept through a call that failed."""

@@ -7,8 +7,8 @@ import torch
 
 from dpllm.ghost import NormMethod
 from dpllm.ghost.contributions import Outer, RowGradients, Rows
+from dpllm.ghost.experts import Routed
 from dpllm.ghost.norms import join, merge
-from dpllm.ghost.routed import Routed
 from dpllm.ghost.sums import Sum, Weights
 from tests.ghost.loop import squared_norms
 from tests.mutations import kills
@@ -49,19 +49,19 @@ def unit_gradients(use):
 
 @kills(
     "the norm of experts is deleted",
-    "dpllm/ghost/routed.py",
+    "dpllm/ghost/experts.py",
     "both_U2.index_add_(0, number_M // self.num_experts, torch.stack([sq_norm_M, slack * mass_M], 1))",
     "pass",
 )
 @kills(
     "a unit's tokens in different experts are one segment",
-    "dpllm/ghost/routed.py",
+    "dpllm/ghost/experts.py",
     "unit_B1 * self.num_experts + self.index_BS, -1",
     "unit_B1 * self.num_experts + 0 * self.index_BS, -1",
 )
 @kills(
     "the tokens of an expert all get the factor of the first row",
-    "dpllm/ghost/routed.py",
+    "dpllm/ghost/experts.py",
     "slot_N // self.index_BS.shape[1]",
     "0 * slot_N",
 )
@@ -83,9 +83,9 @@ def test_norms_sums_and_instances_are_those_of_the_slots(layout):
 
 @kills(
     "a second use of experts is forgotten",
-    "dpllm/ghost/routed.py",
-    "        if len(uses) == 1:\n            return uses[0]\n",
-    "        return uses[0]\n",
+    "dpllm/ghost/experts.py",
+    "whole = [use.per_slot() for use in uses]",
+    "whole = [use.per_slot() for use in uses[:1]]",
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_uses_are_one_with_the_slots_of_both(layout):

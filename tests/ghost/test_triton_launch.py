@@ -53,6 +53,12 @@ def exact_norms(a, *grads):
     return sum(instance_of(a, g).square().sum((1, 2)) for g in grads)
 
 
+def gram_norms(a, grads):
+    """Norms and masses of layers that read one input."""
+    sq_norm, mass = triton_launch.grouped_gram_norms([(a, grads)])
+    return sq_norm[0], mass[0]
+
+
 def assert_close(actual, expected, rtol, atol=0.0):
     assert actual.dtype == torch.float32
     torch.testing.assert_close(actual.double(), expected.double(), rtol=rtol, atol=atol)
@@ -80,7 +86,7 @@ def test_gram_norms_equal_definition_and_pytorch_form(dtype, rows, tokens, width
     """Norm and mass, of any number of layers on one input."""
     a = randn(rows, tokens, width, dtype=dtype)
     grads = [randn(rows, tokens, p, dtype=dtype) for p in grad_widths]
-    sq_norm, mass = triton_launch.gram_norms(a, grads)
+    sq_norm, mass = gram_norms(a, grads)
     assert_close(sq_norm, exact_norms(a, *grads), rounding(dtype))
     assert_close(mass, kernels.gram_norms(a, grads)[1], rounding(dtype))
     assert sq_norm.shape == mass.shape == (rows,)
@@ -109,7 +115,7 @@ def test_groups_in_one_launch_equal_single_launches():
     assert sq_norm.shape == mass.shape == (5, 2)
     for i, (a, grads) in enumerate(groups):
         assert_close(sq_norm[i], exact_norms(a, *grads), 1e-5)
-        for together, single in zip((sq_norm[i], mass[i]), triton_launch.gram_norms(a, grads), strict=True):
+        for together, single in zip((sq_norm[i], mass[i]), gram_norms(a, grads), strict=True):
             assert torch.equal(together, single)
 
 
@@ -122,7 +128,7 @@ def test_norms_depend_neither_on_chunks_nor_on_tiles(monkeypatch, block):
     monkeypatch.setattr(triton_launch, "CHUNK", 64)
     if block:
         monkeypatch.setattr(triton_launch, "tile_of", lambda *_: Tile(block, 16, 4, 1))
-    for actual, expected in zip(triton_launch.gram_norms(a, [g]), (exact_norms(a, g), mass), strict=True):
+    for actual, expected in zip(gram_norms(a, [g]), (exact_norms(a, g), mass), strict=True):
         assert_close(actual, expected, 1e-5)
     assert_close(triton_launch.instance_norms(a, g), exact_norms(a, g), 1e-5)
 
@@ -132,7 +138,7 @@ def test_mass_bounds_the_rounding_of_cancelling_tokens():
     """Two tokens that cancel: the norm is tiny, the mass is not, and the error stays within the slack it scales."""
     a, g = randn(1, 1, 40).expand(1, 2, 40), randn(1, 1, 30)
     g = torch.cat([g, -g * (1 + 1e-4)], 1)
-    sq_norm, mass = triton_launch.gram_norms(a, [g])
+    sq_norm, mass = gram_norms(a, [g])
     exact = float(exact_norms(a, g))
     assert float(mass) > 1e6 * exact
     assert abs(float(sq_norm) - exact) <= kernels.rounding_slack(torch.float32) * float(mass)
@@ -144,7 +150,7 @@ def test_mass_bounds_the_rounding_of_cancelling_tokens():
 def test_the_mass_covers_products_that_underflow(dtype, tokens):
     """Squares of short inputs are 0 in float32; the output gradients are long, and so is the gradient."""
     a, g = (1e-24 * torch.rand(1, tokens, 40)).to(DEVICE, dtype), (1e18 * torch.rand(1, tokens, 30)).to(DEVICE, dtype)
-    for norms in (triton_launch.gram_norms, kernels.gram_norms):
+    for norms in (gram_norms, kernels.gram_norms):
         for factors in ((a, g), (g, a)):
             sq_norm, mass = norms(factors[0], [factors[1]])
             assert float(exact_norms(a, g)) - float(sq_norm) <= kernels.rounding_slack(dtype) * float(mass)
@@ -156,7 +162,7 @@ def test_padding_has_norm_zero(dtype):
     """A row of zero gradients gives exactly zero in every kernel, next to a row that does not."""
     a, g = randn(2, 17, 48, dtype=dtype), randn(2, 17, 80, dtype=dtype)
     g[0] = 0
-    sq_norm, mass = triton_launch.gram_norms(a, [g, g])
+    sq_norm, mass = gram_norms(a, [g, g])
     index, unit = torch.zeros(2, 17, dtype=torch.long, device=DEVICE), torch.arange(2, device=DEVICE)
     assert mass[0] < 1e-18 < mass[1]
     looked_up = triton_launch.lookup_norms(index, g, unit, 2, 3)
@@ -170,7 +176,7 @@ def test_a_row_that_is_not_finite_stays_by_itself():
     """Infinity or NaN appears only in the norm of its own row, which is then dropped."""
     a, g = randn(3, 20, 10), randn(3, 20, 12)
     g[1, 19, 3], g[2, 0, 0] = float("inf"), float("nan")
-    sq_norm, mass = triton_launch.gram_norms(a, [g])
+    sq_norm, mass = gram_norms(a, [g])
     assert not mass[1:].isfinite().any()
     for norms in (sq_norm, triton_launch.instance_norms(a, g)):
         assert norms.isfinite().tolist() == [True, False, False]
@@ -180,7 +186,7 @@ def test_a_row_that_is_not_finite_stays_by_itself():
 def test_gram_and_instance_agree_on_mixed_dtypes():
     """Input and output gradient may differ in dtype, as under autocast."""
     a, g = randn(2, 17, 10, dtype=torch.bfloat16), randn(2, 17, 12)
-    assert_close(triton_launch.gram_norms(a, [g])[0], exact_norms(a, g), 1e-5)
+    assert_close(gram_norms(a, [g])[0], exact_norms(a, g), 1e-5)
     assert_close(triton_launch.instance_norms(a, g), exact_norms(a, g), 1e-5)
 
 
@@ -274,9 +280,7 @@ def test_no_layout_needs_a_copy():
     index, unit = torch.randint(0, 4, (2, 21), device=DEVICE), torch.arange(2, device=DEVICE)
     for x, grads in ((a, [g, columns]), (shared, [g])):
         copies = [grad.contiguous() for grad in grads]
-        for actual, expected in zip(
-            triton_launch.gram_norms(x, grads), triton_launch.gram_norms(x.contiguous(), copies), strict=True
-        ):
+        for actual, expected in zip(gram_norms(x, grads), gram_norms(x.contiguous(), copies), strict=True):
             assert torch.equal(actual, expected)
         for grad, copy in zip(grads, copies, strict=True):
             assert torch.equal(triton_launch.instance_norms(grad, x), triton_launch.instance_norms(copy, x.clone()))
@@ -294,7 +298,7 @@ def test_nothing_behind_an_expanded_number_is_read(tokens, dtype):
     memory[:, :, 0] = 0.5
     for g in (memory[:, :1, :1].expand(1, tokens, 32), memory[:, :, :1].expand(1, tokens, 32)):
         assert g.stride(-1) == 0
-        for norms in (triton_launch.gram_norms(x, [g])[0], triton_launch.gram_norms(g, [x])[0]):
+        for norms in (gram_norms(x, [g])[0], gram_norms(g, [x])[0]):
             assert_close(norms, exact_norms(x, g), 1e-3)
         assert_close(triton_launch.instance_norms(x, g), exact_norms(x, g), 1e-3)
         total = torch.empty(32, 32, device=DEVICE)
@@ -325,7 +329,7 @@ def test_equal_inputs_give_equal_bits():
     a, g = randn(2, 70, 20, dtype=torch.bfloat16), randn(2, 70, 24, dtype=torch.bfloat16)
     index, unit = torch.randint(0, 4, (2, 70), device=DEVICE), torch.arange(2, device=DEVICE)
     for run in (
-        lambda: triton_launch.gram_norms(a, [g])[0],
+        lambda: gram_norms(a, [g])[0],
         lambda: triton_launch.instance_norms(a, g),
         lambda: triton_launch.lookup_norms(index, g, unit, 2, 4),
     ):
@@ -340,12 +344,12 @@ def test_nothing_has_norm_zero():
     """No rows, no tokens or no width: zeros of the right shape."""
     index, unit = torch.zeros(2, 0, dtype=torch.long, device=DEVICE), torch.arange(2, device=DEVICE)
     for norms in (
-        triton_launch.gram_norms(randn(2, 0, 4), [randn(2, 0, 4)])[0],
+        gram_norms(randn(2, 0, 4), [randn(2, 0, 4)])[0],
         triton_launch.instance_norms(randn(2, 3, 0), randn(2, 3, 4)),
         triton_launch.lookup_norms(index, randn(2, 0, 4), unit, 2, 5),
     ):
         assert torch.equal(norms, torch.zeros(2, device=DEVICE))
-    assert triton_launch.gram_norms(randn(0, 3, 4), [randn(0, 3, 4)])[0].shape == (0,)
+    assert gram_norms(randn(0, 3, 4), [randn(0, 3, 4)])[0].shape == (0,)
     assert triton_launch.instance_norms(randn(0, 3, 4), randn(0, 3, 4)).shape == (0,)
 
 
@@ -353,8 +357,8 @@ def test_nothing_has_norm_zero():
 @pytest.mark.parametrize(
     "call",
     [
-        lambda a, g: triton_launch.gram_norms(a, [g, randn(2, 4, 5)]),
-        lambda a, g: triton_launch.gram_norms(a, []),
+        lambda a, g: gram_norms(a, [g, randn(2, 4, 5)]),
+        lambda a, g: gram_norms(a, []),
         lambda a, g: triton_launch.instance_norms(a, randn(1, 3, 5)),
         lambda a, g: triton_launch.instance_norms(a.double(), g.double()),
         lambda a, g: triton_launch.instance_norms(a, g.to("meta")),

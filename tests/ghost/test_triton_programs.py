@@ -44,7 +44,7 @@ for dtype in (torch.bfloat16, torch.float32):
         return torch.empty(shape, dtype=dtype)
     # Sizes of one become constants, which makes a separate program.
     for rows, tokens, width in ((1, 1, 1), (8, 512, 64)):
-        triton_launch.gram_norms(x(rows, tokens, width), [x(rows, tokens, width), x(rows, tokens, 80)])
+        triton_launch.grouped_gram_norms([(x(rows, tokens, width), [x(rows, tokens, width), x(rows, tokens, 80)])])
         triton_launch.instance_norms(x(rows, tokens, width), x(rows, tokens, 80))
         total = torch.empty(width, 80)
         triton_launch.weighted_outer_(total, total, x(rows, tokens, width), x(rows, tokens, 80), torch.ones(rows))
@@ -63,8 +63,8 @@ def test_programs_compile_for_gpus(tmp_path):
     result = children.run([sys.executable, "-W", "error::UserWarning", "-c", COMPILE, "90"], env=environment)
     compiled = json.loads(result.stdout.splitlines()[-1])
     names = {name for name, _, _ in compiled}
-    assert names == {f"{name}_program" for name in ("gram", "instance", "weighted_outer", "run", "segment")}
+    assert names == {f"{name}_program" for name in ("gram", "outer", "run", "segment")}
     for name, dtype, ptx in compiled:
         assert ".entry" in ptx and not re.search(r"tf32|\b(atom|red)\.", ptx)
-        if name in ("gram_program", "instance_program", "weighted_outer_program"):
+        if name in ("gram_program", "outer_program"):
             assert (".bf16.bf16" in ptx) == (dtype == "torch.bfloat16")
