@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpllm.ghost import kernels, memory
+from dpllm.ghost import kernels
 from dpllm.ghost.blocks import CompiledBlocks
 from dpllm.ghost.contributions import Layouts, Rows, Use
 from dpllm.ghost.errors import GhostError, NoRuleError
 from dpllm.ghost.norm_method import Flows, NormMethod
 from dpllm.ghost.norms import NormTally
+from dpllm.ghost.parameters import Passes
 from dpllm.ghost.receivers import AddUp, AddUpGroups, HeldUnit, Measure, Pass, Receiver
 from dpllm.ghost.refusals import refuse_for_one_pass
 from dpllm.ghost.row_checks import Checked, SpreadProbe, row_probes
@@ -89,7 +90,7 @@ class GhostClipper(UnitClipper):
         self._flows = Flows()
         self._held = HeldUnit()
         self._layouts = Layouts()
-        self._memory = memory.Passes(model)
+        self._memory = Passes(model)
         self._checked = Checked()
         self._poisoned_B: Tensor | None = None  # packed rows that are NaN in the call of the model that runs
         self._pass: Pass | None = None

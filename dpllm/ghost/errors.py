@@ -1,5 +1,11 @@
 """The exceptions of the ghost package."""
 
+import torch
+
+SHORTAGES = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "can't allocate memory")
+"""What errors say where memory ran out beside PyTorch's own allocator: CUDA's and Triton's launches, cuBLAS, cuDNN, and
+the CPU's allocator. They are plain RuntimeErrors."""
+
 
 class GhostError(ValueError):
     """A model, a module, a loss or a call for which exact per-unit clipping cannot be guaranteed.
@@ -34,3 +40,16 @@ class CoupledError(NoRuleError):
 
 class UnreachedError(GhostError):
     """No loss has a gradient in a trainable parameter."""
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Return whether an error says that the device, or the host, has no memory left.
+
+    >>> is_shortage(torch.OutOfMemoryError("Tried to allocate 2.00 GiB."))
+    True
+    >>> is_shortage(RuntimeError("Triton Error [CUDA]: out of memory")), is_shortage(RuntimeError("shape mismatch"))
+    (True, False)
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in SHORTAGES)

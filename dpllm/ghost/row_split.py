@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpllm.ghost.contributions import Lookup, RowGradients, Use, sum_of
-from dpllm.ghost.graph import items_of, rebuilt
+from dpllm.ghost.model_calls import items_of, rebuilt
 from dpllm.ghost.routed import Routed
 from dpllm.ghost.taps import Call, Host, NoTapError, SpreadSite, Target, call_of, is_own
 

@@ -25,11 +25,9 @@ from dpllm.ghost import weights_check as check
 from dpllm.ghost.attach import Ladder, another_clipper
 from dpllm.ghost.blocks import Blocks
 from dpllm.ghost.contributions import Use
-from dpllm.ghost.errors import CoupledError, GhostError, NoRuleError
-from dpllm.ghost.graph import nodes_of
-from dpllm.ghost.memory import is_shortage
+from dpllm.ghost.errors import CoupledError, GhostError, NoRuleError, is_shortage
 from dpllm.ghost.model_calls import ModelCalls, rows_of_call, tokens_of_call
-from dpllm.ghost.parameters import TrainedParameters, state_of_gradient
+from dpllm.ghost.parameters import TrainedParameters, nodes_of, state_of_gradient
 from dpllm.ghost.refusals import refuse_compiled
 from dpllm.ghost.taps import Call, NoTapError, Target
 

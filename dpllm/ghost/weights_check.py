@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpllm.ghost.graph import flatten_tensors, rebuilt
-from dpllm.ghost.packed import PackedRows
+from dpllm.ghost.model_calls import PackedRows, flatten_tensors, rebuilt
 
 ROWS = 3
 """The most rows that are compared: more than two, so that fewer other dimensions are as long."""

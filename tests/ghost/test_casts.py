@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from dpllm import GhostClipper
-from dpllm.ghost.packed import PackedRows
+from dpllm.ghost.model_calls import PackedRows
 from dpllm.ghost.taps import Call
 from tests.ghost.loop import flat, row_gradients
 from tests.mutations import kills
