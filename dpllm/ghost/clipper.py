@@ -25,11 +25,11 @@ from dpllm.ghost.norms import NormTally
 from dpllm.ghost.parameters import Passes
 from dpllm.ghost.receivers import AddUp, AddUpGroups, HeldUnit, Measure, Pass, Receiver
 from dpllm.ghost.refusals import refuse_for_one_pass
-from dpllm.ghost.row_checks import Checked, SpreadProbe, row_probes
 from dpllm.ghost.sums import Finish, GroupFactors, Sum, clip_factors
 from dpllm.ghost.tapped_model import TappedModel
 from dpllm.ghost.taps import Call, Target
 from dpllm.ghost.unit_clipper import ClipResult, UnitClipper, incomplete_unit, units_of
+from dpllm.ghost.weights_check import Checked, SpreadProbe, row_probes
 from dpllm.mechanism.parts import Clipping
 
 

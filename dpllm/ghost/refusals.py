@@ -8,7 +8,7 @@ and by statistics of them. Random numbers of routers are refused too: the check 
 
 Most of these modules live in libraries that need not be installed, so classes are recognised by name and module, and
 routers, which come from many libraries, by the options that they hold. The independence of rows is measured as well
-(`dpllm.ghost.row_checks`).
+(`dpllm.ghost.weights_check`).
 """
 
 from __future__ import annotations

@@ -305,7 +305,7 @@ def test_rows_that_depend_on_each_other_are_refused(passes, middle):
 )
 @kills(
     "one of two sets of rows is probed",
-    "dpllm/ghost/row_checks.py",
+    "dpllm/ghost/weights_check.py",
     "else [real[:1], real[-1:]]",
     "else [real[-1:]]",
 )

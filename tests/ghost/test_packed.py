@@ -152,7 +152,7 @@ LEAKS = {"convolution": TokenConvolution, "long convolution": LongConvolution, "
 
 @kills(
     "of packed rows the first alone is probed",
-    "dpllm/ghost/row_checks.py",
+    "dpllm/ghost/weights_check.py",
     "[real[::2], real[1::2], real[-1:]] if packed",
     "[real[:1]] if packed",
 )
