@@ -127,7 +127,8 @@ class GhostClipper(UnitClipper):
 
         They take as many launches as there are rows. Empty before the first call of the model.
         """
-        return self._tapped.row_by_row
+        splits = self._tapped.ladder.splits
+        return {path: [target.name for target in split.targets] for path, split in splits.items()}
 
     # ------------------------------------------------------------------ uses that a caller computes by itself
 
@@ -175,7 +176,8 @@ class GhostClipper(UnitClipper):
         Raises:
             GhostError: the backward pass is not one of the clipper; or the use has other rows.
         """
-        self._tapped.take(parameter, use)
+        self._tapped.arrived(use.grad)
+        self.record(self._tapped.ladder.target_of(parameter), use)
 
     # ------------------------------------------------------------------------------ norms, factors and sums
 
@@ -417,7 +419,7 @@ class GhostClipper(UnitClipper):
         # A process with a single row has nothing to measure, and relies on the others.
         self._checked.spread = len(loss_B) == 1 or bool(probe.healthy_B.any())
 
-    # ----------------------------------------------- interface of the taps, see `dpllm.ghost.tapped_model.Receiver`
+    # ------------------------------------------------------- interface of the taps, see `dpllm.ghost.tapped_model`
 
     def begin_call(self, call: Call) -> None:
         """Note that a call of the model begins."""

@@ -38,6 +38,21 @@ class CoupledError(NoRuleError):
     """
 
 
+class MissedUseError(NoRuleError):
+    """A trained parameter received a gradient that no tap saw."""
+
+    def __init__(self, name: str) -> None:
+        """Name the parameter."""
+        super().__init__(
+            f"{name} received a gradient that is not clipped, and it was dropped. Either backward() was called on a "
+            "loss directly (pass the losses of the rows to GhostClipper.backward()), or the loss uses the parameter "
+            "outside the model's call, or a module does so in a way that the first call of the model did not. Move the "
+            "computation into the forward pass of the model, make GhostClipper after the last change of the model, or "
+            "freeze the parameter."
+        )
+        self.name = name
+
+
 class UnreachedError(GhostError):
     """No loss has a gradient in a trainable parameter."""
 
