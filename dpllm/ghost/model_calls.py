@@ -274,12 +274,17 @@ def _is_media(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.ndim > 2 or (value.ndim == 2 and value.is_floating_point()))
 
 
-def flatten_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested tuples, lists, mappings and dataclasses, in order."""
+def tensors_in(value: Any, path: tuple = ()) -> Iterator[tuple[tuple, Tensor]]:
+    """Yield the tensors in nested tuples, lists, mappings and dataclasses, in order, with their places."""
     if isinstance(value, Tensor):
-        yield value
-    for _, item in items_of(value):
-        yield from flatten_tensors(item)
+        yield path, value
+    for key, item in items_of(value):
+        yield from tensors_in(item, (*path, key))
+
+
+def flatten_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the same tensors without their places."""
+    return (tensor for _, tensor in tensors_in(value))
 
 
 def items_of(value: Any) -> list[tuple[Any, Any]]:

@@ -114,8 +114,8 @@ def test_classes_keep_their_names_and_come_back():
 @kills(
     "parameters change their order beside copies of rows",
     "dpllm/ghost/row_split.py",
-    "                    module._parameters[name] = copy  # type: ignore[assignment]\n",
-    "                    del module._parameters[name]\n                    module.__dict__[name] = copy\n",
+    "                module._parameters[name] = copy[row]  # type: ignore[assignment]\n",
+    "                del module._parameters[name]\n                module.__dict__[name] = copy[row]\n",
 )
 def test_parameters_keep_their_order():
     """Optimizers and their checkpoints go by it; a part of them is replaced while it runs row by row."""
