@@ -2,6 +2,8 @@
 
 A contrastive or preference loss calls the model twice and differentiates once. Gradients can be assigned to rows only
 if all calls use one row layout.
+
+Shape suffixes: B rows, T tokens of the longest row, N tokens of all packed rows together.
 """
 
 from __future__ import annotations
@@ -28,6 +30,11 @@ _KEPT = 2  # one output gradient, and the input that several layers share
 class PackedRows:
     """Cuts the tensors of modules into the rows of the model's last call; does nothing if they were not packed.
 
+    Rows of different lengths can go through a model without padding, as one row of all their tokens whose attention is
+    block-diagonal. The argument ``cu_seq_lens_q`` of the model has the boundaries, which the attention needs as well
+    (transformers' ``FlashAttentionKwargs``). Tensors are cut into (B, T, ...) with exact zeros behind short rows, which
+    change no sum over tokens, so all later steps are the same as for padded rows.
+
     Attributes:
         lengths: tokens of each row; empty where the rows were not packed.
     """
@@ -35,8 +42,7 @@ class PackedRows:
     def __init__(self) -> None:
         """Start without packed rows."""
         self.lengths: list[int] = []
-        self._row_N = torch.empty(0, dtype=torch.int64)
-        self._slot_N = self._row_N
+        self._row_N = self._slot_N = torch.empty(0, dtype=torch.int64)
         self._token_dim: dict[int, int | None] = {}  # by the number of dimensions of a tensor; None: it varies
         self._recent: list[tuple[tuple, Tensor, Tensor]] = []
 
@@ -210,20 +216,20 @@ def tokens_by_themselves(model: nn.Module) -> int | None:
 
     Rotary embeddings of the types "dynamic" and "longrope" choose their frequencies by the longest row of the batch
     (transformers, ``modeling_rope_utils.py``): beyond the length that the model was first trained for, a row's loss
-    depends on the length of the other rows. No gradient shows that. "dynamic" keeps the frequencies of the longest row
+    depends on the length of the other rows, which no gradient shows. "dynamic" keeps the frequencies of the longest row
     until a short one comes, so that it depends on earlier batches as well.
     """
-    return min(_rope_limits(_described(model), None), default=None)
 
+    def limits(section: dict, longest: int | None) -> Iterator[int]:
+        longest = section.get("max_position_embeddings", longest)
+        kind = str(section.get("rope_type", section.get("type", "")))
+        if "dynamic" in kind or kind == "longrope":
+            yield section.get("original_max_position_embeddings") or longest or 0
+        for value in section.values():
+            if isinstance(value, dict):
+                yield from limits(value, longest)
 
-def _rope_limits(section: dict, longest: int | None) -> Iterator[int]:
-    longest = section.get("max_position_embeddings", longest)
-    kind = str(section.get("rope_type", section.get("type", "")))
-    if "dynamic" in kind or kind == "longrope":
-        yield section.get("original_max_position_embeddings") or longest or 0
-    for value in section.values():
-        if isinstance(value, dict):
-            yield from _rope_limits(value, longest)
+    return min(limits(_described(model), None), default=None)
 
 
 def refuse_long_rows(longest: int, most: int | None) -> None:
@@ -255,7 +261,8 @@ def refuse_shared_media(kwargs: Mapping[str, Any], placeholders: Sequence[int]) 
     transformers), so a row with too few passes on what is left of its image to the next.
     """
     ids = kwargs.get("input_ids")
-    media = [value for value in kwargs.values() if _is_media(value)]
+    tensors = [value for value in kwargs.values() if isinstance(value, Tensor)]
+    media = [value for value in tensors if value.ndim > 2 or (value.ndim == 2 and value.is_floating_point())]
     if not placeholders or not isinstance(ids, Tensor) or not media:
         return
     places_B = torch.isin(ids, torch.tensor(placeholders, device=ids.device)).sum(dim=1)
@@ -268,10 +275,6 @@ def refuse_shared_media(kwargs: Mapping[str, Any], placeholders: Sequence[int]) 
             "order of the rows, so a row could take the image of another unit. Give all rows as many (a fixed size: no "
             "splitting of images in the processor), or train one unit at a time (privacy.gradients=per_unit)."
         )
-
-
-def _is_media(value: Any) -> bool:
-    return isinstance(value, Tensor) and (value.ndim > 2 or (value.ndim == 2 and value.is_floating_point()))
 
 
 def tensors_in(value: Any, path: tuple = ()) -> Iterator[tuple[tuple, Tensor]]:
@@ -294,9 +297,8 @@ def items_of(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, Mapping):  # before dataclasses: the outputs of transformers are both
         return list(value.items())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [
-            (each.name, getattr(value, each.name)) for each in dataclasses.fields(value) if hasattr(value, each.name)
-        ]
+        names = (each.name for each in dataclasses.fields(value))
+        return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
     return []
 
 

@@ -1,9 +1,6 @@
-"""The trainable parameters of one model: their names, and the groups that have separate clip factors.
+"""The trainable parameters of one model: their names, the groups that have separate clip factors, and their memory.
 
-Place in the flow: found when a clipper is attached, and read for every contribution and every tally. A clipping names
-its groups then; from there on factors are (G, U). Flat clipping has one group.
-
-Shape suffixes: B rows, G groups of parameters, P parameters, U units.
+Shape suffixes: B rows, G groups of parameters (one where clipping is flat), P parameters, U units.
 """
 
 from __future__ import annotations
@@ -87,9 +84,8 @@ class TrainedParameters:
         return total_GU.index_add_(0, self.group_P.to(value_PU.device), value_PU.double()).to(value_PU.dtype)
 
     def refuse_missing(self, seen: Collection[int]) -> None:
-        """Raise `GhostError` for a parameter that is not among the ids of those that received a gradient."""
-        missing = [name for name, p in self.by_name.items() if id(p) not in seen]
-        if missing:
+        """Raise `UnreachedError` for parameters that are not among the ids of those that received a gradient."""
+        if missing := [name for name, p in self.by_name.items() if id(p) not in seen]:
             raise no_gradient(missing)
 
     def refuse_others(self, loss_B: Tensor, everywhere: bool) -> None:
@@ -128,17 +124,8 @@ class TrainedParameters:
                 )
 
     def _has_more(self) -> bool:
-        """Whether the model has another trainable parameter; without names, which would take most of the time."""
-        modules, seen = [self._model], {id(self._model)}
-        for module in modules:  # grows
-            for parameter in module._parameters.values():
-                if parameter is not None and parameter.requires_grad and id(parameter) not in self.groups:
-                    return True
-            for child in module._modules.values():
-                if child is not None and id(child) not in seen:
-                    seen.add(id(child))
-                    modules.append(child)
-        return False
+        """Whether the model has another trainable parameter."""
+        return any(p.requires_grad and id(p) not in self.groups for p in self._model.parameters())
 
 
 def no_gradient(missing: Sequence[str]) -> UnreachedError:
@@ -179,26 +166,18 @@ def state_of_gradient(parameter: nn.Parameter) -> tuple[int, int] | None:
 
 
 def leaves_of(loss: Tensor) -> Iterator[Tensor]:
-    """Yield the leaf tensors in which the losses have a gradient, each at least once.
+    """Yield the leaf tensors in which losses of any shape have a gradient, each at least once.
 
-    Args:
-        loss: with or without a graph; of any shape.
-
-    >>> import torch
-    >>> head = torch.nn.Linear(2, 1, bias=False)
+    >>> head = nn.Linear(2, 1, bias=False)
     >>> [leaf is head.weight for leaf in leaves_of(head(torch.ones(3, 2)).sum(1))]
     [True]
     """
-    for node in _nodes(loss):
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            yield leaf
+    return (node.variable for node in _nodes(loss) if hasattr(node, "variable"))
 
 
 def nodes_of(loss: Tensor) -> Iterator[str]:
     """Yield the name of each operation in the graph behind losses, such as "AddmmBackward0"."""
-    for node in _nodes(loss):
-        yield node.name()
+    return (node.name() for node in _nodes(loss))
 
 
 def _nodes(loss: Tensor) -> Iterator[Any]:
@@ -227,14 +206,14 @@ class Passes:
 
     @property
     def recomputes(self) -> bool:
-        """Whether activation checkpointing is on, as transformers marks it.
-
-        Without it, autograd holds the activations until the end in any case, and a second pass saves little.
-        """
+        """Whether activation checkpointing is on, as transformers marks it."""
         return any(module.gradient_checkpointing for module in self._recomputing)
 
     def needed(self, rows: int, tokens: int, device: torch.device) -> int:
-        """Return 2 if activations are recomputed and one pass over rows of these tokens would not fit, otherwise 1."""
+        """Return 2 if activations are recomputed and one pass over rows of these tokens would not fit, otherwise 1.
+
+        Without checkpointing, autograd holds the activations until the end, and a second pass saves little.
+        """
         free = free_bytes(device) if self.recomputes else None
         return 1 if free is None or held_bytes(self._trained, rows, tokens) <= _SHARE * free else 2
 
@@ -245,7 +224,7 @@ class Passes:
         """
         trained = {id(p): p for module in self._trained for p in module.parameters(recurse=False) if p.requires_grad}
         sums = sum(
-            p.numel() * (p.element_size() if finished else kernels.accumulation_dtype(p.dtype).itemsize)
+            p.numel() * (p.itemsize if finished else kernels.accumulation_dtype(p.dtype).itemsize)
             for p in trained.values()
         )
         return sums < held_bytes(self._trained, rows, tokens)
@@ -270,9 +249,9 @@ def held_bytes(modules: Iterable[nn.Module], rows: int, tokens: int) -> int:
 
 
 def logits_outweigh(vocabulary: int, width: int, layers: float) -> bool:
-    """Whether a token's logits and their gradient take more than what activation checkpointing keeps of its blocks.
+    """Whether a token's logits and their gradient outweigh what activation checkpointing keeps: each block's input.
 
-    That is the input of each block. A trained head is then computed in chunks (`dpllm.ghost.chunked_head`).
+    A trained head is then computed in chunks (`dpllm.ghost.chunked_head`).
 
     Args:
         vocabulary: the number of logits.
