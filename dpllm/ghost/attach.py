@@ -153,7 +153,7 @@ class Ladder:
 
     def discover(self, run: Callable[[], Any]) -> Any:
         """Run the model without gradients, and note which module hands which parameter to which function."""
-        discovery = _Discovery(self)
+        discovery = _Discovery(self._paths, self._note)
         handles = [
             register_module_forward_pre_hook(discovery.enter),
             register_module_forward_hook(discovery.leave, always_call=True),
@@ -166,11 +166,7 @@ class Ladder:
             for handle in handles:
                 handle.remove()
 
-    def path_of(self, module: nn.Module) -> str | None:
-        """Return the path of a module; None if the model does not have it."""
-        return self._paths.get(id(module))
-
-    def note(self, tensor: Tensor, at: str, served: bool) -> None:
+    def _note(self, tensor: Tensor, at: str, served: bool) -> None:
         """Note that a module handed a tensor to a function, if it is a trained parameter."""
         target = self._targets.get(id(tensor))
         if target is None and isinstance(tensor, nn.Parameter):  # FSDP2 puts another one in its place
@@ -331,13 +327,11 @@ def _tap(holder: Holder) -> tuple[type[nn.Module], dict[str, Site]] | None:
     module, own, kind = holder.module, holder.own, type(holder.module)
     if has_own_forward(module):
         return None
-    if own.keys() <= {"weight", "bias"} and (is_transposed(module) or isinstance(module, nn.Linear)):
+    transposed = is_transposed(module)
+    if own.keys() <= {"weight", "bias"} and (transposed or isinstance(module, nn.Linear)):
         frozen = {id(p) for p in module._parameters.values() if p is not None and not p.requires_grad}
-        if is_transposed(module):
-            tapped = subclass(kind, "linear", forward=conv1d_forward)
-        else:
-            tapped = subclass(kind, "linear", TapLinear)
-        return tapped, {"": LinearSite(own.get("weight"), own.get("bias"), is_transposed(module), frozen)}
+        tapped = subclass(kind, "linear", forward=conv1d_forward) if transposed else subclass(kind, "linear", TapLinear)
+        return tapped, {"": LinearSite(own.get("weight"), own.get("bias"), transposed, frozen)}
     if isinstance(module, nn.Embedding) and own.keys() == {"weight"}:
         return subclass(kind, "table", TapEmbedding), {"": TableSite(own["weight"], module.padding_idx)}
     is_leaf = not any(True for _ in module.children())
@@ -445,15 +439,14 @@ def another_clipper(path: str) -> GhostError:
 
 
 class _Discovery(TorchFunctionMode):
-    """Shows a ladder the functions that return tensors, with the path of the innermost module that runs."""
+    """Shows the arguments of functions that return tensors, with the path of the innermost module that runs."""
 
-    def __init__(self, ladder: Ladder) -> None:
+    def __init__(self, paths: Mapping[int, str], note: Callable[[Tensor, str, bool], None]) -> None:
         super().__init__()
-        self._ladder, self._stack = ladder, [""]
+        self._paths, self._show, self._stack = paths, note, [""]
 
     def enter(self, module: nn.Module, _: Any) -> None:
-        path = self._ladder.path_of(module)
-        self._stack.append(self._stack[-1] if path is None else path)
+        self._stack.append(self._paths.get(id(module), self._stack[-1]))
 
     def leave(self, *_: Any) -> None:
         self._stack.pop()
@@ -465,7 +458,7 @@ class _Discovery(TorchFunctionMode):
         if name not in _WITHOUT_GRADIENT and any(True for _ in flatten_tensors(result)):
             for tensor in flatten_tensors((args, kwargs)):
                 if tensor.requires_grad:
-                    self._ladder.note(tensor, self._stack[-1], _serves(func, args, kwargs, tensor))
+                    self._show(tensor, self._stack[-1], _serves(func, args, kwargs, tensor))
         return result
 
 

@@ -143,7 +143,7 @@ class GhostClipper(UnitClipper):
         Raises:
             GhostError: see the class.
         """
-        self._tapped.prepare((), dict(inputs))
+        self._tapped.prepare(dict(inputs))
 
     @property
     def takes_uses(self) -> bool:

@@ -3,8 +3,8 @@
 import torch
 
 SHORTAGES = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "can't allocate memory")
-"""What errors say where memory ran out beside PyTorch's own allocator: CUDA's and Triton's launches, cuBLAS, cuDNN, and
-the CPU's allocator. They are plain RuntimeErrors."""
+"""In plain RuntimeErrors where memory ran out outside PyTorch's own allocator: CUDA's and Triton's launches, cuBLAS,
+cuDNN, and the CPU's allocator."""
 
 
 class GhostError(ValueError):
@@ -65,6 +65,5 @@ def is_shortage(error: BaseException) -> bool:
     >>> is_shortage(RuntimeError("Triton Error [CUDA]: out of memory")), is_shortage(RuntimeError("shape mismatch"))
     (True, False)
     """
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in SHORTAGES)
+    is_plain = isinstance(error, RuntimeError) and any(words in str(error) for words in SHORTAGES)
+    return is_plain or isinstance(error, torch.OutOfMemoryError)

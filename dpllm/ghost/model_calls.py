@@ -35,24 +35,22 @@ class PackedRows:
     (transformers' ``FlashAttentionKwargs``). Tensors are cut into (B, T, ...) with exact zeros behind short rows, which
     change no sum over tokens, so all later steps are the same as for padded rows.
 
+    Args:
+        kwargs: of the call.
+
     Attributes:
         lengths: tokens of each row; empty where the rows were not packed.
+
+    Raises:
+        GhostError: boundaries that are not those of one or more rows of at least one token each.
     """
 
-    def __init__(self) -> None:
-        """Start without packed rows."""
+    def __init__(self, kwargs: Mapping[str, Any]) -> None:
+        """Read where the rows begin."""
         self.lengths: list[int] = []
         self._row_N = self._slot_N = torch.empty(0, dtype=torch.int64)
         self._token_dim: dict[int, int | None] = {}  # by the number of dimensions of a tensor; None: it varies
         self._recent: list[tuple[tuple, Tensor, Tensor]] = []
-
-    def start(self, kwargs: dict[str, Any]) -> None:
-        """Read where the rows begin from a call of the model.
-
-        Raises:
-            GhostError: boundaries that are not those of one or more rows of at least one token each.
-        """
-        self.lengths, self._recent = [], []
         boundaries = kwargs.get(BOUNDARIES)
         if boundaries is None:
             return
@@ -132,7 +130,7 @@ class ModelCalls:
 
     def __init__(self, model: nn.Module) -> None:
         """Start without calls."""
-        self.packed = PackedRows()
+        self.packed = PackedRows({})
         self.rows: int | None = None
         self.tokens, self.lengths = 1, frozenset[int]()
         self._most_tokens, self._placeholders = tokens_by_themselves(model), placeholders_of(model)
@@ -146,8 +144,7 @@ class ModelCalls:
             GhostError: rows that are too long, packed wrongly, or may take each other's images.
         """
         refuse_shared_media(kwargs, self._placeholders)
-        packed = PackedRows()
-        packed.start(kwargs)
+        packed = PackedRows(kwargs)
         self.rows, self.tokens, self.packed = rows_of_call(args, kwargs), tokens_of_call(args, kwargs), packed
         self.lengths = frozenset(t.shape[1] for t in flatten_tensors((args, kwargs)) if t.ndim > 1)
         refuse_long_rows(max(packed.lengths, default=self.tokens), self._most_tokens)
@@ -244,8 +241,8 @@ def refuse_long_rows(longest: int, most: int | None) -> None:
 
 def placeholders_of(model: nn.Module) -> tuple[int, ...]:
     """Return the ids of the tokens in whose places a model puts what it computed of images or sound."""
-    named = {token for name, token in _described(model).items() if _PLACEHOLDER.match(name) and type(token) is int}
-    return tuple(sorted(named))
+    config = _described(model).items()
+    return tuple(sorted({token for name, token in config if _PLACEHOLDER.match(name) and type(token) is int}))
 
 
 def _described(model: nn.Module) -> dict[str, Any]:

@@ -106,11 +106,14 @@ class TrainedParameters:
                     f"{name} was frozen after GhostClipper was made, and would still be clipped and trained. Call "
                     "remove() and make another GhostClipper for the parameters that are trained now"
                 )
-        if not self.sharded and (any(p.requires_grad for p in self._frozen) or (everywhere and self._has_more())):
-            other = next(n for n, p in self._model.named_parameters() if p.requires_grad and id(p) not in self.groups)
+        others: list[str] = []
+        if not self.sharded and (everywhere or any(p.requires_grad for p in self._frozen)):
+            named = self._model.named_parameters()
+            others = [name for name, p in named if p.requires_grad and id(p) not in self.groups]
+        if others:
             raise GhostError(
-                f"{other} was unfrozen or added after GhostClipper was made: its gradient would be neither clipped nor "
-                "given noise. Set requires_grad of all parameters before, or call remove() and make another "
+                f"{others[0]} was unfrozen or added after GhostClipper was made: its gradient would be neither clipped "
+                "nor given noise. Set requires_grad of all parameters before, or call remove() and make another "
                 "GhostClipper, which clips all of them together"
             )
         # Other leaf tensors are allowed: the output of a frozen embedding is one where activations are recomputed.
@@ -122,10 +125,6 @@ class TrainedParameters:
                     "of that model, or freeze it (requires_grad_(False)); compute a reference model's output in "
                     "torch.no_grad()"
                 )
-
-    def _has_more(self) -> bool:
-        """Whether the model has another trainable parameter."""
-        return any(p.requires_grad and id(p) not in self.groups for p in self._model.parameters())
 
 
 def no_gradient(missing: Sequence[str]) -> UnreachedError:

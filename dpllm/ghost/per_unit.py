@@ -234,8 +234,7 @@ def _limit_rows(model: nn.Module) -> Any:
         return None
 
     def before(_: nn.Module, args: tuple, kwargs: dict) -> None:
-        packed = PackedRows()
-        packed.start(kwargs)
+        packed = PackedRows(kwargs)
         if torch.is_grad_enabled():
             refuse_long_rows(max(packed.lengths, default=tokens_of_call(args, kwargs)), most)
 

@@ -210,13 +210,13 @@ class TappedModel:
         if self.call is not None:
             self.call.forget()
 
-    def prepare(self, args: tuple, kwargs: dict) -> None:
+    def prepare(self, kwargs: dict) -> None:
         """Settle the ladder for a call with these inputs, before the first call of a loss."""
-        rows = rows_of_call(args, kwargs)
-        if rows is not None and not self._check.covers(rows, tokens_of_call(args, kwargs), is_packed=False):
-            self._is_first = self.calls.begin(args, kwargs)
+        rows = rows_of_call((), kwargs)
+        if rows is not None and not self._check.covers(rows, tokens_of_call((), kwargs), is_packed=False):
+            self._is_first = self.calls.begin((), kwargs)
             try:
-                self._settle_once(args, kwargs)
+                self._settle_once((), kwargs)
             finally:
                 self.calls.spend()
 

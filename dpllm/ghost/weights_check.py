@@ -297,7 +297,8 @@ class WeightsCheck:
             if plain is None or not plain.is_finite:
                 return []
             found, tolerance = _losses_and_weights(output, inputs.rows, self._tapped.calls.packed), self._tolerance()
-            if found is None or not _are_close(found[0], plain.loss_B, tolerance):
+            largest = tolerance * (1 + plain.loss_B.abs().max())
+            if found is None or not bool((found[0] - plain.loss_B).abs().max() <= largest):
                 return self._suspects() or [Target(name, parameter) for name, parameter in by_name.items()]
             wrong = _differ(plain.gradients, self._tapped.receiver.weighted_sums(*found), tolerance)
         except NoTapError as error:
@@ -317,10 +318,11 @@ class WeightsCheck:
     def _suspects(self) -> list[Target]:
         """Return the parameters of which modules may have computed something else than before."""
         call, ladder = self._tapped.call, self._tapped.ladder
-        if call is not None and call.inside:
+        assert call is not None, "it was begun"
+        if call.inside:
             return call.inside[-1]
         above = [target for split in ladder.splits.values() for target in split.targets]
-        return above or (call.widened if call is not None else []) or ladder.copied
+        return above or call.widened or ladder.copied
 
     def _tolerance(self) -> float:
         """Return the relative difference that rounding explains, in the narrowest dtype that the model computes in."""
@@ -407,10 +409,6 @@ def _losses_and_weights(output: Any, rows: int, packed: PackedRows) -> tuple[Ten
     return (loss / rows).expand(rows), loss.new_ones(rows)
 
 
-def _are_close(loss_B: Tensor, expected_B: Tensor, tolerance: float) -> bool:
-    return bool((loss_B - expected_B).abs().max() <= tolerance * (1 + expected_B.abs().max()))
-
-
 def _differ(plain: Mapping[str, Tensor | None], tapped: Callable[[str], Tensor], tolerance: float) -> list[str]:
     """Return the names of the parameters whose two gradients differ: of autograd, and sums of the taps' by name."""
     top = max((float(g.double().norm()) for g in plain.values() if g is not None), default=0.0)
@@ -488,15 +486,11 @@ class RowProbe:
 
 
 def row_probes(real_B: Tensor, packed: bool) -> list[RowProbe]:
-    """Return the probes that show every dependence between rows.
+    """Return the probes that show every dependence between the rows that are not padding (B,).
 
     Unpacked: the first row and the last row. Packed: every other row, then the remaining ones. A dependence across a
     boundary goes from one set to the other, so every boundary of the microbatch is tested. The third set is the last
     row: a dependence that skips a whole row reaches it as well.
-
-    Args:
-        real_B: (B,) true for rows that are not padding.
-        packed: whether the rows were laid end to end.
     """
     (real,) = torch.nonzero(real_B, as_tuple=True)
     if real.numel() == 0:
@@ -506,19 +500,21 @@ def row_probes(real_B: Tensor, packed: bool) -> list[RowProbe]:
 
 
 class SpreadProbe:
-    """Receives the gradients of packed rows of which some were made NaN; any such value in another row is an error.
+    """Receives the gradients of packed rows of which every other one was made NaN; NaN in another row is an error.
 
     A gradient does not show such a path: attention that multiplies masked values by zero separates finite rows, but
     0 * NaN is NaN, and one unit that overflows would remove all its neighbours from the sum.
 
+    Args:
+        finite_B: the rows that are finite by themselves. The others give no information.
+
     Attributes:
         poisoned_B: the rows that are made NaN.
-        healthy_B: the rows that have to stay finite. Those that are not finite by themselves give no information; a
-            batch of only such rows measures nothing.
+        healthy_B: the rows that have to stay finite. A batch without any measures nothing.
     """
 
     def __init__(self, finite_B: Tensor) -> None:
-        """Choose every other row to be NaN; ``finite_B``: the rows that are finite by themselves."""
+        """Choose the rows."""
         self.poisoned_B = torch.zeros_like(finite_B)
         self.poisoned_B[1::2] = True
         self.healthy_B = finite_B & ~self.poisoned_B
