@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +37,7 @@ from dpllm.ghost.experts import (
     train_adapters,
     train_experts,
 )
+from dpllm.ghost.model_calls import flatten_tensors
 from dpllm.ghost.row_split import Held, Split
 from dpllm.ghost.taps import (
     LINEAR,
@@ -61,32 +61,19 @@ from dpllm.ghost.taps import (
 TAPPED, AS_FUNCTION, ROW_BY_ROW = 0, 1, 2
 """Rungs of the ladder; each rung above ``ROW_BY_ROW`` takes the module around the one before."""
 
-_FACT_NAMES = (
-    "dtype device shape ndim requires_grad is_leaf grad grad_fn is_cuda layout data size dim numel "
-    "nelement stride detach is_floating_point is_complex is_contiguous element_size itemsize nbytes "
-    "data_ptr get_device names untyped_storage storage_offset is_sparse is_quantized is_meta is_nested "
-    "_backward_hooks "
-)
-_FACTS = frozenset(_FACT_NAMES.split())
-"""What functions and attributes of a tensor tell about it, without computing with its values."""
+_WITHOUT_GRADIENT = ("data", "detach", "grad")  # of tensors; no other function returns a tensor without a gradient
 _NO_SPREAD = (nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.modules.conv._ConvNd, nn.RNNBase)
 
 
-@dataclass(frozen=True)
-class Holder:
+class Holder(NamedTuple):
     """A module that directly holds trained parameters: its path, and the parameters by their names in it."""
 
     path: str
     module: nn.Module
     own: Mapping[str, Target]
 
-    def names_of(self, target: Target) -> list[str]:
-        """Return the names under which it holds a parameter."""
-        return [name for name, own in self.own.items() if own is target]
 
-
-@dataclass(frozen=True)
-class Seen:
+class Seen(NamedTuple):
     """A use of a parameter: the path of the innermost module that ran, and whether its function can be tapped."""
 
     at: str
@@ -135,6 +122,7 @@ class Ladder:
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._targets = {id(p): Target(name, p) for name, p in parameters.items()}
         self.holders = [Holder(path, m, own) for path, m in model.named_modules() if (own := self._held_by(m))]
+        self._places = [(target, holder, name) for holder in self.holders for name, target in holder.own.items()]
         for holder in self.holders:
             if isinstance(holder.module, nn.Embedding):
                 refuse_coupled_options(holder.path, holder.module)
@@ -158,48 +146,33 @@ class Ladder:
         at = path
         while type(self._modules[at]).forward is nn.Module.forward and not has_own_forward(self._modules[at]):
             if not at:
-                names = [name for one in self.holders if one.path == path for name in one.own]
+                names = [name for _, holder, name in self._places if holder.path == path]
                 raise NoRuleError(f"{path}: no module around the parameters {names} has a forward pass.")
             at = at.rpartition(".")[0]
         return at
 
-    # ------------------------------------------------------------------------------------------- discovery
-
     def discover(self, run: Callable[[], Any]) -> Any:
         """Run the model without gradients, and note which module hands which parameter to which function."""
-        stack: list[str] = []
-
-        def enter(module: nn.Module, _: Any) -> None:
-            stack.append(self._paths.get(id(module), stack[-1] if stack else ""))
-
-        def leave(*_: Any) -> None:
-            stack.pop()
-
-        handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+        discovery = _Discovery(self._paths, self._note)
+        handles = [
+            register_module_forward_pre_hook(discovery.enter),
+            register_module_forward_hook(discovery.leave, always_call=True),
+        ]
         try:
-            with torch.no_grad(), warnings.catch_warnings(), _Discover(self._note, stack):
+            with torch.no_grad(), warnings.catch_warnings(), discovery:
                 warnings.simplefilter("ignore")
                 return run()
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _note(self, func: Any, args: Any, kwargs: Any, at: str) -> None:
-        for value in (*args, *kwargs.values()):
-            for tensor in value if isinstance(value, (tuple, list)) else (value,):
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    target = self._target_of(tensor)
-                    if target is not None:
-                        self._uses.setdefault(target.name, set()).add(Seen(at, takes(func, args, kwargs, tensor)))
-
-    def _target_of(self, tensor: Tensor) -> Target | None:
+    def _note(self, tensor: Tensor, at: str, served: bool) -> None:
+        """Note that a module handed a tensor to a function, if it is a trained parameter."""
         target = self._targets.get(id(tensor))
         if target is None and isinstance(tensor, nn.Parameter):  # FSDP2 puts another one in its place
-            held = ((h.module._parameters.get(name), own) for h in self.holders for name, own in h.own.items())
-            return next((own for present, own in held if present is tensor), None)
-        return target
-
-    # ---------------------------------------------------------------------------------------------- swapping
+            target = next((t for t, h, name in self._places if h.module._parameters.get(name) is tensor), None)
+        if target is not None:
+            self._uses.setdefault(target.name, set()).add(Seen(at, served))
 
     def attach(self) -> None:
         """Give every module the subclass that its parameters' rungs ask for."""
@@ -208,10 +181,8 @@ class Ladder:
             if not self.touches(module) and (found := peft_taps.tap(module, self._trained_at_first)) is not None:
                 self._put(path, module, *found)
         for holder in self.holders:
-            own = holder.own.values()
-            if self.touches(holder.module) or any(self._rung(t) != TAPPED or t.name in of_experts for t in own):
-                continue
-            if (tap := _tap(holder)) is not None:
+            is_free = all(self._rung(t) == TAPPED and t.name not in of_experts for t in holder.own.values())
+            if is_free and not self.touches(holder.module) and (tap := _tap(holder)) is not None:
                 self._put(holder.path, holder.module, *tap)
         functions: dict[str, list[Target]] = {}
         splits: dict[str, list[Target]] = {}
@@ -233,21 +204,19 @@ class Ladder:
     def _uses_of(self, target: Target, rung: int) -> set[Seen]:
         uses = self._uses.get(target.name, set())
         if rung >= ROW_BY_ROW and not uses:  # by a function that no mode sees
-            return {Seen(self._owner(holder.path), served=False) for holder in self.holders if holder.names_of(target)}
+            return {Seen(self._owner(holder.path), served=False) for own, holder, _ in self._places if own is target}
         return uses
 
     def _held(self, targets: Iterable[Target]) -> list[Held]:
         """Return parameters with the modules that hold them, and their names there."""
-        return [(t, [(h.module, name) for h in self.holders for name in h.names_of(t)]) for t in targets]
+        return [(t, [(h.module, name) for own, h, name in self._places if own is t]) for t in targets]
 
     def _rung(self, target: Target) -> int:
         return self.rungs.get(target.name, TAPPED)
 
     def _above(self, path: str, steps: int) -> str:
         path = self._owner(path)
-        for _ in range(max(steps, 0)):
-            if not path:
-                break
+        for _ in range(steps):
             path = self._owner(path.rpartition(".")[0])
         return path
 
@@ -358,13 +327,11 @@ def _tap(holder: Holder) -> tuple[type[nn.Module], dict[str, Site]] | None:
     module, own, kind = holder.module, holder.own, type(holder.module)
     if has_own_forward(module):
         return None
-    if own.keys() <= {"weight", "bias"} and (is_transposed(module) or isinstance(module, nn.Linear)):
+    transposed = is_transposed(module)
+    if own.keys() <= {"weight", "bias"} and (transposed or isinstance(module, nn.Linear)):
         frozen = {id(p) for p in module._parameters.values() if p is not None and not p.requires_grad}
-        if is_transposed(module):
-            tapped = subclass(kind, "linear", forward=conv1d_forward)
-        else:
-            tapped = subclass(kind, "linear", TapLinear)
-        return tapped, {"": LinearSite(own.get("weight"), own.get("bias"), is_transposed(module), frozen)}
+        tapped = subclass(kind, "linear", forward=conv1d_forward) if transposed else subclass(kind, "linear", TapLinear)
+        return tapped, {"": LinearSite(own.get("weight"), own.get("bias"), transposed, frozen)}
     if isinstance(module, nn.Embedding) and own.keys() == {"weight"}:
         return subclass(kind, "table", TapEmbedding), {"": TableSite(own["weight"], module.padding_idx)}
     is_leaf = not any(True for _ in module.children())
@@ -380,24 +347,22 @@ _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_
 """The parameters of ``F.embedding``."""
 
 
-@dataclass
 class Functions:
     """The trained parameters that a module hands to functions: matrix products, with their biases, and lookups.
 
     Routers, tied heads and layers of other libraries call ``F.linear(x, self.weight)`` or ``F.embedding``. While such a
     module runs, a mode sees these functions and computes them with taps.
 
-    Attributes:
+    Args:
         host: the clipper.
         path: of the module.
         held: the parameters, each with the modules that hold it and its names there.
-        products: that were seen so far, by weight and bias.
     """
 
-    host: Host
-    path: str
-    held: list[Held]
-    products: dict[tuple[Target | None, Target | None], LinearSite] = field(default_factory=dict)
+    def __init__(self, host: Host, path: str, held: list[Held]) -> None:
+        """Start without products."""
+        self.host, self.path, self.held = host, path, held
+        self._products: dict[tuple[Target | None, Target | None], LinearSite] = {}  # by weight and bias
 
     def run(self, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Run the module's forward; in a call of the model under a mode that sees the functions."""
@@ -410,17 +375,9 @@ class Functions:
     def product(
         self, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, own: Target | None, own_bias: Target | None
     ) -> Tensor:
-        """Compute a product in a call of the model.
+        """Compute a product in a call of the model, by the trained parameters that its matrix and its bias are.
 
         A matrix or a bias that is computed from parameters, or the copy of one for a row, stays in autograd.
-
-        Args:
-            call: the call.
-            x: the input.
-            weight: the matrix.
-            bias: None: there is none.
-            own: the trained parameter that the matrix is; None: it is another tensor.
-            own_bias: the same of the bias.
         """
         if own is None and weight.requires_grad:
             assert own_bias is not None and bias is not None, "one of them is trained"
@@ -429,7 +386,7 @@ class Functions:
         if own_bias is None and bias is not None and bias.requires_grad:
             y = self.product(call, x, weight, None, own, None)
             return y + bias.to(y.dtype)
-        site = self.products.setdefault((own, own_bias), LinearSite(own, own_bias))
+        site = self._products.setdefault((own, own_bias), LinearSite(own, own_bias))
         return site.run(call, x, weight, bias)
 
 
@@ -466,7 +423,7 @@ def _arguments(args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[str]
     return given
 
 
-def takes(func: Any, args: Sequence[Any], kwargs: dict[str, Any], parameter: Tensor) -> bool:
+def _serves(func: Any, args: Sequence[Any], kwargs: dict[str, Any], parameter: Tensor) -> bool:
     """Whether a mode serves the parameter as an argument of this function."""
     if func is LINEAR:
         return any(one is parameter for one in _arguments(args, kwargs, ("input", "weight", "bias"))[1:])
@@ -476,27 +433,33 @@ def takes(func: Any, args: Sequence[Any], kwargs: dict[str, Any], parameter: Ten
     return False
 
 
-# ---------------------------------------------------------------------------------------------------- discovery
-
-
 def another_clipper(path: str) -> GhostError:
     """Return the error for a module that another clipper has taps in."""
     return GhostError(f"{path} has another clipper: call remove() on the one that is used no more.")
 
 
-class _Discover(TorchFunctionMode):
-    """Shows each function, with the path of the innermost module that runs, before it is called."""
+class _Discovery(TorchFunctionMode):
+    """Shows the arguments of functions that return tensors, with the path of the innermost module that runs."""
 
-    def __init__(self, note: Callable[[Any, Any, Any, str], None], stack: list[str]) -> None:
+    def __init__(self, paths: Mapping[int, str], note: Callable[[Tensor, str, bool], None]) -> None:
         super().__init__()
-        self._show, self._stack = note, stack
+        self._paths, self._show, self._stack = paths, note, [""]
+
+    def enter(self, module: nn.Module, _: Any) -> None:
+        self._stack.append(self._paths.get(id(module), self._stack[-1]))
+
+    def leave(self, *_: Any) -> None:
+        self._stack.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         name = getattr(getattr(func, "__self__", None), "__name__", None) or getattr(func, "__name__", "")
-        if name not in _FACTS:
-            self._show(func, args, kwargs, self._stack[-1] if self._stack else "")
-        return func(*args, **kwargs)
+        if name not in _WITHOUT_GRADIENT and any(True for _ in flatten_tensors(result)):
+            for tensor in flatten_tensors((args, kwargs)):
+                if tensor.requires_grad:
+                    self._show(tensor, self._stack[-1], _serves(func, args, kwargs, tensor))
+        return result
 
 
 def refuse_coupled_options(path: str, table: nn.Embedding) -> None:

@@ -23,7 +23,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
 
 from dpllm.ghost.attach import Ladder, has_own_forward
-from dpllm.ghost.graph import rebuilt
+from dpllm.ghost.model_calls import rebuilt
 from dpllm.ghost.row_split import without_cache
 from dpllm.ghost.taps import (
     PLAIN,

@@ -16,19 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpllm.ghost import kernels, memory
+from dpllm.ghost import kernels
 from dpllm.ghost.blocks import CompiledBlocks
 from dpllm.ghost.contributions import Layouts, Rows, Use
 from dpllm.ghost.errors import GhostError, NoRuleError
 from dpllm.ghost.norm_method import Flows, NormMethod
 from dpllm.ghost.norms import NormTally
+from dpllm.ghost.parameters import Passes
 from dpllm.ghost.receivers import AddUp, AddUpGroups, HeldUnit, Measure, Pass, Receiver
 from dpllm.ghost.refusals import refuse_for_one_pass
-from dpllm.ghost.row_checks import Checked, SpreadProbe, row_probes
 from dpllm.ghost.sums import Finish, GroupFactors, Sum, clip_factors
 from dpllm.ghost.tapped_model import TappedModel
 from dpllm.ghost.taps import Call, Target
 from dpllm.ghost.unit_clipper import ClipResult, UnitClipper, incomplete_unit, units_of
+from dpllm.ghost.weights_check import Checked, SpreadProbe, row_probes
 from dpllm.mechanism.parts import Clipping
 
 
@@ -89,7 +90,7 @@ class GhostClipper(UnitClipper):
         self._flows = Flows()
         self._held = HeldUnit()
         self._layouts = Layouts()
-        self._memory = memory.Passes(model)
+        self._memory = Passes(model)
         self._checked = Checked()
         self._poisoned_B: Tensor | None = None  # packed rows that are NaN in the call of the model that runs
         self._pass: Pass | None = None
@@ -126,7 +127,8 @@ class GhostClipper(UnitClipper):
 
         They take as many launches as there are rows. Empty before the first call of the model.
         """
-        return self._tapped.row_by_row
+        splits = self._tapped.ladder.splits
+        return {path: [target.name for target in split.targets] for path, split in splits.items()}
 
     # ------------------------------------------------------------------ uses that a caller computes by itself
 
@@ -141,7 +143,7 @@ class GhostClipper(UnitClipper):
         Raises:
             GhostError: see the class.
         """
-        self._tapped.prepare((), dict(inputs))
+        self._tapped.prepare(dict(inputs))
 
     @property
     def takes_uses(self) -> bool:
@@ -174,7 +176,8 @@ class GhostClipper(UnitClipper):
         Raises:
             GhostError: the backward pass is not one of the clipper; or the use has other rows.
         """
-        self._tapped.take(parameter, use)
+        self._tapped.arrived(use.grad)
+        self.record(self._tapped.ladder.target_of(parameter), use)
 
     # ------------------------------------------------------------------------------ norms, factors and sums
 
@@ -421,7 +424,7 @@ class GhostClipper(UnitClipper):
         # A process with a single row has nothing to measure, and relies on the others.
         self._checked.spread = len(loss_B) == 1 or bool(probe.healthy_B.any())
 
-    # ----------------------------------------------- interface of the taps, see `dpllm.ghost.tapped_model.Receiver`
+    # ------------------------------------------------------- interface of the taps, see `dpllm.ghost.tapped_model`
 
     def begin_call(self, call: Call) -> None:
         """Note that a call of the model begins."""

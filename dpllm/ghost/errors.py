@@ -1,5 +1,11 @@
 """The exceptions of the ghost package."""
 
+import torch
+
+SHORTAGES = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "can't allocate memory")
+"""In plain RuntimeErrors where memory ran out outside PyTorch's own allocator: CUDA's and Triton's launches, cuBLAS,
+cuDNN, and the CPU's allocator."""
+
 
 class GhostError(ValueError):
     """A model, a module, a loss or a call for which exact per-unit clipping cannot be guaranteed.
@@ -32,5 +38,32 @@ class CoupledError(NoRuleError):
     """
 
 
+class MissedUseError(NoRuleError):
+    """A trained parameter received a gradient that no tap saw."""
+
+    def __init__(self, name: str) -> None:
+        """Name the parameter."""
+        super().__init__(
+            f"{name} received a gradient that is not clipped, and it was dropped. Either backward() was called on a "
+            "loss directly (pass the losses of the rows to GhostClipper.backward()), or the loss uses the parameter "
+            "outside the model's call, or a module does so in a way that the first call of the model did not. Move the "
+            "computation into the forward pass of the model, make GhostClipper after the last change of the model, or "
+            "freeze the parameter."
+        )
+        self.name = name
+
+
 class UnreachedError(GhostError):
     """No loss has a gradient in a trainable parameter."""
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Return whether an error says that the device, or the host, has no memory left.
+
+    >>> is_shortage(torch.OutOfMemoryError("Tried to allocate 2.00 GiB."))
+    True
+    >>> is_shortage(RuntimeError("Triton Error [CUDA]: out of memory")), is_shortage(RuntimeError("shape mismatch"))
+    (True, False)
+    """
+    is_plain = isinstance(error, RuntimeError) and any(words in str(error) for words in SHORTAGES)
+    return is_plain or isinstance(error, torch.OutOfMemoryError)

@@ -1,22 +1,22 @@
-"""The trainable parameters of one model: their names, and the groups that have separate clip factors.
+"""The trainable parameters of one model: their names, the groups that have separate clip factors, and their memory.
 
-Place in the flow: found when a clipper is attached, and read for every contribution and every tally. A clipping names
-its groups then; from there on factors are (G, U). Flat clipping has one group.
-
-Shape suffixes: B rows, G groups of parameters, P parameters, U units.
+Shape suffixes: B rows, G groups of parameters (one where clipping is flat), P parameters, U units.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dpllm.ghost import kernels
 from dpllm.ghost.errors import GhostError, UnreachedError
-from dpllm.ghost.graph import leaves_of
 from dpllm.ghost.refusals import is_packed, refuse_tensor_parallel
+
+_SHARE = 0.8  # of the free memory that may be filled: the backward pass needs some of it too
 
 Groups = Callable[[Mapping[str, tuple[int, ...]]], Sequence[Sequence[str]]]
 """Maps names and shapes of all trainable parameters to the names in each group."""
@@ -84,9 +84,8 @@ class TrainedParameters:
         return total_GU.index_add_(0, self.group_P.to(value_PU.device), value_PU.double()).to(value_PU.dtype)
 
     def refuse_missing(self, seen: Collection[int]) -> None:
-        """Raise `GhostError` for a parameter that is not among the ids of those that received a gradient."""
-        missing = [name for name, p in self.by_name.items() if id(p) not in seen]
-        if missing:
+        """Raise `UnreachedError` for parameters that are not among the ids of those that received a gradient."""
+        if missing := [name for name, p in self.by_name.items() if id(p) not in seen]:
             raise no_gradient(missing)
 
     def refuse_others(self, loss_B: Tensor, everywhere: bool) -> None:
@@ -107,11 +106,14 @@ class TrainedParameters:
                     f"{name} was frozen after GhostClipper was made, and would still be clipped and trained. Call "
                     "remove() and make another GhostClipper for the parameters that are trained now"
                 )
-        if not self.sharded and (any(p.requires_grad for p in self._frozen) or (everywhere and self._has_more())):
-            other = next(n for n, p in self._model.named_parameters() if p.requires_grad and id(p) not in self.groups)
+        others: list[str] = []
+        if not self.sharded and (everywhere or any(p.requires_grad for p in self._frozen)):
+            named = self._model.named_parameters()
+            others = [name for name, p in named if p.requires_grad and id(p) not in self.groups]
+        if others:
             raise GhostError(
-                f"{other} was unfrozen or added after GhostClipper was made: its gradient would be neither clipped nor "
-                "given noise. Set requires_grad of all parameters before, or call remove() and make another "
+                f"{others[0]} was unfrozen or added after GhostClipper was made: its gradient would be neither clipped "
+                "nor given noise. Set requires_grad of all parameters before, or call remove() and make another "
                 "GhostClipper, which clips all of them together"
             )
         # Other leaf tensors are allowed: the output of a frozen embedding is one where activations are recomputed.
@@ -123,19 +125,6 @@ class TrainedParameters:
                     "of that model, or freeze it (requires_grad_(False)); compute a reference model's output in "
                     "torch.no_grad()"
                 )
-
-    def _has_more(self) -> bool:
-        """Whether the model has another trainable parameter; without names, which would take most of the time."""
-        modules, seen = [self._model], {id(self._model)}
-        for module in modules:  # grows
-            for parameter in module._parameters.values():
-                if parameter is not None and parameter.requires_grad and id(parameter) not in self.groups:
-                    return True
-            for child in module._modules.values():
-                if child is not None and id(child) not in seen:
-                    seen.add(id(child))
-                    modules.append(child)
-        return False
 
 
 def no_gradient(missing: Sequence[str]) -> UnreachedError:
@@ -173,3 +162,110 @@ def _refuse_untrainable(name: str, parameter: nn.Parameter) -> None:
 def state_of_gradient(parameter: nn.Parameter) -> tuple[int, int] | None:
     """Return what changes when a gradient is written to ``.grad``."""
     return None if parameter.grad is None else (id(parameter.grad), parameter.grad._version)
+
+
+def leaves_of(loss: Tensor) -> Iterator[Tensor]:
+    """Yield the leaf tensors in which losses of any shape have a gradient, each at least once.
+
+    >>> head = nn.Linear(2, 1, bias=False)
+    >>> [leaf is head.weight for leaf in leaves_of(head(torch.ones(3, 2)).sum(1))]
+    [True]
+    """
+    return (node.variable for node in _nodes(loss) if hasattr(node, "variable"))
+
+
+def nodes_of(loss: Tensor) -> Iterator[str]:
+    """Yield the name of each operation in the graph behind losses, such as "AddmmBackward0"."""
+    return (node.name() for node in _nodes(loss))
+
+
+def _nodes(loss: Tensor) -> Iterator[Any]:
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        nodes += [following for following, _ in node.next_functions]
+
+
+class Passes:
+    """Chooses between one backward pass and two, if the user set neither, and when sums are formed.
+
+    Args:
+        model: that is trained.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Find the modules that hold trained parameters, and those that may recompute their activations."""
+        modules = list(model.modules())
+        self._trained = [module for module in modules if any(p.requires_grad for p in module.parameters(recurse=False))]
+        self._recomputing = [module for module in modules if hasattr(module, "gradient_checkpointing")]
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether activation checkpointing is on, as transformers marks it."""
+        return any(module.gradient_checkpointing for module in self._recomputing)
+
+    def needed(self, rows: int, tokens: int, device: torch.device) -> int:
+        """Return 2 if activations are recomputed and one pass over rows of these tokens would not fit, otherwise 1.
+
+        Without checkpointing, autograd holds the activations until the end, and a second pass saves little.
+        """
+        free = free_bytes(device) if self.recomputes else None
+        return 1 if free is None or held_bytes(self._trained, rows, tokens) <= _SHARE * free else 2
+
+    def sums_are_smaller(self, rows: int, tokens: int, finished: bool) -> bool:
+        """Whether the clipped sums take less memory than what they are formed from, for rows of these tokens.
+
+        ``finished``: each sum becomes a gradient in its parameter's dtype at once.
+        """
+        trained = {id(p): p for module in self._trained for p in module.parameters(recurse=False) if p.requires_grad}
+        sums = sum(
+            p.numel() * (p.itemsize if finished else kernels.accumulation_dtype(p.dtype).itemsize)
+            for p in trained.values()
+        )
+        return sums < held_bytes(self._trained, rows, tokens)
+
+
+def held_bytes(modules: Iterable[nn.Module], rows: int, tokens: int) -> int:
+    """Return the bytes held for a microbatch of one row per unit: per layer the factors, or the instances if smaller.
+
+    >>> held_bytes([nn.Linear(100, 50, bias=False)], rows=2, tokens=10)
+    12000
+    """
+    total = 0
+    for module in modules:
+        for parameter in module.parameters(recurse=False):
+            instance = parameter.numel() * kernels.accumulation_dtype(parameter.dtype).itemsize
+            if parameter.requires_grad and parameter.ndim == 2:
+                width = parameter.shape[1] if isinstance(module, nn.Embedding) else sum(parameter.shape)
+                total += rows * min(instance, tokens * width * parameter.element_size())
+            elif parameter.requires_grad:
+                total += rows * instance
+    return total
+
+
+def logits_outweigh(vocabulary: int, width: int, layers: float) -> bool:
+    """Whether a token's logits and their gradient outweigh what activation checkpointing keeps: each block's input.
+
+    A trained head is then computed in chunks (`dpllm.ghost.chunked_head`).
+
+    Args:
+        vocabulary: the number of logits.
+        width: of the hidden states.
+        layers: the number of blocks.
+
+    >>> logits_outweigh(32_000, 2048, 16), logits_outweigh(32_000, 4096, 32)
+    (True, False)
+    """
+    return 2 * vocabulary > layers * width
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the bytes that can still be allocated on a GPU; None on other devices, where it is not known."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

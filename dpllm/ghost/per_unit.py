@@ -23,10 +23,8 @@ from torch import Tensor, nn
 
 from dpllm.ghost import kernels
 from dpllm.ghost.errors import GhostError
-from dpllm.ghost.graph import nodes_of
-from dpllm.ghost.model_calls import refuse_long_rows, tokens_by_themselves, tokens_of_call
-from dpllm.ghost.packed import PackedRows
-from dpllm.ghost.parameters import state_of_gradient
+from dpllm.ghost.model_calls import PackedRows, refuse_long_rows, tokens_by_themselves, tokens_of_call
+from dpllm.ghost.parameters import nodes_of, state_of_gradient
 from dpllm.ghost.refusals import refuse_for_one_unit
 from dpllm.ghost.sums import Finish, Sum, clip_factors
 from dpllm.ghost.unit_clipper import ClipResult, UnitClipper, incomplete_unit, units_of
@@ -229,8 +227,7 @@ def _limit_rows(model: nn.Module) -> Any:
         return None
 
     def before(_: nn.Module, args: tuple, kwargs: dict) -> None:
-        packed = PackedRows()
-        packed.start(kwargs)
+        packed = PackedRows(kwargs)
         if torch.is_grad_enabled():
             refuse_long_rows(max(packed.lengths, default=tokens_of_call(args, kwargs)), most)
 

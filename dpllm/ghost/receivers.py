@@ -3,7 +3,7 @@
 Place in the flow: between taps and clipper. A `Pass` is made for each microbatch and dropped after its sum. Each
 contribution at a tap goes to one *receiver*: the pass itself keeps it until the sum is formed; `AddUpGroups` adds up
 the clipped sum of a group of parameters when its last contribution has arrived; `Measure` measures its norm and forgets
-it (the first of two passes); `AddUp` adds up the clipped sum at once (the second). `dpllm.ghost.row_checks` has
+it (the first of two passes); `AddUp` adds up the clipped sum at once (the second). `dpllm.ghost.weights_check` has
 receivers that probe whether rows are independent.
 
 Shape suffixes: B rows, G groups of parameters, U units, P entries of several parameters.

@@ -1,19 +1,19 @@
 """Models that cannot be clipped exactly, refused by name when a clipper is attached, before anything is computed.
 
-The largest part are modules whose arithmetic on one row depends on other rows, or on the padded length. A router that
-chooses the experts of each token from that token, and an expert that takes every token sent to it, couple no rows. Rows
-are coupled by experts with a limited capacity, by tokens that compete for experts, by a loss over the batch's loads,
-and by statistics of them. Random numbers of routers are refused too: the check that rows are independent
-(`dpllm.training.checks.independence`) could not tell them from a coupling.
+Most are modules whose arithmetic on one row depends on other rows, or on the padded length. A router that chooses the
+experts of each token from that token, and an expert that takes every token sent to it, couple no rows. Experts with a
+limited capacity, tokens that compete for experts, and losses over or statistics of the batch's loads do. Random numbers
+of routers are refused too: the check that rows are independent (`dpllm.training.checks.independence`) could not tell
+them from a coupling.
 
-Most of these modules live in libraries that need not be installed, so classes are recognised by name and module, and
-routers, which come from many libraries, by the options that they hold. The independence of rows is measured as well
-(`dpllm.ghost.row_checks`).
+Classes are recognised by name and module, since their libraries need not be installed, and routers, which come from
+many libraries, by their options. The independence of rows is measured as well (`dpllm.ghost.weights_check`).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,19 +23,13 @@ from torch.distributed.tensor import DTensor
 from dpllm.ghost.errors import GhostError, NoRuleError
 
 _PACKED = ("Params4bit", "Int8Params")  # of bitsandbytes
-_CAST = ("input", "grad_output")  # what torchao casts to fp8, besides weights
 _FP8 = ("transformer_engine", "msamp")
-
-# Modules through which one row changes another row's loss or gradient, with the reason.
-_COUPLED = (
-    (r"(Lazy|Sync|Frozen)?_?BatchNorm.*", "batch statistics mix the rows; use layer or group normalisation"),
-    (r"InstanceNorm.*", "running statistics mix the rows; use layer or group normalisation"),
-)
 
 _NAMED = (
     (r"(SwitchTransformers|NllbMoe)(Top\d)?(Router|SparseMLP|SparseMoE)", "an expert drops tokens beyond its capacity"),
     (r"TopKGate|MOELayer|ExpertChoice.*", "an expert takes a limited number of the tokens of all rows"),
 )
+_COUPLES = "couples the rows of a batch: "
 _REMEDY = "use a model whose routers choose for each token by itself, without a capacity (Mixtral, Qwen3-MoE, gpt-oss)"
 # Options of routers that couple rows when they are true or above 0: their names, the reason, and the remedy.
 _OPTIONS = (
@@ -59,23 +53,30 @@ def refuse_for_one_pass(model: nn.Module) -> None:
     """Raise `GhostError` for a model whose units cannot be clipped in one backward pass for all of them."""
     _refuse_replicating(model)
     refuse_compiled(model)
-    for path, module in model.named_modules():
-        kind = type(module).__name__
-        found = next((reason for pattern, reason in _COUPLED if re.fullmatch(pattern, kind)), None) or coupling(module)
-        if found is not None:
-            # What is carried between calls cannot be clipped one unit at a time either.
-            error = GhostError if "Norm" in kind or is_fp8(module) else NoRuleError
-            raise error(f"{path or 'the model'} ({kind}) couples the rows of a batch: {found}.")
+    _refuse(model, _carries_over, says=_COUPLES)
+    _refuse(model, coupling, NoRuleError, says=_COUPLES)
     _refuse_router_loss(getattr(model, "config", None))
     _refuse_skipped_layers(model)
-    _refuse_switching(model)
+    _refuse(model, _switching)
 
 
 def refuse_for_one_unit(model: nn.Module) -> None:
     """Raise `GhostError` for a model in which the gradient of one unit depends on the units before it."""
     _refuse_replicating(model)
-    _refuse_statistics(model)
-    _refuse_switching(model)
+    _refuse(model, _statistics)
+    _refuse(model, _switching)
+
+
+def _refuse(
+    model: nn.Module,
+    reason_of: Callable[[nn.Module], str | None],
+    error: type[GhostError] = GhostError,
+    says: str = "",
+) -> None:
+    """Raise an error for the first module that has a reason; it names the module's path and class."""
+    for path, module in model.named_modules():
+        if (reason := reason_of(module)) is not None:
+            raise error(f"{path or 'the model'} ({type(module).__name__}) {says}{reason}.")
 
 
 def _refuse_replicating(model: nn.Module) -> None:
@@ -122,16 +123,13 @@ def refuse_tensor_parallel(model: nn.Module) -> None:
 
 
 def coupling(module: nn.Module) -> str | None:
-    """Return the reason why a module couples rows, with the remedy; None if it does not.
-
-    It may do so by its scales, by its noise, or by its choice of experts.
+    """Return why a module couples rows by its scales, its noise or its choice of experts, and the remedy; or None.
 
     >>> coupling(nn.Linear(2, 2)) is None
     True
     """
-    kind = type(module).__name__
     threshold = getattr(getattr(module, "state", None), "threshold", 0)
-    if kind == "Linear8bitLt" and threshold:
+    if type(module).__name__ == "Linear8bitLt" and threshold:
         return (
             f"LLM.int8 chooses outlier columns over all rows of the batch (llm_int8_threshold={threshold}). Load the "
             "model with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or in 4 bits"
@@ -146,13 +144,41 @@ def coupling(module: nn.Module) -> str | None:
             f"NEFTune (neftune_noise_alpha={module.neftune_noise_alpha}) scales its noise by the padded length, which "
             "other rows decide. Leave it out; DP-SGD already adds noise"
         )
-    return _choice_of_experts(module)
+    for pattern, reason in _NAMED:
+        if re.fullmatch(pattern, type(module).__name__):
+            return f"{reason}, so the tokens of one row displace those of others; {_REMEDY}"
+    for names, reason, remedy in _OPTIONS:
+        for name in names:
+            value = vars(module).get(name)
+            if isinstance(value, int | float) and value > 0:
+                return f"{reason} ({name}={value}); {remedy}"
+    return None
+
+
+def _carries_over(module: nn.Module) -> str | None:
+    """Return why a module couples the rows of a batch that cannot be clipped one unit at a time either; or None."""
+    kind = type(module).__name__
+    for pattern, statistics in (("(Lazy|Sync|Frozen)?_?BatchNorm.*", "batch"), ("InstanceNorm.*", "running")):
+        if re.fullmatch(pattern, kind):
+            return f"{statistics} statistics mix the rows; use layer or group normalisation"
+    return coupling(module) if is_fp8(module) else None
 
 
 def is_fp8(module: nn.Module) -> bool:
     """Whether a module forms products in 8 bits, scaled by the largest activations of several tokens."""
     kind, library = type(module).__name__, type(module).__module__.partition(".")[0]
-    return _scales_by_batch(module) or (library in _FP8 and ("Linear" in kind or "MLP" in kind))
+    if kind != "Float8Linear":  # of torchao
+        return library in _FP8 and ("Linear" in kind or "MLP" in kind)
+
+    def word(cast: Any, name: str) -> str:
+        value = getattr(cast, name, None)
+        return str(getattr(value, "value", value))
+
+    config = getattr(module, "config", None)
+    casts = [getattr(config, f"cast_config_{which}", None) for which in ("input", "grad_output")]
+    return any(
+        word(cast, "scaling_granularity") != "axiswise" and word(cast, "scaling_type") != "disabled" for cast in casts
+    )
 
 
 def is_packed(parameter: Any) -> bool:
@@ -184,34 +210,6 @@ def scales_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
 
-def _scales_by_batch(module: nn.Module) -> bool:
-    """Whether a layer of torchao scales its input, or the gradient of its output, by more than one token."""
-    if type(module).__name__ != "Float8Linear":
-        return False
-    casts = [getattr(getattr(module, "config", None), f"cast_config_{which}", None) for which in _CAST]
-    return any(
-        _word(cast, "scaling_granularity") != "axiswise" and _word(cast, "scaling_type") != "disabled" for cast in casts
-    )
-
-
-def _word(cast: Any, name: str) -> str:
-    value = getattr(cast, name, None)
-    return str(getattr(value, "value", value))
-
-
-def _choice_of_experts(module: nn.Module) -> str | None:
-    """Return the reason why a module couples rows by its choice of experts, with the remedy; None if it does not."""
-    for pattern, reason in _NAMED:
-        if re.fullmatch(pattern, type(module).__name__):
-            return f"{reason}, so the tokens of one row displace those of others; {_REMEDY}"
-    for names, reason, remedy in _OPTIONS:
-        for name in names:
-            value = vars(module).get(name)
-            if isinstance(value, int | float) and value > 0:
-                return f"{reason} ({name}={value}); {remedy}"
-    return None
-
-
 def _refuse_router_loss(config: Any, where: str = "config") -> None:
     """Raise `NoRuleError` for a model that adds a loss over the loads of its experts, by its config or one inside."""
     if getattr(config, "output_router_logits", False):
@@ -223,10 +221,7 @@ def _refuse_router_loss(config: Any, where: str = "config") -> None:
 
 
 def _refuse_skipped_layers(model: nn.Module) -> None:
-    """Raise `GhostError` where whole layers with trainable parameters are left out of a pass at random.
-
-    In such a pass the parameters of a layer receive no gradient, which looks like a graph that was cut.
-    """
+    """Raise `GhostError` where whole layers with trainable parameters are left out at random, without a gradient."""
     holders = [(path, module) for path, module in model.named_modules() if "layerdrop" in vars(module)]
     for path, module in holders or [("the model's config", model)]:
         rate = module.layerdrop if holders else getattr(getattr(model, "config", None), "layerdrop", 0)
@@ -237,34 +232,29 @@ def _refuse_skipped_layers(model: nn.Module) -> None:
             )
 
 
-def _refuse_switching(model: nn.Module) -> None:
-    """Raise `GhostError` for a module that a short row switches to another attention, for all later rows.
+def _switching(module: nn.Module) -> str | None:
+    """Return why a module is refused that a short row switches to another attention, for all later rows.
 
     BigBird and BigBird-Pegasus do (transformers, ``set_attention_type`` in their forward passes).
     """
-    for path, module in model.named_modules():
-        if vars(module).get("attention_type") == "block_sparse":
-            raise GhostError(
-                f"{path or 'the model'} ({type(module).__name__}) leaves its block-sparse attention for good at the "
-                "first batch of short rows, so one unit changes the gradients of all later ones. Load the model with "
-                'attention_type="original_full", or call its set_attention_type("original_full").'
-            )
+    if vars(module).get("attention_type") != "block_sparse":
+        return None
+    return (
+        "leaves its block-sparse attention for good at the first batch of short rows, so one unit changes the "
+        'gradients of all later ones. Load the model with attention_type="original_full", or call its '
+        'set_attention_type("original_full")'
+    )
 
 
-def _refuse_statistics(model: nn.Module) -> None:
-    """Raise `GhostError` for a module that keeps something of the rows it has seen, or shares it between processes."""
-    for path, module in model.named_modules():
-        kind, reason = type(module).__name__, None
-        if isinstance(module, nn.SyncBatchNorm):
-            reason = "adds its statistics up over the processes, and so over units. Use layer or group normalisation"
-        elif getattr(module, "track_running_stats", False):
-            reason = (
-                "keeps running statistics of the rows that it has seen; they would be saved without noise. Use layer "
-                "or group normalisation, or statistics that do not change (a FrozenBatchNorm)"
-            )
-        elif getattr(module, "max_norm", None) is not None and isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            reason = "rewrites the rows of its table that a unit looks up (max_norm). Set max_norm=None"
-        elif is_fp8(module):
-            reason = "scales its products by what it has seen before (fp8). Train in bf16"
-        if reason is not None:
-            raise GhostError(f"{path or 'the model'} ({kind}) {reason}.")
+def _statistics(module: nn.Module) -> str | None:
+    """Return why a module is refused that keeps something of the rows it has seen, or shares it between processes."""
+    if isinstance(module, nn.SyncBatchNorm):
+        return "adds its statistics up over the processes, and so over units. Use layer or group normalisation"
+    if getattr(module, "track_running_stats", False):
+        return (
+            "keeps running statistics of the rows that it has seen; they would be saved without noise. Use layer "
+            "or group normalisation, or statistics that do not change (a FrozenBatchNorm)"
+        )
+    if getattr(module, "max_norm", None) is not None and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return "rewrites the rows of its table that a unit looks up (max_norm). Set max_norm=None"
+    return "scales its products by what it has seen before (fp8). Train in bf16" if is_fp8(module) else None

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,33 +21,27 @@ from torch import Tensor, nn
 
 from dpllm.ghost.contributions import Lookup, RowGradients, Use, sum_of
 from dpllm.ghost.experts import Routed
-from dpllm.ghost.graph import items_of, rebuilt
+from dpllm.ghost.model_calls import items_of, rebuilt, tensors_in
 from dpllm.ghost.taps import Call, Host, NoTapError, SpreadSite, Target, call_of, is_own
 
 Held = tuple[Target, list[tuple[nn.Module, str]]]
 """A parameter, and the modules that hold it, each with the parameter's name there."""
 
 
-@dataclass
 class Split:
-    """What one call of the module needs: its parameters, and which of its arguments have rows.
+    """A module that runs row by row.
 
-    Attributes:
+    Args:
         host: the clipper.
         path: of the module.
         held: the parameters, of which each row gets a copy.
-        without_rows: arguments, by their names, that were once seen without the rows of a call.
     """
 
-    host: Host
-    path: str
-    held: list[Held]
-    without_rows: set[tuple] = field(default_factory=set)
-
-    @property
-    def targets(self) -> list[Target]:
-        """The parameters of which each row gets a copy."""
-        return [target for target, _ in self.held]
+    def __init__(self, host: Host, path: str, held: list[Held]) -> None:
+        """Start without calls."""
+        self.host, self.path, self.held = host, path, held
+        self.targets = [target for target, _ in held]
+        self._without_rows: set[tuple] = set()  # arguments, by name, that were once seen without the rows of a call
 
     def run(self, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Run the module's forward in a call of the model, row by row."""
@@ -60,17 +54,17 @@ class Split:
             if all(is_own(target, module._parameters.get(name)) for module, name in places)
         ]
         if call.place is not None:  # a module around this one runs row by row
-            with self._in_place(present, [copy[0] for copy in self._copies(call, present, 1)]):
+            with _in_place(present, _copies(call, present, 1), 0):
                 return forward(*args, **kwargs)
         if len(call.packed.lengths) > 1:
             raise NoTapError(self.targets, "the rows are packed, and the module would have to run row by row")
-        arguments = _Arguments(forward, without_cache(args), without_cache(kwargs), call.rows, self.without_rows)
+        arguments = _Arguments(forward, without_cache(args), without_cache(kwargs), call.rows, self._without_rows)
         if not arguments.has_rows:
             raise NoTapError(self.targets, f"no argument has {call.rows} rows first")
         if arguments.flattens and call.host.in_forward:
             call.host.flattens(self.targets, "row by row")
         gathered, anchor = _Gathered(call), call.anchor
-        copies = self._copies(call, present, call.rows)
+        copies = _copies(call, present, call.rows)
         # In the order of autograd, the gate comes after everything that the rows have found.
         gate = _Gate.apply(anchor, gathered) if torch.is_grad_enabled() else anchor
         outputs = []
@@ -80,46 +74,42 @@ class Split:
             for row in range(call.rows):
                 call.row = row
                 own_args, own_kwargs = arguments.of(row)
-                with self._in_place(present, [copy[row] for copy in copies]):
+                with _in_place(present, copies, row):
                     outputs.append(forward(*own_args, **own_kwargs))
         finally:
             call.anchor, call.place = anchor, None
         call.inside.pop()
         return joined(outputs)
 
-    def _copies(self, call: Call, present: Sequence[Held], rows: int) -> list[tuple[Tensor, ...]]:
-        copies = []
-        for target, ((module, name), *_) in present:
-            weight = module._parameters[name]
-            assert weight is not None, "it was trained when the clipper was attached"
-            copies.append(SpreadSite(target).copies(call, weight, torch.Size((rows, *weight.shape))).unbind(0))
-        return copies
 
-    @contextlib.contextmanager
-    def _in_place(self, present: Sequence[Held], copies: Sequence[Tensor]) -> Iterator[None]:
-        """Put copies in the places of the parameters, whose order in their modules stays."""
-        taken: list[tuple[nn.Module, str, Any]] = []
-        lists: dict[tuple[nn.Module, str], Any] = {  # in which recurrent layers keep their parameters once more
-            (module, name): vars(module)[name]
-            for _, places in present
-            for module, _ in places
-            if isinstance(module, nn.RNNBase)
-            for name in ("_flat_weights", "_flat_weight_refs")
-            if name in vars(module)
-        }
-        for (holder, attribute), value in lists.items():
-            holder.__dict__[attribute] = list(value)
-        try:
-            for (_, places), copy in zip(present, copies, strict=True):
-                for module, name in places:
-                    taken.append((module, name, module._parameters[name]))
-                    module._parameters[name] = copy  # type: ignore[assignment]
-            yield
-        finally:
-            for module, name, parameter in taken:
-                module._parameters[name] = parameter
-            for (holder, attribute), value in lists.items():
-                holder.__dict__[attribute] = value
+def _copies(call: Call, present: Sequence[Held], rows: int) -> list[tuple[Tensor, ...]]:
+    """Return the copies of each parameter, one for each row."""
+    copies = []
+    for target, ((module, name), *_) in present:
+        weight = module._parameters[name]
+        assert weight is not None, "it was trained when the clipper was attached"
+        copies.append(SpreadSite(target).copies(call, weight, torch.Size((rows, *weight.shape))).unbind(0))
+    return copies
+
+
+@contextlib.contextmanager
+def _in_place(present: Sequence[Held], copies: Sequence[tuple[Tensor, ...]], row: int) -> Iterator[None]:
+    """Put the copies for a row in the places of the parameters, whose order in their modules stays."""
+    held: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for (_, places), copy in zip(present, copies, strict=True):
+            for module, name in places:
+                # Recurrent layers keep their parameters in lists once more, and write to them.
+                for attribute in ("_flat_weights", "_flat_weight_refs"):
+                    if isinstance(module, nn.RNNBase) and attribute in vars(module):
+                        held.append((module.__dict__, attribute, vars(module)[attribute]))
+                        module.__dict__[attribute] = list(vars(module)[attribute])
+                held.append((module._parameters, name, module._parameters[name]))
+                module._parameters[name] = copy[row]  # type: ignore[assignment]
+        yield
+    finally:
+        for values, name, value in reversed(held):
+            values[name] = value
 
 
 class _Gate(torch.autograd.Function):
@@ -193,20 +183,15 @@ class _Arguments:
     ) -> None:
         names = _names_of(forward)
         named = [(names[i] if i < len(names) else i, value) for i, value in enumerate(args)]
-        tensors = [item for name, value in (*named, *kwargs.items()) for item in _paths(value, (name,))]
-        sizes = [t.shape[0] if t.ndim else 0 for _, t in tensors]
-        some_have = any(
-            size == rows and path not in without_rows for (path, _), size in zip(tensors, sizes, strict=True)
-        )
-        for (path, _), size in zip(tensors, sizes, strict=True):
+        paths = [(path, t.shape[0] if t.ndim else 0) for path, t in tensors_in({**dict(named), **kwargs})]
+        some_have = any(size == rows and path not in without_rows for path, size in paths)
+        for path, size in paths:
             if rows > 1 and size != rows and (some_have or not (size and size % rows == 0)):
                 without_rows.add(path)
-        has_rows = [size == rows and path not in without_rows for (path, _), size in zip(tensors, sizes, strict=True)]
+        whole = [size == rows and path not in without_rows for path, size in paths]
         # Rows and tokens in one dimension, rows first: only where no argument has the rows themselves.
-        self._each = [
-            1 if whole else size // rows if not any(has_rows) and size and size % rows == 0 else 0
-            for whole, size in zip(has_rows, sizes, strict=True)
-        ]
+        flat = [0 if any(whole) or size % rows else size // rows for _, size in paths]
+        self._each = [1 if has else n for has, n in zip(whole, flat, strict=True)]
         self._parts, self.has_rows = [args, kwargs], any(self._each)
         self.flattens = rows > 1 and any(n > 1 for n in self._each)
 
@@ -232,24 +217,12 @@ def _names_of(forward: Callable[..., Any]) -> list[str]:
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
-def _paths(value: Any, path: tuple) -> Iterator[tuple[tuple, Tensor]]:
-    """Yield the tensors in an argument, in the order of `rebuilt`, with their places in it."""
-    if isinstance(value, Tensor):
-        yield path, value
-    for key, item in items_of(value):
-        yield from _paths(item, (*path, key))
-
-
 def without_cache(value: Any) -> Any:
     """Replace empty key-value caches by None: one row after another would be taken for the next tokens of the first."""
-    if value is None or isinstance(value, Tensor):
-        return value
-    if isinstance(value, tuple):
-        return tuple(without_cache(item) for item in value) if not hasattr(value, "_fields") else value
-    if isinstance(value, dict):
-        return {key: without_cache(item) for key, item in value.items()}
     length = getattr(value, "get_seq_length", None)
-    return None if callable(length) and length() == 0 else value
+    if callable(length):
+        return None if length() == 0 else value
+    return rebuilt(value, without_cache) if isinstance(value, tuple | dict) else value
 
 
 def joined(outputs: Sequence[Any]) -> Any:

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from dpllm.ghost import kernels
 from dpllm.ghost.contributions import Lookup, Outer, RowGradients, Use
 from dpllm.ghost.errors import NoRuleError
-from dpllm.ghost.packed import PackedRows
+from dpllm.ghost.model_calls import PackedRows
 
 LINEAR: Any = torch._C._nn.linear
 """DeepSpeed's ``zero.Init`` replaces ``F.linear``, for good, by a function that no mode sees."""

@@ -44,7 +44,7 @@ from transformers import TrainingArguments
 from dpllm.config import ConfigError, Recipe, nearest
 from dpllm.config.train_values import second_moment_of
 from dpllm.ghost import NormMethod
-from dpllm.ghost.memory import logits_outweigh
+from dpllm.ghost.parameters import logits_outweigh
 from dpllm.mechanism.catalogue import noise_of
 from dpllm.mechanism.generators import ENTRIES_AT_A_TIME
 from dpllm.mechanism.parts import Draw, Spec

@@ -34,8 +34,8 @@ from dpllm.config.values import ConfigError, choice
 from dpllm.data.transfer import send
 from dpllm.engines.processes import Processes
 from dpllm.ghost import CoupledError, GhostClipper, NormMethod, NoRuleError, PerUnitClipper, UnitClipper, UnreachedError
-from dpllm.ghost.graph import leaves_of
 from dpllm.ghost.model_calls import placeholders_of
+from dpllm.ghost.parameters import leaves_of
 from dpllm.mechanism.parts import Clipping
 from dpllm.training.rows import LossOf, TrainingRows
 

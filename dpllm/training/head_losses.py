@@ -28,7 +28,8 @@ from dpllm.data.labels import BOUNDARIES
 from dpllm.ghost import GhostClipper
 from dpllm.ghost.attach import is_linear
 from dpllm.ghost.chunked_head import LogitFormula, token_losses
-from dpllm.ghost.memory import is_shortage, logits_outweigh
+from dpllm.ghost.errors import is_shortage
+from dpllm.ghost.parameters import logits_outweigh
 from dpllm.ghost.taps import subclass
 from dpllm.training.choose_clipper import in_mode
 
@@ -61,9 +62,9 @@ class HeadLosses:
 
     Args:
         mode: "auto": in chunks for a head that is not trained, which costs nothing; and for a trained one under
-            activation checkpointing where the logits outweigh what is kept of the blocks
-            (`dpllm.ghost.memory.logits_outweigh`). "chunks": every trained head, whose logits are then computed twice.
-            "whole": never.
+            activation checkpointing where the logits outweigh what is kept of the blocks (see
+            `dpllm.ghost.parameters.logits_outweigh`). "chunks": every trained head, whose logits are then computed
+            twice. "whole": never.
         has_prompt: whether the model puts the tokens of a soft prompt before those of a row.
 
     Attributes:

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from dpllm.engines.optimizers import innermost
 from dpllm.ghost import UnitClipper
+from dpllm.ghost.errors import is_shortage
 from dpllm.ghost.kernels import accumulation_dtype
-from dpllm.ghost.memory import is_shortage
 from dpllm.ghost.sums import Sum
 from dpllm.training.microbatches import Microbatch
 from dpllm.training.out_of_memory import OutOfMemory, attempt, free_memory

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dpllm.data.transfer import pin, send
 from dpllm.ghost import UnitClipper
-from dpllm.ghost.memory import is_shortage
+from dpllm.ghost.errors import is_shortage
 from dpllm.ghost.sums import Finish
 from dpllm.training.microbatches import Microbatch
 from dpllm.training.prefetch import PATIENCE, FetchThread

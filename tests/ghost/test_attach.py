@@ -114,8 +114,8 @@ def test_classes_keep_their_names_and_come_back():
 @kills(
     "parameters change their order beside copies of rows",
     "dpllm/ghost/row_split.py",
-    "                    module._parameters[name] = copy  # type: ignore[assignment]\n",
-    "                    del module._parameters[name]\n                    module.__dict__[name] = copy\n",
+    "                module._parameters[name] = copy[row]  # type: ignore[assignment]\n",
+    "                del module._parameters[name]\n                module.__dict__[name] = copy[row]\n",
 )
 def test_parameters_keep_their_order():
     """Optimizers and their checkpoints go by it; a part of them is replaced while it runs row by row."""
@@ -220,8 +220,8 @@ class Failing(nn.Module):
 
 @kills(
     "an exception in the first call leaves classes swapped",
-    "dpllm/ghost/tapped_model.py",
-    "            self.ladder.detach()  # and the next call settles again\n",
+    "dpllm/ghost/weights_check.py",
+    "            tapped.ladder.detach()  # and the next call settles again\n",
     "",
     case="3-OutOfMemoryError",
 )
@@ -350,8 +350,8 @@ def test_a_clipper_of_a_part_of_the_model_is_named():
 
 @kills(
     "a model whose later comparison failed counts as settled",
-    "dpllm/ghost/tapped_model.py",
-    "            self._compared.clear()\n            raise",
+    "dpllm/ghost/weights_check.py",
+    "            self._layouts.clear()\n            self.flat.clear()\n            raise",
     "            raise",
 )
 def test_a_first_call_of_several_rows_that_runs_out_of_memory_is_settled_again():

@@ -51,9 +51,9 @@ def test_two_calls_of_a_language_model_match_the_loop(passes, mode, checkpointin
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaForCausalLM
 
-    from dpllm.ghost import memory
+    from dpllm.ghost import parameters
 
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 10)
+    monkeypatch.setattr(parameters, "free_bytes", lambda device: 10)
     model = LlamaForCausalLM(tiny_llama_config(tie_word_embeddings=True, use_cache=False))
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

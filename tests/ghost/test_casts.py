@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from dpllm import GhostClipper
-from dpllm.ghost.packed import PackedRows
+from dpllm.ghost.model_calls import PackedRows
 from dpllm.ghost.taps import Call
 from tests.ghost.loop import flat, row_gradients
 from tests.mutations import kills
@@ -48,7 +48,7 @@ def assert_is_nearly_the_loop(net):
 
 def test_one_cast_serves_all_layers_that_read_a_tensor():
     """So the Gram matrix of the input is computed once, and one copy is kept."""
-    call, x = Call(None, 4, PackedRows()), torch.randn(4, 3)
+    call, x = Call(None, 4, PackedRows({})), torch.randn(4, 3)
     first = call.cast(x, torch.bfloat16)
     assert call.cast(x, torch.bfloat16) is first and call.cast(x, torch.float16) is not first
     assert_is_nearly_the_loop(TwoReaders(changes=False))
@@ -62,7 +62,7 @@ def test_one_cast_serves_all_layers_that_read_a_tensor():
 )
 def test_a_tensor_that_changed_in_place_is_cast_again():
     """The second layer read other values than the first, and its gradient is formed from these."""
-    call, x = Call(None, 4, PackedRows()), torch.randn(4)
+    call, x = Call(None, 4, PackedRows({})), torch.randn(4)
     call.cast(x, torch.bfloat16)
     x.mul_(2.0)
     assert torch.equal(call.cast(x, torch.bfloat16), x.bfloat16())
@@ -71,7 +71,7 @@ def test_a_tensor_that_changed_in_place_is_cast_again():
 
 def test_a_cast_without_gradients_is_not_taken_for_one_with_them():
     """A module that is called within no_grad reads the same tensor."""
-    call, x = Call(None, 4, PackedRows()), torch.randn(4, requires_grad=True)
+    call, x = Call(None, 4, PackedRows({})), torch.randn(4, requires_grad=True)
     with torch.no_grad():
         call.cast(x, torch.bfloat16)
     assert call.cast(x, torch.bfloat16).requires_grad

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dpllm import GhostClipper, GhostError
-from dpllm.ghost import memory
+from dpllm.ghost import parameters
 from dpllm.ghost.sums import GroupFactors
 from dpllm.mechanism.automatic import AutomaticClipping
 from dpllm.mechanism.catalogue import CLIPPINGS
@@ -74,7 +74,7 @@ def test_one_object_serves_two_models_with_as_many_layers(monkeypatch, catalogue
     """Each model has its own sizes, which count weights and biases that are trained; also after the other is made."""
     if catalogued:  # then its sums are formed during the backward pass
         monkeypatch.setitem(CLIPPINGS, "by-size", BySize)
-        monkeypatch.setattr(memory.Passes, "sums_are_smaller", lambda passes, *_: True)
+        monkeypatch.setattr(parameters.Passes, "sums_are_smaller", lambda passes, *_: True)
     assert (GroupFactors.of(BySize(C), 2) is not None) == catalogued
     clipping, one, other = BySize(C), model_of(4, 9, 3, 2), model_of(3, 2, 20, 2)
     first, second = (GhostClipper(model, clipping=clipping) for model in (one, other))

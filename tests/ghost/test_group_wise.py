@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dpllm import GhostClipper, NormMethod
-from dpllm.ghost import memory
+from dpllm.ghost import parameters
 from dpllm.ghost.errors import GhostError
 from dpllm.ghost.sums import GroupFactors
 from dpllm.mechanism.catalogue import CLIPPINGS
@@ -53,7 +53,7 @@ def clipped(case, clipping, passes, unit_index, checkpointing="none"):
 
 def always(monkeypatch, smaller=True):
     """The sums count as smaller (or never) than what they are formed from."""
-    monkeypatch.setattr(memory.Passes, "sums_are_smaller", lambda passes, *_: smaller)
+    monkeypatch.setattr(parameters.Passes, "sums_are_smaller", lambda passes, *_: smaller)
 
 
 class Stack(nn.Sequential):

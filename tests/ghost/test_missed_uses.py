@@ -183,8 +183,8 @@ def test_other_tensors_in_the_places_of_parameters_get_none_of_their_gradients(p
 @kills(
     "a module may be called outside the model",
     "dpllm/ghost/tapped_model.py",
-    '        if not _PLAINLY:\n            raise NoRuleError(\n                f"{path} was called directly',
-    '        if False:\n            raise NoRuleError(\n                f"{path} was called directly',
+    "        if not WeightsCheck.plain_passes:\n",
+    "        if False:\n",
 )
 def test_a_module_called_on_its_own_is_refused():
     """With gradients on; without them it computes as usual."""

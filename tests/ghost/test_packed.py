@@ -7,7 +7,7 @@ from torch import nn
 
 from dpllm import GhostClipper, GhostError, packed_sequence_loss
 from dpllm.data.rows import PackedCollator
-from dpllm.ghost.packed import PackedRows
+from dpllm.ghost.model_calls import PackedRows
 from dpllm.models.packing import attention_by_row
 from tests.mutations import kills
 from tests.reference.zoo import Case, build_model
@@ -20,9 +20,7 @@ def boundaries(*lengths):
 
 
 def packed(*lengths):
-    rows = PackedRows()
-    rows.start({"cu_seq_lens_q": boundaries(*lengths)})
-    return rows
+    return PackedRows({"cu_seq_lens_q": boundaries(*lengths)})
 
 
 def expected(x_N, lengths):
@@ -44,7 +42,7 @@ def test_every_layout_is_cut_into_the_same_rows(lengths):
 def test_what_has_no_tokens_is_left_alone():
     """Without packing, or if no dimension has the tokens."""
     x = torch.randn(1, 11, 4)
-    assert PackedRows().cut(x) is x
+    assert PackedRows({}).cut(x) is x
     assert packed(3, 2).cut(x) is x
     assert packed(11).cut(x) is x
 
@@ -60,18 +58,15 @@ def test_layers_that_read_one_input_get_one_tensor():
 
 
 def test_two_dimensions_as_long_as_the_tokens():
-    """Other calls can decide it; otherwise it is an error rather than a guess."""
+    """Other tensors of the call can decide it; otherwise it is an error rather than a guess."""
     x = torch.randn(1, 5, 5, 3)
     with pytest.raises(GhostError, match="5 tokens"):
         packed(3, 2).cut(x)
-    rows = packed(4, 2)
-    rows.cut(torch.randn(1, 5, 6, 3))
-    rows.start({"cu_seq_lens_q": boundaries(3, 2)})
+    rows = packed(3, 2)
+    rows.cut(torch.randn(1, 6, 5, 3))
     assert torch.equal(rows.cut(x), packed(3, 2).cut(x[:, 0])[:, :, None].repeat(1, 1, 5, 1)) is False
     assert torch.equal(rows.cut(x)[1, 1], x[0, :, 4]) and not rows.cut(x)[1, 2].any()
-    rows.start({"cu_seq_lens_q": boundaries(4, 2)})
-    rows.cut(torch.randn(1, 6, 5, 3))
-    rows.start({"cu_seq_lens_q": boundaries(3, 2)})
+    rows.cut(torch.randn(1, 5, 6, 3))
     with pytest.raises(GhostError, match="show which dimension"):
         rows.cut(x)
 
@@ -80,7 +75,7 @@ def test_two_dimensions_as_long_as_the_tokens():
 def test_boundaries_that_are_none_are_refused(wrong):
     """They begin with 0 and increase."""
     with pytest.raises(GhostError, match="where packed"):
-        PackedRows().start({"cu_seq_lens_q": torch.tensor(wrong)})
+        PackedRows({"cu_seq_lens_q": torch.tensor(wrong)})
 
 
 class Mixer(nn.Module):
@@ -152,7 +147,7 @@ LEAKS = {"convolution": TokenConvolution, "long convolution": LongConvolution, "
 
 @kills(
     "of packed rows the first alone is probed",
-    "dpllm/ghost/row_checks.py",
+    "dpllm/ghost/weights_check.py",
     "[real[::2], real[1::2], real[-1:]] if packed",
     "[real[:1]] if packed",
 )

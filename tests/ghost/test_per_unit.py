@@ -256,8 +256,8 @@ def test_nothing_is_left_in_grad_but_the_clipped_sum():
 @kills(
     "running statistics are kept from unit to unit",
     "dpllm/ghost/refusals.py",
-    'elif getattr(module, "track_running_stats", False):',
-    "elif False:",
+    'if getattr(module, "track_running_stats", False):',
+    "if False:",
 )
 @pytest.mark.parametrize(
     ("make", "match"),

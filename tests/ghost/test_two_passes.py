@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dpllm import GhostClipper, per_sequence_loss
-from dpllm.ghost import GhostError, NormMethod, memory
+from dpllm.ghost import GhostError, NormMethod, parameters
 from dpllm.ghost.model_calls import tokens_of_call
 from tests.conftest import tiny_llama_config
 from tests.ghost.alive import Watch
@@ -130,7 +130,7 @@ def test_sharded_parameters_are_refused():
 )
 def test_two_passes_are_chosen_where_one_does_not_fit(monkeypatch, checkpointing, free, passes):
     """Only under activation checkpointing, and only where the free memory is known."""
-    monkeypatch.setattr(memory, "free_bytes", lambda device: free)
+    monkeypatch.setattr(parameters, "free_bytes", lambda device: free)
     net = stack(2)
     net.gradient_checkpointing = checkpointing
     clipper = GhostClipper(net, 1.0)
@@ -145,8 +145,8 @@ def test_what_one_pass_holds_is_the_smaller_form_of_each_layer():
     modules = [nn.Linear(100, 50), nn.Linear(2, 300, bias=False).bfloat16(), nn.Embedding(1000, 8)]
     frozen = nn.Linear(7, 7).requires_grad_(False)
     expected = 2 * (10 * 150 * 4 + 50 * 4 + 2 * 300 * 4 + 10 * 8 * 4)
-    assert memory.held_bytes([*modules, frozen], rows=2, tokens=10) == expected
-    assert memory.free_bytes(torch.device("cpu")) is None
+    assert parameters.held_bytes([*modules, frozen], rows=2, tokens=10) == expected
+    assert parameters.free_bytes(torch.device("cpu")) is None
     assert tokens_of_call((torch.zeros(3),), {"x": torch.zeros(2, 9)}) == 9
     assert tokens_of_call((), {}) == 1
 

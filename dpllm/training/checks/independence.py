@@ -3,7 +3,7 @@
 Place in the flow: before a private step, on the same engine; `dpllm.training.run` asks at steps 1, 2, 4, 8, … of a
 process and at the last of the plan.
 Clipping bounds a unit's contribution; this bounds the change of the sum only if no row changes the contributions of
-others. A gradient shows some (`dpllm.ghost.row_checks`), a comparison of values shows the rest: padding that the
+others. A gradient shows some (`dpllm.ghost.weights_check`), a comparison of values shows the rest: padding that the
 model reads, losses divided by counts of the batch, detached statistics, scales chosen over all rows, and state that is
 carried from one microbatch to the next. Where numbers are drawn, couplings that occur at random, in some microbatches
 only, are searched with several random states. State that a loss or a model carries from call to call shows when the
@@ -41,7 +41,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dpllm.data.labels import IGNORE
 from dpllm.data.transfer import own_copy, send
 from dpllm.ghost import GhostError, UnitClipper
-from dpllm.ghost.memory import is_shortage
+from dpllm.ghost.errors import is_shortage
 from dpllm.training.checks.differences import (
     NEAR,
     SAME,

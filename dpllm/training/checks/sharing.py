@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpllm.ghost.memory import is_shortage
+from dpllm.ghost.errors import is_shortage
 from dpllm.training.checks.differences import Seen, difference
 from dpllm.training.checks.repeatable import DROPOUT, NUMPY, PYTHON, Draw, Numbers
 from dpllm.training.out_of_memory import free_memory

@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 
 from dpllm.engines.checksums import Checksum, pieces, values
 from dpllm.engines.optimizers import innermost
-from dpllm.ghost.graph import leaves_of
+from dpllm.ghost.parameters import leaves_of
 from dpllm.ghost.refusals import scales_of
 
 Stamp = tuple[tuple[int, int], ...]
