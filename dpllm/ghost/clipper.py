@@ -176,7 +176,6 @@ class GhostClipper(UnitClipper):
         Raises:
             GhostError: the backward pass is not one of the clipper; or the use has other rows.
         """
-        self._tapped.arrived(use.grad)
         self.record(self._tapped.ladder.target_of(parameter), use)
 
     # ------------------------------------------------------------------------------ norms, factors and sums
@@ -435,19 +434,21 @@ class GhostClipper(UnitClipper):
         """Probe in the next backward pass, as in the first one, whether rows are independent."""
         self._checked.rows = False
 
-    def arrived(self, *tensors: Tensor) -> None:
-        """Note tensors that came out of a backward pass."""
-        self._flows.note(tensors)
-
     def record(self, target: Target, use: Use) -> None:
         """Take the contribution of one use of a parameter to the gradient of each row.
 
         Raises:
-            GhostError: it has another number of rows than the losses.
+            GhostError: the backward pass is not one of the clipper; or the use has another number of rows.
         """
-        assert self._receiver is not None, "gradients arrive in a backward pass"
-        if use.grad.shape[0] != self._num_rows:
-            raise self._other_rows(target.name, use.grad.shape)
+        if self._receiver is None:
+            raise GhostError(
+                "backward() was called on a loss directly, or the model has another clipper as well. Pass the per-row "
+                "losses to GhostClipper.backward(), which clips, and call remove() on a clipper that is used no more."
+            )
+        grad = use.grad
+        self._flows.note(grad)
+        if grad.shape[0] != self._num_rows:
+            raise self._other_rows(target.name, grad.shape)
         if self._is_exact:
             self._receiver.take(target.name, target.parameter, use)
         else:

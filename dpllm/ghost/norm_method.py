@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -241,11 +241,10 @@ class Flows:
         """Start without tensors."""
         self._seen: set[tuple[torch.device, torch.dtype]] = set()
 
-    def note(self, tensors: Iterable[Tensor]) -> None:
-        """Note the kinds of these tensors."""
-        for tensor in tensors:
-            if tensor.is_cuda and is_measured(tensor):  # a call for each tensor of a step counts
-                self._seen.add((tensor.device, tensor.dtype))
+    def note(self, tensor: Tensor) -> None:
+        """Note the kind of a tensor."""
+        if is_measured(tensor):
+            self._seen.add((tensor.device, tensor.dtype))
 
     def slack_factor(self, norm_method: NormMethod) -> float:
         """Return the largest `slack_factor` of all kinds noted."""

@@ -95,7 +95,7 @@ def _refuse_replicating(model: nn.Module) -> None:
 
 def refuse_compiled(model: nn.Module) -> None:
     """Raise `GhostError` for a whole model that was compiled, by ``torch.compile(model)`` or ``model.compile()``."""
-    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
+    if "_orig_mod" in model._modules or getattr(model, "_compiled_call_impl", None) is not None:
         raise NoRuleError(
             "The model was compiled with torch.compile, and its graph may leave out the taps that compute the norms. "
             "Give GhostClipper the model before compilation, train that one, and call GhostClipper.compile(), which "

@@ -99,19 +99,6 @@ class TappedModel:
 
     # ------------------------------------------------------------------------------------ interface for taps
 
-    def arrived(self, *tensors: Tensor) -> None:
-        """See `dpllm.ghost.taps.Host`.
-
-        Raises:
-            GhostError: the backward pass is not one of the clipper.
-        """
-        if not self.in_backward:
-            raise GhostError(
-                "backward() was called on a loss directly, or the model has another clipper as well. Pass the per-row "
-                "losses to GhostClipper.backward(), which clips, and call remove() on a clipper that is used no more."
-            )
-        self.receiver.arrived(*tensors)
-
     def expect(self, parameter: nn.Parameter) -> None:
         """See `dpllm.ghost.GhostClipper.expect`."""
         if not self.in_forward or self._check.runs:

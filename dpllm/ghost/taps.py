@@ -77,12 +77,12 @@ class Host(Protocol):
     in_backward: bool
     uses: Counter[str]
 
-    def arrived(self, *tensors: Tensor) -> None:
-        """Note tensors that came out of a backward pass, and make sure that it is one of the clipper's."""
-        ...
-
     def record(self, target: Target, use: Use) -> None:
-        """Take the contribution of one use of a parameter to the gradient of each row."""
+        """Take the contribution of one use of a parameter to the gradient of each row.
+
+        Raises:
+            GhostError: the backward pass is not one of the clipper.
+        """
         ...
 
     def refuse_bypass(self, path: str) -> None:
@@ -366,13 +366,9 @@ def tap_output(
         receive: called once per backward pass through this use.
         saved: kept for that call, and freed and recomputed by activation checkpointing like any other tensor.
     """
-
-    def arrived(hand: Hand, grad: Tensor, *saved: Tensor) -> None:
-        call.host.arrived(grad, *saved)
-        receive(hand, grad, list(saved))
-
+    hand = Hand(call, lambda hand, grad, *saved: receive(hand, grad, list(saved)))
     compute = functools.partial(output.view_as, output)
-    y: Tensor = _tap(output, call.anchor, compute, Hand(call, arrived), *(t.detach() for t in saved))
+    y: Tensor = _tap(output, call.anchor, compute, hand, *(t.detach() for t in saved))
     return y
 
 
@@ -448,7 +444,6 @@ class LinearSite:
 
     def receive(self, hand: Hand, grad: Tensor, x: Tensor) -> None:
         """Take the output gradient and the input of one call."""
-        hand.call.host.arrived(grad, x)
         if hand.has_rows and x.shape[0] != hand.call.rows:
             self._check(hand.call, x)
         grad = hand.view(grad)
@@ -516,7 +511,6 @@ class TableSite:
 
     def receive(self, hand: Hand, grad: Tensor, index: Tensor) -> None:
         """Take the output gradient and the index of one call."""
-        hand.call.host.arrived(grad)
         if self.padding_idx is not None:
             grad = grad.masked_fill((index == self.padding_idx)[..., None], 0)
         index_BTk, grad_BTD = as_tokens(hand.view(index[..., None])), as_tokens(hand.view(grad))
@@ -553,7 +547,6 @@ class SpreadSite:
 
     def receive(self, hand: Hand, grad: Tensor) -> None:
         """Take the gradient of all copies: one for each row, or one for each token."""
-        hand.call.host.arrived(grad)
         shape, grad = self.weight.shape, hand.view(grad)
         rows = grad.shape[0]
         if hand.has_rows and rows != hand.call.rows:

@@ -89,7 +89,7 @@ def test_a_sum_that_was_added_in_part_is_not_added_again(error):
     backward()
     expected = flat(model)
     for number in itertools.count(1):
-        model.zero_grad()
+        model.zero_grad(set_to_none=False)  # a new sum may become .grad at once
         with BreaksOff(number, error) as broken:
             try:
                 backward()
@@ -105,7 +105,7 @@ def test_a_sum_that_was_added_in_part_is_not_added_again(error):
             model.zero_grad()
             backward()
         torch.testing.assert_close(flat(model), expected)
-    assert number > 50 and refused > 3
+    assert number > 50 and refused >= 3  # between the additions of four parameters
 
 
 def test_models_that_share_a_parameter_are_clipped_apart():
