@@ -10,6 +10,7 @@ Blocks that the user compiled are taken over until `Blocks.remove`: a graph of t
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -115,11 +116,16 @@ class _Tap:
     def leaves(self, call: Call, shapes: Mapping[Any, torch.Size]) -> list[Tensor]:
         """Return its leaves, which take no memory: of the copies, or of input and output of a linear layer."""
         weight, shape = self.weight, self.shape(shapes)
-        zero = torch.zeros((), dtype=weight.dtype if self.name else self.dtype, device=weight.device)
+        zero = _zero(weight.dtype if self.name else self.dtype, weight.device)
         if self.name:
             return [zero.expand(self.site.shape_of_copies(call, weight, shape))]
         outputs = weight.shape[1 if self.site.is_transposed else 0]
         return [zero.expand(shape), zero.expand(*shape[:-1], outputs)]
+
+
+@functools.cache
+def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=dtype, device=device)
 
 
 class _Plan:
@@ -154,6 +160,7 @@ class _Plan:
         arrived = iter(grads)
         for tap in self.taps:
             x, grad = None if tap.name else next(arrived), next(arrived)
+            hand.flattens = False  # each tap for itself
             if grad is not None:  # otherwise it has no part in the loss
                 tap.site.receive(hand, grad, *(() if tap.name else (x,)))
 
@@ -343,7 +350,7 @@ class Blocks:
     def take_over(self) -> None:
         """Set graphs aside that the user compiled, as they may have been traced before the taps were there."""
         name = "_compiled_call_impl"
-        children = [m for blocks in self._lists.values() for m in blocks._modules.values() if m not in self._modules]
+        children = [m for blocks in self._lists.values() for m in blocks if m is not None and m not in self._modules]
         found = [m for m in (*self._modules, *children) if name in m.__dict__ or type(m) is OptimizedModule]
         graphs = [(m, m, name, m.__dict__[name]) for m in found if m.__dict__.get(name) is not None]
         for wrapper in [m for m in found if type(m) is OptimizedModule]:

@@ -262,8 +262,9 @@ class Outer:
         return x.data_ptr(), x.shape, x.stride(), x.dtype
 
     def like(self) -> tuple:
-        """Return a key that is equal for uses of equal shapes and dtypes."""
-        return self.left_BTL.shape, self.right_BTR.shape, self.left_BTL.dtype, self.right_BTR.dtype
+        """Return a key that is equal for uses of equal shapes and dtypes on one device."""
+        left, right = self.left_BTL, self.right_BTR
+        return left.shape, right.shape, left.dtype, right.dtype, left.device
 
     def is_small(self, rows: Rows) -> bool:
         """Whether the gradients of units are formed later, next to those of other parameters, which saves launches.
@@ -459,7 +460,7 @@ def stacked(
     for key, use in uses.items():
         x = use.input
         if kernels.is_small(x):
-            kind = groups.get(key, 0), x.data_ptr(), x.shape, x.stride(), x.dtype, use.grad.dtype
+            kind = groups.get(key, 0), use.input_side, x.data_ptr(), x.shape, x.stride(), x.dtype, use.grad.dtype
             sharing.setdefault(kind, []).append(key)
     alike: dict[tuple, list[tuple[int, ...]]] = {}
     for keys in sharing.values():
@@ -508,7 +509,7 @@ def joint_norms(stacks: Sequence[StackedOuter]) -> Iterator[tuple[int, Tensor, T
         for lot in some:
             pairs = [(stack.input_SUTD.flatten(0, 1), stack.grad_SUTP.flatten(0, 1)) for stack in lot]
             num_units, groups = lot[0].input_SUTD.shape[1], [group for stack in lot for group in stack.groups]
-            sq_norm_SU, mass_SU = (values.view(-1, num_units) for values in kernels.joint_gram_norms(pairs))
+            sq_norm_SU, mass_SU = (x.view(len(groups), num_units) for x in kernels.joint_gram_norms(pairs))
             if len(set(groups)) == 1:
                 yield groups[0], sq_norm_SU.sum(0), mass_SU.sum(0), slack
             else:

@@ -379,8 +379,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
             weight, bias = weight.detach(), None if bias is None else bias.detach()
         x = x.to(weight.dtype)
         x_SD = x[route.order_S // top_k_index.shape[1]] if of_tokens else x
-        with torch.autocast(x.device.type, enabled=False):  # as transformers' grouped product: in the weight's dtype
-            out_SP = grouped_product(x_SD, weight, route.counts_E, outputs_first=not module.is_transposed)
+        out_SP = grouped_product(x_SD, weight, route.counts_E, outputs_first=not module.is_transposed)
         if bias is not None:
             out_SP = out_SP + bias[route.index_Nk.reshape(-1)[route.order_S]]
         return out_SP if stack is None or call is None else stack.tap(module, call, out_SP, x, of_tokens, route)
@@ -437,9 +436,10 @@ def _has_kernel(x_SD: Tensor, stack: Tensor) -> bool:
 
 def _product(x_SD: Tensor, weight_EDP: Tensor, parts: Tensor | list[int]) -> Tensor:
     """Return (S, P); parts are where each expert's tokens end, for the kernel, or how many they are."""
-    if isinstance(parts, Tensor):
-        return F.grouped_mm(x_SD.contiguous(), weight_EDP, offs=parts)
-    return torch.cat([x @ weight for x, weight in zip(x_SD.split(parts), weight_EDP, strict=True)])
+    with torch.autocast(x_SD.device.type, enabled=False):  # as transformers' grouped product: in the weight's dtype
+        if isinstance(parts, Tensor):
+            return F.grouped_mm(x_SD.contiguous(), weight_EDP, offs=parts)
+        return torch.cat([x @ weight for x, weight in zip(x_SD.split(parts), weight_EDP, strict=True)])
 
 
 # -------------------------------------------------- norms and sums

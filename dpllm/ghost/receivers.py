@@ -156,9 +156,9 @@ class Pass:
     def formed(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the clipped sum of a parameter, once, if it is formed with others or was formed before."""
         if (joint := self.joint.get(id(parameter))) is not None:
+            self.sums.update(joint.sums(lambda group: self.weights[group][1]))
             for key in joint.parameters:
                 del self.joint[key]
-            self.sums.update(joint.sums(lambda group: self.weights[group][1]))
         return self.sums.pop(id(parameter), None)
 
     def has(self, parameter: nn.Parameter) -> bool:

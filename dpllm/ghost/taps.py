@@ -258,6 +258,8 @@ def leaf_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 def as_tokens(x: Tensor) -> Tensor:
     """View (B, D) or (B, ..., D) as (B, T, D)."""
+    if x.is_neg():  # ``z.conj().imag`` is where ``z.imag`` is, of equal shape and stride, and not equal
+        x = x.resolve_neg()
     if x.ndim == 3:
         return x
     return x.unsqueeze(1) if x.ndim == 2 else x.flatten(1, -2)

@@ -169,7 +169,7 @@ class UnitClipper(abc.ABC):
         if parameter.grad_dtype != dtype:
             parameter.grad = None
             parameter.grad_dtype = dtype
-        parameter.grad = total_
+        parameter.grad = total_.detach()  # of a sum of several: may be written to in place with gradients on
 
     def _formed(self, parameter: nn.Parameter) -> Tensor | None:
         """Return a parameter's clipped sum, once, where nothing has to be added to it; None: `add_clipped_sum_`."""

@@ -78,6 +78,16 @@ class Position(Block):
         return super().forward(x + self.table(torch.arange(x.shape[1])[None].expand(x.shape[:2])), mask)
 
 
+class Flattened(Block):
+    """Its second half gets rows and tokens in one dimension, as in OPT."""
+
+    def forward(self, x, mask=None):
+        q, k, v = self.mix(self.norm(x)).chunk(3, dim=-1)
+        x = x + F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        flat = self.after(x.reshape(-1, WIDTH))
+        return x + self.down(torch.tanh(self.up(flat))).view(x.shape)
+
+
 class First(Block):
     """Reads the first four tokens only, in one layer."""
 
@@ -128,7 +138,7 @@ class Net(nn.Module):
         if cu_seq_lens_q is not None:
             row = torch.bucketize(torch.arange(ids.shape[1]), cu_seq_lens_q[1:], right=True)
             mask = row[:, None] == row[None]
-        for layer in self.layers:
+        for layer in [layer for layer in self.layers if layer is not None]:
             if self.reentrant is None or not torch.is_grad_enabled():
                 x = layer(x, mask)
             else:
@@ -136,9 +146,9 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def made(kind=Block, reentrant=None):
+def made(kind=Block, reentrant=None, depth=2):
     torch.manual_seed(0)
-    return perturbed(Net(kind, reentrant))
+    return perturbed(Net(kind, reentrant, depth))
 
 
 def losses(model, batch):
@@ -299,6 +309,23 @@ def test_no_more_graphs_than_without_privacy():
         clipper.backward(losses(model, batch_of(rows, tokens)))
     assert graphs() == clipper.compiled.graphs <= without + 1
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@kills("a tap after a flattened one is taken for flattened", "dpllm/ghost/blocks.py", "hand.flattens = False", "pass")
+def test_blocks_that_flatten_rows_and_tokens_in_a_part():
+    """Each tap says by itself what it got."""
+    model = made(Flattened)
+    clipper, plain = attached(model)
+    assert_exact(clipper, model, plain)
+    assert len(clipper.compiled.blocks) == 2
+
+
+def test_a_list_of_blocks_with_a_gap():
+    """``nn.ModuleList`` may hold None."""
+    model = made(depth=3)
+    model.layers[1] = None
+    clipper, plain = attached(model)
+    assert_exact(clipper, model, plain)
 
 
 def test_evaluation_in_between():

@@ -10,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from dpllm import GhostClipper
 from dpllm.ghost import NormMethod
+from dpllm.ghost.sums import Sum
 from dpllm.mechanism.per_layer import PerLayerClipping
 from tests.ghost.loop import flat, row_gradients
 from tests.mutations import kills
@@ -132,3 +133,103 @@ def test_small_layers_side_by_side_are_those_of_a_loop(unit_of_row, side, clippi
         assert result.num_nonfinite == (worst is not None)
     assert not clipper.row_by_row  # a wrong norm is seen in the first call, and mended
     clipper.remove()
+
+
+class Sides(nn.Module):
+    """A linear layer and one with the transposed weight read one input."""
+
+    def __init__(self, outputs) -> None:
+        super().__init__()
+        self.linear, self.conv = nn.Linear(24, outputs, bias=False), Conv1D(outputs, 24)
+        nn.init.normal_(self.conv.weight, std=0.3)
+        self.conv.bias.requires_grad_(False)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x)) * torch.sigmoid(self.conv(x))
+
+
+class Conjugates(nn.Module):
+    """Two layers read tensors that lie in one place, with opposite signs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(24, 16, bias=False), nn.Linear(24, 16, bias=False)
+
+    def forward(self, x):
+        z = torch.complex(x, x.flip(2))
+        return torch.tanh(self.first(z.imag)) + torch.sigmoid(self.second(z.conj().imag))
+
+
+@kills(
+    "layers of one input are stacked whichever way their weights lie",
+    "dpllm/ghost/contributions.py",
+    "groups.get(key, 0), use.input_side, x.data_ptr()",
+    "groups.get(key, 0), x.data_ptr()",
+)
+@kills("inputs of opposite signs are taken for one", "dpllm/ghost/taps.py", "if x.is_neg():", "if False:")
+@pytest.mark.parametrize("make", [lambda: Sides(24), lambda: Sides(40), Conjugates], ids=["square", "wide", "signs"])
+def test_layers_side_by_side_after_a_first_call_that_was_too_long_for_it(make):
+    """The comparison of the first call does not see them there."""
+    torch.manual_seed(0)
+    net = make().double()
+    clipper = GhostClipper(net, 0.1, norm_method=NormMethod("gram"))
+    unhooked, parameters = copy.deepcopy(net), list(net.parameters())
+    for tokens in (150, 6, 150, 6):
+        x = torch.randn(3, tokens, 24).double()
+        net.zero_grad()
+        rows = row_gradients(unhooked, losses, {"x": x})
+        result = clipper.backward(losses(net, {"x": x}))
+        torch.testing.assert_close(result.norms.double(), rows.norm(dim=1), rtol=1e-6, atol=0)
+        trained = [p for p in parameters if p.requires_grad]
+        expected = (rows * (0.1 / rows.norm(dim=1)).clamp(max=1)[:, None]).sum(0)
+        torch.testing.assert_close(flat([p.grad for p in trained], trained), expected, rtol=1e-5, atol=1e-9)
+    assert not clipper.row_by_row
+    clipper.remove()
+
+
+def test_gradients_that_lie_side_by_side_may_be_changed_in_place():
+    """With gradients on, as an optimizer of one's own may do."""
+    net = Blocks()
+    GhostClipper(net, 0.1).backward(losses(net, {"x": torch.randn(4, 6, 24)}))
+    before = [p.grad.clone() for p in net.parameters()]
+    for parameter in net.parameters():
+        parameter.grad += parameter.detach()
+    for parameter, grad in zip(net.parameters(), before, strict=True):
+        torch.testing.assert_close(parameter.grad, grad + parameter.detach())
+
+
+@pytest.mark.parametrize("method", [NormMethod("gram"), NormMethod()], ids=str)
+@pytest.mark.parametrize("clipping", [None, PerLayerClipping(0.1)], ids=["flat", "per-layer"])
+def test_a_microbatch_of_padding_only(method, clipping):
+    """It has no unit, and adds nothing."""
+    net = Blocks()
+    clipper = GhostClipper(net, None if clipping else 0.1, clipping=clipping, norm_method=method)
+    for units in (4, 0):
+        unit_B = torch.arange(4) if units else torch.full((4,), -1)
+        net.zero_grad()
+        assert clipper.backward(losses(net, {"x": torch.randn(4, 6, 24)}), unit_B).norms.shape == (units,)
+    assert not any(bool(p.grad.any()) for p in net.parameters())
+
+
+@pytest.mark.parametrize("where", ["first", "last"])
+def test_a_sum_that_ran_out_of_memory_can_be_formed_again(where, monkeypatch):
+    """What lies side by side is given up only when its sums exist."""
+    net = Blocks()
+    clipper = GhostClipper(net, 0.1, norm_method=NormMethod("gram"))
+    clipper.backward(losses(net, {"x": torch.randn(4, 6, 24)}))
+    batch = {"x": torch.randn(4, 6, 24)}
+    net.zero_grad()
+    clipper.backward(losses(net, batch))
+    parameters = list(net.parameters()) if where == "first" else list(net.parameters())[::-1]
+    clipper.clip(losses(net, batch))
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(torch, "bmm", shortage)
+        clipper.add_clipped_sum_(parameters[0], Sum.of(parameters[0]))
+    for parameter in parameters:
+        total = Sum.of(parameter)
+        clipper.add_clipped_sum_(parameter, total)
+        torch.testing.assert_close(total.filled(), parameter.grad)
+
+
+def shortage(*_):
+    raise torch.OutOfMemoryError("none left")
