@@ -93,8 +93,8 @@ class Blocks(nn.Module):
 @kills(
     "layers of one input are taken for layers of one shape",
     "dpllm/ghost/contributions.py",
-    "kind = groups.get(key, 0), x.data_ptr(), x.shape",
-    "kind = groups.get(key, 0), x.shape",
+    "use.input_side, x.data_ptr(), x.shape",
+    "use.input_side, x.shape",
 )
 @pytest.mark.parametrize("clipping", ["flat", "per-layer", "per-layer with norms of parameters"])
 @pytest.mark.parametrize("side", ["linear", "conv1d"])
