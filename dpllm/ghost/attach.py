@@ -29,7 +29,6 @@ from dpllm.ghost import peft_taps
 from dpllm.ghost.errors import GhostError, NoRuleError
 from dpllm.ghost.experts import (
     ExpertsRule,
-    Stack,
     attach_partitioned,
     is_experts,
     is_wrapper,
@@ -133,7 +132,6 @@ class Ladder:
         self.copied: list[Target] = []
         self.splits: dict[str, Split] = {}
         self._experts: list[ExpertsRule] = []
-        self._stacks: list[tuple[Target, Stack]] = []
         self._uses: dict[str, set[Seen]] = {}
         self._tapped: dict[str, set[str]] = {}  # where, by the names of the parameters
         self._undo: dict[int, tuple[nn.Module, type[nn.Module], Any]] = {}
@@ -259,7 +257,6 @@ class Ladder:
                 if rule not in self._experts:
                     self._experts.append(rule)
                 served |= {target.name for target in own.values()}
-        self._stacks = [counted for rule in self._experts for counted in rule.counted()]
         self._experts += attach_partitioned(self._model, self._host)
         return served
 
@@ -286,19 +283,12 @@ class Ladder:
         self._undo.setdefault(id(module), (module, type(module), vars(module).get("forward")))
 
     def used_once(self, parameter: nn.Parameter) -> bool:
-        """Whether the calls of the model since `begin_uses` used the parameter once."""
-        name = self.target_of(parameter).name
-        return self._host.uses[name] + sum(stack.uses for target, stack in self._stacks if target.name == name) == 1
+        """Whether the calls of the model for a loss used the parameter once."""
+        return self._host.uses[self.target_of(parameter).name] == 1
 
     def target_of(self, parameter: nn.Parameter) -> Target:
         """Return a trained parameter with its name."""
         return self._targets[id(parameter)]
-
-    def begin_uses(self) -> None:
-        """Forget the uses that were counted."""
-        self._host.uses.clear()
-        for _, stack in self._stacks:
-            stack.uses = 0
 
     def touches(self, module: nn.Module) -> bool:
         """Whether a module has another forward than before."""
@@ -319,7 +309,7 @@ class Ladder:
         for rule in self._experts:
             rule.remove()
         self._undo, self._tapped, self.splits = {}, {}, {}
-        self.copied, self._experts, self._stacks = [], [], []
+        self.copied, self._experts = [], []
 
 
 def _tap(holder: Holder) -> tuple[type[nn.Module], dict[str, Site]] | None:

@@ -156,14 +156,6 @@ class ExpertsRule:
         rule = _ATTACHED.get(module)
         return rule if rule is not None and rule.host is host else cls(path, module, host)
 
-    def counted(self) -> Iterator[tuple[Target, Stack]]:
-        """Yield each trained parameter with its stack, which counts its uses."""
-        for stack in self.stacks.values():
-            of_adapters = (target for adapter in stack.adapters for target in (adapter.down, adapter.up))
-            for target in (stack.matrices, *of_adapters, stack.biases):
-                if target is not None:
-                    yield target, stack
-
     def remove(self) -> None:
         """Detach: the module is computed as before."""
         module = self._module()
@@ -178,19 +170,19 @@ _ATTACHED: weakref.WeakKeyDictionary[nn.Module, ExpertsRule] = weakref.WeakKeyDi
 
 @dataclass
 class Stack:
-    """What is trained of one stack of matrices, and how often the calls of the model used it."""
+    """What is trained of one stack of matrices."""
 
     matrices: Target | None = None
     biases: Target | None = None
     adapters: list[LoraFactors] = field(default_factory=list)
-    uses: int = 0
 
     def tap(self, module: Any, call: Call, output_SP: Tensor, x: Tensor, of_tokens: bool, route: Route) -> Tensor:
         """Tap a product with the stack, biases included, in a call of the model; slots are sorted by expert.
 
         ``x`` is the input of each slot (S, D), or of each token (N, D).
         """
-        self.uses += call.host.in_forward
+        of_adapters = (target for adapter in self.adapters for target in (adapter.down, adapter.up))
+        call.count(self.matrices, self.biases, *of_adapters)
         if not torch.is_grad_enabled():
             return output_SP
         with torch.no_grad():

@@ -34,7 +34,7 @@ _MAX_TERMS = 128  # of an inner product that are added in one go; at 512, a sing
 _STRIP = 128  # tokens of a symmetric product that are formed together
 # Tensors up to this size are copied next to each other for one product: above it the copy costs more than launches.
 _SMALL = 1 << 16
-_MAX_COPIED = 1 << 19  # entries of wide tensors whose parts become one product
+_MAX_COPIED = 1 << 18  # entries of wide tensors whose parts become one product
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -37,7 +37,8 @@ def held(use: Use, rows: Rows, norm_method: NormMethod) -> Contribution:
 
 def is_instance(use: Outer | Lookup | HeadUse | Routed, rows: Rows, norm_method: NormMethod) -> bool:
     """Whether a use is held as the gradients of the units, see `NormMethod.holds_instance`."""
-    on_cpu = isinstance(use, Outer) and use.grad.device.type == "cpu"
+    # Small ones are stacked, and their time is not that of operations.
+    on_cpu = isinstance(use, Outer) and use.grad.device.type == "cpu" and not kernels.is_small(use.input)
     return norm_method.holds_instance(use.factor_bytes(), use.instance_bytes(rows), on_cpu)
 
 

@@ -140,7 +140,7 @@ class TappedModel:
         self._settle_once(args, kwargs, again=first and self._check.begin_loss())
         if first:
             self.blocks.attach()
-            self.ladder.begin_uses()
+            self.uses.clear()
         self._uses_before = self.uses.copy()
         self._unseen.clear()
         self.start(self.calls.rows or 1)
