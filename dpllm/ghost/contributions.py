@@ -435,10 +435,7 @@ class StackedOuter:
             x_SUTD, grad_SUTP = (x.masked_fill(factor_SU11 == 0, 0) for x in (x_SUTD, grad_SUTP))
         x_SND, grad_SNP = (x_SUTD * factor_SU11).flatten(1, 2), grad_SUTP.flatten(1, 2)
         left, right, dim = (x_SND, grad_SNP, 1) if self.input_side == "left" else (grad_SNP, x_SND, 0)
-        totals = torch.bmm(left.mT, right).unbind()
-        if len(self.widths) == 1:
-            return {key: total for (key,), total in zip(self.keys, totals, strict=True)}
-        parts = itertools.chain(*(total.split(self.widths, dim) for total in totals))
+        parts = itertools.chain(*(total.split(self.widths, dim) for total in torch.bmm(left.mT, right).unbind()))
         return dict(zip(self.parameters, parts, strict=True))
 
 
@@ -478,10 +475,8 @@ def stacked(
             continue
         for start in range(0, len(products), most):
             some = products[start : start + most]
-            inputs, grads = (
-                [uses[keys[0]].input for keys in some],
-                [uses.pop(key).grad for keys in some for key in keys],
-            )
+            inputs = [uses[keys[0]].input for keys in some]
+            grads = [uses.pop(key).grad for keys in some for key in keys]
             if len(widths) == 1:
                 both = _stack(inputs), _stack(grads)
             else:
