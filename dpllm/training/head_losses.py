@@ -45,7 +45,7 @@ def formula_of(config: Any) -> LogitFormula:
 
     >>> import types
     >>> formula_of(types.SimpleNamespace(logits_scaling=8.0, final_logit_softcapping=30.0))
-    LogitFormula(scale=0.125, cap=30.0)
+    LogitFormula(scale=0.125, cap=30.0, smoothing=0.0)
     """
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
 
