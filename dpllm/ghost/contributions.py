@@ -11,7 +11,8 @@ once as a matrix product. A layer's rule describes a use as one of
 * `RowGradients`: the gradient of each row                  biases, norms, and anything else.
 
 A use is kept as its factors, or as an `Instance`, the gradient of each *unit*, where that takes no more memory (LoRA
-factors, narrow layers, units with many rows). `add_weighted_` forms the clipped sum; norms: `dpllm.ghost.norms`.
+factors, narrow layers, units with many rows), or little more on a CPU (`NormMethod.holds_instance`). `add_weighted_`
+forms the clipped sum; norms: `dpllm.ghost.norms`.
 
 Shape suffixes: B rows, U units, T tokens, L and R the two dimensions of a weight, G units that have equally many rows,
 N rows of each of them.

@@ -238,7 +238,13 @@ class Sum:
         return total
 
     def add_(self, value: Tensor, alpha: float = 1.0) -> None:
-        """Add alpha times a tensor, which stays as it is."""
+        """Add alpha times a tensor, which stays as it is.
+
+        Raises:
+            GhostError: it has another shape; PyTorch would resize an empty sum for it, or broadcast.
+        """
+        if value.shape != self._like[0]:
+            raise GhostError(f"A sum of shape {tuple(self._like[0])} cannot take a gradient of {tuple(value.shape)}")
         if self.is_empty:
             torch.mul(value, alpha, out=self.total)
             self.is_empty = False

@@ -159,17 +159,17 @@ class UnitClipper(abc.ABC):
         if grad is not None and grad.dtype == dtype:
             self.add_clipped_sum_(parameter, Sum.onto(grad))
             return
-        total_ = self._formed(parameter) if grad is None else None
-        if total_ is None or total_.dtype != dtype or not total_.is_contiguous():
+        gradient = self._formed(parameter) if grad is None else None
+        if gradient is None or gradient.dtype != dtype or not gradient.is_contiguous():
             total = Sum(parameter.shape, dtype, parameter.device) if grad is None else Sum.onto(grad.to(dtype))
-            if total_ is not None:
-                total.take_(total_)
+            if gradient is not None:
+                total.take_(gradient)
             self.add_clipped_sum_(parameter, total)
-            total_ = total.filled()
+            gradient = total.filled()
         if parameter.grad_dtype != dtype:
             parameter.grad = None
             parameter.grad_dtype = dtype
-        parameter.grad = total_.detach()  # of a sum of several: may be written to in place with gradients on
+        parameter.grad = gradient.detach()  # of a sum of several: may be written to in place with gradients on
 
     def _formed(self, parameter: nn.Parameter) -> Tensor | None:
         """Return a parameter's clipped sum, once, where nothing has to be added to it; None: `add_clipped_sum_`."""

@@ -80,7 +80,7 @@ def test_gradients_can_be_set_to_zero_after_ctrl_c(passes):
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("none left"), KeyboardInterrupt()], ids=repr)
 def test_a_sum_that_was_added_in_part_is_not_added_again(error):
     """Whichever operation it broke off at: the second attempt is exact, or an error until ``.grad`` is empty."""
-    model, x, refused = Net(), torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(1)), 0
+    model, x, refused = nn.Sequential(Net(), nn.Linear(1, 2)), torch.randn(3, 2, 4, generator=torch.manual_seed(1)), 0
     clipper = GhostClipper(model, 0.1)
 
     def backward():
@@ -105,7 +105,7 @@ def test_a_sum_that_was_added_in_part_is_not_added_again(error):
             model.zero_grad()
             backward()
         torch.testing.assert_close(flat(model), expected)
-    assert number > 50 and refused >= 3  # between the additions of four parameters
+    assert number > 50 and refused > 3
 
 
 def test_models_that_share_a_parameter_are_clipped_apart():

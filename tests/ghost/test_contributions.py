@@ -143,7 +143,7 @@ def test_the_cheaper_form_is_held():
     """A LoRA factor is held as an instance, a wide layer as its two factors, except for a unit with many rows."""
     rows = Rows.of(torch.arange(2), 2)
     narrow = Outer(torch.zeros(2, 64, 4), torch.zeros(2, 64, 512), "right")
-    wide = Outer(torch.zeros(2, 64, 250), torch.zeros(2, 64, 251), "right")
+    wide = Outer(torch.zeros(2, 64, 128), torch.zeros(2, 64, 129), "right")
     assert isinstance(held(narrow, rows, NormMethod()), Instance) and isinstance(held(wide, rows, NormMethod()), Outer)
     assert isinstance(held(wide, rows, NormMethod(algorithm="instance")), Instance)
     assert isinstance(held(narrow, rows, NormMethod(algorithm="gram")), Outer)

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is first imported
 
-from dpllm import GhostClipper
+from dpllm import GhostClipper, GhostError
 from dpllm.engines import SingleProcess
 from dpllm.ghost import NormMethod, triton_launch
 from dpllm.ghost.sums import Sum
@@ -125,3 +125,16 @@ def test_the_kernel_makes_the_gradient_that_separate_passes_make(microbatches, u
     assert first.dtype == later.dtype == torch.bfloat16
     # The interpreter cuts bfloat16 off, PyTorch rounds to nearest.
     torch.testing.assert_close(later.float(), first.float(), rtol=2**-7, atol=1e-6)
+
+
+@kills("a sum takes the shape of what is added", "dpllm/ghost/sums.py", "if value.shape != self._like[0]:", "if False:")
+@pytest.mark.parametrize("empty", [True, False])
+@pytest.mark.parametrize("add", ["add_", "take_"])
+def test_a_gradient_of_another_shape_is_refused(add, empty):
+    """Transposed, or of one row: an empty sum was resized for it."""
+    for shape in ((3, 2), (3,)):
+        total = Sum(torch.Size((2, 3)), torch.float32, torch.device("cpu"))
+        if not empty:
+            total.add_(torch.ones(2, 3))
+        with pytest.raises(GhostError, match="shape"):
+            getattr(total, add)(torch.ones(shape))
