@@ -262,8 +262,9 @@ class Outer:
         x = self.input
         return x.data_ptr(), x.shape, x.stride(), x.dtype
 
+    @functools.cached_property
     def like(self) -> tuple:
-        """Return a key that is equal for uses of equal shapes and dtypes on one device."""
+        """A key that is equal for uses of equal shapes and dtypes on one device."""
         left, right = self.left_BTL, self.right_BTR
         return left.shape, right.shape, left.dtype, right.dtype, left.device
 
@@ -463,7 +464,7 @@ def stacked(
     alike: dict[tuple, list[tuple[int, ...]]] = {}
     for keys in sharing.values():
         first, widths = uses[keys[0]], tuple([uses[key].grad.shape[2] for key in keys])
-        alike.setdefault((*first.like(), first.input_side, widths), []).append(tuple(keys))
+        alike.setdefault((*first.like, first.input_side, widths), []).append(tuple(keys))
     stacks = []
     for (*_, input_side, widths), products in alike.items():
         first = uses[products[0][0]]

@@ -1,8 +1,9 @@
 """Taps for layers of PEFT that compute with a trained parameter in a way of their own.
 
 Without them the layers run row by row, which costs as many launches as there are rows and does not work for packed
-rows. A layer runs PEFT's own forward with the parameter detached, and a tap adds the parameter's gradient. Whether that
-is exact is decided by value (`dpllm.ghost.weights_check`).
+rows. A layer runs PEFT's own forward with the parameter detached, and a tap adds the parameter's gradient. Layers of
+LoRA would not need one of their own, but one tap for both factors costs the host half as much as two. Whether a tap is
+exact is decided by value (`dpllm.ghost.weights_check`).
 
 Sources: PEFT's ``peft_model.py``, and under ``tuners/`` ``lora/dora.py`` and the ``layer.py`` of ``lora``,
 ``ia3``, ``vera`` and ``trainable_tokens``. Classes are recognised by name: PEFT need not be installed.
@@ -22,7 +23,23 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dpllm.ghost import kernels
-from dpllm.ghost.taps import LINEAR, Call, LinearSite, Site, SpreadSite, TableSite, Target, active, subclass, tap_output
+from dpllm.ghost.taps import (
+    LINEAR,
+    Call,
+    Hand,
+    LinearSite,
+    Site,
+    SpreadSite,
+    TableSite,
+    TapLinear,
+    Target,
+    active,
+    apply_of,
+    is_hooked,
+    saved_by,
+    subclass,
+    tap_output,
+)
 
 _OF_VERA = ("vera_lambda_b", "vera_lambda_d")
 _CASTS = (Tensor.to, Tensor.type, Tensor.float)
@@ -44,12 +61,76 @@ def tap(module: Any, trained: Callable[[Any], Target | None]) -> tuple[type[nn.M
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Call PEFT's method, tapped in a call of the model."""
-        peft, call = getattr(kind, method), active(self)
+        peft = getattr(kind, method)
+        call = None if torch.compiler.is_compiling() else active(self)
         if call is None or not torch.is_grad_enabled() or getattr(self, "disable_adapters", None) is True:
             return peft(self, *args, **kwargs)
         return function(self, call, peft, *args, **kwargs)
 
     return subclass(kind, way, None, **{method: run}), sites
+
+
+class _LoraTap(torch.autograd.Function):
+    """y = y' + s B A x, of which x, A x and the gradients of A x and B A x are handed over."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, base: Tensor, x: Tensor, a: Tensor, b: Tensor, anchor: Tensor, hand: Hand, scaling: float
+    ) -> Tensor:
+        low = LINEAR(x, a)
+        ctx.hand, ctx.scaling = hand, scaling
+        ctx.save_for_backward(x, low, a, b)
+        return (base + LINEAR(low, b) * scaling).to(base.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, low, a, b = saved_by(ctx)
+        grad_high = grad.to(low.dtype) * ctx.scaling
+        grad_low = grad_high @ b
+        grad_x = grad_low @ a if ctx.needs_input_grad[1] else None
+        ctx.hand.receive(ctx.hand, grad_high, low, grad_low, x)
+        return grad if ctx.needs_input_grad[0] else None, grad_x, None, None, None, None, None
+
+
+_lora_tap = apply_of(_LoraTap)
+
+
+def _lora(self: Any, call: Call, peft: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Compute y = W x + s B A x with one tap for A and B, whose own taps serve where PEFT computes something else."""
+    layers, names = self._modules, self.active_adapters  # by `nn.Module.__getattr__` they are slow
+    lows, highs = layers["lora_A"]._modules, layers["lora_B"]._modules
+    name = names[0] if len(names) == 1 else None
+    if args or kwargs or name not in lows or self.merged or name in self.lora_variant:
+        return peft(self, x, *args, **kwargs)
+    low, high, dropout = lows[name], highs[name], layers["lora_dropout"]._modules[name]
+    a, b = _weight_of(low), _weight_of(high)
+    if a is None or b is None:
+        return peft(self, x)
+    site_a, site_b, dtype, base = low._tap_site, high._tap_site, a.dtype, layers["base_layer"](x)
+    if type(dropout) is not nn.Identity:
+        x = dropout(x if x.dtype == dtype else call.cast(x, dtype))
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = call.autocast = torch.get_autocast_dtype(x.device.type)
+        a, b = a.to(dtype), b.to(dtype)
+    if x.dtype != dtype:
+        x = call.cast(x, dtype)
+    call.count(site_a.weight, site_b.weight)
+    if x.shape[0] != call.rows:
+        call.note(x.shape, site_a.weight, site_b.weight)
+
+    def receive(hand: Hand, grad_high: Tensor, low: Tensor, grad_low: Tensor, x: Tensor) -> None:
+        site_b.receive(hand, grad_high, low)
+        site_a.receive(hand, grad_low, x)
+
+    y: Tensor = _lora_tap(base, x, a, b, call.anchor, Hand(call, receive), self.scaling[name])
+    return call.poison(y)
+
+
+def _weight_of(layer: Any) -> Tensor | None:
+    """Return the weight of a layer that computes x W^T with its own tap and nothing else, detached."""
+    weight = layer._parameters["weight"]
+    is_plain = type(layer).forward is TapLinear.forward and not is_hooked(layer) and layer._parameters["bias"] is None
+    return weight.detach() if is_plain and layer._tap_site.serves(weight, None) else None
 
 
 @contextlib.contextmanager
@@ -200,6 +281,7 @@ def _named_vectors(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 _LAYERS = {
+    "peft.tuners.lora.layer.Linear": "lora",
     "peft.tuners.lora.dora.DoraLinearLayer": "dora",
     "peft.tuners.ia3.layer.Linear": "ia3",
     "peft.tuners.vera.layer.Linear": "vera",
@@ -208,6 +290,7 @@ _LAYERS = {
 }
 _WAYS: dict[str, tuple[str, Callable[..., Any], Callable[[Any, Any], dict[str, Site] | None]]] = {
     "prompts": ("get_prompt", _prompts, lambda module, trained: {} if hasattr(module, "prompt_encoder") else None),
+    "lora": ("forward", _lora, lambda module, trained: {} if hasattr(module, "lora_variant") else None),
     "dora": ("forward", _dora, lambda module, trained: _vectors(module._parameters.items(), trained)),
     "ia3": ("forward", _ia3, lambda module, trained: _vectors(module.ia3_l.items(), trained)),
     "vera": ("forward", _vera, lambda module, trained: _vectors(_named_vectors(module), trained)),

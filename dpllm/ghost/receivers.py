@@ -88,7 +88,7 @@ class Pass:
 
     def _is_small(self, use: Outer) -> tuple[bool, bool]:
         """Return `Outer.is_small`, and whether it is then held as an instance; asked once for uses of equal shapes."""
-        key = use.like()
+        key = use.like
         if (known := self._small.get(key)) is None:
             is_small = use.is_small(self.rows)
             known = self._small[key] = is_small, is_small and is_instance(use, self.rows, self.norm_method)
@@ -117,7 +117,7 @@ class Pass:
             first = merged[0]
             if isinstance(first, Outer) and len(merged) == 1:
                 if self._is_small(first)[1]:
-                    products.setdefault((group, *first.like()), {})[key] = first
+                    products.setdefault((group, *first.like), {})[key] = first
                 else:
                     outers[key] = first
             elif isinstance(first, Instance) and first.is_small:

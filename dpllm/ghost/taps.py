@@ -293,7 +293,12 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, is_transposed: bool)
     return torch.ops.aten._unsafe_view(y, y.shape)  # the model may write to it in place
 
 
-def _saved(ctx: Any) -> tuple[Tensor, ...]:
+def saved_by(ctx: Any) -> tuple[Tensor, ...]:
+    """Return the saved tensors of a tap.
+
+    Raises:
+        NoRuleError: the model wrote to one of them.
+    """
     try:
         return ctx.saved_tensors
     except RuntimeError as error:
@@ -319,7 +324,7 @@ class _OuterTap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         hand, grad_x = ctx.hand, None
-        x, *weights = _saved(ctx)
+        x, *weights = saved_by(ctx)
         if ctx.needs_input_grad[0]:
             weight = weights[0] if weights else hand.weight.detach().to(x.dtype)
             grad_x = grad @ (weight.mT if ctx.is_transposed else weight)
@@ -343,18 +348,18 @@ class _Tap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
-        saved = _saved(ctx)
+        saved = saved_by(ctx)
         if grad is not None:  # of a function without a derivative for the parameter, which then counts as untrained
             ctx.hand.receive(ctx.hand, grad, *saved)
         return grad if ctx.needs_input_grad[0] else None, None, None, None, *(None for _ in saved)
 
 
-def _apply(function: Any) -> Any:
+def apply_of(function: Any) -> Any:
     """`Function.apply` without its search for transforms of torch.func, which takes as long as the rest of a tap."""
     return super(torch.autograd.Function, function).apply
 
 
-_outer, _tap, sink = _apply(_OuterTap), _apply(_Tap), _apply(Sink)
+_outer, _tap, sink = apply_of(_OuterTap), apply_of(_Tap), apply_of(Sink)
 
 
 def tap_output(
@@ -586,6 +591,18 @@ Site = LinearSite | TableSite | SpreadSite
 
 
 # --------------------------------------------------------------------------------------------------- classes
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether calling a module does more than its class's forward."""
+    held = module.__dict__
+    return bool(
+        held["_forward_pre_hooks"]
+        or held["_forward_hooks"]
+        or held["_backward_pre_hooks"]
+        or held["_backward_hooks"]
+        or "forward" in held
+    )
 
 
 def active(module: Any) -> Call | None:

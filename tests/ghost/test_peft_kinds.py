@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import types
 import warnings
 
 import peft
@@ -16,7 +17,8 @@ from dpllm.ghost import NormMethod
 from dpllm.models.losses import per_sequence_loss
 from dpllm.models.packing import attention_by_row
 from tests.conftest import tiny_llama_config
-from tests.ghost.loop import assert_is_the_loop, perturbed
+from tests.ghost.loop import assert_is_the_loop, perturbed, row_gradients
+from tests.mutations import kills
 
 pytestmark = [
     # A name that transformers 5.24 renamed, in PEFT; PyTorch's own, about FRoD's sparse matrices.
@@ -213,6 +215,90 @@ def test_a_magnitude_of_zero():
 def test_tokens_of_a_tied_head():
     """The head computes with the trained tokens as well."""
     assert_is_the_loop(adapted(lora(trainable_token_indices=TOKENS), tie_word_embeddings=True), losses, batch())
+
+
+def several_adapters(model):
+    """Two adapters at once, as PEFT's tuner allows."""
+    model.add_adapter("second", lora(r=3))
+    model.base_model.set_adapter(["default", "second"])
+
+
+def frozen_a(model):
+    """Train the factors B alone (FFA-LoRA)."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_B" in name)
+
+
+def hooked(model):
+    """A factor's output is changed by a hook."""
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    layer.lora_A["default"].register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def own_forward(model):
+    """A factor has another forward than its class."""
+    factor = model.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"]
+    factor.forward = types.MethodType(lambda self, x: torch.tanh(torch.nn.Linear.forward(self, x)), factor)
+
+
+CHANGED = (several_adapters, frozen_a, hooked, own_forward)
+
+
+@pytest.mark.parametrize("change", CHANGED, ids=[change.__name__ for change in CHANGED])
+def test_lora_layers_that_compute_something_else(change):
+    """One tap for both factors serves the usual layer only."""
+    model = adapted(lora())
+    change(model)
+    assert_is_the_loop(perturbed(model), losses, batch())
+
+
+@kills("a hook on a factor is passed by", "dpllm/ghost/peft_taps.py", " and not is_hooked(layer)", "")
+def test_a_hook_that_comes_after_the_first_step():
+    """On a factor of LoRA, it runs and its gradient counts."""
+    model = adapted(lora())
+    clipper = GhostClipper(model, 1e6)
+    clipper.backward(losses(model, batch()))
+    hooked(model)
+    model.zero_grad()
+    norms = clipper.backward(losses(model, batch())).norms
+    clipper.remove()
+    rows = row_gradients(model, losses, batch())
+    torch.testing.assert_close(norms.double(), rows.norm(dim=1), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["adapters in float32", "all in bfloat16"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_lora_in_16_bits_is_plain_autograd(dtype, autocast, dropout):
+    """Of one row, with the same mask of dropout: the gradients of ordinary training, and its loss to the last bit."""
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(tiny_llama_config(use_cache=False)).bfloat16()
+    model = get_peft_model(model, lora(lora_dropout=dropout), autocast_adapter_dtype=dtype == torch.float32).train()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter += 0.05 * torch.randn_like(parameter) if "lora_B" in name else 0
+
+    def loss():
+        torch.manual_seed(5)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            logits = model(input_ids=IDS[:1]).logits
+        return per_sequence_loss(logits.float(), IDS[:1])
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    plain = loss()
+    plain.sum().backward()
+    gradients = [p.grad.float() for p in trained]
+    model.zero_grad()
+    clipper = GhostClipper(model, 1e6)
+    clipper.backward(loss())  # it also compares the taps with the model
+    model.zero_grad()
+    private = loss()
+    clipper.backward(private)
+    assert not clipper.row_by_row
+    clipper.remove()
+    assert torch.equal(private, plain)
+    for parameter, gradient in zip(trained, gradients, strict=True):
+        torch.testing.assert_close(parameter.grad.float(), gradient, rtol=0.02, atol=0.01 * float(gradient.norm()))
 
 
 def mixtral():
