@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import math
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Never, TypedDict
 
 import torch
 from transformers import Trainer, TrainingArguments
 from transformers.optimization import get_scheduler
 
-from dpllm.config import ConfigError, PrivacyConfig, nearest
+from dpllm.config import ConfigError, PrivacyConfig, nearest, read_section
 from dpllm.config.extras import require
 from dpllm.config.train_values import OWN, check_arguments, check_train
+from dpllm.config.values import shown
 from dpllm.data.units import UnitIndex
 from dpllm.engines import private_config
 from dpllm.mechanism.parts import Spec
@@ -318,3 +320,89 @@ def num_private_steps(args: TrainingArguments, privacy: PrivacyConfig, populatio
     if args.max_steps > 0:
         return args.max_steps
     return math.ceil(args.num_train_epochs * population / privacy.expected_batch_size)
+
+
+def read_privacy(privacy: Any) -> PrivacyConfig:
+    """Return the privacy guarantee of a Trainer, from an object or from the keys of a recipe's section ``privacy``.
+
+    Raises:
+        ConfigError: there is none, or it is of another kind; a key is unknown, missing or unusable.
+    """
+    if isinstance(privacy, PrivacyConfig):
+        return privacy
+    if isinstance(privacy, Mapping):
+        return read_section(PrivacyConfig, privacy, "DPTrainer", "privacy")
+    given = "missing" if privacy is None else f"of type {type(privacy).__name__}"
+    raise ConfigError(
+        f"privacy is {given}: pass dpllm.PrivacyConfig(target_epsilon=..., clip_norm=..., expected_batch_size=...), or "
+        "these as a dictionary"
+    )
+
+
+def require_arguments(args: Any) -> TrainingArguments:
+    """Return the arguments of a Trainer.
+
+    Raises:
+        ConfigError: there are none, or they are of another kind.
+    """
+    if isinstance(args, TrainingArguments):
+        return args
+    given = "missing" if args is None else f"of type {type(args).__name__}"
+    raise ConfigError(
+        f"args is {given}: pass transformers.TrainingArguments(output_dir=..., max_steps=...); model, ledger and "
+        "report go into output_dir"
+    )
+
+
+class Unknown(TypedDict, total=False):
+    """Arguments of other Trainers, and of earlier releases, that `DPTrainer` answers with a remedy."""
+
+    tokenizer: Never
+    formatting_func: Never
+    dataset_text_field: Never
+    max_seq_length: Never
+    packing: Never
+
+
+_REMEDIES = {
+    "tokenizer": "pass it as processing_class",
+    "formatting_func": "apply it before: train_dataset.map(lambda row: {'text': formatting_func(row)})",
+    "max_seq_length": "its name is max_length, an option of SFTConfig; for DPTrainer data={'max_length': ...}",
+    "packing": "pass pack_rows=True, which keeps the rows of a microbatch apart",
+}
+
+
+def refuse_unknown(given: Iterable[str], trainer: type, args: Any) -> None:
+    """Refuse arguments that a Trainer does not have, and say where each belongs.
+
+    Args:
+        given: their names.
+        trainer: the class that was called.
+        args: of the training, or None.
+
+    Raises:
+        TypeError: there is one.
+    """
+    for name in given:
+        options = {field.name for field in dataclasses.fields(args)} if isinstance(args, TrainingArguments) else set()
+        if name in _REMEDIES:
+            remedy = _REMEDIES[name]
+        elif name in options:
+            remedy = f"it is an option of {type(args).__name__}: pass it in args"
+        else:
+            remedy = f"leave it out{nearest(name, inspect.signature(trainer).parameters)}".removesuffix(".")
+        raise TypeError(f"{trainer.__name__} has no argument {name!r}: {remedy}")
+
+
+def require_functions(**given: Any) -> None:
+    """Check the arguments of a Trainer that it calls, before any of them is called.
+
+    Args:
+        given: by name; None: not given.
+
+    Raises:
+        ConfigError: one cannot be called.
+    """
+    for name, one in given.items():
+        if one is not None and not callable(one):
+            raise ConfigError(f"{name} is {shown(one)}, which cannot be called: pass a function, or leave {name} out")

@@ -177,8 +177,8 @@ class DPDPOTrainer(DPTrainer):
             raise ConfigError('head="chunks" is for losses of single texts, not of pairs. Leave it out')
         return PairLosses(self.loss)
 
-    def _note_outlets(self, ledger: SharedLedger) -> None:
-        super()._note_outlets(ledger)
+    def _note_outputs(self, ledger: SharedLedger) -> None:
+        super()._note_outputs(ledger)
         ledger.append_fact(LOSS_FACT, self.loss.words())
         ledger.append_fact(REFERENCE_FACT, self._reference_words)
         for point in [*self._reference_points, *([SHARED_PROMPTS] if self._shares_prompts else [])]:

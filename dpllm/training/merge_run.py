@@ -28,8 +28,8 @@ from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.report.model_card import add_released
 from dpllm.report.statement import notes_in, write_report
 from dpllm.report.verify import verify
-from dpllm.training.outlets import StartingModel
 from dpllm.training.public_stage import start_in
+from dpllm.training.trainer_outputs import StartingModel
 
 ADAPTER_FILE = "adapter_config.json"
 

@@ -605,6 +605,11 @@ class PrivateRun:
         return None if self._attached is None else self._attached.independence.last
 
     @property
+    def is_complete(self) -> bool:
+        """Whether all steps of all starts are charged."""
+        return self.ledger.num_steps >= self.steps_planned
+
+    @property
     def is_main(self) -> bool:
         """Return whether this process writes the files."""
         return self.processes.is_main

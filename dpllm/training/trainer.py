@@ -8,16 +8,16 @@ callbacks, checkpoints and ``max_steps`` therefore count private steps.
 from __future__ import annotations
 
 import contextlib
-import functools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Unpack
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 from transformers import (
-    GenerationConfig,
+    PreTrainedTokenizerBase,
     ProgressCallback,
     TrainerCallback,
     TrainerControl,
@@ -31,67 +31,55 @@ from dpllm.config import ConfigError, PrivacyConfig, refuse_drawn_pieces
 from dpllm.config.model_values import HEADS
 from dpllm.config.output_folder import REPORTS, check_output_folder
 from dpllm.config.values import choice
-from dpllm.data.lengths import refuse_other_classes
+from dpllm.data.chat import ChatTemplate
+from dpllm.data.lengths import input_of, refuse_other_classes
 from dpllm.data.own_rows import refuse_own_rows
-from dpllm.data.raw_rows import read_keys
-from dpllm.data.units import UnitIndex
-from dpllm.engines import whole_state
+from dpllm.data.raw_rows import LONGEST, RowMaker, is_raw, is_stored, read_keys
+from dpllm.data.records import chats_in
+from dpllm.engines.deepspeed_checkpoint import complete_load, prepare_to_load
+from dpllm.engines.fragments import require_whole_saves
 from dpllm.engines.processes import Processes
-from dpllm.engines.weights import require_finite
+from dpllm.engines.weights import NonfiniteSteps, require_finite
 from dpllm.ghost import GhostClipper, NormMethod
-from dpllm.mechanism.averages import LAST_FOLDER
 from dpllm.mechanism.limits import NOISE_MEMORIES
-from dpllm.models.ended import note_changes
-from dpllm.models.given import GivenModel
-from dpllm.models.merging import MERGED_FOLDER, merged
+from dpllm.models.given import GivenModel, names_of_classes
+from dpllm.models.inputs import num_positions
 from dpllm.models.packing import refuse_unpackable
 from dpllm.models.start_weights import WeightSample
 from dpllm.models.starting_point import check_start, edited_start, refuse_changed_start, refuse_steering
 from dpllm.models.tasks import RowLoss, default_row_loss, task_of
-from dpllm.models.writing import complete_generation_config
-from dpllm.privacy.accounting import epsilon
-from dpllm.privacy.checkpoints import (
-    STAGING_FOLDER,
-    CheckpointError,
-    checkpoint_folder,
-    discard_staging,
-    prepare_staging,
-    rotate,
-    saving,
-    staging_folder,
-)
-from dpllm.privacy.identity import note_release, refuse_other_run, snapshot
+from dpllm.models.writing import also_end_with, complete_generation_config
+from dpllm.privacy.identity import COMPLETED, STOPPED_AT_BUDGET
 from dpllm.privacy.ledger import read_ledger
-from dpllm.privacy.plan import PrivacyPlan
-from dpllm.report.model_card import keep_own_card
-from dpllm.report.statement import ReleaseNotes, privacy_report
+from dpllm.privacy.not_for_release import DIAGNOSTICS_FILE
+from dpllm.report.statement import ReleaseNotes, write_report
 from dpllm.training.advice import advice
 from dpllm.training.argument_table import ARGUMENTS, Argument
-from dpllm.training.arguments import compile_options, refuse_changed
-from dpllm.training.averaging import checked_average
-from dpllm.training.corrected_adamw import optimizer_for
-from dpllm.training.fetching import refuse_ignored
-from dpllm.training.head_losses import HeadLosses
-from dpllm.training.noted import PrivateSources, own_parts, tokens_of_others
-from dpllm.training.outlets import StartingModel
-from dpllm.training.preflight import refuse_unusable_model
-from dpllm.training.prepared import Prepared, agreed_arguments
-from dpllm.training.restarting import begin_in, checkpoint_to_resume
-from dpllm.training.row_losses import RowLosses
-from dpllm.training.rows_trainer import (
-    RowsTrainer,
+from dpllm.training.arguments import (
     Unknown,
+    compile_options,
     read_privacy,
+    refuse_changed,
     refuse_unknown,
     require_arguments,
     require_functions,
 )
+from dpllm.training.averaging import checked_average
+from dpllm.training.checks.row_sample import refuse_reading
+from dpllm.training.corrected_adamw import optimizer_for
+from dpllm.training.fetching import refuse_ignored, refuse_unreadable
+from dpllm.training.head_losses import HeadLosses
+from dpllm.training.noted import PrivateSources, own_parts, tokens_of_others
+from dpllm.training.preflight import refuse_unusable_model
+from dpllm.training.prepared import Prepared, agreed_arguments
+from dpllm.training.restarting import begin_in, checkpoint_to_resume
+from dpllm.training.row_losses import RowLosses
+from dpllm.training.run import PrivateRun
 from dpllm.training.screen import StepProgress, progress_of
-from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.signals import StopRequest, end_with_the_launcher
-from dpllm.training.trainer_run import LogicalBatches, TrainerRun
+from dpllm.training.trainer_outputs import StartingModel, TrainerOutputs
 from dpllm.training.training_log import LogKeeper
-from dpllm.training.way_out import bytes_to_write, is_whole, rehearse, until_there_is_room
+from dpllm.training.way_out import bytes_to_write, rehearse
 from dpllm.training.workload import UpdateRule
 
 
@@ -202,72 +190,31 @@ class Interrupt(TrainerCallback):
         return self.signal is not None
 
 
-class StagedCheckpoints:
-    """Writes each checkpoint into a staging folder first, and renames it when all processes have written their files.
+logger = logging.get_logger(__name__)
 
-    Attributes:
-        is_writing: whether a checkpoint is being written into the staging folder.
 
-    Args:
-        processes: the processes of the run.
+class LogicalBatches:
+    """The Trainer's data loader: each item is the set of units drawn for one private step.
+
+    One pass is 1/q steps, the number in which every unit is expected to take part once, so that ``epoch`` in the logs
+    keeps its meaning.
     """
 
-    def __init__(self, processes: Processes) -> None:
-        """Begin without a checkpoint."""
-        self._processes = processes
-        self.is_writing = False
+    def __init__(self, run: PrivateRun, dataset: Any) -> None:
+        """Load the draws of this run."""
+        self.dataset, self._run = dataset, run
 
-    def output_dir(self, output: str) -> str:
-        """Return the folder in which the Trainer makes a checkpoint's folder: ``output``, or its staging folder."""
-        return str(Path(output) / STAGING_FOLDER) if self.is_writing else output
+    def __len__(self) -> int:
+        """Steps per expected pass over the units."""
+        return max(1, round(1 / self._run.plan.sampling_rate))
 
-    def write(
-        self,
-        output: Path,
-        step: int,
-        save: Callable[[], None],
-        publish: Callable[[Path, Path], None],
-        limit: int | None,
-    ) -> None:
-        """Save a checkpoint. Called by all processes together.
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        """Draw one pass; the draws of all passes are independent. It ends when all steps are charged."""
+        if self._run.ledger.num_steps >= self._run.steps_planned:
+            return
+        for unit_ids in self._run.draws(len(self)):
+            yield {"unit_ids": torch.from_numpy(unit_ids)}
 
-        Args:
-            output: folder of the run.
-            step: number of the Trainer's step.
-            save: saves this process's files into the staging folder.
-            publish: makes the staging folder the checkpoint; called on rank 0 only.
-            limit: the most checkpoints that are kept. None: all.
-
-        Raises:
-            CheckpointError: a process could not write its files; the staging folder is removed.
-        """
-        self._processes.from_main(lambda: prepare_staging(output, step))
-        failure: CheckpointError | None = None
-        self.is_writing = True
-        try:
-            with saving(output, step):
-                save()
-        except CheckpointError as error:
-            failure = error
-        finally:
-            self.is_writing = False
-        self._processes.from_main(lambda: None)
-        failures = [error for error in self._processes.gather(failure) if error is not None]
-        if failures:
-            self._processes.from_main(lambda: discard_staging(output))
-            raise failures[0]
-
-        def finish() -> None:
-            publish(staging_folder(output, step), checkpoint_folder(output, step))
-            if limit:
-                rotate(output, limit)
-            with contextlib.suppress(OSError):  # not empty: it holds an older checkpoint to be restored
-                (output / STAGING_FOLDER).rmdir()
-
-        self._processes.from_main(finish)
-
-
-logger = logging.get_logger(__name__)
 
 _SEARCH = (
     "Hyper-parameter search trains many models on the private data, and each of them costs privacy. Search on public "
@@ -275,7 +222,7 @@ _SEARCH = (
 )
 
 
-class DPTrainer(RowsTrainer):
+class DPTrainer(TrainerOutputs):
     """Fine-tunes a transformers model with differential privacy.
 
     Guarantee: the released weights (each checkpoint and the final model) satisfy the (ε, δ) of `privacy_report` for
@@ -341,6 +288,10 @@ class DPTrainer(RowsTrainer):
     """What was rehearsed before the first step of the present or the last run, in words."""
     argument_table: ClassVar[Mapping[str, Argument]] = ARGUMENTS
     """The options of ``args`` that this trainer knows; one for a subclass of ``TrainingArguments`` adds its own."""
+    _maker: RowMaker | None = None
+    _made: Sequence[tuple[Any, Any]] = ()  # the data sets of the constructor with the rows that were made of them
+    _checkpoint: Path | None = None  # from which the run continues
+    _nonfinite: NonfiniteSteps  # of the run
 
     def __init__(
         self,
@@ -442,8 +393,6 @@ class DPTrainer(RowsTrainer):
         self._start = StartingModel.of(model)
         self._head_losses: HeadLosses | None = None
         self._losses = self._row_losses(model, compute_loss_func, pack_rows)
-        self._run: TrainerRun | None = None  # of the present or the last train()
-        self._checkpoints = StagedCheckpoints(self.processes)
         self._interrupt = Interrupt(self.processes, lambda: self._run is not None and self._run.is_complete)
         self._log_keeper = LogKeeper(str(args.output_dir))
         super().__init__(
@@ -471,33 +420,6 @@ class DPTrainer(RowsTrainer):
         has_prompt = bool(getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False))
         self._head_losses = HeadLosses(self._head, has_prompt)
         return RowLosses(default_row_loss(model), pack_rows, self._head_losses)
-
-    # -------------------------------------------------- the parts of the run, to read
-
-    @property
-    def privacy(self) -> PrivacyConfig:
-        """The privacy guarantee."""
-        return self._prepared.privacy
-
-    @property
-    def plan(self) -> PrivacyPlan:
-        """The constants of the run."""
-        return self._prepared.plan
-
-    @property
-    def units(self) -> UnitIndex:
-        """The rows of each unit, also if rows are drawn separately."""
-        return self._prepared.units
-
-    @property
-    def processes(self) -> Processes:
-        """All processes of the run."""
-        return self._prepared.processes
-
-    @property
-    def ledger(self) -> SharedLedger | None:
-        """The ledger of the present or the last run. None: `train` has not begun one."""
-        return None if self._run is None else self._run.ledger
 
     @property
     def interrupted_by(self) -> int | None:
@@ -546,16 +468,18 @@ class DPTrainer(RowsTrainer):
             self._refuse_changed_start("in an earlier train() of this trainer" if began else after)
         self._interrupt.forget()
         checkpoint = checkpoint_to_resume(folder, restart.checkpoint, self.processes)
-        if self._run is None or not self._run.is_attached:
+        if not self._is_attached:
             prepared.refuse_unclippable(self._module)
         self._rehearse_way_out(folder, restart.continues)
         ledger = prepared.open_ledger(folder, restart.continues, self.public, self.optimizer)
         with ledger.ended_on_failure():
-            self._note_outlets(ledger)
-            self._run = TrainerRun(prepared, ledger, checkpoint)
-            self.args.max_steps = self._run.private.steps_planned
-            if self.is_deepspeed_enabled:
-                self._run.prepare_to_load(self.accelerator.state.deepspeed_plugin.deepspeed_config)
+            self._note_outputs(ledger)
+            self._run, self._averaging = prepared.run(ledger), prepared.averaging()
+            self._checkpoint, self._steps_began = checkpoint, None
+            self._nonfinite = NonfiniteSteps(self.plan.expected_batch_size)
+            self.args.max_steps = self._run.steps_planned
+            if self.is_deepspeed_enabled and checkpoint:  # for the checkpoint's number of processes
+                prepare_to_load(checkpoint, self.accelerator.state.deepspeed_plugin.deepspeed_config, self.processes)
             if self.privacy.unused_parameters == "freeze":
                 self._freeze_unused()
         with self._interrupt.listening():
@@ -578,7 +502,7 @@ class DPTrainer(RowsTrainer):
             check_output_folder("train.output_dir", folder, REPORTS if continues else new)
             return rehearse(
                 self._module,
-                super(DPTrainer, self)._save,
+                super(TrainerOutputs, self)._save,
                 self.args,
                 self.processing_class,
                 self._merges,
@@ -590,7 +514,7 @@ class DPTrainer(RowsTrainer):
 
     def _freeze_unused(self) -> None:
         with self._losses.attention(self._module):
-            names = self._run_of_now().private.freeze_unused(self._module, self._losses.after(self._prepare_inputs))
+            names = self._run_of_now().freeze_unused(self._module, self._losses.after(self._prepare_inputs))
         if names and self.processes.is_main:
             logger.warning(
                 "No loss reaches %d trainable parameter(s); they are frozen: %s", len(names), ", ".join(names)
@@ -613,7 +537,7 @@ class DPTrainer(RowsTrainer):
                 logger.warning("%s", line)
 
     def _train_to_the_end(
-        self, run: TrainerRun, folder: Path, checkpoint: Path | None, ignore_keys_for_eval: Any
+        self, run: PrivateRun, folder: Path, checkpoint: Path | None, ignore_keys_for_eval: Any
     ) -> TrainOutput:
         reason = "failed"
         try:
@@ -622,32 +546,47 @@ class DPTrainer(RowsTrainer):
                     str(checkpoint) if checkpoint else None, ignore_keys_for_eval=ignore_keys_for_eval
                 )
             require_finite(self._module, self.processes, "Training ended with")
-            run.private.check_before_saving()
-            self._release_average()
-            run.private.end_weights()
-            reason = "interrupted" if self._interrupt.has_ended_run() else run.reason_of_end()
+            run.check_before_saving()
+            if self.averaging is not None:
+                self.attach()  # a resume without a step left has not
+                self.averaging.release()
+            run.end_weights()
+            reason = "interrupted" if self._interrupt.has_ended_run() else self._reason_of_end(run)
             return result
         finally:
             run.detach()
             if self._head_losses is not None:
                 self._head_losses.clipper = None
             if reason in ("failed", "interrupted"):  # what is saved of it are its checkpoints
-                run.end(folder, reason, self.notes)
+                self._end(run, folder, reason)
             else:
-                self._until_there_is_room(lambda: run.end(folder, reason, self.notes), folder)
+                self._until_there_is_room(lambda: self._end(run, folder, reason), folder)
 
-    @property
-    def _module(self) -> nn.Module:
-        model: Any = self.model
-        return model
+    def _reason_of_end(self, run: PrivateRun) -> str:
+        """Return the reason for the ledger why a run ended without an error or a signal."""
+        wanted = self.plan.num_steps_wanted or self.plan.num_steps
+        if run.steps_planned == wanted or not run.is_complete:
+            return COMPLETED  # the ledger says "stopped early" where steps are missing
+        return f"{STOPPED_AT_BUDGET}, after {run.steps_planned} of {wanted} steps"
 
-    def _run_of_now(self) -> TrainerRun:
+    def _end(self, run: PrivateRun, folder: Path, reason: str) -> None:
+        """Note the end and write the report; after a failure, an error here must not hide the first error."""
+        try:
+            run.ledger.append_end(reason, independent=self.privacy.stop == "independent")
+            if run.is_main:
+                write_report(folder, self.plan, read_ledger(run.ledger.path), self.notes, opened=run.ledger)
+        except (OSError, ValueError) as error:
+            if reason != "failed":
+                raise
+            logger.error("the end of the run could not be written: %s", error)
+
+    def _run_of_now(self) -> PrivateRun:
         assert self._run is not None, "train() makes the run"
         return self._run
 
     def get_train_dataloader(self) -> Any:
         """Return the units of each step, drawn by the plan's sampler; each process sees all and takes its share."""
-        return LogicalBatches(self._run_of_now().private, self.train_dataset)
+        return LogicalBatches(self._run_of_now(), self.train_dataset)
 
     def sample_weights(self) -> None:
         """Sample the weights that the Trainer has distributed, before callbacks run."""
@@ -666,162 +605,182 @@ class DPTrainer(RowsTrainer):
         return super().num_examples(dataloader)
 
     def attach(self) -> None:
-        """Hook the model after the Trainer has distributed it, and before the first draw is charged."""
-        if not self._run_of_now().is_attached:
-            self._refuse_changed_start("at the beginning of the training, before the first step")
-            for point in self._start_points:
-                self._run_of_now().ledger.append_open_point(point)
-        loss_of = self._losses.after(self._prepare_inputs)
-        self._run_of_now().attach(
-            self.model_wrapped, self.optimizer, self.is_deepspeed_enabled, loss_of, self.lr_scheduler
-        )
-        clipper = self._run_of_now().private.clipper
-        if self._head_losses is not None and isinstance(clipper, GhostClipper):
-            self._head_losses.clipper = clipper
+        """Hook the model after the Trainer has distributed it, and before the first draw is charged; later once only.
 
-    @property
-    def _steps_began(self) -> float | None:
-        return None if self._run is None else self._run.began
+        The time of the steps is counted from here, after the callbacks at the start of the training.
+        """
+        run, averaging, checkpoint = self._run_of_now(), self.averaging, self._checkpoint
+        if self._is_attached:
+            return
+        self._refuse_changed_start("at the beginning of the training, before the first step")
+        for point in self._start_points:
+            run.ledger.append_open_point(point)
+        self._steps_began = time.time()
+        if self.is_deepspeed_enabled and checkpoint:
+            complete_load(self.model_wrapped, checkpoint, self.processes)
+        if self.is_deepspeed_enabled and averaging is not None:
+            require_whole_saves(self.model_wrapped)
+        loss_of = self._losses.after(self._prepare_inputs)
+        self._prepared.attach(run, self.model_wrapped, self.optimizer, averaging, loss_of, self.lr_scheduler)
+        if averaging is not None and checkpoint:
+            averaging.load(checkpoint)
+        if self._head_losses is not None and isinstance(run.clipper, GhostClipper):
+            self._head_losses.clipper = run.clipper
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Take one private step up to the optimizer; return the mean loss, a diagnostic that is not private."""
+        """Take one private step up to the optimizer; return the mean loss, a diagnostic that is not private.
+
+        Raises:
+            NonfiniteError: no unit has had a finite gradient for half a batch of units.
+            ConfigError, ValueError: see `PrivateRun.step`.
+        """
         del num_items_in_batch
+        run = self._run_of_now()
         model.train()
         with self.compute_loss_context_manager():
-            done = self._run_of_now().step(
-                inputs["unit_ids"].numpy(),
-                self._losses.after(self._prepare_inputs),
-                progress_of(self.callback_handler.callbacks),
+            loss_of, callbacks = self._losses.after(self._prepare_inputs), self.callback_handler.callbacks
+            done = run.step(inputs["unit_ids"].numpy(), loss_of, progress_of(callbacks))
+            self._nonfinite.look(done.num_units, done.num_nonfinite, run.ledger.num_steps)
+        if done.num_divided:
+            logger.warning(
+                "Memory ran out %d time(s), and microbatches were split in half and retried; no step was lost. A "
+                "microbatch has at most %d tokens from now on: set max_tokens_per_microbatch (in a recipe "
+                "microbatch_tokens) to this number in the next run.",
+                done.num_divided,
+                run.max_tokens,
+            )
+        if done.num_nonfinite:
+            logger.warning_once(
+                "Some units have a non-finite gradient and contribute nothing; %s counts them. If the loss "
+                "does not fall, look for "
+                "overflow: a lower learning rate, bf16 instead of fp16 weights.",
+                DIAGNOSTICS_FILE,
             )
         return torch.tensor(done.mean_loss, device=self.args.device)
 
-    # ------------------------------------------------------ ε and the report
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Return the expected logical batch, from which the Trainer computes ``train_samples_per_second``.
 
-    @property
-    def epsilon(self) -> float:
-        """Return ε spent so far at the plan's δ, from the ledger; after `train`, the ε stated by the report."""
-        if self.ledger is None or self.ledger.num_steps == 0:
-            return 0.0
-        if self.plan.selection is not None:
-            return self.plan.epsilon
-        return epsilon(self.ledger.history, self.plan.delta, self.plan.adjacency)
-
-    def privacy_report(self) -> dict[str, Any]:
-        """Return the privacy statement of all steps so far, from the ledger; the same as ``privacy_report.json``."""
-        if self.ledger is None:
-            raise ValueError("There is nothing to report before train(): call it first.")
-        return privacy_report(self.plan, read_ledger(self.ledger.path), self.notes).to_dict()
-
-    # ------------------------------------------------------------------- saving
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model, consolidated, and beside it the plan, the ledger so far, the privacy report and a model card.
-
-        Called by all processes together; rank 0 writes. The model loads in plain transformers, an adapter in plain
-        PEFT. A checkpoint of a fully sharded, fully trained model holds only shards, as set in the accelerate
-        configuration.
+        It is the expected, not the realised, number of units of privacy (of rows, if they are drawn separately). The
+        Trainer's own number counts microbatches.
         """
-        folder = Path(output_dir or str(self.args.output_dir))
-        self._save_with_guarantee(
-            folder, whole=not (_internal_call and self.is_fsdp_enabled and self._shards_suffice())
-        )
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save")
-
-    def _save_whole(self, folder: Path) -> None:
-        self._save_with_guarantee(folder, whole=True)
-
-    def _save_with_guarantee(self, folder: Path, whole: bool) -> None:
-        self.processes.from_main(lambda: refuse_other_run(folder, self.ledger))
-        require_finite(self._module, self.processes, f"{folder} is not written: the model has")
-        if self.args.should_save and (kept := keep_own_card(folder)) is not None:
-            logger.warning(
-                "%s was not written by dpllm; it is kept as %s, and a model card replaces it",
-                folder / "README.md",
-                kept.name,
-            )
-        if self._run is not None:
-            note_changes(self._run.private.weights, self._module, self.ledger, self.processes)
-        before = snapshot(folder) if self.args.should_save else {}
-        # A checkpoint goes on from the weights of its step.
-        with contextlib.nullcontext() if self._checkpoints.is_writing else self.weights_to_release():
-            self._save_weights(folder, whole)
-        if self._keeps_last and not self._checkpoints.is_writing:
-            with self.last_weights():
-                self._save_weights(folder / LAST_FOLDER, whole)
-        together = self._save_merged(folder / MERGED_FOLDER) if self._merges else None
-        if self.ledger is not None and self.args.should_save:
-            if not self._checkpoints.is_writing:  # a checkpoint's manifest names its files
-                note_release(self.ledger, folder, before)
-            if together is not None:
-                note_release(self.ledger, folder / MERGED_FOLDER, {})
-                self._write_guarantee(folder / MERGED_FOLDER, trained=together)
-            self._write_guarantee(folder)
-
-    def _save_merged(self, folder: Path) -> Any:
-        """Write the model with its adapter merged, on rank 0 and not during the training; return it, or None."""
-        if not self.args.should_save or self._run is None or self._run.is_attached:
-            return None
-        with self.weights_to_release():
-            whole = merged(self._module)
-
-        def write() -> None:
-            whole.save_pretrained(folder)
-            if self.processing_class is not None:
-                self.processing_class.save_pretrained(folder)
-
-        self._until_there_is_room(write, folder)
-        return whole
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Write the model's files; at the end of a run, again until the disk has room for them."""
-
-        def save(folder: Path) -> None:  # which takes weights out of the dictionary
-            super(DPTrainer, self)._save(str(folder), None if state_dict is None else dict(state_dict))
-
-        folder = Path(output_dir or str(self.args.output_dir))
-        self._until_there_is_room(lambda: save(folder), folder, save)
-
-    def _until_there_is_room(
-        self, write: Callable[[], None], folder: Path, spare: Callable[[Path], None] | None = None
-    ) -> None:
-        """Write results on this process; while the run still steps, a full disk is an error, as ever."""
-        stepping = self._run is None or self._run.is_attached or self._checkpoints.is_writing
-        if not self.args.should_save or stepping:
-            return write()
-        if spare is None and is_whole(self._module):
-            spare = super()._save  # type: ignore[assignment]
-        until_there_is_room(write, folder, bytes_to_write(self._module, self.args, 0, self._merges), spare)
-
-    def _save_weights(self, folder: Path, whole: bool) -> None:
-        if not self.is_fsdp_enabled:
-            super().save_model(str(folder), _internal_call=True)
-        elif whole:
-            self._save(str(folder), state_dict=whole_state(self._module, self.processes, _is_adapter(self.model)))
-        if self._ends and self.args.should_save and _is_adapter(self.model):  # PEFT saves no such configuration
-            GenerationConfig(eos_token_id=self._ends).save_pretrained(str(folder))
-
-    def _shards_suffice(self) -> bool:
-        kind = str(self.accelerator.state.fsdp_plugin.state_dict_type)
-        return "SHARDED" in kind and not _is_adapter(self.model)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save a checkpoint completely or not at all; see `dpllm.privacy.checkpoints`."""
-        output, step = Path(str(self.args.output_dir)), self.state.global_step
-        require_finite(self._module, self.processes, f"checkpoint-{step} is not written: the model has")
-        run = self._run_of_now()
-        run.private.check_before_saving()
-        save = functools.partial(super()._save_checkpoint, model, trial)
-        self._checkpoints.write(output, step, save, run.publish, self.args.save_total_limit)
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return self._checkpoints.output_dir(super()._get_output_dir(trial))
+        del args
+        return self.plan.expected_batch_size
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Return no estimate: the Trainer's formula needs the tokens of a step, which depend on the secret draw."""
         del inputs
         return 0
 
+    # ------------------------------------------------------------------ raw columns
 
-def _is_adapter(model: Any) -> bool:
-    return isinstance(model, PeftModel)
+    def row_maker(self, model: Any, tokenizer: Any, keys: Mapping[str, Any]) -> RowMaker | None:
+        """Return the object that makes rows of raw columns; None in a trainer that makes its rows itself.
+
+        Args:
+            model: to train.
+            tokenizer: or None.
+            keys: of a recipe's section ``data``.
+        """
+        return RowMaker(
+            tokenizer=tokenizer,
+            task=task_of(model),
+            source=input_of(model, ""),
+            num_labels=getattr(getattr(model, "config", None), "num_labels", None),
+            class_names=names_of_classes(model),
+            longest=num_positions(model) or LONGEST,
+            keys=keys,
+        )
+
+    def _make_rows(self, train: Any, evaluation: Any, privacy: PrivacyConfig, collator: Any) -> tuple[Any, Any]:
+        """Return the rows of the private data and those for evaluation, on all processes together.
+
+        Raises:
+            ConfigError: raw columns cannot be used with a collator of the caller's own.
+            DataError: raw records depend on others that were read before them, or on random numbers.
+        """
+        keep = [privacy.unit_column] if privacy.unit == "user" and privacy.unit_column else []
+        rows = self._rows_of_raw(train, "train_dataset", keep)
+        if collator is not None and is_raw(train, rows):
+            raise ConfigError(
+                "train_dataset has raw columns, which are tokenised and padded here, and a data_collator is given as "
+                "well: leave data_collator out, or tokenise the rows before"
+            )
+        if is_raw(train, rows) and not is_stored(train):
+            Processes().together(lambda: refuse_reading(train.__getitem__, len(train)))
+        self._made = ((train, rows),)
+        held_out = self._rows_of_raw(evaluation, "eval_dataset")
+        several = isinstance(evaluation, Mapping)
+        self._made += tuple((evaluation[key], held_out[key]) for key in evaluation) if several else ()
+        self._made += ((evaluation, held_out),)
+        if self.eval_is_public and is_raw(train, rows):
+            public = [raw for raw, made in self._made[1:] if _is_made_of(raw, made)]
+            Processes().together(lambda: self._note_public_rows(rows, train, public, keep))
+        return rows, held_out
+
+    def _end_with_turns(self, model: Any, tokenizer: Any, rows: Any) -> list[int]:
+        """Have a model that is trained on conversations end its texts where a turn ends.
+
+        The template is described in the log, where it does what people do not expect.
+
+        Returns:
+            The tokens that end a text; none if the rows were made of something else.
+        """
+        made = chats_in(rows)
+        if made is None or not isinstance(tokenizer, PreTrainedTokenizerBase):
+            return []
+        template = ChatTemplate(tokenizer)
+        for note in template.notes(masked=made == "turns") if Processes().is_main else ():
+            logger.warning("%s.", note)
+        end = template.turn_end()
+        return also_end_with(model, [] if end is None else [end])
+
+    def _note_public_rows(self, rows: Any, train: Any, public: Sequence[Any], keep: Sequence[str]) -> None:
+        for raw in public:
+            if self._maker is not None:
+                self._maker.note_public_rows(rows, train, raw, keep)
+
+    def _rows_of_raw(self, dataset: Any, words: str, keep: Sequence[str] = ()) -> Any:
+        """Return rows; those that need no change, names of data sets and None are returned as they are."""
+        if dataset is None or isinstance(dataset, str) or self._maker is None:
+            return dataset
+        for raw, rows in self._made:
+            if dataset is raw or dataset is rows:
+                return rows
+        if isinstance(dataset, Mapping) and words != "train_dataset":
+            return {key: self._rows_of_raw(one, f"{words}[{key!r}]") for key, one in dataset.items()}
+        if words != "train_dataset" and not _has_columns(dataset):
+            return dataset  # a stream, or rows of another kind, as `Trainer` evaluates them
+        refuse_unreadable(dataset, words)
+        maker = self._maker
+        return Processes().together(lambda: maker.rows(dataset, words, keep))
+
+    def _make_later_rows(self) -> None:
+        """Make rows of evaluation data that were set after the constructor."""
+        self.eval_dataset = self._rows_of_raw(self.eval_dataset, "eval_dataset")
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Evaluate as ``Trainer`` does, also on raw columns; the ledger counts it, unless the rows are public."""
+        self._make_later_rows()
+        return super().evaluate(self._rows_of_raw(eval_dataset, "eval_dataset"), ignore_keys, metric_key_prefix)
+
+    def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
+        """Predict as ``Trainer`` does, also on raw columns; the ledger counts it, unless the rows are public."""
+        self._make_later_rows()
+        return super().predict(self._rows_of_raw(test_dataset, "test_dataset"), ignore_keys, metric_key_prefix)
+
+
+def _is_made_of(raw: Any, rows: Any) -> bool:
+    """Whether rows were made of the raw columns of one data set."""
+    return raw is not None and not isinstance(raw, str | Mapping) and _has_columns(raw) and is_raw(raw, rows)
+
+
+def _has_columns(dataset: Any) -> bool:
+    """Whether rows can be read by number and are dictionaries, or texts, which are refused."""
+    if hasattr(dataset, "column_names"):
+        return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        return False
+    return len(dataset) > 0 and isinstance(dataset[0], Mapping | str)

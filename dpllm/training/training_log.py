@@ -15,15 +15,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from peft import PeftModel
-from torch import nn
-from transformers import TrainerCallback, TrainerState, TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers import TrainerCallback, TrainerState
 
 from dpllm.privacy.checkpoints import CheckpointError
 from dpllm.privacy.not_for_release import private_path
-from dpllm.report.disclosures import LOG_FILE, LOGGED, ON_PRIVATE_ROWS
-from dpllm.training.outlets import Outlets
+from dpllm.report.disclosures import LOG_FILE, ON_PRIVATE_ROWS
 
 _PUBLIC_ENTRIES = ("step", "epoch", "learning_rate", "epsilon")
 # Fields of a TrainerState; every other field is reset, including those that a later release adds.
@@ -150,96 +146,3 @@ class LogKeeper(TrainerCallback):
             kept = self.log.begin(state.global_step)
             if kept:
                 state.log_history[:] = kept
-
-
-class CoveredTrainer(Outlets):
-    """A Trainer whose checkpoints hold only figures that ε covers, and no state of a random generator.
-
-    Attributes:
-        eval_is_public: whether evaluation rows are declared public.
-    """
-
-    eval_is_public: bool = False
-    _log_keeper: LogKeeper
-    _log_disclosed = False
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, and keep the entry in `LOG_FILE`, which the report lists as not covered."""
-        is_public = self._evaluating is not None and self._evaluating.public
-        if self.eval_is_public and not is_public and any(name.startswith("eval_") for name in logs):
-            logs = {**logs, ON_PRIVATE_ROWS: 1}
-        super().log(logs, start_time)
-        if self.ledger is not None and self.args.should_save:
-            if not self._log_disclosed:
-                self.disclose(LOGGED)
-                self._log_disclosed = True
-            self._log_keeper.log.append(self.state.log_history[-1])
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save a checkpoint; figures that ε does not cover are never written to it."""
-        whole, covered = self.state, covered_state(self.state, self.eval_is_public)
-        # The Trainer looks up the states of callbacks by name, so these are removed afterwards.
-        self.state = dataclasses.replace(covered, stateful_callbacks=whole.stateful_callbacks)
-        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{whole.global_step}"
-        try:
-            super()._save_checkpoint(model, trial)
-            if self.args.should_save:
-                covered_state(self.state, self.eval_is_public).save_to_json(str(folder / TRAINER_STATE_NAME))
-                refuse_random_states(folder)
-        finally:
-            self.state = whole
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load a checkpoint's weights; what is trained, and which adapters are active, stays as it was.
-
-        The Trainer makes the first of several active adapters the only one, and trains it.
-
-        Raises:
-            CheckpointError: the weights are of a model of another shape.
-        """
-        loaded: Any = self.model if model is None else model
-        is_trained = {name: p.requires_grad for name, p in loaded.named_parameters()}
-        active = list(loaded.active_adapters) if isinstance(loaded, PeftModel) else []
-        try:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        except RuntimeError as error:
-            if "size mismatch" not in str(error):
-                raise
-            reason = " ".join(str(error).split())[:300]
-            raise CheckpointError(
-                f"{resume_from_checkpoint} holds weights of a model of another shape ({reason}). Resume with the model "
-                "of the first start, and in a recipe with its section model.peft"
-            ) from error
-        if active and list(loaded.active_adapters) != active:
-            loaded.base_model.set_adapter(active)
-        for name, parameter in loaded.named_parameters():
-            if parameter.requires_grad != is_trained.get(name, parameter.requires_grad):
-                parameter.requires_grad_(is_trained[name])
-
-    def save_state(self) -> None:
-        """Save ``trainer_state.json`` with the figures that ε covers; losses are in `LOG_FILE`."""
-        if self.args.should_save:
-            folder = Path(str(self.args.output_dir))
-            covered_state(self.state, self.eval_is_public).save_to_json(str(folder / TRAINER_STATE_NAME))
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Save nothing: the state of a generator reveals how many random numbers private rows took."""
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Load nothing: each step draws from fresh entropy, even if an old or foreign checkpoint holds a state."""
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Return the norm of the noisy gradient, measured without writing to it: the watch refuses any write."""
-        if self.is_deepspeed_enabled:
-            return super()._get_grad_norm(model, grad_norm)
-        norm: Any = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-
-    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Return the expected logical batch, from which the Trainer computes ``train_samples_per_second``.
-
-        It is the expected, not the realised, number of units of privacy (of rows, if they are drawn separately). The
-        Trainer's own number counts microbatches.
-        """
-        del args
-        return self.plan.expected_batch_size

@@ -19,8 +19,7 @@ from dpllm.config import ConfigError, PrivacyConfig
 from dpllm.models.inputs import align_padding
 from dpllm.models.loading import load_pretrained, not_loaded
 from dpllm.models.tasks import task_of
-from dpllm.training.arguments import checked_arguments
-from dpllm.training.rows_trainer import read_privacy
+from dpllm.training.arguments import checked_arguments, read_privacy
 
 logger = logging.get_logger(__name__)
 

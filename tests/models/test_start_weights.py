@@ -338,7 +338,7 @@ def test_weights_that_are_written_before_the_first_step_are_refused_or_declared(
 @kills(
     "a callback may write to weights before the first step",
     "dpllm/training/trainer.py",
-    '            self._refuse_changed_start("at the beginning of the training, before the first step")\n',
+    '        self._refuse_changed_start("at the beginning of the training, before the first step")\n',
     "",
 )
 def test_a_callback_that_writes_at_the_beginning_is_refused(tmp_path):

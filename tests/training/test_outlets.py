@@ -22,7 +22,7 @@ from dpllm.report.model_card import metadata_in, settle
 from dpllm.report.publishing import PublishError, files_to_publish, require_publishable
 from dpllm.report.statement import ReleaseNotes
 from dpllm.report.verify import verify
-from dpllm.training.outlets import LOST_NOTES
+from dpllm.training.trainer_outputs import LOST_NOTES
 from tests.conftest import tiny_llama_config
 from tests.mutations import kills
 from tests.training.test_trainer import At, arguments, privacy, rows, trainer
@@ -51,7 +51,7 @@ STRAY_WEIGHTS = {
 
 @kills(
     "methods of a Trainer of one's own are no open point",
-    "dpllm/training/outlets.py",
+    "dpllm/training/trainer_outputs.py",
     "for name in own_methods(self):",
     "for name in ():",
 )

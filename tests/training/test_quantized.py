@@ -104,7 +104,7 @@ def test_a_run_with_evaluations_ends_with_an_adapter_and_a_merged_model_that_ver
 
 @kills(
     "the merged model is not named in the ledger",
-    "dpllm/training/trainer.py",
+    "dpllm/training/trainer_outputs.py",
     "note_release(self.ledger, folder / MERGED_FOLDER, {})",
     "pass",
 )

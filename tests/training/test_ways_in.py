@@ -173,7 +173,7 @@ def test_neighbours_move_the_sum_by_at_most_2_c(tmp_path, folder, tokenizer, for
 
 @kills(
     "the ids of users are lost when raw columns become rows",
-    "dpllm/training/rows_trainer.py",
+    "dpllm/training/trainer.py",
     'keep = [privacy.unit_column] if privacy.unit == "user" and privacy.unit_column else []',
     "keep = []",
 )
@@ -398,7 +398,7 @@ def accuracy(prediction):
 
 @kills(
     "functions for metrics that see private rows within training are not an open point",
-    "dpllm/training/outlets.py",
+    "dpllm/training/trainer_outputs.py",
     "for name in own_metrics(self):",
     "for name in ():",
 )

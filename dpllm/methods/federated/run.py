@@ -60,11 +60,11 @@ from dpllm.training.evaluation import Measurement
 from dpllm.training.finetune import Start, add_sources, console, evaluated, noted, public_start, show
 from dpllm.training.held_out import HeldOut, HeldOutRows
 from dpllm.training.noted import PrivateSources, note_data, note_units
-from dpllm.training.outlets import StartingModel
 from dpllm.training.preflight import PLAIN, check_recipe
 from dpllm.training.screen import Phases
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.signals import StopRequest, exit_code
+from dpllm.training.trainer_outputs import StartingModel
 from dpllm.training.way_out import bytes_to_write, rehearse, until_there_is_room
 
 TRAIN_KEYS = (

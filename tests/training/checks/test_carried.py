@@ -90,7 +90,7 @@ def mixed(batch):
 
 @kills(
     "texts are stored however the data set makes them",
-    "dpllm/training/rows_trainer.py",
+    "dpllm/training/trainer.py",
     "if is_raw(train, rows) and not is_stored(train):",
     "if False:",
 )

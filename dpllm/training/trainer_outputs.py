@@ -1,16 +1,23 @@
-"""All outputs of a private run that the Trainer makes: logged figures, the model card, uploads to the Hub.
+"""All outputs of a private run that the Trainer makes: logged figures, saves and checkpoints, the card, the Hub.
 
-Place in the flow: between transformers' ``Trainer`` and `dpllm.DPTrainer`. Each of the Trainer's own outlets is
-overridden here: a figure that ε does not cover is counted in the ledger, the card keeps the guarantee, and an upload
-takes files from an allow-list (`dpllm.report.publishing`).
+Place in the flow: between transformers' ``Trainer`` and `dpllm.DPTrainer`, which trains. Each of the Trainer's own
+outputs is overridden here. A figure that ε does not cover is counted in the ledger and kept out of checkpoints
+(`dpllm.training.training_log`), a model is saved with its guarantee, the card keeps it, and an upload takes files from
+an allow-list (`dpllm.report.publishing`).
+
+With an average of the weights (`dpllm.training.averaging`) the model holds the weights of the last step during the
+training, and the average is shown only for an evaluation. Afterwards it holds the average, so that whatever is
+evaluated or saved is what is released. A checkpoint holds the weights of its step and the average beside them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +26,34 @@ from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
 from huggingface_hub.utils import validate_repo_id
 from peft import PeftModel
-from transformers import Trainer
+from torch import nn
+from transformers import GenerationConfig, Trainer
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
-from dpllm.config import TASKS, ConfigError
+from dpllm.config import TASKS, ConfigError, PrivacyConfig
+from dpllm.data.units import UnitIndex
+from dpllm.engines import whole_state
 from dpllm.engines.processes import Processes
+from dpllm.engines.weights import require_finite
+from dpllm.mechanism.averages import LAST_FOLDER
+from dpllm.models.ended import note_changes
 from dpllm.models.loading import changes_of_base
+from dpllm.models.merging import MERGED_FOLDER, merged
 from dpllm.models.tasks import is_of_transformers, loading_class, task_of
+from dpllm.privacy.accounting import epsilon
+from dpllm.privacy.checkpoints import (
+    STAGING_FOLDER,
+    CheckpointError,
+    checkpoint_folder,
+    discard_staging,
+    prepare_staging,
+    publish,
+    rotate,
+    saving,
+    staging_folder,
+)
+from dpllm.privacy.identity import note_release, refuse_other_run, snapshot
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.rounding import epsilon_to_log
@@ -34,6 +62,8 @@ from dpllm.report.disclosures import (
     EVALUATION_DURING,
     EVALUATION_OUTSIDE,
     GRADIENT_NORM,
+    LOGGED,
+    ON_PRIVATE_ROWS,
     PREDICTION,
     Evaluating,
     not_covered,
@@ -45,9 +75,14 @@ from dpllm.report.disclosures import (
 from dpllm.report.model_card import CARD_FILE, keep_own_card, write_model_card
 from dpllm.report.models import PrivacyReport
 from dpllm.report.publishing import PublishError, files_to_publish, note_uploaded, require_publishable, upload
-from dpllm.report.statement import ReleaseNotes, notes_in, write_report
+from dpllm.report.statement import ReleaseNotes, notes_in, privacy_report, write_report
+from dpllm.training.averaging import Averaging
 from dpllm.training.noted import PrivateSources
+from dpllm.training.prepared import Prepared
+from dpllm.training.run import PrivateRun
 from dpllm.training.shared_ledger import SharedLedger
+from dpllm.training.training_log import LogKeeper, covered_state, refuse_random_states
+from dpllm.training.way_out import bytes_to_write, is_whole, until_there_is_room
 
 logger = logging.get_logger(__name__)
 
@@ -107,47 +142,96 @@ class StartingModel:
         )
 
 
-class Outlets(Trainer):
-    """The Trainer's outputs, with the guarantee; `dpllm.DPTrainer` is the class to use."""
+class TrainerOutputs(Trainer):
+    """The Trainer's outputs, with the guarantee; `dpllm.DPTrainer` is the class to use.
+
+    Attributes:
+        notes: facts about the release that only people know; set them before ``save_model()``.
+        sources: what the run was given beside its rows; a program that read the records adds to it before ``train()``.
+        declared_points: open points of the report that follow from declarations outside of the Trainer; set them before
+            ``train()``.
+        eval_is_public: whether evaluation rows are declared public.
+    """
 
     notes: ReleaseNotes
-    hub_model_id: Any
-    declared_points: Sequence[str] = ()
-    """Open points of the report that follow from declarations outside of the Trainer; set them before ``train()``."""
     sources: PrivateSources
-    """What the run was given beside its rows; a program that read the records adds to it before ``train()``."""
+    declared_points: Sequence[str] = ()
+    eval_is_public: bool = False
+    hub_model_id: Any
+    _prepared: Prepared
     _start: StartingModel
+    _log_keeper: LogKeeper
+    _merges: bool
+    _ends: Sequence[int] = ()  # tokens that end a text, if the rows are conversations
+    _run: PrivateRun | None = None  # of the present or the last ``train()``
+    _averaging: Averaging | None = None
+    _steps_began: float | None = None  # after the callbacks at the start of the training
     _evaluating: Evaluating | None = None
     _predictions: int = 0  # calls of `predict` that run
+    _log_disclosed = False
+    _is_staging = False  # whether a checkpoint is being written into the staging folder
 
-    # ------------------------------------------- parts of the run, which DPTrainer has
+    # ------------------------------------------------------- parts of the run, to read
 
     @property
-    def ledger(self) -> SharedLedger | None:
-        """The ledger of the run."""
-        raise NotImplementedError
+    def privacy(self) -> PrivacyConfig:
+        """The privacy guarantee."""
+        return self._prepared.privacy
 
     @property
     def plan(self) -> PrivacyPlan:
         """The constants of the run."""
-        raise NotImplementedError
+        return self._prepared.plan
+
+    @property
+    def units(self) -> UnitIndex:
+        """The rows of each unit, also if rows are drawn separately."""
+        return self._prepared.units
 
     @property
     def processes(self) -> Processes:
         """All processes of the run."""
-        raise NotImplementedError
+        return self._prepared.processes
 
     @property
-    def _steps_began(self) -> float | None:
-        """The time at which the model was hooked, after the callbacks at the start of training; None: not yet."""
-        raise NotImplementedError
+    def ledger(self) -> SharedLedger | None:
+        """The ledger of the present or the last run. None: `train` has not begun one."""
+        return None if self._run is None else self._run.ledger
 
-    # ------------------------------------------------------------------ figures
+    @property
+    def _module(self) -> nn.Module:
+        model: Any = self.model
+        return model
+
+    @property
+    def _is_adapter(self) -> bool:
+        return isinstance(self.model, PeftModel)
+
+    @property
+    def _is_attached(self) -> bool:
+        return self._run is not None and self._run.clipper is not None
+
+    @property
+    def averaging(self) -> Averaging | None:
+        """The average of the weights in the present or the last run. None: those after the last step are released."""
+        return self._averaging
 
     @property
     def epsilon(self) -> float:
-        """Return ε spent so far at the plan's δ."""
-        raise NotImplementedError
+        """Return ε spent so far at the plan's δ, from the ledger; after `train`, the ε stated by the report."""
+        if self.ledger is None or self.ledger.num_steps == 0:
+            return 0.0
+        if self.plan.selection is not None:
+            return self.plan.epsilon
+        return epsilon(self.ledger.history, self.plan.delta, self.plan.adjacency)
+
+    def privacy_report(self) -> dict[str, Any]:
+        """Return the privacy statement of all steps so far, from the ledger; the same as ``privacy_report.json``."""
+        if self.ledger is None:
+            raise ValueError("There is nothing to report before train(): call it first.")
+        return privacy_report(self.plan, read_ledger(self.ledger.path), self.notes).to_dict()
+
+    # ------------------------------------------------------------------ figures
 
     def disclose(self, what: str, count: int = 1) -> None:
         """Note in the ledger an output that the guarantee does not cover; the report lists it.
@@ -163,9 +247,14 @@ class Outlets(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with the ε spent so far beside the loss, and count every figure that ε does not cover.
 
+        Each entry is also kept in `LOG_FILE`, which the report lists as not covered.
+
         The Trainer's ``grad_norm`` is logged as ``noisy_grad_norm``: it is the norm of the private gradient, clipped
         and with noise, which ε covers.
         """
+        is_public = self._evaluating is not None and self._evaluating.public
+        if self.eval_is_public and not is_public and any(name.startswith("eval_") for name in logs):
+            logs = {**logs, ON_PRIVATE_ROWS: 1}
         if "grad_norm" in logs:
             logs[GRADIENT_NORM] = logs.pop("grad_norm")
         if "loss" in logs:
@@ -175,6 +264,11 @@ class Outlets(Trainer):
         for what, count in not_covered(logs, self._evaluating, self.is_in_train).items():
             self._note(what, count)
         super().log(logs, start_time)
+        if self.ledger is not None and self.args.should_save:
+            if not self._log_disclosed:
+                self.disclose(LOGGED)
+                self._log_disclosed = True
+            self._log_keeper.log.append(self.state.log_history[-1])
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -191,7 +285,7 @@ class Outlets(Trainer):
         declared = (None, self.eval_dataset, *several)  # the Trainer calls this method for each of several
         own = isinstance(eval_dataset, str) or any(eval_dataset is one for one in declared)
         outer = self._evaluating  # of which a callback runs another one
-        self._evaluating = Evaluating(metric_key_prefix, own and self._eval_is_public)
+        self._evaluating = Evaluating(metric_key_prefix, own and self.eval_is_public)
         try:
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         finally:
@@ -201,7 +295,7 @@ class Outlets(Trainer):
 
     def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
         """Predict as ``Trainer`` does; the ledger counts it, unless the rows were declared public."""
-        if not (test_dataset is self.eval_dataset and self._eval_is_public):
+        if not (test_dataset is self.eval_dataset and self.eval_is_public):
             self._note(PREDICTION, 1)
         self._predictions += 1
         try:
@@ -211,20 +305,28 @@ class Outlets(Trainer):
             self._renew_report()
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate or predict as ``Trainer`` does; a call by a program counts as an evaluation."""
-        outer = self._evaluating is None and not self._predictions
-        public = self._eval_is_public and getattr(dataloader, "dataset", None) is self.eval_dataset
-        if outer and not public:
-            self._note(EVALUATION_DURING if self.is_in_train else EVALUATION_OUTSIDE, 1)
-        try:
-            return super().evaluation_loop(dataloader, *args, **kwargs)
-        finally:
-            if outer:
-                self._renew_report()
+        """Evaluate or predict as ``Trainer`` does, with the average where ``average.evaluate`` asks for it.
 
-    @property
-    def _eval_is_public(self) -> bool:
-        return bool(getattr(self, "eval_is_public", False))
+        A call by a program counts as an evaluation.
+        """
+        outer = self._evaluating is None and not self._predictions
+        public = self.eval_is_public and getattr(dataloader, "dataset", None) is self.eval_dataset
+        shows = self.averaging is not None and self.averaging.average.evaluate == "average"
+        with self.weights_to_release() if shows else contextlib.nullcontext():
+            if outer and not public:
+                self._note(EVALUATION_DURING if self.is_in_train else EVALUATION_OUTSIDE, 1)
+            try:
+                return super().evaluation_loop(dataloader, *args, **kwargs)
+            finally:
+                if outer:
+                    self._renew_report()
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Return the norm of the noisy gradient, measured without writing to it: the watch refuses any write."""
+        if self.is_deepspeed_enabled:
+            return super()._get_grad_norm(model, grad_norm)
+        norm: Any = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def _note(self, what: str, count: int) -> None:
         """Count a disclosure, including one from before the ledger was opened."""
@@ -237,7 +339,7 @@ class Outlets(Trainer):
     def _noted_before(self) -> Counter[str]:
         return self.__dict__.setdefault("_noted_before_the_ledger", Counter())
 
-    def _note_outlets(self, ledger: SharedLedger) -> None:
+    def _note_outputs(self, ledger: SharedLedger) -> None:
         """Write the destinations of figures, the declarations and the earlier outputs into an open ledger."""
         ledger.append_fact(DESTINATIONS, receivers(self.callback_handler.callbacks))
         self.sources.note(ledger, self.model, self.plan)
@@ -270,6 +372,210 @@ class Outlets(Trainer):
         contents = read_ledger(self.ledger.path)
         if contents.end is not None:
             self._write_guarantee(folder, with_card=(folder / CARD_FILE).is_file())
+
+    # ------------------------------------------------------------------- saving
+
+    def weights_to_release(self) -> AbstractContextManager[None]:
+        """Have the weights in the model that are released, while a block runs; on all processes together.
+
+        During the training these are the average, if the run has one; afterwards they are in the model anyway.
+        """
+        return contextlib.nullcontext() if self.averaging is None else self.averaging.shown()
+
+    def last_weights(self) -> AbstractContextManager[None]:
+        """Have the weights after the last step in the model, while a block runs; on all processes together."""
+        return contextlib.nullcontext() if self.averaging is None else self.averaging.hidden()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model, consolidated, and beside it the plan, the ledger so far, the privacy report and a model card.
+
+        Called by all processes together; rank 0 writes. The model loads in plain transformers, an adapter in plain
+        PEFT. A checkpoint of a fully sharded, fully trained model holds only shards, as set in the accelerate
+        configuration.
+        """
+        folder = Path(output_dir or str(self.args.output_dir))
+        self._save_with_guarantee(
+            folder, whole=not (_internal_call and self.is_fsdp_enabled and self._shards_suffice())
+        )
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save")
+
+    def _save_whole(self, folder: Path) -> None:
+        self._save_with_guarantee(folder, whole=True)
+
+    def _save_with_guarantee(self, folder: Path, whole: bool) -> None:
+        self.processes.from_main(lambda: refuse_other_run(folder, self.ledger))
+        require_finite(self._module, self.processes, f"{folder} is not written: the model has")
+        if self.args.should_save and (kept := keep_own_card(folder)) is not None:
+            logger.warning(
+                "%s was not written by dpllm; it is kept as %s, and a model card replaces it",
+                folder / "README.md",
+                kept.name,
+            )
+        if self._run is not None:
+            note_changes(self._run.weights, self._module, self.ledger, self.processes)
+        before = snapshot(folder) if self.args.should_save else {}
+        # A checkpoint goes on from the weights of its step.
+        with contextlib.nullcontext() if self._is_staging else self.weights_to_release():
+            self._save_weights(folder, whole)
+        keeps_last = self.averaging is not None and self.averaging.average.keep_last
+        if keeps_last and not self._is_staging:
+            with self.last_weights():
+                self._save_weights(folder / LAST_FOLDER, whole)
+        together = self._save_merged(folder / MERGED_FOLDER) if self._merges else None
+        if self.ledger is not None and self.args.should_save:
+            if not self._is_staging:  # a checkpoint's manifest names its files
+                note_release(self.ledger, folder, before)
+            if together is not None:
+                note_release(self.ledger, folder / MERGED_FOLDER, {})
+                self._write_guarantee(folder / MERGED_FOLDER, trained=together)
+            self._write_guarantee(folder)
+
+    def _save_merged(self, folder: Path) -> Any:
+        """Write the model with its adapter merged, on rank 0 and not during the training; return it, or None."""
+        if not self.args.should_save or self._run is None or self._is_attached:
+            return None
+        with self.weights_to_release():
+            whole = merged(self._module)
+
+        def write() -> None:
+            whole.save_pretrained(folder)
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(folder)
+
+        self._until_there_is_room(write, folder)
+        return whole
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Write the model's files; at the end of a run, again until the disk has room for them."""
+
+        def save(folder: Path) -> None:  # which takes weights out of the dictionary
+            super(TrainerOutputs, self)._save(str(folder), None if state_dict is None else dict(state_dict))
+
+        folder = Path(output_dir or str(self.args.output_dir))
+        self._until_there_is_room(lambda: save(folder), folder, save)
+
+    def _until_there_is_room(
+        self, write: Callable[[], None], folder: Path, spare: Callable[[Path], None] | None = None
+    ) -> None:
+        """Write results on this process; while the run still steps, a full disk is an error, as ever."""
+        stepping = self._run is None or self._is_attached or self._is_staging
+        if not self.args.should_save or stepping:
+            return write()
+        if spare is None and is_whole(self._module):
+            spare = super()._save  # type: ignore[assignment]
+        until_there_is_room(write, folder, bytes_to_write(self._module, self.args, 0, self._merges), spare)
+
+    def _save_weights(self, folder: Path, whole: bool) -> None:
+        if not self.is_fsdp_enabled:
+            super().save_model(str(folder), _internal_call=True)
+        elif whole:
+            self._save(str(folder), state_dict=whole_state(self._module, self.processes, self._is_adapter))
+        if self._ends and self.args.should_save and self._is_adapter:  # PEFT saves no such configuration
+            GenerationConfig(eos_token_id=self._ends).save_pretrained(str(folder))
+
+    def _shards_suffice(self) -> bool:
+        kind = str(self.accelerator.state.fsdp_plugin.state_dict_type)
+        return "SHARDED" in kind and not self._is_adapter
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save a checkpoint completely or not at all; see `dpllm.privacy.checkpoints`.
+
+        Each process writes into a staging folder, which is renamed when all have written their files.
+
+        Raises:
+            CheckpointError: a process could not write its files; the staging folder is removed.
+        """
+        output, step, run = Path(str(self.args.output_dir)), self.state.global_step, self._run
+        assert run is not None, "train() makes the run"
+        require_finite(self._module, self.processes, f"checkpoint-{step} is not written: the model has")
+        run.check_before_saving()
+        self.processes.from_main(lambda: prepare_staging(output, step))
+        failure: CheckpointError | None = None
+        self._is_staging = True
+        try:
+            with saving(output, step):
+                self._write_checkpoint(model, trial)
+        except CheckpointError as error:
+            failure = error
+        finally:
+            self._is_staging = False
+        self.processes.from_main(lambda: None)
+        failures = [error for error in self.processes.gather(failure) if error is not None]
+        if failures:
+            self.processes.from_main(lambda: discard_staging(output))
+            raise failures[0]
+
+        def finish() -> None:
+            made_by = (self.processes.size, run.engine_name)
+            ledger = run.ledger.mark().to_dict()
+            publish(staging_folder(output, step), checkpoint_folder(output, step), ledger=ledger, made_by=made_by)
+            if self.args.save_total_limit:
+                rotate(output, self.args.save_total_limit)
+            with contextlib.suppress(OSError):  # not empty: it holds an older checkpoint to be restored
+                (output / STAGING_FOLDER).rmdir()
+
+        self.processes.from_main(finish)
+
+    def _write_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write a checkpoint's files, and the average; figures that ε does not cover are never written to it."""
+        whole, covered = self.state, covered_state(self.state, self.eval_is_public)
+        # The Trainer looks up the states of callbacks by name, so these are removed afterwards.
+        self.state = dataclasses.replace(covered, stateful_callbacks=whole.stateful_callbacks)
+        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{whole.global_step}"
+        try:
+            super()._save_checkpoint(model, trial)
+            if self.args.should_save:
+                covered_state(self.state, self.eval_is_public).save_to_json(str(folder / TRAINER_STATE_NAME))
+                refuse_random_states(folder)
+        finally:
+            self.state = whole
+        if self.averaging is not None:
+            self.averaging.save(folder)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Return the folder in which the Trainer makes a checkpoint's folder."""
+        output = super()._get_output_dir(trial)
+        return str(Path(output) / STAGING_FOLDER) if self._is_staging else output
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load a checkpoint's weights; what is trained, and which adapters are active, stays as it was.
+
+        The Trainer makes the first of several active adapters the only one, and trains it.
+
+        Raises:
+            CheckpointError: the weights are of a model of another shape.
+        """
+        loaded: Any = self.model if model is None else model
+        is_trained = {name: p.requires_grad for name, p in loaded.named_parameters()}
+        active = list(loaded.active_adapters) if isinstance(loaded, PeftModel) else []
+        try:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        except RuntimeError as error:
+            if "size mismatch" not in str(error):
+                raise
+            reason = " ".join(str(error).split())[:300]
+            raise CheckpointError(
+                f"{resume_from_checkpoint} holds weights of a model of another shape ({reason}). Resume with the model "
+                "of the first start, and in a recipe with its section model.peft"
+            ) from error
+        if active and list(loaded.active_adapters) != active:
+            loaded.base_model.set_adapter(active)
+        for name, parameter in loaded.named_parameters():
+            if parameter.requires_grad != is_trained.get(name, parameter.requires_grad):
+                parameter.requires_grad_(is_trained[name])
+
+    def save_state(self) -> None:
+        """Save ``trainer_state.json`` with the figures that ε covers; losses are in `LOG_FILE`."""
+        if self.args.should_save:
+            folder = Path(str(self.args.output_dir))
+            covered_state(self.state, self.eval_is_public).save_to_json(str(folder / TRAINER_STATE_NAME))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Save nothing: the state of a generator reveals how many random numbers private rows took."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Load nothing: each step draws from fresh entropy, even if an old or foreign checkpoint holds a state."""
 
     # --------------------------------------------------------- report and card
 
@@ -309,10 +615,6 @@ class Outlets(Trainer):
         return dataclasses.replace(
             self.notes, **{name: getattr(earlier, name) for name in fields if not getattr(self.notes, name)}
         )
-
-    @property
-    def _is_adapter(self) -> bool:
-        return isinstance(self.model, PeftModel)
 
     def create_model_card(
         self,
@@ -486,10 +788,6 @@ class Outlets(Trainer):
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Upload nothing during training: the report is not complete, and checkpoints hold more than ε covers."""
         del checkpoint_folder
-
-    def _save_whole(self, folder: Path) -> None:
-        """Save the whole model with its guarantee; on all processes."""
-        raise NotImplementedError
 
 
 def _count_from(logs: dict[str, float], seconds: float) -> None:
