@@ -89,33 +89,53 @@ class Charged:
         self.used = True
 
 
-class Outstanding:
-    """The outstanding draw: each draw is charged when it is made, and used by one step.
+class Draws:
+    """The draws of a run, the same on every process: rank 0 makes them, and each is charged when it is made.
+
+    A step takes the outstanding draw, which is the last one and was not used. All processes call each method together.
+    It raises a DisagreementError on every process if they are at different points of the run.
 
     Args:
-        plan: the plan whose steps are charged.
+        plan: plan of the run.
         ledger: the ledger to charge.
+        processes: all processes of the run.
+        drawn: the sampler's draws; rank 0's are used.
     """
 
-    def __init__(self, plan: PrivacyPlan, ledger: Charges) -> None:
+    def __init__(
+        self, plan: PrivacyPlan, ledger: Charges, processes: Processes, drawn: Iterator[NDArray[np.int64]]
+    ) -> None:
         """Begin without a draw."""
-        self._plan, self._ledger = plan, ledger
-        self._draw: tuple[NDArray[np.int64], Charged] | None = None
+        self._plan, self._processes = plan, processes
+        self._ledger, self._drawn = ledger, drawn
+        self._uncharged: NDArray[np.int64] | None = None  # made on rank 0, and seen by nobody
+        self._outstanding: tuple[NDArray[np.int64], Charged] | None = None
+        self._apart = UnitsApart(plan.mechanism.noise.separation(plan.mechanism.draw))
 
-    def require_steps(self) -> None:
-        """Check that the plan has a step left; raise a ValueError if all steps are charged."""
-        planned = self._ledger.steps_planned or self._plan.num_steps
-        if self._ledger.num_steps >= planned:
-            raise ValueError(
-                f"All {planned} steps of the plan are taken and charged; another step would exceed its "
-                "epsilon. Make a plan with more steps."
-            )
+    def next(self, present_N: np.ndarray | None = None) -> NDArray[np.int64]:
+        """Draw and charge the units of the next step; errors as for `dpllm.training.run.PrivateRun.draws`.
 
-    def made(self, unit_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Charge a draw and store it; an unused draw before it is lost and stays charged.
+        An unused draw before it is lost and stays charged.
 
         Args:
-            unit_ids: (U,) the units, no two equal.
+            present_N: (N,) bool, the units present. None: all.
+
+        Returns:
+            A copy; `take` compares it with the charged draw.
+        """
+        self._require_steps()
+        drawn = self._from_main(self._draw)
+        self._apart.check(drawn)  # all processes have the same units, so it raises on all of them
+        made = self._charge(drawn if present_N is None else drawn[present_N[drawn]])
+        self._uncharged = None
+        self._apart.take(drawn)
+        return made
+
+    def chosen(self, unit_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Charge these units as a draw; for runs that are not private.
+
+        Args:
+            unit_ids: (U,) the units, no two equal; rank 0's are used.
 
         Returns:
             A copy; `take` compares it with the charged draw.
@@ -125,76 +145,100 @@ class Outstanding:
             DrawError: a unit is there twice; nothing is charged.
             LedgerError: it cannot be charged.
         """
-        self.require_steps()
-        if len(np.unique(unit_ids)) != len(unit_ids):
-            raise DrawError("A draw holds a unit twice: it would be clipped twice and exceed the clip norm")
-        self._draw, number, event = None, self._ledger.num_steps, self._plan.event
-        self._ledger.append_step(number, event)
-        charged = Charged(number, event, steps_planned=self._ledger.steps_planned)
-        self._draw = np.array(unit_ids, dtype=np.int64), charged
-        return self._draw[0].copy()
+        return self._charge(self._from_main(lambda: unit_ids))
 
-    def take(self, unit_ids: ArrayLike) -> tuple[NDArray[np.int64], Charged]:
-        """Return the outstanding draw and its charge, and leave none.
+    def take(self, unit_ids: ArrayLike, mode: str, error: Exception | None) -> tuple[NDArray[np.int64], Charged]:
+        """Return the outstanding draw and its charge, for one step, and leave none.
 
         Args:
             unit_ids: (U,) the units for which the caller requests a step.
+            mode: settings that determine the computation and may change from step to step.
+            error: the reason why this process cannot take the step.
 
         Raises:
+            DisagreementError: the processes take other steps, other units or another mode; on every process.
             DrawError: there is no outstanding draw, or these are other units; the draw is then not used up.
+            Exception: the error of the first process that has one; on every process.
         """
-        if self._draw is None:
+        given = np.asarray(unit_ids)
+        self._compare_steps(given, mode, error)
+        if self._outstanding is None:
             raise DrawError(
                 "There is no draw to step over: each draw of `draws` is for one step, and this one was used, or none "
                 "was made. Take each step's units from `for unit_ids in run.draws(num_steps)`, one step per draw"
             )
-        draw, given = self._draw, np.asarray(unit_ids)
+        draw = self._outstanding
         if not np.array_equal(given, draw[0]):
             raise DrawError(
                 f"These {given.size} units are not the outstanding draw: ε holds for the units that the plan's sampler "
                 "drew, and for no others (no shuffled epochs, no unit twice, no chosen batch). Pass the last draw of "
                 "`draws`, unchanged"
             )
-        self._draw = None
+        self._outstanding = None
         return draw
 
-
-class Turns:
-    """The order of draws, steps, saves and the end, the same on every process. Rank 0 draws for all.
-
-    All processes call each method together. It raises a DisagreementError on every process if they are at different
-    points of the run.
-    """
-
-    def __init__(self, processes: Processes) -> None:
-        """Store the processes of the run."""
-        self._processes = processes
-
-    def draw(self, draw_on_main: Callable[[], NDArray[np.int64]], step: int) -> NDArray[np.int64]:
-        """Return the units that `draw_on_main` draws on rank 0, sent to the others, after so many charged steps."""
-        drawn = draw_on_main() if self._processes.is_main else np.empty(0, dtype=np.int64)
-        everywhere = self._meet(_DRAW, step, [float(len(drawn))])
-        return self._processes.int64s_from_main(drawn, int(everywhere[0][2]))
-
-    def step(self, unit_ids: NDArray[np.int64], step: int, mode: str, error: Exception | None = None) -> None:
-        """Check that all processes take one step, over the same units and in one mode, before it is computed.
+    def save(self, num_steps: int) -> None:
+        """Check that all processes compare their weights next, before a save or the end.
 
         Args:
-            unit_ids: (U,) the units of the step.
-            step: the number of steps before this one.
-            mode: settings that determine the computation and may change from step to step.
-            error: the reason why this process cannot take the step.
+            num_steps: number of steps charged so far.
 
         Raises:
-            DisagreementError: they differ; on every process.
-            Exception: the error of the first process that has one; on every process.
+            DisagreementError: they make different calls; on every process.
         """
+        self._meet(_SAVE, num_steps, [])
+
+    def end(self, num_steps: int) -> None:
+        """Check that all processes end the run.
+
+        Args:
+            num_steps: number of steps charged so far.
+
+        Raises:
+            DisagreementError: they make different calls; on every process.
+        """
+        self._meet(_END, num_steps, [])
+
+    def _require_steps(self) -> None:
+        """Check that the plan has a step left; raise a ValueError if all steps are charged."""
+        planned = self._ledger.steps_planned or self._plan.num_steps
+        if self._ledger.num_steps >= planned:
+            raise ValueError(
+                f"All {planned} steps of the plan are taken and charged; another step would exceed its "
+                "epsilon. Make a plan with more steps."
+            )
+
+    def _draw(self) -> NDArray[np.int64]:
+        """Make a draw, or return the one that could not be charged: a sampler counts its draws as steps."""
+        if self._uncharged is None:
+            self._uncharged = next(self._drawn)
+        return self._uncharged
+
+    def _from_main(self, draw_on_main: Callable[[], NDArray[np.int64]]) -> NDArray[np.int64]:
+        """Return the units that `draw_on_main` draws on rank 0, sent to the others."""
+        drawn = draw_on_main() if self._processes.is_main else np.empty(0, dtype=np.int64)
+        everywhere = self._meet(_DRAW, self._ledger.num_steps, [float(len(drawn))])
+        return self._processes.int64s_from_main(drawn, int(everywhere[0][2]))
+
+    def _charge(self, unit_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Charge a draw, which becomes the outstanding one; return a copy."""
+        self._require_steps()
+        if len(np.unique(unit_ids)) != len(unit_ids):
+            raise DrawError("A draw holds a unit twice: it would be clipped twice and exceed the clip norm")
+        self._outstanding, number, event = None, self._ledger.num_steps, self._plan.event
+        self._ledger.append_step(number, event)
+        charged = Charged(number, event, steps_planned=self._ledger.steps_planned)
+        self._outstanding = np.array(unit_ids, dtype=np.int64), charged
+        return self._outstanding[0].copy()
+
+    def _compare_steps(self, unit_ids: np.ndarray, mode: str, error: Exception | None) -> None:
+        """Check that all processes take one step, over the same units and in one mode, before it is computed."""
         if self._processes.size == 1:
             self._processes.raise_found(error, [float(error is not None)])
             return
         units, settings = np.ascontiguousarray(unit_ids, dtype=np.int64).tobytes(), mode.encode()
         mine = [float(len(unit_ids)), *_words(units), *_words(settings), float(error is not None)]
-        everywhere = self._meet(_STEP, step, mine)
+        everywhere = self._meet(_STEP, self._ledger.num_steps - 1, mine)  # its draw is charged
         self._processes.raise_found(error, [one[7] for one in everywhere])
         for what, part in (("the units of this step", slice(2, 5)), ("autocast or training mode", slice(5, 7))):
             if any(one[part] != everywhere[0][part] for one in everywhere):
@@ -205,14 +249,6 @@ class Turns:
                     "further step is charged. Pass every draw of PrivateRun.draws to PrivateRun.step unchanged, in "
                     "the same order and with the same settings on every process"
                 )
-
-    def save(self, step: int) -> None:
-        """Check that all processes compare their weights next, before a save or the end, after so many steps."""
-        self._meet(_SAVE, step, [])
-
-    def end(self, step: int) -> None:
-        """Check that all processes end the run, after so many steps."""
-        self._meet(_END, step, [])
 
     def _meet(self, kind: float, step: int, rest: list[float]) -> list[list[float]]:
         """Return the numbers of all processes, after checking that all are at the same point."""
@@ -235,58 +271,6 @@ class Turns:
                 "on a stop on one process and send the decision to the others"
             )
         return everywhere
-
-
-class Draws:
-    """The draws of a run, the same on every process: rank 0 makes them, and each is charged when it is made.
-
-    Attributes:
-        turns: the order of calls, for those that neither draw nor step.
-
-    Args:
-        plan: plan of the run.
-        ledger: the ledger to charge.
-        processes: all processes of the run; they call each method together.
-        drawn: the sampler's draws; rank 0's are used.
-    """
-
-    def __init__(
-        self, plan: PrivacyPlan, ledger: Charges, processes: Processes, drawn: Iterator[NDArray[np.int64]]
-    ) -> None:
-        """Begin without a draw."""
-        self._ledger, self._drawn = ledger, drawn
-        self._uncharged: NDArray[np.int64] | None = None  # made on rank 0, and seen by nobody
-        self._outstanding, self.turns = Outstanding(plan, ledger), Turns(processes)
-        self._apart = UnitsApart(plan.mechanism.noise.separation(plan.mechanism.draw))
-
-    def next(self, present_N: np.ndarray | None = None) -> NDArray[np.int64]:
-        """Draw and charge the units of the next step; errors as for `dpllm.training.run.PrivateRun.draws`.
-
-        Args:
-            present_N: (N,) bool, the units present. None: all.
-        """
-        self._outstanding.require_steps()
-        drawn = self.turns.draw(self._draw, self._ledger.num_steps)
-        self._apart.check(drawn)  # all processes have the same units, so it raises on all of them
-        made = self._outstanding.made(drawn if present_N is None else drawn[present_N[drawn]])
-        self._uncharged = None
-        self._apart.take(drawn)
-        return made
-
-    def _draw(self) -> NDArray[np.int64]:
-        """Make a draw, or return the one that could not be charged: a sampler counts its draws as steps."""
-        if self._uncharged is None:
-            self._uncharged = next(self._drawn)
-        return self._uncharged
-
-    def chosen(self, unit_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Charge these units as a draw; for runs that are not private."""
-        return self._outstanding.made(self.turns.draw(lambda: unit_ids, self._ledger.num_steps))
-
-    def take(self, unit_ids: ArrayLike, mode: str, error: Exception | None) -> tuple[NDArray[np.int64], Charged]:
-        """Return the outstanding draw and its charge, for one step; see `Turns.step` and `Outstanding.take`."""
-        self.turns.step(np.asarray(unit_ids), self._ledger.num_steps - 1, mode, error)
-        return self._outstanding.take(unit_ids)
 
 
 def mode_now(training: bool) -> str:

@@ -540,7 +540,7 @@ class PrivateRun:
                 f"The run in {self.ledger.path.parent} has ended: finish() was called before. Its report is in that "
                 "folder; to take steps that are left, call PrivateRun.resume"
             )
-        self._draws.turns.end(self.ledger.num_steps)
+        self._draws.end(self.ledger.num_steps)
         self.check_before_saving()
         self.end_weights()
         detached = self.weights if self._attached is None else None
@@ -575,7 +575,7 @@ class PrivateRun:
             DisagreementError: the trainable weights of two replicas differ after the last update, or another process
                 is at another point of the run.
         """
-        self._draws.turns.save(self.ledger.num_steps)
+        self._draws.save(self.ledger.num_steps)
         parameters = {} if self._attached is None else self._attached.clipper.parameters
         check_before_saving(parameters, self.processes, found_by(self.check_saved_state))
 

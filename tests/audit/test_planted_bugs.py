@@ -216,7 +216,7 @@ BUGS = [
         (
             (
                 "dpllm/training/draws.py",
-                "        drawn = self.turns.draw(self._draw, self._ledger.num_steps)\n",
+                "        drawn = self._from_main(self._draw)\n",
                 "        drawn = np.sort(np.flatnonzero(present_N)[::-1][self._ledger.num_steps % 2 :: 2])\n",
             ),
         ),

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 from dpllm.engines.processes import DisagreementError
-from dpllm.training.draws import Turns
+from dpllm.training.draws import Draws
+from tests.memory_ledger import MemoryLedger
 from tests.mutations import kills
+from tests.training.test_run import plan_of
 
 
 class Two:
@@ -36,6 +38,13 @@ class Two:
 UNITS = np.arange(5)
 
 
+def draws_of(processes, num_steps=0):
+    """The draws of a run after so many charged steps."""
+    ledger = MemoryLedger()
+    ledger.num_steps = num_steps
+    return Draws(plan_of(), ledger, processes, iter(()))
+
+
 @kills(
     "the processes' places in the run are not compared",
     "dpllm/training/draws.py",
@@ -53,8 +62,8 @@ UNITS = np.arange(5)
 def test_a_process_that_stops_by_itself_stops_all(call, changes, says):
     """Each of them gets the same line, with the remedy."""
     with pytest.raises(DisagreementError, match=rf"{says}.*decide on a stop on one process"):
-        getattr(Turns(Two(changes)), call)(3)
-    getattr(Turns(Two()), call)(3)
+        getattr(draws_of(Two(changes)), call)(3)
+    getattr(draws_of(Two()), call)(3)
 
 
 @kills(
@@ -75,4 +84,4 @@ def test_a_process_that_stops_by_itself_stops_all(call, changes, says):
 def test_processes_that_take_other_units_or_another_mode_stop_before_the_step(changes, says):
     """As many units, but others, and the same units under other settings."""
     with pytest.raises(DisagreementError, match=says):
-        Turns(Two(changes)).step(UNITS, 3, "training")
+        draws_of(Two(changes), num_steps=4).take(UNITS, "training", None)

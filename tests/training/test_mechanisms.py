@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, TrainerCallback
 
+from dpllm.engines.processes import Processes
 from dpllm.mechanism.correlated import CorrelatedStream
 from dpllm.mechanism.events import Step
 from dpllm.mechanism.keys import SecretKey
@@ -24,7 +25,7 @@ from dpllm.privacy.ledger import LEDGER_FILE, Ledger, read_ledger
 from dpllm.privacy.plan import make_plan
 from dpllm.privacy.rounding import epsilon_to_log
 from dpllm.report.verify import verify
-from dpllm.training.draws import DrawError, Outstanding
+from dpllm.training.draws import DrawError, Draws
 from dpllm.training.run import PrivateRun
 from tests import children
 from tests.conftest import tiny_llama_config
@@ -218,12 +219,12 @@ def test_a_run_in_a_fixed_order_takes_no_other_units():
     drawn = plan.mechanism.sampler.steps(seeded_rng(0))
     first, second = next(drawn).tolist(), next(drawn).tolist()
     assert len(first) == len(second) == 8 and not set(first) & set(second)
-    outstanding = Outstanding(plan, ledger)
-    assert outstanding.made(np.array(second)).tolist() == second and charged == [(0, plan.event)]
+    draws = Draws(plan, ledger, Processes(), iter([np.array(second)]))
+    assert draws.next().tolist() == second and charged == [(0, plan.event)]
     for units in (first, sorted([*second[1:], first[0]]), second[:-1], [*second, first[0]]):
         with pytest.raises(DrawError, match="outstanding"):
-            outstanding.take(units)
-    assert outstanding.take(second)[0].tolist() == second
+            draws.take(units, "training", None)
+    assert draws.take(second, "training", None)[0].tolist() == second
 
 
 def test_the_epsilon_of_a_resumed_run_counts_its_starts(tmp_path):

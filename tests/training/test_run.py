@@ -415,7 +415,7 @@ def _with_optimizer(model):
 @kills(
     "a draw can be stepped over twice",
     "dpllm/training/draws.py",
-    "        self._draw = None\n        return draw\n",
+    "        self._outstanding = None\n        return draw\n",
     "        return draw[0], Charged(draw[1].num_steps, draw[1].step)\n",
 )
 def test_only_the_outstanding_draw_is_stepped_over_and_once(tmp_path):

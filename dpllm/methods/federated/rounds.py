@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from dpllm.config import ConfigError, PrivacyConfig
+from dpllm.engines.processes import Processes
 from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Spec
@@ -26,7 +27,7 @@ from dpllm.methods.federated.transport import Clients, Content
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.privacy.rounding import up
-from dpllm.training.draws import Charges, Outstanding
+from dpllm.training.draws import Charges, Draws
 
 GIVEN_UP = "rounds given up because too few clients answered; each stays charged"
 """The diagnostic of that name."""
@@ -156,8 +157,7 @@ class Rounds:
         self._plan, self._ledger, self._clients, self._weights = plan, ledger, clients, weights
         self._optimizer, self._schedule = optimizer, schedule
         self._shares = Shares.of(plan) if is_secure(plan) else None
-        self._draws = plan.mechanism.sampler.steps(secret_rng())
-        self._outstanding = Outstanding(plan, ledger)
+        self._draws = Draws(plan, ledger, Processes(), plan.mechanism.sampler.steps(secret_rng()))
         self._noise = None
         if isinstance(plan.mechanism.noise, IndependentNoise) and self._shares is None:
             self._noise = plan.mechanism.noise.stream(NoiseSource(randomness=plan.randomness), plan.num_steps)
@@ -170,7 +170,7 @@ class Rounds:
             LedgerError: the round cannot be charged; nobody was asked.
         """
         number = self._ledger.num_steps
-        drawn, _ = self._outstanding.take(self._outstanding.made(next(self._draws)))
+        drawn, _ = self._draws.take(self._draws.next(), mode="", error=None)
         names = self._weights.of_round(number)
         request: Content = {
             "task": "update",
