@@ -7,6 +7,7 @@ class MemoryLedger:
     def __init__(self) -> None:
         self.num_steps = 0
         self.steps_planned: int | None = None
+        self.has_run = self.unused_frozen = False
 
     def append_step(self, step_number: int, step: object) -> None:
         self.num_steps += 1

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -103,10 +102,6 @@ class RunEntropy:
         return self._deal_key + num_steps
 
 
-_TAKEN: weakref.WeakSet[SharedLedger] = weakref.WeakSet()  # ledgers of the runs of this process
-_SIFTED: weakref.WeakSet[SharedLedger] = weakref.WeakSet()  # those of runs whose unused parameters were frozen
-
-
 class PrivateRun:
     """Draws units, divides them over the processes, and takes private steps; the same on every process.
 
@@ -148,7 +143,7 @@ class PrivateRun:
                 f"The seed of the run is {seed} and the plan has seeded={plan.seeded}: the report would state the "
                 "entropy wrongly. Set privacy.seed, which sets both, or neither"
             )
-        if plan.event.restarts and ledger in _TAKEN:
+        if plan.event.restarts and ledger.has_run:
             raise ConfigError(
                 "A run of this process has this ledger already, and its noise is correlated over steps: another run on "
                 "it begins a new cycle of draws and noise, which the ledger does not state. Use PrivateRun.resume"
@@ -168,7 +163,7 @@ class PrivateRun:
         # In a custom loop: files in the folder before; the ledger ends when `attach` fails. None: the Trainer's.
         self._files_before: dict[str, tuple[int, int, int]] | None = None
         self._finished = False
-        _TAKEN.add(ledger)
+        ledger.has_run = True
 
     @classmethod
     def start(
@@ -313,7 +308,7 @@ class PrivateRun:
                 compile=compile,
             )
             self.weights = self._attached.weights
-            self._attached.reach_checked = self.ledger in _SIFTED
+            self._attached.reach_checked = self.ledger.unused_frozen
             if own_loop and self.ledger.num_steps == 0:
                 inside = model_inside(model)
                 for point in self.processes.from_main(lambda: edited_start(inside, start_is_independent)):
@@ -351,7 +346,7 @@ class PrivateRun:
         self.processes.agree({"the parameters that no loss reaches": names})
         for part in in_parts(names):
             self.ledger.append_fact(FROZEN, part)
-        _SIFTED.add(self.ledger)
+        self.ledger.unused_frozen = True
         return names
 
     def draws(self, num_steps: int, present_N: np.ndarray | None = None) -> Iterator[np.ndarray]:

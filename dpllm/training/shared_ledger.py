@@ -44,6 +44,12 @@ class SharedLedger:
     every process raises the same error, and the step is not taken.
 
     Made by `create` or `open`, which all processes call together.
+
+    Attributes:
+        has_run: whether a run of this process was made with this ledger. Where noise is correlated over steps, a second
+            one is refused: its draws and noise would begin a new cycle that the ledger does not state.
+        unused_frozen: whether a run on this ledger has frozen the parameters that no loss reaches, so that the reach of
+            the losses needs no further check.
     """
 
     def __init__(
@@ -62,6 +68,7 @@ class SharedLedger:
         self._budget = budget  # on rank 0: the file and the run's entry in it
         self._planned = planned
         self._before = head.num_steps
+        self.has_run = self.unused_frozen = False
         self._history, self._begins = list(history), True  # as in `LedgerContents`, on every process
         self._threshold, self._handed_over = Threshold(threshold), False
         self._stated: tuple[tuple[Event, int], ...] | None = None  # steps whose ε is stated, set when the run ends
