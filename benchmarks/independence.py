@@ -150,7 +150,7 @@ def measure(
     loss = loss or loss_of(task)
     outcome = "sound"
     try:
-        run._attached.check_rows(loss, None, run.ledger, run.plan.num_steps)
+        run._check_rows(run._attached, loss, None)
     except IndependenceError as error:
         outcome = f"refused: {error}"[:160]
     except GhostError as error:
@@ -390,12 +390,9 @@ def cost(name: str) -> Cost:
         optimizer.step()
         optimizer.zero_grad()
 
-    first = measured(lambda: run._attached.check_rows(counted, None, run.ledger, run.plan.num_steps), 0)
+    first = measured(lambda: run._check_rows(run._attached, counted, None), 0)
     later = np.mean(
-        [
-            measured(lambda: run._attached.check_rows(counted, None, run.ledger, run.plan.num_steps), 1)
-            for _ in range(3)
-        ],
+        [measured(lambda: run._check_rows(run._attached, counted, None), 1) for _ in range(3)],
         axis=0,
     )
     plain = np.median([measured(step, 4) for _ in range(setting.steps)], axis=0)

@@ -1,21 +1,18 @@
 """A model attached to a run: its engine, its norms and its checks, from `PrivateRun.attach` to the end.
 
-Place in the flow: under `dpllm.training.run`. All parts are created together and removed together.
+Place in the flow: under `dpllm.training.run`, which uses the parts. All are created together and removed together.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
-import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from dpllm.config import ConfigError
 from dpllm.engines import DeepSpeedZero, engine_for, model_inside
@@ -24,38 +21,35 @@ from dpllm.engines.errors import no_totals
 from dpllm.engines.optimizers import refuse_unsteppable
 from dpllm.engines.processes import Processes
 from dpllm.engines.replicas import check_model
-from dpllm.ghost import GhostClipper, NormMethod, PerUnitClipper, UnitClipper
-from dpllm.ghost.parameters import no_gradient
-from dpllm.models.ended import RunWeights, sums_of_trained
+from dpllm.ghost import NormMethod, UnitClipper
+from dpllm.models.ended import RunWeights
 from dpllm.models.quantization import BASE_STORED_AS, make_ready, stored_as
-from dpllm.models.starting_point import check_start, note_trained
+from dpllm.models.starting_point import check_start
 from dpllm.models.tasks import trained_words
 from dpllm.privacy.identity import RunName, run_in
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.report.definition import RELEASED_WEIGHTS, TRAINED_MODEL
 from dpllm.training.averaging import Averaging
 from dpllm.training.checks import agreement
-from dpllm.training.checks.independence import IndependenceCheck, IndependenceError
+from dpllm.training.checks.independence import IndependenceCheck
 from dpllm.training.checks.learning_rates import INDEPENDENT, LearningRates
 from dpllm.training.checks.randomness import refuse_own_generators
 from dpllm.training.checks.watch import Watch
 from dpllm.training.choose_clipper import METHOD, chosen, clipper_for, in_words, rows_of_calls
 from dpllm.training.corrected_adamw import SECOND_MOMENT_FACT, refuse_other_second_moment, teller, words_of
-from dpllm.training.microbatch_size import AUTO, TOKENS_WITHOUT_MEASURE, memory_of, needed_later, rows_that_fit
-from dpllm.training.out_of_memory import MicrobatchTooLargeError
+from dpllm.training.microbatch_size import AUTO
 from dpllm.training.rows import LossOf, TrainingRows
 from dpllm.training.shared_ledger import SharedLedger
-from dpllm.training.step import refuse_leftovers
 
 STARTING_WEIGHTS = "starting weights"
 """Name of the fact about weights that were declared independent of the private rows."""
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(kw_only=True)
 class Attached:
-    """The parts that exist while a model is attached; see `attach`.
+    """The parts that exist while a model is attached, a value without behaviour.
+
+    `attach` makes them, and `dpllm.training.run.PrivateRun` uses and removes them.
 
     Attributes:
         model: the module that computes the losses.
@@ -86,143 +80,6 @@ class Attached:
     reach_checked: bool = False
     tell: Callable[[int], None] | None = None
     compile: Mapping[str, Any] | None = None
-
-    def make_ready(self) -> None:
-        """Check that weights and gradients are unchanged since the last update; checks this process only."""
-        self.watch.before_step()
-        refuse_leftovers(self.clipper, self.engine)
-
-    def loss(self, loss_of: LossOf) -> Callable[[Mapping[str, Any]], Tensor]:
-        """Return the function from a microbatch's inputs to one loss per row (B,)."""
-        return functools.partial(loss_of, self.model)
-
-    def check_rows(self, loss_of: LossOf, max_tokens: int | None, ledger: SharedLedger, steps_planned: int) -> None:
-        """Check, in the first step and then less and less often, that no row's contribution depends on other rows.
-
-        After the first steps a difference is an open point of the report, which holds no loss of a row.
-
-        Raises:
-            IndependenceError: one does; the losses of single rows in the message are noted as a disclosure.
-        """
-        try:
-            self.independence.before_step(
-                lambda inputs: self.watch.look(loss_of(self.model, inputs)),
-                max_tokens,
-                is_last=ledger.num_steps >= steps_planned,
-                source=loss_of,
-            )
-            for point in self.independence.points:
-                ledger.append_open_point(point)
-        except IndependenceError:
-            self.watch.complete()  # a tensor that was written is the likeliest cause
-            ledger.append_disclosure("losses of single rows, in an error message", 1)
-            raise
-
-    def compile_blocks(self) -> None:
-        """Compile the model's blocks after the checks of the first step, whose shapes would need further graphs."""
-        options, self.compile = self.compile, None
-        if options is None:
-            return
-        if isinstance(self.clipper, GhostClipper):
-            self.clipper.compile(**options)
-        else:
-            logger.warning("torch_compile has no effect with one unit at a time: call model.compile() before training")
-
-    def note_trained(self, num_steps: int) -> None:
-        """Record, from the first step on, that this run trains the model."""
-        if not self.is_noted and self.weights.run is not None:
-            note_trained(self.model, self.weights.run, begins=num_steps == 1)
-            self.weights.note_step()
-        self.is_noted = True
-
-    def before_update(self, number: int) -> None:
-        """Compare the weights with those of the last update, and begin the update.
-
-        Args:
-            number: of the step, counted from the start or resume.
-        """
-        self.watch.complete()
-        if isinstance(self.engine, DeepSpeedZero):  # no other engine updates within the step
-            self.rates.note()
-        if self.tell is not None:
-            self.tell(number)
-
-    def after_step(self) -> None:
-        """Record the private gradient, and the changes made by an engine's own update."""
-        self.watch.note_gradients()
-        if self.averaging is not None and isinstance(self.engine, DeepSpeedZero):  # its step has updated the weights
-            self.averaging.update()
-
-    def refuse_unreached(self) -> None:
-        """Check, after the first step of this process, that losses reach every trained parameter, on any process.
-
-        In one pass for all units each microbatch shows it. Called by all processes together.
-
-        Raises:
-            GhostError: a parameter would be trained on noise only.
-        """
-        if self.reach_checked or not isinstance(self.clipper, PerUnitClipper):
-            return
-        self.reach_checked = True
-        missing = self.clipper.unreached
-        everywhere = self.engine.processes.gather(missing)
-        if missing := [name for name in missing if all(name in one for one in everywhere)]:
-            raise no_gradient(missing)
-
-    def find_max_tokens(self, loss_of: LossOf, rows: TrainingRows, plan: PrivacyPlan, processes: Processes) -> int:
-        """Return the most tokens of a microbatch that fit on every process, by trials that are not charged.
-
-        Raises:
-            MicrobatchTooLargeError: one row does not fit.
-        """
-        parameters = list(self.clipper.parameters.values())
-        memory = memory_of(parameters[0].device, needed_later(parameters, self.optimizer))
-        if memory is None:
-            return TOKENS_WITHOUT_MEASURE
-        units = rows.units
-        share = plan.expected_batch_size * units.num_rows / units.num_units / self.engine.processes.size
-        if self.clipper.one_unit:
-            share = min(share, units.max_rows)
-        fit = processes.together(
-            lambda: rows_that_fit(self.clipper, self.loss(loss_of), rows.longest, memory, most=math.ceil(share))
-        )
-        fewest = min(processes.gather(fit))
-        if fewest == 0:
-            raise MicrobatchTooLargeError(
-                "Memory runs out on one row, the longest. Shorten the rows (data.max_length), recompute activations "
-                "(train.gradient_checkpointing=true), train fewer parameters (LoRA), or shard the model "
-                "(dpllm train --config fsdp2)"
-            )
-        return fewest * int(rows.lengths[units.rows].max())
-
-    def check_everything(self) -> None:
-        """Check before a save that nothing but the noisy gradient has changed weights or buffers."""
-        if self.averaging is None:
-            self.watch.check_everything()
-            return
-        with self.averaging.hidden():  # a loop may end its run while the model holds the average
-            self.watch.check_everything()
-
-    def sums(self) -> dict[str, Any]:
-        """Return checksums of the trained weights for a checkpoint; weights that an engine shards have none."""
-        return {} if isinstance(self.engine, DeepSpeedZero) else sums_of_trained(self.model)
-
-    def take_restored(self, num_updates: int) -> None:
-        """Use the weights and the scheduler that a checkpoint has just restored for later comparisons.
-
-        Args:
-            num_updates: number of updates to come.
-        """
-        self.watch.rebase()
-        self.rates.expect_again(num_updates)
-
-    def remove(self) -> None:
-        """Remove the hooks and restore the model."""
-        self.clipper.remove()
-        self.engine.guard.remove()
-        self.watch.remove()
-        if self.averaging is not None:
-            self.averaging.detach()
 
 
 def attach(

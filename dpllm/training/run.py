@@ -16,6 +16,9 @@ another way:
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
+import math
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,15 +28,16 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dpllm.config import ConfigError
-from dpllm.engines import model_inside
+from dpllm.engines import DeepSpeedZero, model_inside
 from dpllm.engines.processes import Processes, found_by
 from dpllm.engines.replicas import check_before_saving
-from dpllm.ghost import GhostError, NormMethod, UnitClipper
+from dpllm.ghost import GhostClipper, GhostError, NormMethod, PerUnitClipper, UnitClipper
+from dpllm.ghost.parameters import no_gradient
 from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.regenerated import stream_of
 from dpllm.mechanism.sampling import seeded_rng
-from dpllm.models.ended import RunWeights, note_changes, refuse_other_weights
-from dpllm.models.starting_point import edited_start, takes_metrics
+from dpllm.models.ended import RunWeights, note_changes, refuse_other_weights, sums_of_trained
+from dpllm.models.starting_point import edited_start, note_trained, takes_metrics
 from dpllm.privacy.identity import COMPLETED, note_own_release, snapshot
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.privacy.ledger_reader import LedgerHead
@@ -44,16 +48,28 @@ from dpllm.training.attached import Attached, attach
 from dpllm.training.averaging import Averaging, refuse_other_average
 from dpllm.training.checks import agreement
 from dpllm.training.checks.differences import Differences
+from dpllm.training.checks.independence import IndependenceError
 from dpllm.training.checks.learning_rates import DECLARED, INDEPENDENT, OWN_LOOP
 from dpllm.training.checks.randomness import SecretStreams
 from dpllm.training.choose_clipper import FROZEN, freeze_unused, in_parts
 from dpllm.training.draws import LEFT_OUT, DrawError, Draws, mode_now
+from dpllm.training.microbatch_size import TOKENS_WITHOUT_MEASURE, memory_of, needed_later, rows_that_fit
 from dpllm.training.microbatches import StepBatch, microbatches
 from dpllm.training.noted import PrivateSources, note_units, note_users
+from dpllm.training.out_of_memory import MicrobatchTooLargeError
 from dpllm.training.restarting import require_shared_folder
 from dpllm.training.rows import LossOf, TrainingRows
 from dpllm.training.shared_ledger import SharedLedger
-from dpllm.training.step import Progress, StepDiagnostics, private_step, refuse_unfinished, unseen
+from dpllm.training.step import (
+    Progress,
+    StepDiagnostics,
+    private_step,
+    refuse_leftovers,
+    refuse_unfinished,
+    unseen,
+)
+
+logger = logging.getLogger(__name__)
 
 
 class RunEntropy:
@@ -429,28 +445,32 @@ class PrivateRun:
         if attached is None:
             raise ConfigError("No model is attached to the run: call attach(model, optimizer) before step()")
         mode = mode_now(attached.model.training)
-        unit_ids, charged = self._draws.take(unit_ids, mode, found_by(attached.make_ready))
+        unit_ids, charged = self._draws.take(unit_ids, mode, found_by(lambda: self._require_unchanged(attached)))
         number = charged.num_steps - self._entropy.first
         if self._threshold is not None:
             self._threshold.give_to(attached.clipper, self.plan)
         if isinstance(self.max_tokens, str):
-            self.max_tokens = attached.find_max_tokens(loss_of, self.rows, self.plan, self.processes)
-        attached.check_rows(loss_of, self.max_tokens, self.ledger, self.steps_planned)
-        attached.compile_blocks()
-        attached.note_trained(self.ledger.num_steps)
+            self.max_tokens = self._find_max_tokens(attached, loss_of)
+        self._check_rows(attached, loss_of, self.max_tokens)
+        self._compile_blocks(attached)
+        self._note_trained(attached)
         progress(0.0)
         self._entropy.streams.separate()
 
         def before_update() -> None:
             self._entropy.streams.check()
             self._entropy.streams.share()
-            attached.before_update(number)
+            attached.watch.complete()  # compares the weights with those of the last update
+            if isinstance(attached.engine, DeepSpeedZero):  # no other engine updates within the step
+                attached.rates.note()
+            if attached.tell is not None:
+                attached.tell(number)
 
         try:
             done = private_step(
                 attached.clipper,
                 self._microbatches(unit_ids, self.max_tokens),
-                attached.loss(loss_of),
+                functools.partial(loss_of, attached.model),
                 self.plan,
                 attached.engine,
                 charged,
@@ -466,12 +486,83 @@ class PrivateRun:
             with contextlib.suppress(GhostError, RuntimeError):  # neither may hide the first error
                 attached.clipper.forget()  # Ctrl-C leaves layers without requires_grad
             raise
-        attached.after_step()
-        attached.refuse_unreached()
+        attached.watch.note_gradients()
+        if attached.averaging is not None and isinstance(attached.engine, DeepSpeedZero):  # it has updated the weights
+            attached.averaging.update()
+        self._refuse_unreached(attached)
         if self._threshold is not None:
             self._threshold.follow(attached.clipper)
         self._note(done)
         return done
+
+    def _require_unchanged(self, attached: Attached) -> None:
+        """Check that weights and gradients are unchanged since the last update; checks this process only."""
+        attached.watch.before_step()
+        refuse_leftovers(attached.clipper, attached.engine)
+
+    def _find_max_tokens(self, attached: Attached, loss_of: LossOf) -> int:
+        """Return the most tokens of a microbatch that fit on every process, by trials that are not charged.
+
+        Raises:
+            MicrobatchTooLargeError: one row does not fit.
+        """
+        clipper, units = attached.clipper, self.rows.units
+        parameters = list(clipper.parameters.values())
+        memory = memory_of(parameters[0].device, needed_later(parameters, attached.optimizer))
+        if memory is None:
+            return TOKENS_WITHOUT_MEASURE
+        share = self.plan.expected_batch_size * units.num_rows / units.num_units / attached.engine.processes.size
+        if clipper.one_unit:
+            share = min(share, units.max_rows)
+        loss, longest, most = functools.partial(loss_of, attached.model), self.rows.longest, math.ceil(share)
+        fit = self.processes.together(lambda: rows_that_fit(clipper, loss, longest, memory, most))
+        fewest = min(self.processes.gather(fit))
+        if fewest == 0:
+            raise MicrobatchTooLargeError(
+                "Memory runs out on one row, the longest. Shorten the rows (data.max_length), recompute activations "
+                "(train.gradient_checkpointing=true), train fewer parameters (LoRA), or shard the model "
+                "(dpllm train --config fsdp2)"
+            )
+        return fewest * int(self.rows.lengths[units.rows].max())
+
+    def _check_rows(self, attached: Attached, loss_of: LossOf, max_tokens: int | None) -> None:
+        """Check, in the first step and then less and less often, that no row's contribution depends on other rows.
+
+        After the first steps a difference is an open point of the report, which holds no loss of a row.
+
+        Raises:
+            IndependenceError: one does; the losses of single rows in the message are noted as a disclosure.
+        """
+        try:
+            attached.independence.before_step(
+                lambda inputs: attached.watch.look(loss_of(attached.model, inputs)),
+                max_tokens,
+                is_last=self.ledger.num_steps >= self.steps_planned,
+                source=loss_of,
+            )
+            for point in attached.independence.points:
+                self.ledger.append_open_point(point)
+        except IndependenceError:
+            attached.watch.complete()  # a tensor that was written is the likeliest cause
+            self.ledger.append_disclosure("losses of single rows, in an error message", 1)
+            raise
+
+    def _compile_blocks(self, attached: Attached) -> None:
+        """Compile the model's blocks after the checks of the first step, whose shapes would need further graphs."""
+        options, attached.compile = attached.compile, None
+        if options is None:
+            return
+        if isinstance(attached.clipper, GhostClipper):
+            attached.clipper.compile(**options)
+        else:
+            logger.warning("torch_compile has no effect with one unit at a time: call model.compile() before training")
+
+    def _note_trained(self, attached: Attached) -> None:
+        """Record, from the first step on, that this run trains the model."""
+        if not attached.is_noted and attached.weights.run is not None:
+            note_trained(attached.model, attached.weights.run, begins=self.ledger.num_steps == 1)
+            attached.weights.note_step()
+        attached.is_noted = True
 
     def _microbatches(self, unit_ids: np.ndarray, max_tokens: int | None) -> StepBatch:
         """This process's share of the drawn units."""
@@ -490,6 +581,22 @@ class PrivateRun:
             one_unit=self._attached is not None and self._attached.clipper.one_unit,
         )
 
+    def _refuse_unreached(self, attached: Attached) -> None:
+        """Check, after the first step of this process, that losses reach every trained parameter, on any process.
+
+        In one pass for all units each microbatch shows it. Called by all processes together.
+
+        Raises:
+            GhostError: a parameter would be trained on noise only.
+        """
+        if attached.reach_checked or not isinstance(attached.clipper, PerUnitClipper):
+            return
+        attached.reach_checked = True
+        missing = attached.clipper.unreached
+        everywhere = attached.engine.processes.gather(missing)
+        if missing := [name for name in missing if all(name in one for one in everywhere)]:
+            raise no_gradient(missing)
+
     def _note(self, done: StepDiagnostics) -> None:
         """Note the diagnostics of a step, and continue with smaller microbatches if memory ran out."""
         if done.num_nonfinite:
@@ -504,8 +611,12 @@ class PrivateRun:
         """Remove the hooks and restore the model."""
         with contextlib.suppress(RuntimeError):  # a failing device must not hide the first error
             self.end_weights()
-        if self._attached is not None:
-            self._attached.remove()
+        if (attached := self._attached) is not None:
+            attached.clipper.remove()
+            attached.engine.guard.remove()
+            attached.watch.remove()
+            if attached.averaging is not None:
+                attached.averaging.detach()
         self._attached = None
 
     def finish(self, reason: str = COMPLETED, stopped_independently: bool = False) -> dict[str, Any] | None:
@@ -558,8 +669,10 @@ class PrivateRun:
         Raises:
             WatchError: one changed; the message names its path.
         """
-        if self._attached is not None:
-            self._attached.check_everything()
+        if (attached := self._attached) is not None:
+            averaging = attached.averaging  # a loop may end its run while the model holds the average
+            with contextlib.nullcontext() if averaging is None else averaging.hidden():
+                attached.watch.check_everything()
             self.ledger.write_rate()
 
     def check_before_saving(self) -> None:
@@ -628,7 +741,9 @@ class PrivateRun:
         self.check_saved_state()
         head = self.ledger.head
         state = {"plan_hash": self.plan.hash, "num_steps": head.num_steps, "ledger": head.to_dict()}
-        trained = {} if self._attached is None else self._attached.sums()
+        attached = self._attached
+        sharded = attached is not None and isinstance(attached.engine, DeepSpeedZero)  # its weights have no checksums
+        trained = {} if attached is None or sharded else sums_of_trained(attached.model)
         return {**state, "weights": trained} if trained else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -649,5 +764,6 @@ class PrivateRun:
         model = None if self._attached is None else self._attached.model
         refuse_other_weights(model, state.get("weights", {}), self.processes)
         if self._attached is not None:  # accelerate writes to the weights before it calls this method
-            self._attached.take_restored(self.steps_planned - self.ledger.num_steps)
+            self._attached.watch.rebase()
+            self._attached.rates.expect_again(self.steps_planned - self.ledger.num_steps)
         self.ledger.require_prefix(LedgerHead.of(state["ledger"]), "The checkpoint")

@@ -42,7 +42,6 @@ from dpllm.methods.pate.votes import TOKENS, Vote
 from dpllm.methods.predict import run as prediction
 from dpllm.methods.predict.token_draw import TokenDraw
 from dpllm.privacy.query_plan import Charge, QueryPlan
-from dpllm.training.attached import Attached
 from tests.memory_ledger import MemoryLedger
 
 CONFIDENCE = 0.999  # a sound run fails once in a thousand times at most
@@ -214,12 +213,12 @@ def empty_steps() -> AuditResult:
 @contextlib.contextmanager
 def without_checks_of_rows() -> Iterator[None]:
     """Leave out the checks of the loss in the first steps of each run: they take most of the time of a short one."""
-    check = Attached.check_rows
-    Attached.check_rows = lambda self, *arguments: None  # type: ignore[method-assign]
+    check = PrivateRun._check_rows
+    PrivateRun._check_rows = lambda self, *arguments: None  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Attached.check_rows = check  # type: ignore[method-assign]
+        PrivateRun._check_rows = check  # type: ignore[method-assign]
 
 
 def audit_runs(

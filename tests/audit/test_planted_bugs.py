@@ -133,7 +133,7 @@ BUGS = [
             ),
             (
                 "dpllm/training/run.py",
-                "        attached.check_rows(loss_of, self.max_tokens, self.ledger, self.steps_planned)\n",
+                "        self._check_rows(attached, loss_of, self.max_tokens)\n",
                 "",
             ),
         ),

@@ -11,7 +11,7 @@ from torch import nn
 from dpllm import GhostClipper
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.not_for_release import read_diagnostics
-from dpllm.training import attached
+from dpllm.training import run as private_run
 from dpllm.training.microbatch_size import (
     TOKENS_WITHOUT_MEASURE,
     largest_that_fits,
@@ -144,7 +144,7 @@ def test_trials_of_a_model_leave_nothing_behind(limit, expected, direction):
 
 def known(memory):
     """A device whose memory is known, while the block lasts."""
-    return mock.patch.object(attached, "memory_of", lambda device, needed_later: memory)
+    return mock.patch.object(private_run, "memory_of", lambda device, needed_later: memory)
 
 
 def run_on(folder, model, memory=None, max_tokens="auto"):
@@ -177,7 +177,7 @@ def test_auto_takes_what_fits_and_moves_the_parameters_as_any_budget(tmp_path):
 
 def test_auto_on_a_cpu_is_a_fixed_number(tmp_path):
     """No trial is made."""
-    with mock.patch.object(attached, "rows_that_fit", side_effect=AssertionError("a trial")):
+    with mock.patch.object(private_run, "rows_that_fit", side_effect=AssertionError("a trial")):
         run, _, _ = run_on(tmp_path / "run", gated()[0])
     assert run.max_tokens == TOKENS_WITHOUT_MEASURE
 

@@ -319,7 +319,7 @@ def refusal_by_run(model: nn.Module, task: str, rows: list[Batch], pad: int) -> 
     run = PrivateRun(independence.plan_of(len(rows), len(rows)), given, MemoryLedger())
     run.attach(model, torch.optim.SGD(trainable(model).values(), lr=0.0))
     try:
-        run._attached.check_rows(lambda net, batch: losses(net, task, batch), None, run.ledger, run.plan.num_steps)
+        run._check_rows(run._attached, lambda net, batch: losses(net, task, batch), None)
     except IndependenceError as error:
         return first_sentence(str(error))
     finally:
