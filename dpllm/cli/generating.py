@@ -263,7 +263,7 @@ def load(
 ) -> tuple[TextGenerator, Sampling]:
     """Return the model of a folder, and how its texts are drawn."""
     from dpllm.models.generation import Sampling, load_generator
-    from dpllm.training.way_out import quiet
+    from dpllm.training.save_rehearsal import quiet
 
     sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
     _say("loading the model")

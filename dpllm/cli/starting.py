@@ -22,7 +22,7 @@ from dpllm.config.values import between, choice, integer, nearest
 if TYPE_CHECKING:
     from dpllm.config import DataConfig
     from dpllm.data.columns import Columns
-    from dpllm.models.at_hand import ModelAtHand
+    from dpllm.models.local_model import ModelAtHand
     from dpllm.planning.new_recipe import NewRecipe, Wishes
 
 EPSILON = 8.0
@@ -445,7 +445,7 @@ def _model(ask: _Questions, given: str | None) -> tuple[str, ModelAtHand | None]
     def check(name: str) -> tuple[str, ModelAtHand | None]:
         place = Path(_some_text(name)).expanduser()
         typer.echo(f"looking at the model {name}; loading torch and transformers takes some seconds")
-        from dpllm.models.at_hand import model_at_hand
+        from dpllm.models.local_model import model_at_hand
 
         path = str(place) if place.is_dir() else name
         return path, model_at_hand(path)

@@ -192,7 +192,7 @@ def _rehearse(run: Suggested, section: Any, options: SuggestOptions) -> tuple[Su
     from dpllm.planning.rehearsal import Steps, rehearse, shorten
     from dpllm.planning.suggest import Setting
     from dpllm.planning.suggested import RATE
-    from dpllm.training.way_out import quiet
+    from dpllm.training.save_rehearsal import quiet
 
     with tempfile.TemporaryDirectory(prefix="dpllm-rehearsal-") as name, _bars() as bar:
         folder = Path(name)

@@ -30,8 +30,8 @@ from dpllm.data.messages import (
     refuse_weights,
     with_system,
 )
+from dpllm.data.private_tempdir import store
 from dpllm.data.records import CHATS, DataError, check_column
-from dpllm.data.scratch import store
 from dpllm.data.values import own_value
 
 _AT_A_TIME = 256  # rows of a table that is written
@@ -194,7 +194,7 @@ def store_rows(
     source: datasets.Dataset,
     keep: Sequence[str],
 ) -> datasets.Dataset:
-    """Write rows into the private folder (`dpllm.data.scratch`), and return them as a data set.
+    """Write rows into the private folder (`dpllm.data.private_tempdir`), and return them as a data set.
 
     Args:
         rows: each row, and the example that it was made of.

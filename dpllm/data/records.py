@@ -31,9 +31,9 @@ from dpllm.data.content_index import ContentIndex, count_copies
 from dpllm.data.corpora import BUILTIN
 from dpllm.data.local_files import LocalFiles, find_files, local_files, refuse_several_kinds, split_names
 from dpllm.data.messages import is_conversation, read_messages
+from dpllm.data.private_tempdir import store
 from dpllm.data.readers import NOTHING, Reading, content_hash, kind_of, read_tables, refuse_equal_files
 from dpllm.data.readers import DataError as DataError
-from dpllm.data.scratch import store
 from dpllm.data.units import UnitIndex
 from dpllm.data.values import decoded
 
@@ -78,7 +78,7 @@ def load_records(config: DataConfig, privacy: PrivacyUnit | None = None) -> data
     """Return the training records, one row each, unchanged and in their order.
 
     Cells of CSV and TSV files are text; only the labels of a classification become whole numbers, strictly. Local files
-    are copied into a private folder of this process (`dpllm.data.scratch`), which is removed when the process ends.
+    are copied into a private folder of this process (`dpllm.data.private_tempdir`), which is removed when it ends.
 
     Args:
         config: source of the records. `limit` keeps only that number of records, from the first on.

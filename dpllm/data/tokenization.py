@@ -24,12 +24,12 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from dpllm.config import TASKS, ConfigError, DataConfig
 from dpllm.config.formats.record_format import Chat, Completion, Question, Text, TextLabel, WordTags
-from dpllm.data.aligned import aligned, answer_of
 from dpllm.data.chat import SILENT, encode_chats
 from dpllm.data.labels import IGNORE
+from dpllm.data.private_tempdir import store
 from dpllm.data.records import CHATS, DataError, check_column, check_records, keep_notes
-from dpllm.data.scratch import store
 from dpllm.data.values import decoded
+from dpllm.data.word_alignment import aligned, answer_of
 
 logger = logging.getLogger(__name__)
 

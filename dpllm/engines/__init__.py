@@ -1,10 +1,10 @@
 """How a model is spread over processes: implementations of one protocol, `dpllm.engines.base.Engine`."""
 
-from dpllm.engines.choose import engine_for as engine_for
-from dpllm.engines.choose import model_inside as model_inside
 from dpllm.engines.ddp import DataParallel as DataParallel
 from dpllm.engines.deepspeed import DeepSpeedZero as DeepSpeedZero
 from dpllm.engines.deepspeed import private_config as private_config
+from dpllm.engines.engine_for import engine_for as engine_for
+from dpllm.engines.engine_for import model_inside as model_inside
 from dpllm.engines.errors import EngineError as EngineError
 from dpllm.engines.fsdp2 import FullySharded as FullySharded
 from dpllm.engines.fsdp2 import whole_state as whole_state

@@ -89,7 +89,7 @@ def prepare_to_load(checkpoint: str | Path, config: dict[str, Any], processes: P
     """Convert a checkpoint for these processes, before the engine is built; all of them call this together.
 
     Args:
-        checkpoint: whole, as ``dpllm.training.restarting.checkpoint_to_resume`` returns it.
+        checkpoint: whole, as ``dpllm.training.resume.checkpoint_to_resume`` returns it.
         config: the DeepSpeed configuration as a nested dictionary; its ``checkpoint.load_universal`` is set.
         processes: the processes that will load it.
 

@@ -25,8 +25,8 @@ from dpllm.config import RECIPE_FILE, ConfigError
 from dpllm.config.recipe import PRETRAINED_FOLDER
 from dpllm.engines.checksums import Checksum, values
 from dpllm.engines.optimizers import innermost
-from dpllm.models.ended import earlier_run
 from dpllm.models.quantization import calibration_points
+from dpllm.models.run_weights import earlier_run
 from dpllm.models.start_files import folder_of, trace_of_training
 from dpllm.models.start_weights import edited_weights, loaded_parts
 from dpllm.privacy.identity import RunName, run_in

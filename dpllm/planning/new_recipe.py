@@ -26,7 +26,7 @@ from dpllm.data.columns import texts_of
 from dpllm.data.records import DataError, load_records, reading_remarks
 from dpllm.data.rows import unit_index_of
 from dpllm.data.units import UnitIndex
-from dpllm.models.at_hand import ModelAtHand
+from dpllm.models.local_model import ModelAtHand
 from dpllm.models.starting_point import refuse_private_start
 from dpllm.planning import rules
 from dpllm.planning.recipe_text import recipe_text

@@ -30,7 +30,7 @@ from transformers import PrinterCallback, TrainerCallback
 
 from dpllm.config import PrivacyConfig
 from dpllm.data.records import DataError
-from dpllm.engines.weights import NonfiniteError
+from dpllm.engines.finite import NonfiniteError
 from dpllm.models.load import prepare_model
 from dpllm.planning.public_text import QUIET, Material
 from dpllm.planning.rate_scaling import rate_factor
@@ -39,8 +39,8 @@ from dpllm.planning.suggested import Suggested
 from dpllm.training.arguments import training_arguments
 from dpllm.training.evaluation import measure
 from dpllm.training.preflight import PLAIN
+from dpllm.training.save_rehearsal import quiet
 from dpllm.training.trainer import DPTrainer
-from dpllm.training.way_out import quiet
 from dpllm.training.workload import UpdateRule
 
 STEP = 2.0

@@ -22,8 +22,8 @@ from dpllm.engines.optimizers import refuse_unsteppable
 from dpllm.engines.processes import Processes
 from dpllm.engines.replicas import check_model
 from dpllm.ghost import NormMethod, UnitClipper
-from dpllm.models.ended import RunWeights
 from dpllm.models.quantization import BASE_STORED_AS, make_ready, stored_as
+from dpllm.models.run_weights import RunWeights
 from dpllm.models.starting_point import check_start
 from dpllm.models.tasks import trained_words
 from dpllm.privacy.identity import RunName, run_in

@@ -13,8 +13,8 @@ post-processing of the releases, and ε does not depend on it:
 * A checkpoint names checksums of the average, which a load compares. It is loaded before the first step of a start, and
   never later.
 
-Each process keeps the average of its fragments of the optimizer's weights (`dpllm.engines.fragments`). A checkpoint
-holds them by name and position, so that any number of processes, also on another engine, may continue.
+Each process keeps the average of its fragments of the optimizer's weights (`dpllm.training.weight_shards`). A
+checkpoint holds them by name and position, so that any number of processes, also on another engine, may continue.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from torch import Tensor, nn
 
 from dpllm.config import ConfigError
 from dpllm.engines.checksums import Checksum, placed_sum, values
-from dpllm.engines.fragments import WeightFragments
 from dpllm.engines.optimizers import innermost
 from dpllm.engines.processes import Processes
 from dpllm.mechanism.averages import Average, average_of, is_average
-from dpllm.models.ended import RunWeights
+from dpllm.models.run_weights import RunWeights
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError
 from dpllm.privacy.ledger_reader import LedgerHead, noted_before
 from dpllm.report.definition import RELEASED_WEIGHTS
 from dpllm.training.shared_ledger import SharedLedger
+from dpllm.training.weight_shards import WeightFragments
 
 AVERAGE_FOLDER = "average"
 """Within a checkpoint: the average beside the weights."""

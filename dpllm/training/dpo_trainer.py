@@ -21,7 +21,7 @@ from dpllm.engines.processes import Processes
 from dpllm.models.starting_point import check_start, edited_start
 from dpllm.models.tasks import RowLoss
 from dpllm.training.argument_table import ARGUMENTS, Argument, refused
-from dpllm.training.noted import scores_in
+from dpllm.training.ledger_notes import scores_in
 from dpllm.training.pair_losses import PairLosses, reference_log_probs
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.trainer import DPTrainer

@@ -37,6 +37,7 @@ from dpllm.config.mistakes import print_any_character, tell, words_of
 from dpllm.config.shipped import shipped_root
 from dpllm.data.columns import columns_of
 from dpllm.data.local_files import find_files
+from dpllm.data.private_tempdir import remove_private_folder
 from dpllm.data.records import reading_remarks
 from dpllm.data.rows import (
     RowCollator,
@@ -46,7 +47,6 @@ from dpllm.data.rows import (
     tokenize_records,
     unit_index_of,
 )
-from dpllm.data.scratch import remove_private_folder
 from dpllm.data.shared_records import (
     refuse_private_parts,
     refuse_shared_held_out,
@@ -54,8 +54,8 @@ from dpllm.data.shared_records import (
     shared_records_point,
 )
 from dpllm.engines.processes import Processes
-from dpllm.models.given import name_classes
 from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
+from dpllm.models.model_argument import name_classes
 from dpllm.models.start_files import START_FILES, refuse_other_start, start_files
 from dpllm.privacy.budget import require_room
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
@@ -69,11 +69,11 @@ from dpllm.training import trl_recipe
 from dpllm.training.arguments import find_deepspeed_config, plan_for, training_arguments
 from dpllm.training.evaluation import Measurement
 from dpllm.training.held_out import HeldOut, HeldOutRows
-from dpllm.training.noted import OWN_TOKENIZER, PrivateSources
+from dpllm.training.ledger_notes import OWN_TOKENIZER, PrivateSources
 from dpllm.training.pair_losses import HeldOutPairs
 from dpllm.training.preflight import PLAIN, check_recipe
 from dpllm.training.public_stage import start_in, train_on_public_text
-from dpllm.training.restarting import RunCompletedError, begin_in, cut_short, to_go_on
+from dpllm.training.resume import RunCompletedError, begin_in, cut_short, to_go_on
 from dpllm.training.screen import Phases
 from dpllm.training.signals import StopRequest, end_with_the_launcher, exit_code
 from dpllm.training.trainer import DPTrainer, WhenAttached

@@ -2,7 +2,7 @@
 
 Place in the flow: between `dpllm.training.microbatches`, which cuts a step's units, and
 `dpllm.training.out_of_memory.Portions`, which hands the microbatches to the step. It is used only where the data set
-and the collator are known to share nothing with the model and the loss (`dpllm.training.fetching.shares_nothing`), or
+and the collator are known to share nothing with the model and the loss (`dpllm.training.read_rows.shares_nothing`), or
 where the user declares it (``TrainingRows(fetch_ahead=True)``): a file that both read would return the bytes of another
 record, and a unit would be counted twice. Within a step, the data set and the collator are then called by this thread
 only, one call after another.

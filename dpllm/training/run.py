@@ -36,7 +36,7 @@ from dpllm.ghost.parameters import no_gradient
 from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.regenerated import stream_of
 from dpllm.mechanism.sampling import seeded_rng
-from dpllm.models.ended import RunWeights, note_changes, refuse_other_weights, sums_of_trained
+from dpllm.models.run_weights import RunWeights, note_changes, refuse_other_weights, sums_of_trained
 from dpllm.models.starting_point import edited_start, note_trained, takes_metrics
 from dpllm.privacy.identity import COMPLETED, note_own_release, snapshot
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
@@ -53,11 +53,11 @@ from dpllm.training.checks.learning_rates import DECLARED, INDEPENDENT, OWN_LOOP
 from dpllm.training.checks.randomness import SecretStreams
 from dpllm.training.choose_clipper import FROZEN, freeze_unused, in_parts
 from dpllm.training.draws import LEFT_OUT, DrawError, Draws, mode_now
+from dpllm.training.ledger_notes import PrivateSources, note_units, note_users
 from dpllm.training.microbatch_size import TOKENS_WITHOUT_MEASURE, memory_of, needed_later, rows_that_fit
 from dpllm.training.microbatches import StepBatch, microbatches
-from dpllm.training.noted import PrivateSources, note_units, note_users
 from dpllm.training.out_of_memory import MicrobatchTooLargeError
-from dpllm.training.restarting import require_shared_folder
+from dpllm.training.resume import require_shared_folder
 from dpllm.training.rows import LossOf, TrainingRows
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.step import (
@@ -688,7 +688,7 @@ class PrivateRun:
         check_before_saving(parameters, self.processes, found_by(self.check_saved_state))
 
     def end_weights(self) -> None:
-        """Store the present weights as the final weights of the run; see `dpllm.models.ended`."""
+        """Store the present weights as the final weights of the run; see `dpllm.models.run_weights`."""
         if self._attached is not None and self.ledger.num_steps > 0:
             self._attached.weights.end()
 

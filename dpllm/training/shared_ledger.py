@@ -19,7 +19,7 @@ from dpllm.privacy.same_rows import compare_rows, remember_records, remember_row
 from dpllm.privacy.stated import planned_steps, stated_starts, steps_allowed, taken_starts
 from dpllm.privacy.unfinished import charging, make_way
 from dpllm.privacy.writer import note_writer
-from dpllm.training.adapting import Threshold
+from dpllm.training.adaptive_threshold import Threshold
 
 NOT_SETTLED = (
     "The run ended, and its budget {file} could not be settled ({error}). All its planned steps stay reserved there. "

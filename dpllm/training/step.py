@@ -24,7 +24,7 @@ from dpllm.ghost.sums import AddSum, Finish, Sum
 from dpllm.mechanism.noise import IndependentStream
 from dpllm.mechanism.parts import NoiseStream
 from dpllm.privacy.plan import PrivacyPlan
-from dpllm.training.adapting import StepStatistic
+from dpllm.training.adaptive_threshold import StepStatistic
 from dpllm.training.draws import Charges
 from dpllm.training.microbatches import Microbatch
 from dpllm.training.out_of_memory import OutOfMemory, Passed, Portions, attempt, device_of

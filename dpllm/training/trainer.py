@@ -33,17 +33,16 @@ from dpllm.config.output_folder import REPORTS, check_output_folder
 from dpllm.config.values import choice
 from dpllm.data.chat import ChatTemplate
 from dpllm.data.lengths import input_of, refuse_other_classes
-from dpllm.data.own_rows import refuse_own_rows
+from dpllm.data.public_eval_check import refuse_own_rows
 from dpllm.data.raw_rows import LONGEST, RowMaker, is_raw, is_stored, read_keys
 from dpllm.data.records import chats_in
 from dpllm.engines.deepspeed_checkpoint import complete_load, prepare_to_load
-from dpllm.engines.fragments import require_whole_saves
+from dpllm.engines.finite import NonfiniteSteps, require_finite
 from dpllm.engines.processes import Processes
-from dpllm.engines.weights import NonfiniteSteps, require_finite
 from dpllm.ghost import GhostClipper, NormMethod
 from dpllm.mechanism.limits import NOISE_MEMORIES
-from dpllm.models.given import GivenModel, names_of_classes
 from dpllm.models.inputs import num_positions
+from dpllm.models.model_argument import GivenModel, names_of_classes
 from dpllm.models.packing import refuse_unpackable
 from dpllm.models.start_weights import WeightSample
 from dpllm.models.starting_point import check_start, edited_start, refuse_changed_start, refuse_steering
@@ -67,19 +66,20 @@ from dpllm.training.arguments import (
 from dpllm.training.averaging import checked_average
 from dpllm.training.checks.row_sample import refuse_reading
 from dpllm.training.corrected_adamw import optimizer_for
-from dpllm.training.fetching import refuse_ignored, refuse_unreadable
 from dpllm.training.head_losses import HeadLosses
-from dpllm.training.noted import PrivateSources, own_parts, tokens_of_others
+from dpllm.training.ledger_notes import PrivateSources, own_parts, tokens_of_others
 from dpllm.training.preflight import refuse_unusable_model
-from dpllm.training.prepared import Prepared, agreed_arguments
-from dpllm.training.restarting import begin_in, checkpoint_to_resume
+from dpllm.training.read_rows import refuse_ignored, refuse_unreadable
+from dpllm.training.resume import begin_in, checkpoint_to_resume
 from dpllm.training.row_losses import RowLosses
 from dpllm.training.run import PrivateRun
+from dpllm.training.save_rehearsal import bytes_to_write, rehearse
 from dpllm.training.screen import StepProgress, progress_of
 from dpllm.training.signals import StopRequest, end_with_the_launcher
 from dpllm.training.trainer_outputs import StartingModel, TrainerOutputs
+from dpllm.training.trainer_setup import Prepared, agreed_arguments
 from dpllm.training.training_log import LogKeeper
-from dpllm.training.way_out import bytes_to_write, rehearse
+from dpllm.training.weight_shards import require_whole_saves
 from dpllm.training.workload import UpdateRule
 
 
@@ -435,7 +435,7 @@ class DPTrainer(TrainerOutputs):
 
         Args:
             resume_from_checkpoint: a checkpoint of this output folder, True for its latest complete one, or "auto" to
-                start if there is nothing to resume (`dpllm.training.restarting`). Any number of processes may
+                start if there is nothing to resume (`dpllm.training.resume`). Any number of processes may
                 continue it. The ledger is continued: steps lost in a crash stay charged, and batches and noise are
                 drawn from fresh entropy.
             trial: refused; hyper-parameter search on the private data costs privacy.
@@ -524,7 +524,7 @@ class DPTrainer(TrainerOutputs):
         """Make sure that the rows that were declared public are not the private rows.
 
         Raises:
-            DataError: they are (`dpllm.data.own_rows`).
+            DataError: they are (`dpllm.data.public_eval_check`).
         """
         if self.eval_is_public:
             self.processes.together(lambda: refuse_own_rows(dataset, self._prepared.dataset))

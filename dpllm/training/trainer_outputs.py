@@ -34,12 +34,12 @@ from transformers.utils import logging
 from dpllm.config import TASKS, ConfigError, PrivacyConfig
 from dpllm.data.units import UnitIndex
 from dpllm.engines import whole_state
+from dpllm.engines.finite import require_finite
 from dpllm.engines.processes import Processes
-from dpllm.engines.weights import require_finite
 from dpllm.mechanism.averages import LAST_FOLDER
-from dpllm.models.ended import note_changes
 from dpllm.models.loading import changes_of_base
 from dpllm.models.merging import MERGED_FOLDER, merged
+from dpllm.models.run_weights import note_changes
 from dpllm.models.tasks import is_of_transformers, loading_class, task_of
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.checkpoints import (
@@ -77,12 +77,12 @@ from dpllm.report.models import PrivacyReport
 from dpllm.report.publishing import PublishError, files_to_publish, note_uploaded, require_publishable, upload
 from dpllm.report.statement import ReleaseNotes, notes_in, privacy_report, write_report
 from dpllm.training.averaging import Averaging
-from dpllm.training.noted import PrivateSources
-from dpllm.training.prepared import Prepared
+from dpllm.training.ledger_notes import PrivateSources
 from dpllm.training.run import PrivateRun
+from dpllm.training.save_rehearsal import bytes_to_write, is_whole, until_there_is_room
 from dpllm.training.shared_ledger import SharedLedger
+from dpllm.training.trainer_setup import Prepared
 from dpllm.training.training_log import LogKeeper, covered_state, refuse_random_states
-from dpllm.training.way_out import bytes_to_write, is_whole, until_there_is_room
 
 logger = logging.get_logger(__name__)
 

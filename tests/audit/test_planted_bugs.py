@@ -112,8 +112,8 @@ BUGS = [
             ),
             (
                 "dpllm/training/run.py",
-                "from dpllm.models.ended import",
-                "from dpllm.mechanism.generators import NoiseSource\nfrom dpllm.models.ended import",
+                "from dpllm.models.run_weights import",
+                "from dpllm.mechanism.generators import NoiseSource\nfrom dpllm.models.run_weights import",
             ),
         ),
     ),
@@ -240,7 +240,7 @@ BUGS = [
         "counted",
         (
             (
-                "dpllm/training/adapting.py",
+                "dpllm/training/adaptive_threshold.py",
                 ".clamp(-0.5, 0.5).sum()",
                 ".clamp(-0.5, 0.5).mean().nan_to_num() * self._plan.expected_batch_size",
             ),

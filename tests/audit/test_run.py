@@ -272,7 +272,7 @@ class TestRefusals:
             canary_rows(made.canaries, long, AutoTokenizer.from_pretrained(base_model))
 
 
-@kills("copies of private records stay", "dpllm/data/scratch.py", "atexit.register(remove_private_folder)", "")
+@kills("copies of private records stay", "dpllm/data/private_tempdir.py", "atexit.register(remove_private_folder)", "")
 def test_the_data_are_not_left_in_a_cache(prepared: Path, broken: Path, tmp_path: Path):
     """Copies of private records go with the process of the audit; `datasets` leaves empty locks."""
     command = [sys.executable, "-m", "dpllm", "audit", "run", str(broken), "--canaries", str(prepared / CANARIES_FILE)]

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dpllm.config import ConfigError, DataConfig, PrivacyConfig
+from dpllm.data.private_tempdir import PREFIX, private_folder, remove_private_folder
 from dpllm.data.records import (
     DataError,
     has_many_copies,
@@ -27,7 +28,6 @@ from dpllm.data.records import (
     sources_of,
 )
 from dpllm.data.rows import unit_index_of
-from dpllm.data.scratch import PREFIX, private_folder, remove_private_folder
 from tests.mutations import kills
 from tests.tiers import SHARED, needs_shared_data
 
@@ -527,7 +527,7 @@ class TestFolders:
 def test_copies_of_private_text_are_for_the_owner_only(tmp_path, monkeypatch):
     """Nothing is left in the cache of `datasets`: the copies are in a folder of mode 0700 that can be removed."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr("dpllm.data.scratch._folders", {})
+    monkeypatch.setattr("dpllm.data.private_tempdir._folders", {})
     path = tmp_path / "data.csv"
     path.write_text("text\nsecret\n", encoding="utf-8")
     mask = os.umask(0)
@@ -548,25 +548,25 @@ def test_the_folder_of_a_killed_process_is_removed(tmp_path, monkeypatch, cache)
     """The next process finds that nobody holds its lock, also in the temporary folder; a living one's folder stays."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / cache)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("dpllm.data.scratch._folders", {})
+    monkeypatch.setattr("dpllm.data.private_tempdir._folders", {})
     (tmp_path / "a file").touch()
     code = (
-        "import os, dpllm.data.scratch as s, datasets; datasets.config.HF_DATASETS_CACHE = os.environ['PLACE']; "
-        "s.private_folder(); os._exit(9)"
+        "import os, dpllm.data.private_tempdir as s, datasets; "
+        "datasets.config.HF_DATASETS_CACHE = os.environ['PLACE']; s.private_folder(); os._exit(9)"
     )
     places = {"PLACE": str(tmp_path / cache), "TMPDIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", code], env={**os.environ, **places}, check=False)
     assert len(list(tmp_path.glob(f"{PREFIX}*"))) == 1
     own = private_folder()
     assert sorted(tmp_path.iterdir()) == [tmp_path / "a file", own]
-    monkeypatch.setattr("dpllm.data.scratch._folders", {})
+    monkeypatch.setattr("dpllm.data.private_tempdir._folders", {})
     assert private_folder() != own and own.exists()
 
 
 def test_no_folder_has_its_name_before_it_is_locked(tmp_path, monkeypatch):
     """Processes of one run begin together: one that looks at this moment would take it for abandoned."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    monkeypatch.setattr("dpllm.data.scratch._folders", {})
+    monkeypatch.setattr("dpllm.data.private_tempdir._folders", {})
     seen = []
 
     def look(descriptor, operation):

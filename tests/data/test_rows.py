@@ -29,7 +29,7 @@ from dpllm.privacy.not_for_release import DATA_FILES_FILE
 from dpllm.privacy.plan import make_plan
 from dpllm.report.definition import define
 from dpllm.report.release_notes import ReleaseNotes
-from dpllm.training.noted import note_data, note_units
+from dpllm.training.ledger_notes import note_data, note_units
 from tests.mutations import kills
 from tests.tiers import SHARED, needs_shared_data
 

@@ -27,7 +27,7 @@ from dpllm.mechanism.noise import IndependentStream
 from dpllm.mechanism.parts import NoiseStream
 from dpllm.mechanism.regenerated import stream_of
 from dpllm.privacy.plan import PrivacyPlan
-from dpllm.training.adapting import StepStatistic
+from dpllm.training.adaptive_threshold import StepStatistic
 from dpllm.training.choose_clipper import clipper_for
 from dpllm.training.microbatches import microbatches
 from dpllm.training.step import private_step

@@ -258,7 +258,7 @@ def test_an_adapter_that_was_trained_before_is_an_open_point(tmp_path, monkeypat
     first.train()
     first.save_model()
     for known in (
-        "dpllm.models.ended._LEFT",
+        "dpllm.models.run_weights._LEFT",
         "dpllm.models.starting_point._TRAINED",
         "dpllm.models.starting_point._FROZEN",
     ):

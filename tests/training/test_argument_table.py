@@ -121,7 +121,7 @@ EXAMPLES = {
     "do_predict": True,
     "local_rank": 0,
 }
-# Tested elsewhere: engines with several processes, a GPU, a stand-in for the Hub (tests.training.test_outlets).
+# Tested elsewhere: engines with several processes, a GPU, a stand-in for the Hub (tests.training.test_trainer_outputs).
 ELSEWHERE = {"use_cpu", "tf32", "fsdp", "fsdp_config", "deepspeed", "parallelism_config", "ddp_backend", "push_to_hub"}
 # Options that decide, with the noise and the draws fixed, what is trained. No other one may change a weight.
 DECIDE = {

@@ -18,7 +18,7 @@ from dpllm.config import ConfigError
 from dpllm.data.rows import RowCollator
 from dpllm.data.units import UnitIndex
 from dpllm.mechanism.averages import LAST_FOLDER, average_of, weights_of
-from dpllm.models.ended import earlier_run
+from dpllm.models.run_weights import earlier_run
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import LedgerError, read_ledger
 from dpllm.report.definition import RELEASED_WEIGHTS

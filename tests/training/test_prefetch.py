@@ -32,9 +32,9 @@ from dpllm.engines import SingleProcess
 from dpllm.engines.processes import Processes
 from dpllm.mechanism.generators import NoiseSource
 from dpllm.training.checks.independence import IndependenceError
-from dpllm.training.fetching import shares_nothing
 from dpllm.training.microbatches import microbatches
 from dpllm.training.prefetch import FetchThread
+from dpllm.training.read_rows import shares_nothing
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.step import private_step
 from tests.conftest import tiny_llama_config

@@ -349,7 +349,7 @@ def test_string_labels_have_the_numbers_of_their_names(tmp_path, folder, tokeniz
 
 @kills(
     "the function that makes the model may read the private rows",
-    "dpllm/models/given.py",
+    "dpllm/models/model_argument.py",
     "if any(_is_one_of(value, private) for value in _read_by(model_init)):",
     "if False:",
 )

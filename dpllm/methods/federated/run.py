@@ -59,13 +59,13 @@ from dpllm.training.arguments import training_arguments
 from dpllm.training.evaluation import Measurement
 from dpllm.training.finetune import Start, add_sources, console, evaluated, noted, public_start, show
 from dpllm.training.held_out import HeldOut, HeldOutRows
-from dpllm.training.noted import PrivateSources, note_data, note_units
+from dpllm.training.ledger_notes import PrivateSources, note_data, note_units
 from dpllm.training.preflight import PLAIN, check_recipe
+from dpllm.training.save_rehearsal import bytes_to_write, rehearse, until_there_is_room
 from dpllm.training.screen import Phases
 from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.signals import StopRequest, exit_code
 from dpllm.training.trainer_outputs import StartingModel
-from dpllm.training.way_out import bytes_to_write, rehearse, until_there_is_room
 
 TRAIN_KEYS = (
     *("output_dir", "max_steps", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),

@@ -15,9 +15,9 @@ from dpllm.report.verify import verify
 from dpllm.training.checks.independence import IndependenceError
 from tests.mutations import kills
 from tests.training.checks.test_independence import llama, lm_loss, rows_of, trainer, unequal
-from tests.training.test_outlets import settled
 from tests.training.test_run import plan_of
 from tests.training.test_trainer import privacy
+from tests.training.test_trainer_outputs import settled
 
 POINT = "The check of rows before step 16 since the start or resume found that the loss of a row alone and in a batch"
 DISCLOSED = "losses of single rows, in an error message"

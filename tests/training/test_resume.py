@@ -6,7 +6,7 @@ from dpllm.config import PrivacyConfig
 from dpllm.privacy.checkpoints import CheckpointError, publish
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, read_ledger
 from dpllm.privacy.plan import make_plan
-from dpllm.training.restarting import Restart, RunCompletedError, restart_of, to_go_on
+from dpllm.training.resume import Restart, RunCompletedError, restart_of, to_go_on
 from tests.training.test_run import plan_of
 from tests.training.test_trainer import arguments, trainer
 

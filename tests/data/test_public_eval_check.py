@@ -4,7 +4,7 @@ import pytest
 from datasets import Dataset, List, Value, concatenate_datasets
 from torch.utils.data import ConcatDataset, Subset
 
-from dpllm.data.own_rows import refuse_own_rows
+from dpllm.data.public_eval_check import refuse_own_rows
 from dpllm.data.records import DataError
 from tests.mutations import kills
 
@@ -14,7 +14,7 @@ PUBLIC = Dataset.from_dict({"input_ids": [[n, 8] for n in range(10)]})
 
 @kills(
     "the training rows may be declared public for evaluation",
-    "dpllm/data/own_rows.py",
+    "dpllm/data/public_eval_check.py",
     "if shared and 2 * shared > len(dataset):",
     "if False:",
 )
@@ -80,7 +80,7 @@ def test_parts_of_rows_that_are_computed_are_recognised_by_their_places():
 
 @kills(
     "private pairs may be declared public",
-    "dpllm/data/own_rows.py",
+    "dpllm/data/public_eval_check.py",
     'sorted(name for name in row if name.endswith("_input_ids"))',
     "[]",
 )

@@ -39,7 +39,9 @@ from dpllm.training.averaging import Averaging, refuse_other_average
 from dpllm.training.checks import agreement
 from dpllm.training.choose_clipper import clipper_for
 from dpllm.training.corrected_adamw import refuse_other_second_moment, require_asked, words_for
-from dpllm.training.fetching import (
+from dpllm.training.ledger_notes import note_data, note_units
+from dpllm.training.preflight import require_positions
+from dpllm.training.read_rows import (
     columns_for,
     note_unlearned_end,
     refuse_moved,
@@ -48,8 +50,6 @@ from dpllm.training.fetching import (
     refuse_unreadable,
     shares_nothing,
 )
-from dpllm.training.noted import note_data, note_units
-from dpllm.training.preflight import require_positions
 from dpllm.training.rows import LossOf, TrainingRows
 from dpllm.training.run import PrivateRun
 from dpllm.training.screen import Batch

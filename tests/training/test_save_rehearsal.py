@@ -38,7 +38,7 @@ from dpllm.models.loading import changes_of_base, load_adapter
 from dpllm.models.losses import END, START
 from dpllm.privacy.ledger import LEDGER_FILE
 from dpllm.report.verify import verify
-from dpllm.training import finetune, way_out
+from dpllm.training import finetune, save_rehearsal
 from tests.mutations import kills
 from tests.tiers import SHARED, needs_shared_data
 
@@ -314,7 +314,7 @@ def test_a_name_that_the_hub_refuses(base, tmp_path):
 def test_the_rehearsal_leaves_no_trace(base, tmp_path, monkeypatch, size):
     """Weights, buffers, modes and random states are as before, and no file is left; also if only a part is saved."""
     if size == "a part":
-        monkeypatch.setattr(way_out, "WHOLE_UP_TO", 300_000)
+        monkeypatch.setattr(save_rehearsal, "WHOLE_UP_TO", 300_000)
     model = AutoModelForCausalLM.from_pretrained(base).train()
     model.model.layers[2].eval()
     before = {
@@ -331,7 +331,7 @@ def test_the_rehearsal_leaves_no_trace(base, tmp_path, monkeypatch, size):
         tokenizer.save_pretrained(folder)
         written.append(sum(path.stat().st_size for path in Path(folder).iterdir()))
 
-    words = way_out.rehearse(model, save, arguments, tokenizer)
+    words = save_rehearsal.rehearse(model, save, arguments, tokenizer)
     assert "saved, loaded, one token generated" in words
     after = {name: (value, value._version) for name, value in [*model.named_parameters(), *model.named_buffers()]}
     assert all(
@@ -499,13 +499,13 @@ class Full:
 
 @kills(
     "a full disk at the last save ends the run",
-    "dpllm/training/way_out.py",
+    "dpllm/training/save_rehearsal.py",
     "if not is_full(error):",
     "if True:",
 )
 def test_a_full_disk_at_the_last_save_loses_nothing(base, tmp_path, monkeypatch, caplog):
     """No checkpoint, all steps charged: the run says what there is, waits for room, and then saves."""
-    monkeypatch.setattr(way_out, "_PAUSE", 0.0)
+    monkeypatch.setattr(save_rehearsal, "_PAUSE", 0.0)
     made = trainer(AutoModelForCausalLM.from_pretrained(base), tmp_path / "run")
     made.train()
     disk = Full(monkeypatch, tmp_path / "run", times=3)
@@ -539,9 +539,9 @@ def test_a_copy_on_another_disk_is_kept_until_there_is_room(tmp_path):
     folder = memory / f"dpllm-test-{os.getpid()}"
     folder.mkdir()
     room, copies = threading.Event(), []
-    way_out_pause = way_out._PAUSE
+    way_out_pause = save_rehearsal._PAUSE
     try:
-        way_out._PAUSE = 0.0
+        save_rehearsal._PAUSE = 0.0
 
         def write() -> None:
             if not room.is_set():
@@ -552,9 +552,9 @@ def test_a_copy_on_another_disk_is_kept_until_there_is_room(tmp_path):
             (place / "weights").write_text("all of them")
             copies.append(place)
 
-        way_out.until_there_is_room(write, folder, 1000, spare)
+        save_rehearsal.until_there_is_room(write, folder, 1000, spare)
     finally:
-        way_out._PAUSE = way_out_pause
+        save_rehearsal._PAUSE = way_out_pause
         shutil.rmtree(folder)
     assert len(copies) == 1 and not copies[0].exists()
 

@@ -20,7 +20,7 @@ from dpllm import DPTrainer
 from dpllm.config import ConfigError
 from dpllm.data.lengths import row_lengths
 from dpllm.data.rows import DataError, RowCollator
-from dpllm.training import fetching
+from dpllm.training import read_rows
 from tests.conftest import tiny_llama_config
 from tests.mutations import kills
 from tests.training.test_trainer import arguments, privacy, rows, trainer
@@ -194,7 +194,7 @@ def test_a_collator_that_pads_with_the_end_of_texts_is_named(pad, tmp_path, capl
     words = Tokenizer(WordLevel({"end": 0, "pad": 1, "word": 2}, unk_token="word"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end", pad_token=pad)
     model = LlamaForCausalLM(tiny_llama_config(pad_token_id=tokenizer.pad_token_id))
-    fetching.logger.warning_once.cache_clear()
+    read_rows.logger.warning_once.cache_clear()
     trainer(tmp_path, model, rows(), data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False))
     assert ("does not learn to stop" in caplog.text) == (pad == "end")
 
@@ -259,7 +259,7 @@ class Lazy(torch.utils.data.Dataset):
 
 @kills(
     "rows may move between the plan and the training",
-    "dpllm/training/prepared.py",
+    "dpllm/training/trainer_setup.py",
     "        self.processes.together(lambda: refuse_moved(dataset, len(self.rows.lengths), self.units))\n",
     "",
 )

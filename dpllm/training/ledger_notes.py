@@ -25,7 +25,7 @@ from dpllm.data.records import DOCUMENTS, may_be_documents, record_words, source
 from dpllm.data.tokenization import RECORD
 from dpllm.data.units import ONE_ROW, UnitIndex
 from dpllm.engines.processes import Processes
-from dpllm.models.given import names_of_classes
+from dpllm.models.model_argument import names_of_classes
 from dpllm.models.tasks import task_of
 from dpllm.privacy.ledger import Ledger
 from dpllm.privacy.not_for_release import DATA_FILES_FILE, private_path
