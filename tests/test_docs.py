@@ -9,11 +9,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from datasets import Dataset
+from transformers import LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 import dpllm
+from dpllm import DPTrainer
 from dpllm.privacy.risk import attack_risk
+from tests.conftest import tiny_llama_config
 
 ROOT = Path(__file__).parents[1]
+PACKAGE, COLUMNS = Path(dpllm.__file__).parent, ("input_ids", "labels")
 CELLS = re.compile(r"^\| (?P<cause>.+?) \| (?P<handled>.+?) \| (?P<tests>.+?) \| (?P<scope>[a-z; ]+) \|$", re.MULTILINE)
 SCOPES = {"construction", "refusal", "check", "open point"}
 
@@ -182,3 +188,48 @@ def test_the_tables_of_formats_are_those_of_the_catalogue():
     spec.loader.exec_module(tables)
     page = tables.README.read_text(encoding="utf-8")
     assert tables.with_tables(page) == page
+
+
+# ------------------------------------------------------------ the files of a step
+
+STEP = (ROOT / "docs" / "concepts" / "private_step.md").read_text(encoding="utf-8")
+STAGES = re.findall(r"^\| .+ \| `(dpllm/\S+\.py)` \| `(\S+)` \|$", STEP, re.MULTILINE)
+
+
+class Traced(TrainerCallback):
+    """Notes the functions of the package that the third step calls, in the order of their first calls."""
+
+    def __init__(self):
+        self.order = {}
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Begin after the second step, and end after the third."""
+        sys.setprofile(self.note if state.global_step == 2 else None)
+
+    def note(self, frame, event, arg):
+        """Note a call."""
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(PACKAGE):
+            place = path.relative_to(PACKAGE.parent).as_posix(), frame.f_code.co_qualname
+            self.order.setdefault(place, len(self.order))
+
+
+def test_a_step_passes_the_files_of_the_page_in_their_order(tmp_path):
+    """Whoever reads them in this order reads what runs."""
+    torch.manual_seed(0)
+    rows = Dataset.from_dict({name: [[3 + (5 * i + j) % 50 for j in range(6)] for i in range(32)] for name in COLUMNS})
+    traced = Traced()
+    args = TrainingArguments(str(tmp_path / "run"), max_steps=4, report_to=[], save_strategy="no", use_cpu=True)
+    privacy = {"noise_multiplier": 1.0, "delta": 1e-2, "clip_norm": 1.0, "expected_batch_size": 16}
+    model = LlamaForCausalLM(tiny_llama_config(use_cache=False))
+    DPTrainer(model, args, privacy, rows, callbacks=[traced]).train()
+    assert len(STAGES) > 15
+    places = [traced.order.get(stage) for stage in STAGES]
+    assert not [stage for stage, place in zip(STAGES, places, strict=True) if place is None]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("file", sorted(set(re.findall(r"`(dpllm/\S+\.py)`", STEP))))
+def test_every_file_of_the_page_exists(file):
+    """Also those of stages that not every step passes."""
+    assert (ROOT / file).is_file()

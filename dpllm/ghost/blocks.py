@@ -417,7 +417,7 @@ class Blocks:
             why = "runs row by row"
         elif any(isinstance(site, TableSite) for site in sites.values()):
             why = "holds a table"
-        elif "_tap_sites" not in held and self._ladder.touches(module):
+        elif "_tap_functions" in held or ("_tap_sites" not in held and self._ladder.touches(module)):
             why = "hands parameters to functions"
         elif not sites and self._ladder.holds(module):
             why = "holds experts"

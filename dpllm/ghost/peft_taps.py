@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from dpllm.ghost import kernels
 from dpllm.ghost.taps import (
+    AUTOCAST,
     LINEAR,
     Call,
     Hand,
@@ -42,6 +43,7 @@ from dpllm.ghost.taps import (
 )
 
 _OF_VERA = ("vera_lambda_b", "vera_lambda_d")
+_any_global_hook: Callable[[], bool] = nn.modules.module._has_any_global_hook  # which a module's own call asks, too
 _CASTS = (Tensor.to, Tensor.type, Tensor.float)
 
 
@@ -62,12 +64,20 @@ def tap(module: Any, trained: Callable[[Any], Target | None]) -> tuple[type[nn.M
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Call PEFT's method, tapped in a call of the model."""
         peft = getattr(kind, method)
-        call = None if torch.compiler.is_compiling() else active(self)
-        if call is None or not torch.is_grad_enabled() or getattr(self, "disable_adapters", None) is True:
+        if getattr(self, "disable_adapters", None) is True or not torch.is_grad_enabled():
             return peft(self, *args, **kwargs)
-        return function(self, call, peft, *args, **kwargs)
+        call = None if torch.compiler.is_compiling() else active(self)
+        return peft(self, *args, **kwargs) if call is None else function(self, call, peft, *args, **kwargs)
 
-    return subclass(kind, way, None, **{method: run}), sites
+    def lora(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Call PEFT's forward, with one tap for both factors where they compute s B A x and nothing else."""
+        pair = None if args or kwargs or torch.compiler.is_compiling() else _pair_of(self, x)
+        call = None if pair is None else active(self)
+        if pair is None or call is None:
+            return getattr(kind, method)(self, x, *args, **kwargs)
+        return _lora(self, call, pair, x)
+
+    return subclass(kind, way, None, **{method: lora if way == "lora" else run}), sites
 
 
 class _LoraTap(torch.autograd.Function):
@@ -95,25 +105,64 @@ class _LoraTap(torch.autograd.Function):
 _lora_tap = apply_of(_LoraTap)
 
 
-def _lora(self: Any, call: Call, peft: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Compute y = W x + s B A x with one tap for A and B, whose own taps serve where PEFT computes something else."""
+class _Pair(NamedTuple):
+    """The factors of a LoRA layer, with their detached weights, and the dropout before them; None: there is none."""
+
+    low: Any
+    high: Any
+    a: Tensor
+    b: Tensor
+    dropout: Any
+    scaling: float
+
+
+def _pair_of(self: Any, x: Tensor) -> _Pair | None:
+    """Return the factors of a layer whose output is W x + s B A x; None: PEFT's forward is another, or hooks run in it.
+
+    Asked in each call: hooks, adapters and scales may come and go.
+    """
     layers, names = self._modules, self.active_adapters  # by `nn.Module.__getattr__` they are slow
     lows, highs = layers["lora_A"]._modules, layers["lora_B"]._modules
     name = names[0] if len(names) == 1 else None
-    if args or kwargs or name not in lows or self.merged or name in self.lora_variant:
-        return peft(self, x, *args, **kwargs)
+    if name not in lows or not torch.is_grad_enabled() or self.disable_adapters or self.merged or _any_global_hook():
+        return None
+    if name in self.lora_variant or type(scaling := self.scaling[name]) not in (float, int):
+        return None
     low, high, dropout = lows[name], highs[name], layers["lora_dropout"]._modules[name]
-    a, b = _weight_of(low), _weight_of(high)
-    if a is None or b is None:
-        return peft(self, x)
-    site_a, site_b, dtype, base = low._tap_site, high._tap_site, a.dtype, layers["base_layer"](x)
-    if type(dropout) is not nn.Identity:
-        x = dropout(x if x.dtype == dtype else call.cast(x, dtype))
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = call.autocast = torch.get_autocast_dtype(x.device.type)
-        a, b = a.to(dtype), b.to(dtype)
-    if x.dtype != dtype:
-        x = call.cast(x, dtype)
+    if not (_is_plain(low) and _is_plain(high)):
+        return None
+    a, b = low._parameters["weight"].detach(), high._parameters["weight"].detach()
+    if type(dropout) is nn.Identity and not is_hooked(dropout):
+        dropout = None
+    elif type(dropout) is nn.Identity:
+        return None
+    is_cast = getattr(self, "cast_input_dtype_enabled", True) or x.dtype == a.dtype
+    return _Pair(low, high, a, b, dropout, scaling) if is_cast and a.dtype == b.dtype else None
+
+
+def _is_plain(layer: Any) -> bool:
+    """Whether a layer computes x W^T with its own tap, and nothing else."""
+    if type(layer).forward is not TapLinear.forward or is_hooked(layer) or "weight" not in layer._parameters:
+        return False
+    return layer._parameters["bias"] is None and layer._tap_site.serves(layer._parameters["weight"], None)
+
+
+def _lora(self: Any, call: Call, pair: _Pair, x: Tensor) -> Tensor:
+    """Compute y = W x + s B A x with one tap for A and B, in the dtypes in which PEFT and autocast compute it."""
+    site_a, site_b, a, b = pair.low._tap_site, pair.high._tap_site, pair.a, pair.b
+    base, dtype = self._modules["base_layer"](x), a.dtype
+    target = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else dtype
+    # A cast to float32 and from there to the dtype of autocast changes nothing that the second one would not.
+    is_direct = pair.dropout is None and dtype == torch.float32 and x.dtype in (torch.float32, target)
+    if x.dtype != dtype and not is_direct:
+        x = x.to(dtype)  # not shared with other layers: a dropout may write to it
+    if pair.dropout is not None:
+        x = pair.dropout(x)
+    if target != dtype and x.dtype in AUTOCAST:
+        call.autocast, a, b = target, a.to(target), b.to(target)
+        x = x if x.dtype == target else call.cast(x, target)
+    elif x.dtype != dtype:
+        x = x.to(dtype)
     call.count(site_a.weight, site_b.weight)
     if x.shape[0] != call.rows:
         call.note(x.shape, site_a.weight, site_b.weight)
@@ -122,15 +171,8 @@ def _lora(self: Any, call: Call, peft: Any, x: Tensor, *args: Any, **kwargs: Any
         site_b.receive(hand, grad_high, low)
         site_a.receive(hand, grad_low, x)
 
-    y: Tensor = _lora_tap(base, x, a, b, call.anchor, Hand(call, receive), self.scaling[name])
+    y: Tensor = _lora_tap(base, x, a, b, call.anchor, Hand(call, receive), pair.scaling)
     return call.poison(y)
-
-
-def _weight_of(layer: Any) -> Tensor | None:
-    """Return the weight of a layer that computes x W^T with its own tap and nothing else, detached."""
-    weight = layer._parameters["weight"]
-    is_plain = type(layer).forward is TapLinear.forward and not is_hooked(layer) and layer._parameters["bias"] is None
-    return weight.detach() if is_plain and layer._tap_site.serves(weight, None) else None
 
 
 @contextlib.contextmanager
@@ -272,6 +314,12 @@ def _sites_of_wrapper(module: Any, trained: Any) -> dict[str, Site] | None:
     return found if found and module.num_experts == 1 and not module.get_param().requires_grad else None
 
 
+def _sites_of_lora(module: Any, trained: Any) -> dict[str, Site] | None:
+    """Return no sites, as the factors have theirs."""
+    factors = (p for layers in (module.lora_A, module.lora_B) for p in layers.parameters())
+    return {} if hasattr(module, "lora_variant") and any(trained(p) is not None for p in factors) else None
+
+
 def _vectors(named: Any, trained: Any) -> dict[str, Site] | None:
     return {name: SpreadSite(target) for name, p in named if (target := trained(p)) is not None} or None
 
@@ -290,7 +338,7 @@ _LAYERS = {
 }
 _WAYS: dict[str, tuple[str, Callable[..., Any], Callable[[Any, Any], dict[str, Site] | None]]] = {
     "prompts": ("get_prompt", _prompts, lambda module, trained: {} if hasattr(module, "prompt_encoder") else None),
-    "lora": ("forward", _lora, lambda module, trained: {} if hasattr(module, "lora_variant") else None),
+    "lora": ("forward", _lora, _sites_of_lora),
     "dora": ("forward", _dora, lambda module, trained: _vectors(module._parameters.items(), trained)),
     "ia3": ("forward", _ia3, lambda module, trained: _vectors(module.ia3_l.items(), trained)),
     "vera": ("forward", _vera, lambda module, trained: _vectors(_named_vectors(module), trained)),

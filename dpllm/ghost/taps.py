@@ -36,7 +36,7 @@ from dpllm.ghost.model_calls import PackedRows
 LINEAR: Any = torch._C._nn.linear
 """DeepSpeed's ``zero.Init`` replaces ``F.linear``, for good, by a function that no mode sees."""
 
-_AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)
+AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)
 _KEPT = 2  # inputs in the dtype of autocast: one that several layers read, and one that a layer between them read
 
 
@@ -251,7 +251,7 @@ class Hand:
 
 def leaf_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which a linear layer computes with an input of this dtype."""
-    if dtype in _AUTOCAST and torch.is_autocast_enabled(device.type):
+    if dtype in AUTOCAST and torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return dtype
 
@@ -490,7 +490,7 @@ class LinearSite:
         given = weight
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
-            if x.dtype in _AUTOCAST:
+            if x.dtype in AUTOCAST:
                 x, call.autocast = x if x.dtype == dtype else call.cast(x, dtype), dtype
                 weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         if not torch.is_grad_enabled():
@@ -667,7 +667,7 @@ def _through_leaves(port: Any, x: Tensor, is_transposed: bool) -> Tensor:
     if not port:
         raise LeafError("a module is called twice, or was not called when the leaves were planned")
     bias, weight, leaf_y, leaf_x = port.pop(), port.pop(), port.pop(), port.pop()
-    if torch.is_autocast_enabled(x.device.type) and x.dtype in _AUTOCAST:
+    if torch.is_autocast_enabled(x.device.type) and x.dtype in AUTOCAST:
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     y: Tensor = _OuterLeaves.apply(x, weight, bias, leaf_x, leaf_y, is_transposed)

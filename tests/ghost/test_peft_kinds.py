@@ -231,17 +231,54 @@ def frozen_a(model):
 
 def hooked(model):
     """A factor's output is changed by a hook."""
-    layer = model.base_model.model.model.layers[0].self_attn.q_proj
-    layer.lora_A["default"].register_forward_hook(lambda module, args, output: 2 * output)
+    q_proj(model).lora_A["default"].register_forward_hook(lambda module, args, output: 2 * output)
 
 
 def own_forward(model):
     """A factor has another forward than its class."""
-    factor = model.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"]
+    factor = q_proj(model).lora_B["default"]
     factor.forward = types.MethodType(lambda self, x: torch.tanh(torch.nn.Linear.forward(self, x)), factor)
 
 
-CHANGED = (several_adapters, frozen_a, hooked, own_forward)
+def q_proj(model):
+    return model.base_model.model.model.layers[0].self_attn.q_proj
+
+
+def hooked_dropout(model):
+    """The dropout is none, and a hook on it doubles its input."""
+    q_proj(model).lora_dropout["default"].register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def gated(model):
+    """A hook makes the scale a function of the row."""
+
+    def scale(module, args):
+        module.scaling["default"] = 1 + args[0].mean((1, 2), keepdim=True)
+
+    q_proj(model).register_forward_pre_hook(scale)
+
+
+def in_place(model):
+    """A dropout writes to its input, which other layers read."""
+
+    class Halved(torch.nn.Module):
+        def forward(self, x):
+            return x.mul(1.0).mul_(0.5)
+
+    q_proj(model).lora_dropout["default"] = Halved()
+
+
+def normed(model):
+    """The weight of a factor is computed from others."""
+    torch.nn.utils.parametrizations.weight_norm(q_proj(model).lora_B["default"])
+
+
+def scaled(model):
+    """Another scale."""
+    q_proj(model).set_scale("default", 3.0)
+
+
+CHANGED = (several_adapters, frozen_a, hooked, own_forward, hooked_dropout, gated, in_place, normed, scaled)
 
 
 @pytest.mark.parametrize("change", CHANGED, ids=[change.__name__ for change in CHANGED])
@@ -252,18 +289,99 @@ def test_lora_layers_that_compute_something_else(change):
     assert_is_the_loop(perturbed(model), losses, batch())
 
 
-@kills("a hook on a factor is passed by", "dpllm/ghost/peft_taps.py", " and not is_hooked(layer)", "")
-def test_a_hook_that_comes_after_the_first_step():
-    """On a factor of LoRA, it runs and its gradient counts."""
+LATER = (hooked, hooked_dropout, gated, in_place, scaled)
+
+
+@kills("a hook on a factor is passed by", "dpllm/ghost/peft_taps.py", " or is_hooked(layer)", "", case="hooked")
+@kills(
+    "a hook on a dropout is passed by",
+    "dpllm/ghost/peft_taps.py",
+    " and not is_hooked(dropout)",
+    "",
+    case="hooked_dropout",
+)
+@kills(
+    "a scale with a gradient loses it",
+    "dpllm/ghost/peft_taps.py",
+    " or type(scaling := self.scaling[name]) not in (float, int)",
+    " or not (scaling := self.scaling[name]) is not None",
+    case="gated",
+)
+@pytest.mark.parametrize("change", LATER, ids=[change.__name__ for change in LATER])
+def test_lora_layers_that_change_after_the_first_step(change):
+    """When the taps were compared with the model, they were others."""
     model = adapted(lora())
     clipper = GhostClipper(model, 1e6)
     clipper.backward(losses(model, batch()))
-    hooked(model)
+    change(model)
     model.zero_grad()
     norms = clipper.backward(losses(model, batch())).norms
     clipper.remove()
     rows = row_gradients(model, losses, batch())
     torch.testing.assert_close(norms.double(), rows.norm(dim=1), rtol=1e-6, atol=0)
+
+
+def test_a_hook_on_all_modules_sees_the_factors():
+    """It may come after the first step."""
+    model = adapted(lora())
+    clipper = GhostClipper(model, 1e6)
+    clipper.backward(losses(model, batch()))
+    seen = []
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, args, output: seen.append(id(module)))
+    try:
+        clipper.backward(losses(model, batch()))
+    finally:
+        handle.remove()
+        clipper.remove()
+    assert id(q_proj(model).lora_A["default"]) in seen
+
+
+def test_a_model_without_adapters_may_be_called_by_itself():
+    """As the reference of a preference loss, with gradients on; and another clipper may train above frozen adapters."""
+    model = adapted(lora())
+    clipper = GhostClipper(model, 1e6)
+    clipper.backward(losses(model, batch()))
+    with model.disable_adapter():
+        model.get_base_model()(input_ids=IDS)
+    clipper.remove()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    clipper = GhostClipper(model, 1e6)
+    clipper.backward(losses(model, batch()))
+    q_proj(model)(torch.zeros(1, 2, model.config.hidden_size, dtype=torch.float64))
+    clipper.remove()
+
+
+def test_float64_stays_float64_under_autocast():
+    """As a product of PyTorch does."""
+    model = adapted(lora())
+
+    def under_autocast(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return losses(model, batch)
+
+    assert_is_the_loop(model, under_autocast, batch())
+
+
+def test_a_dropout_in_place_changes_no_other_layer():
+    """The layers read one input, of which each has its own copy in the dtype of its adapter."""
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(tiny_llama_config(use_cache=False)).bfloat16()
+    model = get_peft_model(model, lora(lora_dropout=0.5)).train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.inplace = True
+
+    def loss():
+        torch.manual_seed(5)
+        return losses(model, {"ids": IDS[:1]})
+
+    clipper = GhostClipper(model, 1e6)
+    clipper.backward(loss())
+    private = loss()
+    clipper.forget()
+    clipper.remove()
+    assert torch.equal(private, loss())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["adapters in float32", "all in bfloat16"])
