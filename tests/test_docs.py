@@ -219,7 +219,8 @@ def test_a_step_passes_the_files_of_the_page_in_their_order(tmp_path):
     torch.manual_seed(0)
     rows = Dataset.from_dict({name: [[3 + (5 * i + j) % 50 for j in range(6)] for i in range(32)] for name in COLUMNS})
     traced = Traced()
-    args = TrainingArguments(str(tmp_path / "run"), max_steps=4, report_to=[], save_strategy="no", use_cpu=True)
+    options = {"max_steps": 4, "report_to": [], "save_strategy": "no", "use_cpu": True}
+    args = TrainingArguments(str(tmp_path / "run"), per_device_train_batch_size=64, **options)
     privacy = {"noise_multiplier": 1.0, "delta": 1e-2, "clip_norm": 1.0, "expected_batch_size": 16}
     model = LlamaForCausalLM(tiny_llama_config(use_cache=False))
     DPTrainer(model, args, privacy, rows, callbacks=[traced]).train()
