@@ -42,10 +42,10 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from dpllm.ghost import kernels, triton_launch, triton_programs
-from dpllm.ghost.contributions import Lookup, Outer, Rows
 from dpllm.ghost.norm_method import NormMethod
 from dpllm.ghost.norms import NormTally
 from dpllm.ghost.sums import Sum, Weights
+from dpllm.ghost.unit_gradients import Lookup, Outer, Rows
 
 CAPABILITIES = (80, 90, 100)
 COLUMNS = ("program", "sm", "registers", "spills", "shared", "warps", "seconds", "constants")

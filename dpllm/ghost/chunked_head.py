@@ -31,9 +31,9 @@ from torch.autograd.function import once_differentiable
 
 from dpllm.data.labels import IGNORE
 from dpllm.ghost import kernels
-from dpllm.ghost.contributions import Instance, Lookup, RowGradients, Rows, Use, sum_of
 from dpllm.ghost.norm_method import NormMethod
 from dpllm.ghost.sums import Sum, Weights
+from dpllm.ghost.unit_gradients import Instance, Lookup, RowGradients, Rows, Use, sum_of
 
 CHUNK_ENTRIES = 1 << 24
 """Logits in float32 that exist at a time: 64 MiB."""

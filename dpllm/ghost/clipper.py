@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from dpllm.ghost import kernels
 from dpllm.ghost.blocks import CompiledBlocks
-from dpllm.ghost.contributions import Layouts, Rows, Use
 from dpllm.ghost.errors import GhostError, NoRuleError
 from dpllm.ghost.norm_method import Flows, NormMethod
 from dpllm.ghost.norms import NormTally
@@ -29,6 +28,7 @@ from dpllm.ghost.sums import Finish, GroupFactors, Sum, clip_factors
 from dpllm.ghost.tapped_model import TappedModel
 from dpllm.ghost.taps import Call, Target
 from dpllm.ghost.unit_clipper import ClipResult, UnitClipper, incomplete_unit, units_of
+from dpllm.ghost.unit_gradients import Layouts, Rows, Use
 from dpllm.ghost.weights_check import Checked, SpreadProbe, row_probes
 from dpllm.mechanism.parts import Clipping
 

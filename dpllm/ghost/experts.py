@@ -36,11 +36,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpllm.ghost import kernels
-from dpllm.ghost.contributions import Lookup, Rows
 from dpllm.ghost.errors import GhostError, NoRuleError
 from dpllm.ghost.norm_method import NormMethod
 from dpllm.ghost.sums import Sum, Weights
 from dpllm.ghost.taps import Call, Hand, Host, Target, as_tokens, tap_output
+from dpllm.ghost.unit_gradients import Lookup, Rows
 
 NAME = "dpllm"
 _MATRICES = ("gate_up_proj", "up_proj", "down_proj")
@@ -484,7 +484,7 @@ class Routed:
         return total_UELR.flatten(1, 2) if self.layout == "flat" else total_UELR
 
     def norms(self, rows: Rows, norm_method: NormMethod) -> tuple[Tensor, Tensor]:
-        """Return ``(sq_norm_U, slack_U)``, as `dpllm.ghost.contributions.squared_norms`."""
+        """Return ``(sq_norm_U, slack_U)``, as `dpllm.ghost.unit_gradients.squared_norms`."""
         both_U2 = torch.zeros(rows.num_units, 2, dtype=self._dtype, device=self.right_BTR.device)
         slack = kernels.rounding_slack(self._dtype)
         for number_M, left_MNL, right_MNR in self._segments(rows):

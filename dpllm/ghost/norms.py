@@ -17,9 +17,9 @@ from torch import Tensor
 
 from dpllm.ghost import kernels
 from dpllm.ghost.chunked_head import HeadUse, head_norms
-from dpllm.ghost.contributions import Contribution, Group, Instance, Lookup, Outer, RowGradients, Rows, Use, sum_of
 from dpllm.ghost.experts import Routed
 from dpllm.ghost.norm_method import NormMethod
+from dpllm.ghost.unit_gradients import Contribution, Group, Instance, Lookup, Outer, RowGradients, Rows, Use, sum_of
 
 
 def held(use: Use, rows: Rows, norm_method: NormMethod) -> Contribution:

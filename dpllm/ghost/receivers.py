@@ -21,7 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from dpllm.ghost import kernels
-from dpllm.ghost.contributions import (
+from dpllm.ghost.model_calls import used_again
+from dpllm.ghost.norm_method import NormMethod
+from dpllm.ghost.norms import NormTally, held, is_instance, join, merge
+from dpllm.ghost.sums import Finish, GroupFactors, Sum, Weights
+from dpllm.ghost.unit_gradients import (
     Contribution,
     Flat,
     Instance,
@@ -34,10 +38,6 @@ from dpllm.ghost.contributions import (
     side_by_side,
     stacked,
 )
-from dpllm.ghost.model_calls import used_again
-from dpllm.ghost.norm_method import NormMethod
-from dpllm.ghost.norms import NormTally, held, is_instance, join, merge
-from dpllm.ghost.sums import Finish, GroupFactors, Sum, Weights
 
 
 class Receiver(Protocol):

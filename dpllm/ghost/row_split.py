@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpllm.ghost.contributions import Lookup, RowGradients, Use, sum_of
 from dpllm.ghost.experts import Routed
 from dpllm.ghost.model_calls import items_of, rebuilt, tensors_in
 from dpllm.ghost.taps import Call, Host, NoTapError, SpreadSite, Target, call_of, is_own
+from dpllm.ghost.unit_gradients import Lookup, RowGradients, Use, sum_of
 
 Held = tuple[Target, list[tuple[nn.Module, str]]]
 """A parameter, and the modules that hold it, each with the parameter's name there."""

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dpllm.ghost import kernels
-from dpllm.ghost.contributions import Lookup, Outer, RowGradients, Use
 from dpllm.ghost.errors import NoRuleError
 from dpllm.ghost.model_calls import PackedRows
+from dpllm.ghost.unit_gradients import Lookup, Outer, RowGradients, Use
 
 LINEAR: Any = torch._C._nn.linear
 """DeepSpeed's ``zero.Init`` replaces ``F.linear``, for good, by a function that no mode sees."""

@@ -27,11 +27,11 @@ from torch import Tensor, nn
 
 from dpllm.data.labels import BOUNDARIES
 from dpllm.ghost import kernels
-from dpllm.ghost.contributions import Use
 from dpllm.ghost.errors import CoupledError, GhostError, MissedUseError, NoRuleError, is_shortage
 from dpllm.ghost.model_calls import PackedRows, flatten_tensors, rebuilt
 from dpllm.ghost.parameters import nodes_of
 from dpllm.ghost.taps import NoTapError, Target
+from dpllm.ghost.unit_gradients import Use
 
 if TYPE_CHECKING:
     from dpllm.ghost.tapped_model import TappedModel

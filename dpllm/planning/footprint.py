@@ -473,7 +473,7 @@ def _block_activations(block: Block, dtypes: _Dtypes) -> int:
 
 
 def _book(shape: ModelShape, run: Run, dtypes: _Dtypes) -> int:
-    """Return the bytes of the book; `dpllm.ghost.contributions` decides between factors and instance for each layer."""
+    """Return the bytes of the book; `dpllm.ghost.unit_gradients` decides on factors or instance for each layer."""
     if run.per_unit:  # a unit's gradient, in float32 if the unit has several calls
         several = run.unit_rows > run.rows
         return shape.trainable * (dtypes.trainable + (_FLOAT32 if several else 0))

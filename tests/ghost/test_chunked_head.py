@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from dpllm.ghost.chunked_head import LogitFormula, token_losses
-from dpllm.ghost.contributions import Instance, Lookup, Outer, Rows
 from dpllm.ghost.norm_method import NormMethod
 from dpllm.ghost.norms import held, join, merge
 from dpllm.ghost.sums import Sum, Weights
+from dpllm.ghost.unit_gradients import Instance, Lookup, Outer, Rows
 from tests.ghost.loop import squared_norms
 from tests.mutations import kills
 

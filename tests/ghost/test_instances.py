@@ -35,7 +35,7 @@ def losses(net, batch):
 
 @kills(
     "rows in another order than their units are taken for them",
-    "dpllm/ghost/contributions.py",
+    "dpllm/ghost/unit_gradients.py",
     "one_each = np.array_equal(unit[real], np.arange(num_units)) and",
     "one_each = len(real) == num_units and",
 )
@@ -80,19 +80,19 @@ class Blocks(nn.Module):
 
 @kills(
     "a stack of several groups gets the factors of one",
-    "dpllm/ghost/contributions.py",
+    "dpllm/ghost/unit_gradients.py",
     "[of_groups[group].factor for group in self.groups]",
     "[of_groups[self.groups[0]].factor for group in self.groups]",
 )
 @kills(
     "a stack multiplies what is not finite by 0",
-    "dpllm/ghost/contributions.py",
+    "dpllm/ghost/unit_gradients.py",
     "if not all(of_group.all_count for of_group in of_groups.values()):",
     "if False:",
 )
 @kills(
     "layers of one input are taken for layers of one shape",
-    "dpllm/ghost/contributions.py",
+    "dpllm/ghost/unit_gradients.py",
     "use.input_side, x.data_ptr(), x.shape",
     "use.input_side, x.shape",
 )
@@ -162,7 +162,7 @@ class Conjugates(nn.Module):
 
 @kills(
     "layers of one input are stacked whichever way their weights lie",
-    "dpllm/ghost/contributions.py",
+    "dpllm/ghost/unit_gradients.py",
     "groups.get(key, 0), use.input_side, x.data_ptr()",
     "groups.get(key, 0), x.data_ptr()",
 )

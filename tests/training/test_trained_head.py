@@ -10,8 +10,8 @@ import transformers
 from dpllm import GhostClipper
 from dpllm.ghost import GhostError, NormMethod
 from dpllm.ghost.chunked_head import token_losses
-from dpllm.ghost.contributions import RowGradients
 from dpllm.ghost.sums import Sum
+from dpllm.ghost.unit_gradients import RowGradients
 from dpllm.mechanism.clipping import FlatClipping
 from dpllm.mechanism.per_layer import PerLayerClipping
 from dpllm.models.tasks import default_row_loss

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from dpllm import GhostClipper
-from dpllm.ghost.contributions import Instance, Lookup, Outer, RowGradients, Rows
 from dpllm.ghost.norm_method import NormMethod
 from dpllm.ghost.norms import held, merge
 from dpllm.ghost.sums import Sum, Weights
+from dpllm.ghost.unit_gradients import Instance, Lookup, Outer, RowGradients, Rows
 from tests.ghost.loop import squared_norms
 from tests.mutations import kills
 
