@@ -43,7 +43,7 @@ from dpllm.ghost.taps import (
 )
 
 _OF_VERA = ("vera_lambda_b", "vera_lambda_d")
-_any_global_hook: Callable[[], bool] = nn.modules.module._has_any_global_hook  # which a module's own call asks, too
+_any_global_hook: Callable[[], bool] = nn.modules.module._has_any_global_hook  # a module's own call checks it, too
 _CASTS = (Tensor.to, Tensor.type, Tensor.float)
 
 
@@ -117,9 +117,9 @@ class _Pair(NamedTuple):
 
 
 def _pair_of(self: Any, x: Tensor) -> _Pair | None:
-    """Return the factors of a layer whose output is W x + s B A x; None: PEFT's forward is another, or hooks run in it.
+    """Return the factors of a layer whose output is W x + s B A x; None: PEFT computes more, or hooks run in it.
 
-    Asked in each call: hooks, adapters and scales may come and go.
+    This is checked in each call, since hooks, adapters and scales may change.
     """
     layers, names = self._modules, self.active_adapters  # by `nn.Module.__getattr__` they are slow
     lows, highs = layers["lora_A"]._modules, layers["lora_B"]._modules

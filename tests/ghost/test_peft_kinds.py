@@ -309,7 +309,7 @@ LATER = (hooked, hooked_dropout, gated, in_place, scaled)
 )
 @pytest.mark.parametrize("change", LATER, ids=[change.__name__ for change in LATER])
 def test_lora_layers_that_change_after_the_first_step(change):
-    """When the taps were compared with the model, they were others."""
+    """The taps were compared with the model before the change."""
     model = adapted(lora())
     clipper = GhostClipper(model, 1e6)
     clipper.backward(losses(model, batch()))
