@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from dpllm.data.labels import IGNORE
 from dpllm.engines.single import SingleProcess
 from dpllm.ghost import GhostClipper, NormMethod
-from dpllm.ghost.sums import AddSum
 from dpllm.mechanism.clipping import FlatClipping
 from dpllm.mechanism.parts import Clipping
 from dpllm.mechanism.per_layer import PerLayerClipping
@@ -77,11 +76,9 @@ class GhostStep(Step):
         losses_B = self.losses(self.model, {"input_ids": ids_BT, "labels": ids_BT})
         scale = 1 / ids_BT.shape[0]
 
-        def finish(parameter: nn.Parameter, add: AddSum) -> None:
-            self.engine.early.finish(parameter, lambda _, total: add(total), scale)
-
-        self.norms = self.clipper.clip(losses_B, finish=finish).norms
-        self.engine.collect(self.clipper.parameters, self.clipper.add_clipped_sum_, last=True, scale=scale)
+        add_to = self.clipper.add_clipped_sum_
+        self.norms = self.clipper.clip(losses_B, finish=lambda p: self.engine.early.finish(p, add_to, scale)).norms
+        self.engine.collect(self.clipper.parameters, add_to, last=True, scale=scale)
 
 
 class OpacusStep(Step):

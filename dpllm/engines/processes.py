@@ -137,26 +137,30 @@ class Processes:
             raise first
         return result  # type: ignore[return-value]
 
-    def all_or_none(self, function: Callable[[], _Value], what: str) -> _Value:
-        """Run a function on every process; if it fails on one of them, all raise.
+    @contextlib.contextmanager
+    def all_or_none(self, what: str) -> Iterator[None]:
+        """Run a block on every process; if it fails on one of them, all raise.
 
         Unlike `together`, it is for errors of the user's own code: it costs one small collective where none fails, and
-        the other processes get no error of a type that their code may handle.
+        the other processes get no error of a type that their code may handle. The block makes no collective.
 
         Args:
-            function: makes no collective.
             what: the work that is given up then.
 
         Raises:
             OtherProcessError: it failed on another process only; the message names it and its error.
             Exception: the error of this process.
         """
-        if self.size == 1:
-            return function()
-        result, failure = _tried(function)
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            if self.size == 1:
+                raise
+            failure = error
         failed = [flag > 0 for (flag,) in self.gather_numbers([float(failure is not None)])]
         if not any(failed):
-            return result  # type: ignore[return-value]
+            return
         errors = self.gather("" if failure is None else _in_one_line(failure))
         if failure is not None:
             raise failure

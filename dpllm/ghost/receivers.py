@@ -66,7 +66,8 @@ class Pass:
         sums: clipped sums that are complete already.
         weights: of the rows and of the units, by the number of a group whose clip factors are known.
         groups: the number of each parameter's group, by its id; 0 if it has no entry.
-        finish: takes the sums that are formed during the backward pass; None: they are kept in ``sums``.
+        finish: takes each sum that can be formed during the backward pass, by `add_clipped_sum_`; None: they are kept in
+            ``sums``.
     """
 
     rows: Rows
@@ -180,9 +181,9 @@ class Pass:
                 of_rows.release()
 
     def form_sum(self, parameter: nn.Parameter) -> None:
-        """Form one parameter's clipped sum for ``finish``; without it, keep the sum until `add_clipped_sum_`."""
+        """Let ``finish`` take one parameter's clipped sum; without it, keep the sum until `add_clipped_sum_`."""
         if self.finish is not None:
-            self.finish(parameter, lambda total: self.add_clipped_sum_(parameter, total))
+            self.finish(parameter)
         else:
             total = Sum.of(parameter)
             self.add_clipped_sum_(parameter, total)

@@ -302,11 +302,8 @@ class Sum:
         return self.gradient
 
 
-AddSum = Callable[[Sum], None]
-"""Adds one parameter's clipped sum, as the last addend, to a sum that may hold noise already. Called once."""
-
-Finish = Callable[[nn.Parameter, AddSum], None]
-"""Makes the gradient of one parameter and keeps it, as soon as its clipped sum can be formed."""
+Finish = Callable[[nn.Parameter], None]
+"""Makes the gradient of one parameter, whose clipped sum `UnitClipper.add_clipped_sum_` can form now, and keeps it."""
 
 
 class Weights:

@@ -198,9 +198,9 @@ class UnitClipper(abc.ABC):
         Args:
             losses: as of `backward`.
             unit_index: as of `backward`.
-            finish: called within the backward pass for each parameter whose sum is formed there: with several groups of
-                parameters, or two passes. `add_clipped_sum_` is for the other parameters only. If this method raises,
-                drop everything that ``finish`` made.
+            finish: called within the backward pass for each parameter whose sum can be formed there, with several
+                groups of parameters or two passes. It takes the sum by `add_clipped_sum_`; those of the other
+                parameters are taken afterwards. If this method raises, drop everything that ``finish`` made.
         """
         result = self._clip(losses, *units_of(losses, unit_index), finish)
         self.settle()
@@ -282,7 +282,7 @@ class UnitClipper(abc.ABC):
 
     @abc.abstractmethod
     def add_clipped_sum_(self, parameter: nn.Parameter, total: Sum) -> None:
-        """Add one parameter's share of the clipped sum of the last `clip` to ``total``, once.
+        """Add one parameter's share of the clipped sum of the last `clip`, or of that under way, to ``total``, once.
 
         Args:
             parameter: one of `parameters`.

@@ -8,6 +8,7 @@ into passes changes the sum only by rounding.
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
@@ -78,34 +79,26 @@ def attempt(
     Raises:
         GhostError: the clipper raised it; or memory ran out when the parts of a unit were combined.
     """
+    inputs = loss_B = None
     try:
-        return _pass(clipper, microbatch, loss_of, check_rows, finish)
+        inputs = send(microbatch.inputs, device_of(clipper))
+        if check_rows:
+            clipper.check_rows(functools.partial(loss_of, inputs), microbatch.unit_index)
+        if not microbatch.continues:
+            loss_B, result = clipper.run(loss_of, inputs, microbatch.unit_index, finish)
+            return Passed(loss_B, result.norms)
+        loss_B = loss_of(inputs)
+        clipper.hold(loss_B)
+        return Passed(loss_B.detach(), None)
     except RuntimeError as error:
         if not is_shortage(error):
             raise
         message = str(error)
-    # The exception was deleted, and with it the frames that held the tensors of the pass.
+    # The exception was deleted, and with it the frames below that held tensors of the pass; here are the others.
+    del inputs, loss_B
     clipper.forget()
     free_memory()
     return OutOfMemory(message)
-
-
-def _pass(
-    clipper: UnitClipper,
-    microbatch: Microbatch,
-    loss_of: Callable[[Mapping], Tensor],
-    check_rows: bool,
-    finish: Finish | None,
-) -> Passed:
-    inputs = send(microbatch.inputs, device_of(clipper))
-    if check_rows:
-        clipper.check_rows(lambda: loss_of(inputs), microbatch.unit_index)
-    if microbatch.continues:
-        loss_B = loss_of(inputs)
-        clipper.hold(loss_B)
-        return Passed(loss_B.detach(), None)
-    loss_B, result = clipper.run(loss_of, inputs, microbatch.unit_index, finish)
-    return Passed(loss_B, result.norms)
 
 
 def device_of(clipper: UnitClipper) -> torch.device:

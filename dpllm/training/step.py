@@ -20,7 +20,7 @@ from dpllm.engines.base import Engine
 from dpllm.engines.processes import OtherProcessError, Processes, found_by
 from dpllm.engines.replicas import Replicas
 from dpllm.ghost import UnitClipper
-from dpllm.ghost.sums import AddSum, Finish, Sum
+from dpllm.ghost.sums import Finish, Sum
 from dpllm.mechanism.noise import IndependentStream
 from dpllm.mechanism.parts import NoiseStream
 from dpllm.privacy.plan import PrivacyPlan
@@ -31,15 +31,19 @@ from dpllm.training.out_of_memory import OutOfMemory, Passed, Portions, attempt,
 
 
 class Release:
-    """The release of one step, from its first microbatch to the update: parameter by parameter to the engine.
+    """The release of one step: what the engine adds to the sum of each parameter, and the noise.
 
-    Only this class adds noise to the clipped sum. The update's guard receives the tensors that are passed in, and the
-    mechanism's statement about them.
+    Guarantee: the noise of an entry is drawn by one process, once for all microbatches, and added before the sum over
+    the processes or, where the mechanism needs that, to the complete sum. Only this class adds noise. The update's
+    guard receives the sums that are handed in, and the mechanism's statement about them.
+
+    The engine asks for one parameter after another, since all sums at once would take as much memory as the model:
+    `add_` adds to the sum that the engine holds.
 
     Args:
         clipper: attached to the model.
         plan: the constants.
-        engine: receives the sums and holds parts of them until `finish`.
+        engine: reduces the sums and holds parts of them until `finish`.
         noise: noise stream of this process, since its start or resume.
         step: number of the step, counted from that start or resume.
     """
@@ -48,12 +52,43 @@ class Release:
         """Begin the step; the engine takes no other step until this one is finished."""
         self._clipper, self._plan, self._engine, self._noise, self._step = clipper, plan, engine, noise, step
         self._names = {id(parameter): name for name, parameter in clipper.parameters.items()}
+        self._to_totals = plan.mechanism.noise.wants_total
+        self._scale = 1 / plan.expected_batch_size  # public, never the realised size
         self._num_entries = 0
         self._is_first = True  # no microbatch was collected
+        self._last = self._continues = False  # of the microbatch whose sums are added
         engine.begin()
         noise.begin(step)
 
-    def finisher(self, microbatch: Microbatch, last: bool) -> Finish | None:
+    def add_(self, parameter: nn.Parameter, total: Sum) -> None:
+        """Add this process's share of one parameter: with the last microbatch the noise, and then the clipped sum.
+
+        The clipped sum is the last addend, so that the kernel that forms it can make the gradient, too.
+        """
+        with self._engine.guard.handing_in(total):
+            if self._last:
+                self._add_noise_(parameter, total)
+            if not self._continues:  # the clipper holds the rows of a unit that continues
+                self._clipper.add_clipped_sum_(parameter, total)
+
+    def _add_noise_(self, parameter: nn.Parameter, total: Sum) -> None:
+        self._num_entries += int(getattr(parameter, "ds_numel", parameter.numel()))  # of all processes together
+        if self._to_totals:
+            return
+        name, stddev = self._names[id(parameter)], self._plan.noise_stddev
+        rank, size = self._engine.processes.rank, self._engine.processes.size
+        if total.is_empty and type(self._noise) is IndependentStream:  # a class made from it may add something else
+            self._noise.write_share_(name, total.total, stddev, rank, size)
+            total.is_empty = False
+        else:
+            self._noise.add_share_(name, total.filled(), stddev, rank, size)
+
+    def complete_(self, parameter: nn.Parameter, own: Tensor) -> None:
+        """Add the noise to the part of a complete sum that this process owns."""
+        with self._engine.guard.handing_in(Sum.onto(own)):
+            self._noise.add_share_(self._names[id(parameter)], own, self._plan.noise_stddev, rank=0, size=1)
+
+    def finish_early(self, microbatch: Microbatch, last: bool) -> Finish | None:
         """Return the function that finishes gradients within the backward pass of a step's only microbatch.
 
         Guarantee: a gradient is made of the same clipped sum, noise and scale as by `collect`, in the same order. Its
@@ -69,16 +104,10 @@ class Release:
         """
         early = self._engine.early
         only = self._is_first and last and not microbatch.continues
-        if early is None or not only or type(self._noise) is not IndependentStream or self._wants_total:
+        if early is None or not only or type(self._noise) is not IndependentStream or self._to_totals:
             return None
-
-        def finish(parameter: nn.Parameter, add: AddSum) -> None:
-            def add_to(parameter: nn.Parameter, total: Sum) -> None:
-                self._hand_in(parameter, total, add, last=True)
-
-            early.finish(parameter, add_to, self._scale)
-
-        return finish
+        self._last = True
+        return lambda parameter: early.finish(parameter, self.add_, self._scale)
 
     def drop(self) -> None:
         """Drop the gradients of a pass that failed."""
@@ -87,55 +116,15 @@ class Release:
             self._engine.early.forget()
 
     def collect(self, microbatch: Microbatch, last: bool) -> None:
-        """Pass the clipped sum of a microbatch to the engine, and with the last one the noise.
+        """Let the engine add up the clipped sums of a microbatch, and with the last one the noise.
 
         Args:
             microbatch: the microbatch whose units were clipped last.
             last: whether it is the last one of the step; the same on every process.
         """
-
-        def add_to(parameter: nn.Parameter, total: Sum) -> None:
-            def add(total: Sum) -> None:
-                if not microbatch.continues:
-                    self._clipper.add_clipped_sum_(parameter, total)
-
-            self._hand_in(parameter, total, add, last)
-
-        self._is_first = False
-        to_total = self._complete_ if last and self._wants_total else None
-        self._engine.collect(self._clipper.parameters, add_to, last=last, scale=self._scale, to_total=to_total)
-
-    def _hand_in(self, parameter: nn.Parameter, total: Sum, add: AddSum, last: bool) -> None:
-        with self._engine.guard.handing_in(total):
-            if last:  # each entry's noise is drawn by one process, before the sum over processes
-                self._add_noise_(parameter, total)
-            add(total)  # as the last addend, so that it can make the gradient
-
-    @property
-    def _wants_total(self) -> bool:
-        return self._plan.mechanism.noise.wants_total
-
-    def _add_noise_(self, parameter: nn.Parameter, total: Sum) -> None:
-        self._num_entries += int(getattr(parameter, "ds_numel", parameter.numel()))  # of all processes together
-        if self._wants_total:
-            return
-        name, stddev = self._names[id(parameter)], self._plan.noise_stddev
-        rank, size = self._engine.processes.rank, self._engine.processes.size
-        if total.is_empty and type(self._noise) is IndependentStream:  # a class made from it may add something else
-            self._noise.write_share_(name, total.total, stddev, rank, size)
-            total.is_empty = False
-        else:
-            self._noise.add_share_(name, total.filled(), stddev, rank, size)
-
-    def _complete_(self, parameter: nn.Parameter, own: Tensor) -> None:
-        """Add the noise to the part of a complete sum that this process owns."""
-        with self._engine.guard.handing_in(Sum.onto(own)):
-            self._noise.add_share_(self._names[id(parameter)], own, self._plan.noise_stddev, rank=0, size=1)
-
-    @property
-    def _scale(self) -> float:
-        """Return 1/b, a public constant; never the realised size."""
-        return 1 / self._plan.expected_batch_size
+        self._is_first, self._last, self._continues = False, last, microbatch.continues
+        to_total = self.complete_ if last and self._to_totals else None
+        self._engine.collect(self._clipper.parameters, self.add_, last=last, scale=self._scale, to_total=to_total)
 
     def finish(self, num_units: int) -> None:
         """Give the guard the properties of a private update, and let the engine make the update.
@@ -232,37 +221,32 @@ def private_step(
     number = ledger.num_steps
     ledger.append_step(number, plan.event)
     release = Release(clipper, plan, engine, noise, number - first)
-    replicas = Replicas(clipper.parameters, engine.processes)  # the present weights; compared before any use
+    processes = engine.processes
+    replicas = Replicas(clipper.parameters, processes)  # the present weights; compared before any use
     tally, statistic = _Tally(clipper.threshold, progress), StepStatistic(clipper, plan, noise)
     # Nothing is fetched while rows are compared, nor ahead in a seeded run: model and collator draw numbers from the
     # same generators, and a seed gives one order of them.
     ahead = ahead and not plan.seeded
     portions = Portions(batch, device_of(clipper), divisible=not engine.lockstep, ahead=ahead)
 
-    def up_to_the_last_sum() -> Microbatch:  # which is collected by the caller
-        with portions:
-            for microbatch, last in portions:
-                to_check, finish = _has_to_check_rows(clipper, microbatch, engine), release.finisher(microbatch, last)
-                if ahead and not to_check:
-                    portions.fetch_ahead()
-                passed = attempt(clipper, microbatch, loss_of, to_check, finish)
-                if isinstance(passed, OutOfMemory):
-                    release.drop()
-                    portions.divide(microbatch, passed)
-                    continue
-                tally.add(passed, microbatch)
-                statistic.add(passed.norm_U)
-                if last:
-                    return microbatch
-                release.collect(microbatch, last=False)
-        raise AssertionError("every step has a microbatch")
-
-    if engine.lockstep:  # the passes themselves communicate
-        with _waited_for(engine.processes):
-            microbatch = up_to_the_last_sum()
-    else:
-        microbatch = engine.processes.all_or_none(up_to_the_last_sum, f"step {number + 1}")
-    with _waited_for(engine.processes):
+    with _waited_for(processes) if engine.lockstep else processes.all_or_none(f"step {number + 1}"), portions:
+        for microbatch, last in portions:
+            check_rows = _has_to_check_rows(clipper, microbatch, engine)
+            if ahead and not check_rows:
+                portions.fetch_ahead()
+            passed = attempt(clipper, microbatch, loss_of, check_rows, release.finish_early(microbatch, last))
+            if isinstance(passed, OutOfMemory):
+                release.drop()
+                portions.divide(microbatch, passed)
+                continue
+            tally.add(passed, microbatch)
+            statistic.add(passed.norm_U)
+            if last:
+                break
+            release.collect(microbatch, last=False)
+        else:
+            raise AssertionError("every step has a microbatch")
+    with _waited_for(processes):
         release.collect(microbatch, last=True)
 
     def ready() -> None:
@@ -273,8 +257,8 @@ def private_step(
     done, checksums, failed = tally.over(engine, portions, replicas, error)
     try:
         Replicas.check(checksums, number + 1)
-        engine.processes.raise_found(error, failed)
-        statistic.finish(engine.processes)
+        processes.raise_found(error, failed)
+        statistic.finish(processes)
     except Exception:
         for parameter in clipper.parameters.values():
             parameter.grad = None

@@ -48,14 +48,12 @@ def test_the_words_of_another_processs_error_are_one_line():
         def gather(self, value):
             return [value, self._other]
 
-    def fail(error):
-        raise error
-
-    assert Two("").all_or_none(lambda: 5, "step 3") == 5
-    with pytest.raises(OtherProcessError, match="Broken"):
-        Two("Broken: x").all_or_none(lambda: 5, "step 3")
+    with Two("").all_or_none("step 3"):
+        pass
+    with pytest.raises(OtherProcessError, match="Broken"), Two("Broken: x").all_or_none("step 3"):
+        pass
     for error in (Silent(), KeyError("own")):
-        with pytest.raises(type(error)):
-            Two("").all_or_none(lambda error=error: fail(error), "step 3")
+        with pytest.raises(type(error)), Two("").all_or_none("step 3"):
+            raise error
     assert _in_one_line(Silent()) == "Silent: its message cannot be read"
     assert _in_one_line(ValueError("a\nb")) == "ValueError: a b" and len(_in_one_line(ValueError("a" * 5000))) < 450

@@ -95,14 +95,14 @@ def test_without_noise_the_gradient_is_the_clipped_sum_over_the_expected_batch_s
 @kills(
     "the noise is not added in the step",
     "dpllm/training/step.py",
-    "        if self._wants_total:\n            return\n        name, stddev",
+    "        if self._to_totals:\n            return\n        name, stddev",
     "        if True:\n            return\n        name, stddev",
 )
 @kills(
     "the noise is added in every microbatch",
     "dpllm/training/step.py",
-    "            if last:  # each",
-    "            if True:  # each",
+    "            if self._last:\n",
+    "            if True:\n",
 )
 def test_the_noise_has_deviation_sigma_c_over_b_and_is_added_once(tiny_llama, tmp_path):
     """The noise is on every trainable entry, for any number of microbatches."""

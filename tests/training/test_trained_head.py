@@ -64,10 +64,10 @@ class Clipped:
         totals = {name: Sum.of(p) for name, p in self.clipper.parameters.items()}
         self.early = set()
 
-        def finish(parameter, add):
+        def finish(parameter):
             self.early.add(names[id(parameter)])
             with totals[names[id(parameter)]].kept_open():
-                add(totals[names[id(parameter)]])
+                self.clipper.add_clipped_sum_(parameter, totals[names[id(parameter)]])
 
         try:
             for _ in range(calls):
