@@ -66,8 +66,7 @@ class Pass:
         sums: clipped sums that are complete already.
         weights: of the rows and of the units, by the number of a group whose clip factors are known.
         groups: the number of each parameter's group, by its id; 0 if it has no entry.
-        finish: takes each sum that can be formed during the backward pass, by `add_clipped_sum_`; None: they are kept in
-            ``sums``.
+        finish: takes the sums that can be formed during the backward pass; None: they are kept in ``sums``.
     """
 
     rows: Rows

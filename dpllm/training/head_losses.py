@@ -11,11 +11,10 @@ Shape suffixes: B rows, T tokens, D width of a hidden state, V vocabulary.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -186,33 +185,29 @@ def _table_of(model: Any) -> Any:
         return None
 
 
-@contextlib.contextmanager
-def _in_place_of(head: Any, function: Callable[[Any, Tensor], Tensor]) -> Iterator[None]:
-    """Give a head a subclass of its class that computes something else."""
-    kind = type(head)
-    head.__class__ = subclass(kind, "chunked_head", forward=lambda self, hidden_BTD: self._tap_head(self, hidden_BTD))
-    head.__dict__["_tap_head"] = function
-    try:
-        yield
-    finally:
-        head.__class__ = kind
-        del head.__dict__["_tap_head"]
+def _forward(head: Any, hidden_BTD: Tensor) -> Tensor:
+    """Do what a head does within `_call`."""
+    function, returned = head._tap_head
+    returned.append(function(head, hidden_BTD))
+    return returned[-1]
 
 
 def _call(model: Any, inputs: Mapping[str, Any], function: Callable[[Any, Tensor], Tensor]) -> tuple[Any, Tensor]:
-    """Call a model with another function as its head; return its output and what the function returned.
+    """Call a model whose head, of a subclass for that time, computes something else; return both results.
 
     Raises:
         RuntimeError: the model does not call its head, or, without gradients, more than once.
     """
     returned: list[Tensor] = []
-
-    def forward(head: Any, hidden_BTD: Tensor) -> Tensor:
-        returned.append(function(head, hidden_BTD))
-        return returned[-1]
-
-    with _in_place_of(_head_of(model), forward):
+    head = _head_of(model)
+    kind = type(head)
+    head.__class__ = subclass(kind, "chunked_head", forward=_forward)
+    head.__dict__["_tap_head"] = function, returned
+    try:
         outputs = model(**inputs)
+    finally:
+        head.__class__ = kind
+        del head.__dict__["_tap_head"]
     if not returned or (len(returned) > 1 and not torch.is_grad_enabled()):  # a clipper may call the model before
         raise RuntimeError(f"the model calls its head {len(returned)} times. Set model.head: whole")
     return outputs, returned[-1]

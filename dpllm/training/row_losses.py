@@ -70,20 +70,17 @@ class RowLosses:
         """
         inputs = dict(inputs)
         labels = take_labels(inputs)
+        bounds = inputs[BOUNDARIES] if self._packed else None
         if self._head is not None:
-            return self._by_head(self._head, model, inputs, labels)
-        if self._packed:
-            return packed_sequence_loss(model(**inputs).logits, labels, inputs[BOUNDARIES])
-        if "decoder_input_ids" not in inputs and _is_decoded(model):
-            shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)  # M2M100 shifts labels by itself
-            inputs.update({"labels": labels} if shift is None else {"decoder_input_ids": shift(labels)})
-        return self._row_loss(model(**inputs), labels)
-
-    def _by_head(self, head: HeadLosses, model: Any, inputs: Mapping[str, Any], labels: Tensor) -> Tensor:
-        target = next_packed_tokens(labels, inputs[BOUNDARIES]) if self._packed else next_tokens(labels)
-        outputs, loss_BT = head(model, inputs, target)
-        if self._packed:
-            if loss_BT is None:
-                return packed_sequence_loss(outputs.logits, labels, inputs[BOUNDARIES])
-            return packed_row_means(loss_BT, target, inputs[BOUNDARIES])
-        return self._row_loss(outputs, labels) if loss_BT is None else row_means(loss_BT, target)
+            target = next_tokens(labels) if bounds is None else next_packed_tokens(labels, bounds)
+            outputs, loss_BT = self._head(model, inputs, target)
+            if loss_BT is not None:
+                return row_means(loss_BT, target) if bounds is None else packed_row_means(loss_BT, target, bounds)
+        else:
+            if bounds is None and "decoder_input_ids" not in inputs and _is_decoded(model):
+                shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)  # M2M100 shifts labels by itself
+                inputs.update({"labels": labels} if shift is None else {"decoder_input_ids": shift(labels)})
+            outputs = model(**inputs)
+        if bounds is not None:
+            return packed_sequence_loss(outputs.logits, labels, bounds)
+        return self._row_loss(outputs, labels)
