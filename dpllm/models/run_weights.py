@@ -9,7 +9,7 @@ earlier run's release.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,29 @@ from dpllm.privacy.identity import RunName
 from dpllm.privacy.ledger import LedgerError
 
 _FEWEST = 16  # entries of a tensor that can be recognised: shorter ones may be equal by chance
-_LEFT: dict[tuple[tuple[int, ...], int], RunName] = {}
-"""Shape and checksum of tensors that private runs of this process trained, with the run."""
-_GOING: weakref.WeakKeyDictionary[nn.Module, list[RunWeights]] = weakref.WeakKeyDictionary()
-"""Models that a run has begun to train, with the runs that have not ended: leaving a loop gives no signal."""
+_RUNS: list[RunWeights] = []
+"""The runs of this process that took a step or left other weights.
+
+Neither a run nor its model can own this list: a later model, which no run has seen, may hold a copy of weights whose
+model and run are gone.
+"""
 
 
 def _sums(parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
     with torch.no_grad():
         return dict(zip(parameters, values([Checksum([p.detach()]) for p in parameters.values()]), strict=True))
+
+
+def _sums_of_modules(modules: Sequence[nn.Module]) -> list[int]:
+    """Return a checksum of each module's own parameters."""
+    with torch.no_grad():
+        return values([Checksum(module.parameters(recurse=False)) for module in modules])
+
+
+def _is_whole(module: nn.Module) -> bool:
+    """Whether a module directly holds parameters, all of them unsharded."""
+    own = list(module.parameters(recurse=False))
+    return bool(own) and not any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in own)
 
 
 def _whole(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
@@ -75,12 +89,32 @@ class RunWeights:
         self._is_written = None if is_written is None else weakref.WeakMethod(is_written)
         self._begun = _sums(_whole((n, p) for n, p in model.named_parameters() if p.requires_grad))
         self._ended: dict[str, int] | None = None
+        self._left: set[tuple[tuple[int, ...], int]] = set()
+        # Checksums of modules when they were noted: of trained ones at the start of the run, None if it was resumed.
+        self._trained: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictionary()
+        self._frozen: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
-    def note_step(self) -> None:
-        """Recognise the weights from now on, however the run ends; called before its first step."""
+    def note_step(self, begins: bool) -> None:
+        """Recognise the weights from now on, however the run ends; called before its first step.
+
+        Args:
+            begins: whether the weights are still those at the start of the run: another run may start from them, too.
+        """
         model = self._model()
-        if model is not None and self.run is not None:
-            _GOING.setdefault(model, []).append(self)
+        if model is None or self.run is None:
+            return
+        modules = list(model.modules())
+        trained = {m: None for m in modules if any(p.requires_grad for p in m.parameters(recurse=False))}
+        first = [m for m in trained if begins and _is_whole(m) and not _runs_of(m, "_trained")]
+        frozen = [m for m in modules if m not in trained and _is_whole(m) and not _runs_of(m, "_frozen")]
+        self._trained.update(trained)
+        self._trained.update(zip(first, _sums_of_modules(first), strict=True))
+        self._frozen.update(zip(frozen, _sums_of_modules(frozen), strict=True))
+        self._recognise()
+
+    def _recognise(self) -> None:
+        if self not in _RUNS:
+            _RUNS.append(self)
 
     def leave(self) -> None:
         """Recognise the current weights as left by this run, beside those of its end."""
@@ -91,11 +125,8 @@ class RunWeights:
     def end(self) -> None:
         """Record the weights at the end of the run; those that it trained are recognised in this process."""
         model = self._model()
-        if self._ended is not None or model is None:
-            return
-        self._ended = self._leave(model)
-        if self in _GOING.get(model, []):
-            _GOING[model].remove(self)
+        if self._ended is None and model is not None:
+            self._ended = self._leave(model)
 
     def _leave(self, model: nn.Module) -> dict[str, int] | None:
         """Note the current weights as left by this run, and return their checksums; None if they are sharded."""
@@ -105,21 +136,20 @@ class RunWeights:
         sums = _sums(parameters)
         for name, begun in self._begun.items():
             if self.run is not None and name in parameters and sums[name] != begun:
-                _LEFT[tuple(parameters[name].shape), sums[name]] = self.run
+                self._left.add((tuple(parameters[name].shape), sums[name]))
+                self._recognise()
         return sums
+
+    def left(self) -> set[tuple[tuple[int, ...], int]]:
+        """Return shape and checksum of the tensors that the run left, or has trained so far where it has not ended."""
+        if self._ended is None:
+            self.leave()
+        return self._left
 
     @property
     def model(self) -> nn.Module | None:
         """The model; None: it is gone."""
         return self._model()
-
-    @staticmethod
-    def look_at_others(own: RunName | None) -> None:
-        """Note the current weights of all runs that have not ended, except one."""
-        for model, going in list(_GOING.items()):
-            for weights in going:
-                if weights.run != own:
-                    weights._leave(model)
 
     def changed(self, model: nn.Module) -> list[str]:
         """Return the names of parameters that changed after the run's end; none before its end, or if sharded.
@@ -139,19 +169,54 @@ class RunWeights:
         return method is not None and method()
 
 
+def _runs_of(module: nn.Module, part: str) -> list[RunWeights]:
+    """Return the runs with a module in one of their parts, ``_trained`` or ``_frozen``, from the first one on."""
+    return [weights for weights in _RUNS if module in getattr(weights, part)]
+
+
+def runs_that_trained(model: nn.Module, own: RunName | None) -> list[Path]:
+    """Return the folders of other runs of this process that trained modules of a model, in alphabetical order.
+
+    Modules whose weights are those from which the first such run started do not count.
+
+    Args:
+        model: with its adapters.
+        own: the run that begins or continues.
+    """
+    trained = {module: runs for module in model.modules() if (runs := _runs_of(module, "_trained"))}
+    begun = {module: runs[0]._trained[module] for module, runs in trained.items() if _is_whole(module)}
+    now = dict(zip(begun, _sums_of_modules(list(begun)), strict=True))
+    other = [runs for module, runs in trained.items() if begun.get(module) is None or begun[module] != now[module]]
+    return sorted({one.run.folder for runs in other for one in runs if one.run is not None and one.run != own})
+
+
+def runs_below(model: nn.Module, own: RunName | None) -> list[Path]:
+    """Return the folders of other runs of this process whose frozen modules a model has with other weights now.
+
+    Args:
+        model: with its adapters.
+        own: the run that begins or continues.
+    """
+    first = {module: runs[0] for module in model.modules() if (runs := _runs_of(module, "_frozen"))}
+    known = {module: one for module, one in first.items() if one.run != own and _is_whole(module)}
+    sums = zip(known.items(), _sums_of_modules(list(known)), strict=True)
+    changed = [one.run for (module, one), now in sums if one._frozen[module] != now]
+    return list(dict.fromkeys(run.folder for run in changed if run is not None))
+
+
 def earlier_run(model: Any, own: RunName | None) -> Path | None:
-    """Return the folder of an earlier run of this process whose trained weights a model holds, if there is one.
+    """Return the folder of an earlier run of this process of whose trained weights a model holds a copy; None: of none.
 
     Args:
         model: with its adapters; sharded parameters are skipped.
         own: the run that begins or continues; its weights do not count as an earlier run's.
     """
-    RunWeights.look_at_others(own)
-    if not _LEFT or not isinstance(model, nn.Module):
+    left = {key: one.run for one in _RUNS if one.run != own for key in one.left()}
+    if not left or not isinstance(model, nn.Module):
         return None
     parameters = _whole(model.named_parameters())
-    found = (_LEFT.get((tuple(parameters[name].shape), total)) for name, total in _sums(parameters).items())
-    return next((run.folder for run in found if run is not None and run != own), None)
+    found = (left.get((tuple(parameters[name].shape), total)) for name, total in _sums(parameters).items())
+    return next((run.folder for run in found if run is not None), None)
 
 
 def sums_of_trained(model: nn.Module | None) -> dict[str, tuple[str, int]]:

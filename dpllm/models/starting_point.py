@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,9 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArgumen
 
 from dpllm.config import RECIPE_FILE, ConfigError
 from dpllm.config.recipe import PRETRAINED_FOLDER
-from dpllm.engines.checksums import Checksum, values
 from dpllm.engines.optimizers import innermost
 from dpllm.models.quantization import calibration_points
-from dpllm.models.run_weights import earlier_run
+from dpllm.models.run_weights import earlier_run, runs_below, runs_that_trained
 from dpllm.models.start_files import folder_of, trace_of_training
 from dpllm.models.start_weights import edited_weights, loaded_parts
 from dpllm.privacy.identity import RunName, run_in
@@ -55,12 +53,6 @@ _COPIES = {
 """Parts of PEFT's layers that a new adapter copies, and what they are copied from."""
 _FOLLOWING = ("reduce_lr_on_plateau", "greedy")  # names of schedules that receive evaluation results
 _GUARANTEE = re.compile(r"^\W*differential_privacy\b", re.MULTILINE)  # the key of a card's guarantee
-_TRAINED: weakref.WeakKeyDictionary[torch.nn.Module, set[RunName]] = weakref.WeakKeyDictionary()
-"""Modules that a private run of this process trained, with the runs."""
-_BEGUN: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
-"""Of these modules, a checksum of the parameters at the start of the first run; none if it was resumed."""
-_FROZEN: weakref.WeakKeyDictionary[torch.nn.Module, tuple[RunName, int]] = weakref.WeakKeyDictionary()
-"""Modules that a run did not train, with the first such run and a checksum of their parameters then."""
 _DETACHED = "between detach() and attach()"
 _EARLIER = "in an earlier train() of this trainer"
 _DECLARE = (
@@ -196,24 +188,6 @@ def refuse_private_start(name: str | None, start_is_independent: bool) -> list[s
     return [] if name is None or found or start_is_independent else _training_points([name])
 
 
-def note_trained(model: torch.nn.Module, run: RunName, begins: bool = False) -> None:
-    """Remember that a private run trains a model, so that another run in this process does not start from its weights.
-
-    Args:
-        model: with its adapters.
-        run: the run that trains it.
-        begins: whether the weights are still those at the start of the run: another run may start from them, too.
-    """
-    trained = [m for m in model.modules() if any(p.requires_grad for p in m.parameters(recurse=False))]
-    first = [module for module in trained if begins and module not in _TRAINED and _is_whole(module)]
-    _BEGUN.update(zip(first, _checksums_of(first), strict=True))
-    for module in trained:
-        _TRAINED.setdefault(module, set()).add(run)
-    frozen = [module for module in model.modules() if module not in _FROZEN and _is_frozen_whole(module)]
-    for module, checksum in zip(frozen, _checksums_of(frozen), strict=True):
-        _FROZEN[module] = run, checksum
-
-
 def takes_metrics(scheduler: Any) -> bool:
     """Return whether each step of a scheduler takes a metric, as that of ReduceLROnPlateau does.
 
@@ -321,20 +295,16 @@ def _of_one_run(folder: Path, own: Path) -> bool:
 
 
 def _trained_before(model: Any, own: RunName | None) -> list[str]:
-    modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
-    begun = [module for module in modules if module in _BEGUN and _is_whole(module)]
-    as_begun = {m for m, now in zip(begun, _checksums_of(begun), strict=True) if _BEGUN[m] == now}
-    other = [module for module in modules if module not in as_begun]
-    folders = sorted({run.folder for module in other for run in _TRAINED.get(module, ()) if run != own})
+    if not isinstance(model, torch.nn.Module):
+        return []
+    folders = runs_that_trained(model, own)
     found = [f"The weights were trained before, in this process, by the private run of {folder}" for folder in folders]
-    known = [m for m in modules if m in _FROZEN and _FROZEN[m][0] != own and _is_whole(m)]
-    changed = [_FROZEN[m][0].folder for m, now in zip(known, _checksums_of(known), strict=True) if _FROZEN[m][1] != now]
     if not folders and (left := earlier_run(model, own)) is not None:
         found.append(f"The weights are a copy of those that the private run of {left} trained in this process")
     return found + [
         f"The weights were changed, in this process, after the private run of {folder} had trained others on top of "
         "them (an adapter that was merged into them, for instance)"
-        for folder in dict.fromkeys(changed)
+        for folder in runs_below(model, own)
         if folder not in folders
     ]
 
@@ -427,21 +397,6 @@ def _moments(optimizer: Any) -> list[str]:
     if any(isinstance(t, torch.Tensor) and t.numel() > 1 and bool((t != t.reshape(-1)[0]).any()) for t in tensors):
         return ["The optimizer holds moments of updates that it made before this run"]
     return []
-
-
-def _is_whole(module: torch.nn.Module) -> bool:
-    """Whether a module directly holds parameters, all of them unsharded."""
-    own = list(module.parameters(recurse=False))
-    return bool(own) and not any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in own)
-
-
-def _is_frozen_whole(module: torch.nn.Module) -> bool:
-    return _is_whole(module) and not any(p.requires_grad for p in module.parameters(recurse=False))
-
-
-def _checksums_of(modules: Sequence[torch.nn.Module]) -> list[int]:
-    with torch.no_grad():
-        return values([Checksum(module.parameters(recurse=False)) for module in modules])
 
 
 def _signs_of_private_records(folder: Path) -> list[str]:

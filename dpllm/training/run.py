@@ -37,7 +37,7 @@ from dpllm.mechanism.generators import NoiseSource
 from dpllm.mechanism.regenerated import stream_of
 from dpllm.mechanism.sampling import seeded_rng
 from dpllm.models.run_weights import RunWeights, note_changes, refuse_other_weights, sums_of_trained
-from dpllm.models.starting_point import edited_start, note_trained, takes_metrics
+from dpllm.models.starting_point import edited_start, takes_metrics
 from dpllm.privacy.identity import COMPLETED, note_own_release, snapshot
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.privacy.ledger_reader import LedgerHead
@@ -559,9 +559,8 @@ class PrivateRun:
 
     def _note_trained(self, attached: Attached) -> None:
         """Record, from the first step on, that this run trains the model."""
-        if not attached.is_noted and attached.weights.run is not None:
-            note_trained(attached.model, attached.weights.run, begins=self.ledger.num_steps == 1)
-            attached.weights.note_step()
+        if not attached.is_noted:
+            attached.weights.note_step(begins=self.ledger.num_steps == 1)
         attached.is_noted = True
 
     def _microbatches(self, unit_ids: np.ndarray, max_tokens: int | None) -> StepBatch:

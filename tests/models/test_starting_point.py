@@ -257,12 +257,7 @@ def test_an_adapter_that_was_trained_before_is_an_open_point(tmp_path, monkeypat
     first = trainer(tmp_path / "a", new(), args=saving, callbacks=[Stop()])
     first.train()
     first.save_model()
-    for known in (
-        "dpllm.models.run_weights._LEFT",
-        "dpllm.models.starting_point._TRAINED",
-        "dpllm.models.starting_point._FROZEN",
-    ):
-        monkeypatch.setattr(known, {})
+    monkeypatch.setattr("dpllm.models.run_weights._RUNS", [])
     start = LlamaForCausalLM.from_pretrained(tmp_path / "base")
     loaded = PeftModel.from_pretrained(start, tmp_path / "a", is_trainable=True)
     second = trainer(tmp_path / "b", loaded)
