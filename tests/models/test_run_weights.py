@@ -1,6 +1,7 @@
 """A run's final weights are recognised: in a later save, and at the start of another run of the process."""
 
 import copy
+import gc
 import shutil
 
 import pytest
@@ -11,6 +12,7 @@ from dpllm import PrivateRun, per_sequence_loss
 from dpllm.config import ConfigError
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from tests.conftest import tiny_llama_config
+from tests.mutations import kills
 from tests.tiers import deep_case
 from tests.training.test_run import FEATURES, loop, loss_of, network, plan_of, rows_of
 from tests.training.test_trainer import arguments
@@ -67,6 +69,28 @@ def test_a_copy_of_trained_weights_is_refused_or_declared(how, tmp_path):
     again = trainer(tmp_path / "d", start)  # the first run's starting weights belong to no run
     again.train()
     assert not any("a copy of those" in point for point in open_points(again))
+
+
+@kills(
+    "the runs of a process are forgotten with their models",
+    "dpllm/models/run_weights.py",
+    "for one in _RUNS if one.run != own for",
+    "for one in _RUNS if one.run != own and one.model is not None for",
+)
+def test_a_copy_of_weights_is_known_after_model_and_run_are_gone(tmp_path):
+    """A sweep that keeps the best weights, and begins the next run at them."""
+
+    def swept():
+        run = trainer(tmp_path / "a")
+        run.train()
+        return copy.deepcopy(run.model.state_dict())
+
+    best = swept()
+    gc.collect()
+    model = LlamaForCausalLM(tiny_llama_config())
+    model.load_state_dict(best)
+    with pytest.raises(ConfigError, match=rf"a copy of those that the private run of {tmp_path / 'a'} trained"):
+        trainer(tmp_path / "b", model)
 
 
 def failed(folder, steps, error, model=None):

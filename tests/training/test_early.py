@@ -190,7 +190,7 @@ def scarce(run, tokens, when):
 @kills(
     "gradients of a pass that ran out of memory are kept",
     "dpllm/training/step.py",
-    "                    release.drop()\n",
+    "                release.drop()\n",
     "",
 )
 @pytest.mark.parametrize("method", METHODS)

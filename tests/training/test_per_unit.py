@@ -224,8 +224,8 @@ def test_a_unit_that_is_not_finite_is_counted_and_the_step_goes_on(tmp_path):
 @kills(
     "one unit at a time, no noise is added",
     "dpllm/training/step.py",
-    "            if last:  # each",
-    "            if last and not self._clipper.one_unit:  # each",
+    "            if self._last:\n",
+    "            if self._last and not self._clipper.one_unit:\n",
 )
 def test_the_noise_is_added_once(tmp_path):
     """With several units in a step, and without one: as many deviations in each entry as the plan says."""
