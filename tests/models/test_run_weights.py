@@ -80,14 +80,15 @@ def test_a_copy_of_trained_weights_is_refused_or_declared(how, tmp_path):
 def test_a_copy_of_weights_is_known_after_model_and_run_are_gone(tmp_path):
     """A sweep that keeps the best weights, and begins the next run at them."""
 
+    model = LlamaForCausalLM(tiny_llama_config())
+
     def swept():
-        run = trainer(tmp_path / "a")
+        run = trainer(tmp_path / "a", copy.deepcopy(model))
         run.train()
         return copy.deepcopy(run.model.state_dict())
 
     best = swept()
     gc.collect()
-    model = LlamaForCausalLM(tiny_llama_config())
     model.load_state_dict(best)
     with pytest.raises(ConfigError, match=rf"a copy of those that the private run of {tmp_path / 'a'} trained"):
         trainer(tmp_path / "b", model)
