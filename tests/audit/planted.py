@@ -98,7 +98,7 @@ def texts(*rows: tuple[list[int], list[int]]) -> TrainingRows:
     def padded(rows: list[tuple[list[int], list[int]]]) -> dict[str, Tensor]:
         longest = max(len(ids) for ids, _ in rows)
         return {
-            "ids": torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in rows]),
+            "input_ids": torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in rows]),
             "labels": torch.tensor([labels + [-100] * (longest - len(labels)) for _, labels in rows]),
         }
 
@@ -112,7 +112,7 @@ def texts(*rows: tuple[list[int], list[int]]) -> TrainingRows:
 
 
 def text_loss(model: Any, inputs: Any) -> Tensor:
-    return per_sequence_loss(model(inputs["ids"]), inputs["labels"])
+    return per_sequence_loss(model(inputs["input_ids"]), inputs["labels"])
 
 
 def audit(
@@ -196,7 +196,7 @@ def witnesses() -> AuditResult:
     with torch.no_grad():
         model[0].weight.fill_(3.0)
     rows = texts(*[([1, 2], [-100, 2])] * 8, ([3] * 65, [-100, *[4, 5] * 32]))
-    return audit(model, rows, lambda m, i: per_sequence_loss(m(i["ids"]), i["labels"]), Design(8, 1, 300), 9, 1.0)
+    return audit(model, rows, lambda m, i: per_sequence_loss(m(i["input_ids"]), i["labels"]), Design(8, 1, 300), 9, 1.0)
 
 
 def epochs() -> AuditResult:

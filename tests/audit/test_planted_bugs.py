@@ -36,12 +36,12 @@ Edit = tuple[str, str, str]
 NOISE_FREE: tuple[Edit, ...] = (
     (
         "dpllm/training/step.py",
-        "            if last:  # each entry's noise",
-        "            add(total)\n"
+        "            if self._last:\n",
+        "            self._clipper.add_clipped_sum_(parameter, total)\n"
         "            CLEAN[id(parameter)] = total.filled().clone() * self._scale\n"
-        "            if last:  # each entry's noise",
+        "            if self._last:\n",
     ),
-    ("dpllm/training/step.py", "add(total)  # as the last", "pass  # as the last"),
+    ("dpllm/training/step.py", "if not self._continues:  # the clipper", "if False:  # the clipper"),
     ("dpllm/training/step.py", "class Release:", "CLEAN: dict = {}\n\n\nclass Release:"),
     (
         "dpllm/training/averaging.py",
