@@ -35,6 +35,7 @@ from dpllm.privacy.plan import PrivacyPlan
 from dpllm.privacy.unfinished import is_used
 from dpllm.training.argument_table import Argument
 from dpllm.training.arguments import checked_arguments, plan_for
+from dpllm.training.attached import RunOptions
 from dpllm.training.averaging import Averaging, refuse_other_average
 from dpllm.training.checks import agreement
 from dpllm.training.choose_clipper import clipper_for
@@ -297,17 +298,14 @@ class Prepared:
             ConfigError: the arguments ask for another optimizer.
         """
         require_asked(self.arguments, optimizer)
-        run.attach(
-            model,
-            optimizer,
-            self.norm_method,
-            self.start_is_independent,
-            averaging=averaging,
+        options = RunOptions(
+            norm_method=self.norm_method,
+            start_is_independent=self.start_is_independent,
             gradients=self.privacy.gradients,
-            loss_of=loss_of,
             compile=self.compile,
-            lr_scheduler=None if takes_metrics(lr_scheduler) else lr_scheduler,
         )
+        steps = None if takes_metrics(lr_scheduler) else lr_scheduler
+        run.attach_with(options, model, optimizer, averaging, loss_of, steps)
 
 
 def _draw_of_rows(processes: Processes, privacy: PrivacyConfig) -> np.random.Generator:
