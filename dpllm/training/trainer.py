@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Unpack
 
@@ -45,7 +46,7 @@ from dpllm.models.inputs import num_positions
 from dpllm.models.model_argument import GivenModel, names_of_classes
 from dpllm.models.packing import refuse_unpackable
 from dpllm.models.start_weights import WeightSample
-from dpllm.models.starting_point import check_start, edited_start, refuse_changed_start, refuse_steering
+from dpllm.models.starting_point import check_start, edited_start, refuse_changed_start, refuse_steering, takes_metrics
 from dpllm.models.tasks import RowLoss, default_row_loss, task_of
 from dpllm.models.writing import also_end_with, complete_generation_config
 from dpllm.privacy.identity import COMPLETED, STOPPED_AT_BUDGET
@@ -63,13 +64,15 @@ from dpllm.training.arguments import (
     require_arguments,
     require_functions,
 )
-from dpllm.training.averaging import checked_average
+from dpllm.training.attached import RunOptions
+from dpllm.training.averaging import Averaging, checked_average
 from dpllm.training.checks.row_sample import refuse_reading
-from dpllm.training.corrected_adamw import optimizer_for
+from dpllm.training.choose_clipper import clipper_for
+from dpllm.training.corrected_adamw import optimizer_for, require_asked
 from dpllm.training.head_losses import HeadLosses
 from dpllm.training.ledger_notes import PrivateSources, own_parts, tokens_of_others
 from dpllm.training.preflight import refuse_unusable_model
-from dpllm.training.read_rows import refuse_ignored, refuse_unreadable
+from dpllm.training.read_rows import refuse_ignored, refuse_unreadable, shares_nothing
 from dpllm.training.resume import begin_in, checkpoint_to_resume
 from dpllm.training.row_losses import RowLosses
 from dpllm.training.run import PrivateRun
@@ -77,7 +80,7 @@ from dpllm.training.save_rehearsal import bytes_to_write, rehearse
 from dpllm.training.screen import StepProgress, progress_of
 from dpllm.training.signals import StopRequest, end_with_the_launcher
 from dpllm.training.trainer_outputs import StartingModel, TrainerOutputs
-from dpllm.training.trainer_setup import Prepared, agreed_arguments
+from dpllm.training.trainer_setup import agreed_arguments, expected_batch, open_ledger, prepare, refuse_changed_rows
 from dpllm.training.training_log import LogKeeper
 from dpllm.training.weight_shards import require_whole_saves
 from dpllm.training.workload import UpdateRule
@@ -259,11 +262,11 @@ class DPTrainer(TrainerOutputs):
             is sharded.
         pack_rows: concatenate the rows of a microbatch without padding, for causal language models. The attention
             processes each row separately (`dpllm.models.packing`) during `train`; evaluation pads as before.
-        norm_method: method of computing norms (`dpllm.ghost.NormMethod`); the default is the cheapest for each layer.
+        norm_method: as for `dpllm.training.attached.RunOptions`.
         head: how a causal language model's losses are computed (`dpllm.training.head_losses.HeadLosses`): "auto",
             "whole" (from all logits) or "chunks". It changes them only by rounding.
         eval_is_public: declares that ``eval_dataset`` is public: schedules may follow it, and it is not a disclosure.
-        start_is_independent: as for `dpllm.PrivateRun.attach`.
+        start_is_independent: as for `dpllm.training.attached.RunOptions`.
         noise_memory: "stored", "regenerated" or "auto", as for `dpllm.PrivateRun`.
         average: the average of the weights that is released in place of those after the last step, as a word or a
             mapping: "ema" or ``{"kind": "ema", "decay": 0.95}``, "tail" or ``{"kind": "tail", "share": 0.2}``
@@ -371,7 +374,14 @@ class DPTrainer(TrainerOutputs):
             raise ConfigError(f"data is for dpllm.DPTrainer; the options of {type(self).__name__} are in args")
         rows, held_out = self._make_rows(train_dataset, eval_dataset, privacy, data_collator)
         self._ends = self._end_with_turns(model, processing_class, rows)
-        self._prepared = Prepared.of(
+        self._noise_memory = noise_memory
+        self._options = RunOptions(
+            norm_method=norm_method,
+            start_is_independent=start_is_independent,
+            gradients=privacy.gradients,
+            compile=compile_options(args),
+        )
+        self._prepared = prepare(
             model,
             arguments,
             privacy,
@@ -381,11 +391,7 @@ class DPTrainer(TrainerOutputs):
             max_tokens=max_tokens_per_microbatch,
             pack_rows=pack_rows,
             own_optimizer=own,
-            norm_method=norm_method,
-            start_is_independent=start_is_independent,
-            noise_memory=noise_memory,
             average=kept,
-            compile=compile_options(args),
         )
         if compute_loss_func is None and hasattr(model, "config"):
             refuse_other_classes(rows, task_of(model), getattr(model.config, "num_labels", 2))
@@ -409,7 +415,7 @@ class DPTrainer(TrainerOutputs):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
         if self.pop_callback(ProgressCallback) is not None:  # a notebook has another one
-            self.add_callback(StepProgress(self._prepared.expected_batch(), lambda: self.epsilon))
+            self.add_callback(StepProgress(expected_batch(self._prepared), lambda: self.epsilon))
 
     def _row_losses(self, model: nn.Module, compute_loss_func: RowLoss | None, pack_rows: bool) -> RowLosses:
         """Return the object that computes one loss per row; a trainer with other inputs may return its own."""
@@ -448,7 +454,7 @@ class DPTrainer(TrainerOutputs):
         if trial is not None:
             raise ConfigError(_SEARCH)
         prepared = self._prepared
-        prepared.refuse_replaced(self.train_dataset)
+        refuse_changed_rows(prepared, self.train_dataset)
         if self.model_init is not None:
             raise ConfigError(
                 "model_init was set on the DPTrainer, and the model that it makes was not checked: pass it to the "
@@ -468,13 +474,16 @@ class DPTrainer(TrainerOutputs):
             self._refuse_changed_start("in an earlier train() of this trainer" if began else after)
         self._interrupt.forget()
         checkpoint = checkpoint_to_resume(folder, restart.checkpoint, self.processes)
-        if not self._is_attached:
-            prepared.refuse_unclippable(self._module)
+        if not self._is_attached:  # raises if a parameter cannot be clipped, before anything is charged or written
+            mechanism = self.plan.mechanism
+            clipper_for(self.privacy.gradients, self._module, mechanism.clipping, self._options.norm_method).remove()
         self._rehearse_way_out(folder, restart.continues)
-        ledger = prepared.open_ledger(folder, restart.continues, self.public, self.optimizer)
+        ledger = open_ledger(prepared, folder, restart.continues, self.public, self.optimizer)
         with ledger.ended_on_failure():
             self._note_outputs(ledger)
-            self._run, self._averaging = prepared.run(ledger), prepared.averaging()
+            rows = replace(prepared.rows, fetch_ahead=shares_nothing(prepared.dataset, prepared.collate))
+            self._run = PrivateRun(self.plan, rows, ledger, self.privacy.seed, self._noise_memory)
+            self._averaging = None if prepared.average is None else Averaging(prepared.average, self.plan.num_steps)
             self._checkpoint, self._steps_began = checkpoint, None
             self._nonfinite = NonfiniteSteps(self.plan.expected_batch_size)
             self.args.max_steps = self._run.steps_planned
@@ -596,7 +605,7 @@ class DPTrainer(TrainerOutputs):
         """Refuse weights that were written after the last sample, or note the declaration; on all processes."""
         everywhere = self.processes.gather(self._sample.changed(self._module))
         changed = sorted({name for names in everywhere for name in names})
-        self._start_points += refuse_changed_start(changed, when, self._prepared.start_is_independent)
+        self._start_points += refuse_changed_start(changed, when, self._options.start_is_independent)
 
     def num_examples(self, dataloader: Any) -> int:
         """Return the public number of units, or of rows that are drawn singly, which ``Trainer`` logs."""
@@ -620,8 +629,11 @@ class DPTrainer(TrainerOutputs):
             complete_load(self.model_wrapped, checkpoint, self.processes)
         if self.is_deepspeed_enabled and averaging is not None:
             require_whole_saves(self.model_wrapped)
+        require_asked(self._prepared.arguments, self.optimizer)
         loss_of = self._losses.after(self._prepare_inputs)
-        self._prepared.attach(run, self.model_wrapped, self.optimizer, averaging, loss_of, self.lr_scheduler)
+        # A scheduler that follows public evaluations has no rates that are known before the training.
+        schedule = None if takes_metrics(self.lr_scheduler) else self.lr_scheduler
+        run.attach_with(self._options, self.model_wrapped, self.optimizer, averaging, loss_of, schedule)
         if averaging is not None and checkpoint:
             averaging.load(checkpoint)
         if self._head_losses is not None and isinstance(run.clipper, GhostClipper):
