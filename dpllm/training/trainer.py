@@ -7,12 +7,11 @@ callbacks, checkpoints and ``max_steps`` therefore count private steps.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -86,16 +85,10 @@ from dpllm.training.weight_shards import require_whole_saves
 from dpllm.training.workload import UpdateRule
 
 
-class _Trainer(Protocol):
-    def attach(self) -> None: ...
-
-    def sample_weights(self) -> None: ...
-
-
-class SampleFirst(TrainerCallback):
+class FirstCallback(TrainerCallback):
     """Callback before those of the user: it samples the prepared weights, so that `attach` sees what they write."""
 
-    def __init__(self, trainer: _Trainer) -> None:
+    def __init__(self, trainer: DPTrainer) -> None:
         """Store the trainer."""
         self._trainer = trainer
 
@@ -106,13 +99,13 @@ class SampleFirst(TrainerCallback):
         self._trainer.sample_weights()
 
 
-class AttachFirst(TrainerCallback):
-    """Callback that calls the trainer's `attach` before an epoch's first draw; later calls do nothing.
+class LastCallback(TrainerCallback):
+    """Callback after those of the user: it attaches the model before an epoch's first draw, and ends the run.
 
     An engine or a part of the model that cannot be trained privately is refused here, before any charge.
     """
 
-    def __init__(self, trainer: _Trainer) -> None:
+    def __init__(self, trainer: DPTrainer) -> None:
         """Store the trainer."""
         self._trainer = trainer
 
@@ -122,11 +115,15 @@ class AttachFirst(TrainerCallback):
         """Attach."""
         self._trainer.attach()
 
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Stop the training where the run ends."""
+        self._trainer.stop_at_end(control)
+
 
 class WhenAttached(TrainerCallback):
     """Callback that calls a function once, when the run is open and attached, so its start can no longer be refused.
 
-    Add it to an existing trainer, so that it comes after `AttachFirst`.
+    Add it to an existing trainer, so that it comes after `LastCallback`.
     """
 
     def __init__(self, action: Callable[[], None]) -> None:
@@ -140,57 +137,6 @@ class WhenAttached(TrainerCallback):
         action, self._action = self._action, None
         if action is not None:
             action()
-
-
-class Interrupt(TrainerCallback):
-    """Callback that ends the run after the current step on a signal, with a checkpoint and a correct report.
-
-    See `dpllm.training.signals`. It also ends a resumed run when the plan's steps are used up, since steps lost in a
-    crash were charged.
-
-    Attributes:
-        signal: the signal that ended the last run early. None: no signal did.
-
-    Args:
-        processes: the processes of the run; all stop after the same step.
-        is_complete: returns whether all planned steps of the run are charged.
-    """
-
-    def __init__(self, processes: Processes, is_complete: Callable[[], bool]) -> None:
-        """Begin without a signal."""
-        self._processes, self._is_complete = processes, is_complete
-        self._request, self._agreed = StopRequest(), False
-        self.signal: int | None = None
-
-    def forget(self) -> None:
-        """Forget the signal that ended an earlier run."""
-        self.signal = None
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Handle signals while the block runs."""
-        self._agreed = False
-        end_with_the_launcher()
-        with self._request.listening():
-            yield
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
-        """Stop and save on a request or at the end of the plan."""
-        self._agreed = self._processes.any(self._request.requested)  # all stop after the same step, or none
-        if self._agreed or self._is_complete():
-            control.should_training_stop = True
-            control.should_save = control.should_save or self._agreed
-            control.should_evaluate = control.should_evaluate and not self._agreed  # a launcher waits only for seconds
-        return control
-
-    def has_ended_run(self) -> bool:
-        """Return whether a signal ended the run before all planned steps. Called by all processes together."""
-        if self._agreed and not self._is_complete():
-            numbers = self._processes.gather(self._request.number)
-            self.signal = next((number for number in numbers if number is not None), None)
-        return self.signal is not None
 
 
 logger = logging.get_logger(__name__)
@@ -289,12 +235,15 @@ class DPTrainer(TrainerOutputs):
 
     rehearsal: str | None = None
     """What was rehearsed before the first step of the present or the last run, in words."""
+    interrupted_by: int | None = None
+    """The signal that ended the last `train` early. None: no signal did."""
     argument_table: ClassVar[Mapping[str, Argument]] = ARGUMENTS
     """The options of ``args`` that this trainer knows; one for a subclass of ``TrainingArguments`` adds its own."""
     _maker: RowMaker | None = None
     _made: Sequence[tuple[Any, Any]] = ()  # the data sets of the constructor with the rows that were made of them
     _checkpoint: Path | None = None  # from which the run continues
     _nonfinite: NonfiniteSteps  # of the run
+    _stops_on_signal = False  # whether the processes agreed, at the end of the last step, to stop on a signal
 
     def __init__(
         self,
@@ -399,7 +348,7 @@ class DPTrainer(TrainerOutputs):
         self._start = StartingModel.of(model)
         self._head_losses: HeadLosses | None = None
         self._losses = self._row_losses(model, compute_loss_func, pack_rows)
-        self._interrupt = Interrupt(self.processes, lambda: self._run is not None and self._run.is_complete)
+        self._stop_request = StopRequest()
         self._log_keeper = LogKeeper(str(args.output_dir))
         super().__init__(
             model=model,
@@ -409,7 +358,7 @@ class DPTrainer(TrainerOutputs):
             eval_dataset=held_out,
             processing_class=processing_class,
             compute_metrics=compute_metrics,
-            callbacks=[SampleFirst(self), self._log_keeper, *(callbacks or []), self._interrupt, AttachFirst(self)],
+            callbacks=[FirstCallback(self), self._log_keeper, *(callbacks or []), LastCallback(self)],
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_for(arguments, self._prepared.plan),
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
@@ -426,11 +375,6 @@ class DPTrainer(TrainerOutputs):
         has_prompt = bool(getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False))
         self._head_losses = HeadLosses(self._head, has_prompt)
         return RowLosses(default_row_loss(model), pack_rows, self._head_losses)
-
-    @property
-    def interrupted_by(self) -> int | None:
-        """The signal that ended `train` early. None: no signal did."""
-        return self._interrupt.signal
 
     # ------------------------------------------------------------------ the run
 
@@ -453,8 +397,7 @@ class DPTrainer(TrainerOutputs):
         """
         if trial is not None:
             raise ConfigError(_SEARCH)
-        prepared = self._prepared
-        refuse_changed_rows(prepared, self.train_dataset)
+        refuse_changed_rows(self._prepared, self.train_dataset)
         if self.model_init is not None:
             raise ConfigError(
                 "model_init was set on the DPTrainer, and the model that it makes was not checked: pass it to the "
@@ -472,27 +415,53 @@ class DPTrainer(TrainerOutputs):
             began = self._run is not None and self._run.ledger.num_steps > 0
             after = "after the constructor of the trainer and before train()"
             self._refuse_changed_start("in an earlier train() of this trainer" if began else after)
-        self._interrupt.forget()
+        self.interrupted_by, self._stops_on_signal = None, False
         checkpoint = checkpoint_to_resume(folder, restart.checkpoint, self.processes)
-        if not self._is_attached:  # raises if a parameter cannot be clipped, before anything is charged or written
-            mechanism = self.plan.mechanism
-            clipper_for(self.privacy.gradients, self._module, mechanism.clipping, self._options.norm_method).remove()
+        if not self._is_attached:  # refuses a parameter that cannot be clipped, before anything is charged or written
+            clipping, options = self.plan.mechanism.clipping, self._options
+            clipper_for(options.gradients, self._module, clipping, options.norm_method).remove()
         self._rehearse_way_out(folder, restart.continues)
-        ledger = open_ledger(prepared, folder, restart.continues, self.public, self.optimizer)
+        run, reason = self._open_run(folder, restart.continues, checkpoint), "failed"
+        end_with_the_launcher()
+        with self._stop_request.listening():
+            try:
+                with self._losses.attention(self._module):
+                    start = str(checkpoint) if checkpoint else None
+                    result = super().train(start, ignore_keys_for_eval=ignore_keys_for_eval)
+                require_finite(self._module, self.processes, "Training ended with")
+                run.check_before_saving()
+                if self.averaging is not None:
+                    self.attach()  # a resume without a step left has not
+                    self.averaging.release()
+                run.end_weights()
+                reason = self._reason_of_end(run)
+                return result
+            finally:
+                run.detach()
+                if self._head_losses is not None:
+                    self._head_losses.clipper = None
+                if reason in ("failed", "interrupted"):  # what is saved of it are its checkpoints
+                    self._end(run, folder, reason)
+                else:
+                    self._until_there_is_room(lambda: self._end(run, folder, reason), folder)
+
+    def _open_run(self, folder: Path, continues: bool, checkpoint: Path | None) -> PrivateRun:
+        """Open the ledger, charge the budget and make the run of a ``train()``; on all processes together."""
+        prepared = self._prepared
+        ledger = open_ledger(prepared, folder, continues, self.public, self.optimizer)
         with ledger.ended_on_failure():
             self._note_outputs(ledger)
             rows = replace(prepared.rows, fetch_ahead=shares_nothing(prepared.dataset, prepared.collate))
-            self._run = PrivateRun(self.plan, rows, ledger, self.privacy.seed, self._noise_memory)
+            self._run = run = PrivateRun(self.plan, rows, ledger, self.privacy.seed, self._noise_memory)
             self._averaging = None if prepared.average is None else Averaging(prepared.average, self.plan.num_steps)
             self._checkpoint, self._steps_began = checkpoint, None
             self._nonfinite = NonfiniteSteps(self.plan.expected_batch_size)
-            self.args.max_steps = self._run.steps_planned
+            self.args.max_steps = run.steps_planned
             if self.is_deepspeed_enabled and checkpoint:  # for the checkpoint's number of processes
                 prepare_to_load(checkpoint, self.accelerator.state.deepspeed_plugin.deepspeed_config, self.processes)
             if self.privacy.unused_parameters == "freeze":
                 self._freeze_unused()
-        with self._interrupt.listening():
-            return self._train_to_the_end(self._run, folder, checkpoint, ignore_keys_for_eval)
+        return run
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: a search trains many models on the private data.
@@ -545,34 +514,24 @@ class DPTrainer(TrainerOutputs):
             for line in advice(prepared.plan, UpdateRule.of(self.args, prepared.plan.num_steps, prepared.average)):
                 logger.warning("%s", line)
 
-    def _train_to_the_end(
-        self, run: PrivateRun, folder: Path, checkpoint: Path | None, ignore_keys_for_eval: Any
-    ) -> TrainOutput:
-        reason = "failed"
-        try:
-            with self._losses.attention(self._module):
-                result = super().train(
-                    str(checkpoint) if checkpoint else None, ignore_keys_for_eval=ignore_keys_for_eval
-                )
-            require_finite(self._module, self.processes, "Training ended with")
-            run.check_before_saving()
-            if self.averaging is not None:
-                self.attach()  # a resume without a step left has not
-                self.averaging.release()
-            run.end_weights()
-            reason = "interrupted" if self._interrupt.has_ended_run() else self._reason_of_end(run)
-            return result
-        finally:
-            run.detach()
-            if self._head_losses is not None:
-                self._head_losses.clipper = None
-            if reason in ("failed", "interrupted"):  # what is saved of it are its checkpoints
-                self._end(run, folder, reason)
-            else:
-                self._until_there_is_room(lambda: self._end(run, folder, reason), folder)
+    def stop_at_end(self, control: TrainerControl) -> None:
+        """End the training after the current step on a signal, or when all steps are charged; on all processes.
+
+        On a signal (`dpllm.training.signals`) a checkpoint is saved first. A resumed run ends when the plan's steps are
+        used up, since steps lost in a crash were charged.
+        """
+        stops = self._stops_on_signal = self.processes.any(self._stop_request.requested)  # after the same step, or none
+        if stops or self._run_of_now().is_complete:
+            control.should_training_stop = True
+            control.should_save = control.should_save or stops
+            control.should_evaluate = control.should_evaluate and not stops  # a launcher waits only for seconds
 
     def _reason_of_end(self, run: PrivateRun) -> str:
-        """Return the reason for the ledger why a run ended without an error or a signal."""
+        """Return the reason for the ledger why a run ended without an error; on all processes together."""
+        if self._stops_on_signal and not run.is_complete:
+            numbers = self.processes.gather(self._stop_request.number)
+            self.interrupted_by = next(number for number in numbers if number is not None)
+            return "interrupted"
         wanted = self.plan.num_steps_wanted or self.plan.num_steps
         if run.steps_planned == wanted or not run.is_complete:
             return COMPLETED  # the ledger says "stopped early" where steps are missing
