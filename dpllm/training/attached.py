@@ -45,11 +45,31 @@ STARTING_WEIGHTS = "starting weights"
 """Name of the fact about weights that were declared independent of the private rows."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How a run trains a model: the options that `dpllm.PrivateRun.attach` and `dpllm.DPTrainer` have in common.
+
+    Attributes:
+        norm_method: method of computing norms; None: the cheapest for each layer.
+        start_is_independent: declares that starting weights and adapters hold nothing of the private rows, where this
+            is in doubt (`dpllm.models.starting_point`). The declaration becomes a fact of the report, and what would
+            be refused becomes an open point.
+        gradients: how the gradients of units are computed (`dpllm.config.privacy_section.PrivacyGradients`).
+        compile: arguments of `dpllm.GhostClipper.compile`, which compiles the model's blocks after the checks of the
+            first step; None: nothing is compiled.
+    """
+
+    norm_method: NormMethod | None = None
+    start_is_independent: bool = False
+    gradients: str = "ghost"
+    compile: Mapping[str, Any] | None = None
+
+
 @dataclass(kw_only=True)
 class Attached:
     """The parts that exist while a model is attached, a value without behaviour.
 
-    `attach` makes them, and `dpllm.training.run.PrivateRun` uses and removes them.
+    `attach` makes them, and `dpllm.PrivateRun` uses and removes them.
 
     Attributes:
         model: the module that computes the losses.
@@ -91,13 +111,10 @@ def attach(
     ledger: SharedLedger,
     processes: Processes,
     before: RunWeights | None,
-    norm_method: NormMethod | None,
-    start_is_independent: bool,
-    gradients: str,
+    options: RunOptions,
+    averaging: Averaging | None,
     loss_of: LossOf | None,
-    averaging: Averaging | None = None,
-    lr_scheduler: Any = None,
-    compile: Mapping[str, Any] | None = None,
+    lr_scheduler: Any,
 ) -> Attached:
     """Create all parts of an attached model. Called by all processes together.
 
@@ -109,16 +126,13 @@ def attach(
         ledger: ledger of the run; open points about the starting weights are noted there.
         processes: processes of the run.
         before: the weights of the model that was attached to this run before.
-        norm_method: how norms are computed.
-        start_is_independent: see `dpllm.training.run.PrivateRun.attach`.
-        gradients: see `dpllm.training.run.PrivateRun.attach`.
-        loss_of: see `dpllm.training.run.PrivateRun.attach`.
-        averaging: average of the weights that is released; None: the weights after the last step are.
-        lr_scheduler: see `dpllm.training.run.PrivateRun.attach`.
-        compile: see `dpllm.training.run.PrivateRun.attach`.
+        options: options of the run.
+        averaging: as for `dpllm.PrivateRun.attach`.
+        loss_of: as for `dpllm.PrivateRun.attach`.
+        lr_scheduler: as for `dpllm.PrivateRun.attach`.
 
     Raises:
-        EngineError, GhostError, DisagreementError, WatchError, ConfigError: see `dpllm.training.run.PrivateRun.attach`.
+        EngineError, GhostError, DisagreementError, WatchError, ConfigError: see `dpllm.PrivateRun.attach`.
         ValueError: the model has more trained parameters than the noise has an accounting for.
     """
     if not callable(getattr(optimizer, "step", None)):
@@ -133,7 +147,7 @@ def attach(
     if name is not None:
         processes.from_main(lambda: refuse_other_second_moment(name.folder, moment))
     between: Sequence[str] = [] if before is None else before.changed(inside)
-    points = check_start(inside, None if name is None else name.folder, start_is_independent, first, between)
+    points = check_start(inside, None if name is None else name.folder, options.start_is_independent, first, between)
     refuse_own_generators(inside)
     rows.refuse_own_generators()
     make_ready(inside)
@@ -143,11 +157,11 @@ def attach(
         if plan.mechanism.noise.wants_total and not engine.forms_total:
             raise no_totals(type(engine).__name__)
         _refuse_automatic_size(rows, engine)
-        gradients = chosen(gradients, inside, rows, loss_of, processes)
-        clipper = clipper_for(gradients, inside, plan.mechanism.clipping, norm_method)
+        gradients = chosen(options.gradients, inside, rows, loss_of, processes)
+        clipper = clipper_for(gradients, inside, plan.mechanism.clipping, options.norm_method)
         undo.callback(clipper.remove)
         plan.mechanism.require_entries(sum(parameter.numel() for parameter in clipper.parameters.values()))
-        facts = {"the trainable parameters": _digest(clipper.parameters), "norm_method": repr(norm_method)}
+        facts = {"the trainable parameters": _digest(clipper.parameters), "norm_method": repr(options.norm_method)}
         facts["privacy.gradients"] = gradients
         facts["train.average"] = repr(None if averaging is None else averaging.average)
         processes.agree({**facts, **agreement.computation(inside, optimizer)})
@@ -171,7 +185,7 @@ def attach(
             rates=rates,
             averaging=averaging,
             tell=tell,
-            compile=compile,
+            compile=options.compile,
         )
         if averaging is not None:
             _attach_average(averaging, attached, model, plan, ledger, processes)
@@ -179,7 +193,7 @@ def attach(
             ledger.append_fact(RELEASED_WEIGHTS, averaging.words)
         ledger.append_fact(TRAINED_MODEL, trained_words(inside))
         ledger.append_fact(METHOD, in_words(clipper))
-        if start_is_independent:
+        if options.start_is_independent:
             ledger.append_fact(STARTING_WEIGHTS, INDEPENDENT)
         if moment is not None:
             ledger.append_fact(SECOND_MOMENT_FACT, moment)

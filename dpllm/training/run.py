@@ -44,7 +44,7 @@ from dpllm.privacy.ledger_reader import LedgerHead
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.privacy.rounding import format_epsilon
 from dpllm.report.statement import write_report
-from dpllm.training.attached import Attached, attach
+from dpllm.training.attached import Attached, RunOptions, attach
 from dpllm.training.averaging import Averaging, refuse_other_average
 from dpllm.training.checks import agreement
 from dpllm.training.checks.differences import Differences
@@ -176,7 +176,7 @@ class PrivateRun:
         self.max_tokens = rows.max_tokens
         self._attached: Attached | None = None
         self.weights: RunWeights | None = None  # of the attached model, or of the last one
-        # In a custom loop: files in the folder before; the ledger ends when `attach` fails. None: the Trainer's.
+        # Files in the folder before `start` or `resume`. None: the caller made the ledger, as the Trainer does.
         self._files_before: dict[str, tuple[int, int, int]] | None = None
         self._finished = False
         ledger.has_run = True
@@ -259,10 +259,8 @@ class PrivateRun:
         Args:
             model: the result of ``accelerator.prepare`` (in one process: any module).
             optimizer: the optimizer, prepared in the same way.
-            norm_method: method of computing norms; the default is the cheapest for each layer.
-            start_is_independent: declares that starting weights and adapters hold nothing of the private rows, where
-                this is in doubt (`dpllm.models.starting_point`). It becomes a fact of the report, and what would be
-                refused an open point.
+            norm_method: see `dpllm.training.attached.RunOptions`.
+            start_is_independent: see `dpllm.training.attached.RunOptions`.
             schedule_is_independent: declares that the learning rate and other hyperparameters set by the loop, and its
                 decisions about updates, depend on no loss or anything else computed from private rows. It becomes a
                 fact of the report; without it a loop of one's own has an open point. The rates are recorded in any case
@@ -270,13 +268,12 @@ class PrivateRun:
             averaging: an average of the weights after the steps (`dpllm.training.averaging`), which the report names as
                 the released weights: save the model within ``averaging.shown()``. A loop that saves its state calls
                 ``averaging.save`` and ``averaging.load`` beside it. None: the weights after the last step are released.
-            gradients: how the gradients of units are computed (`dpllm.config.privacy_section.PrivacyGradients`).
+            gradients: see `dpllm.training.attached.RunOptions`.
             loss_of: as for `step`, for gradients="auto": a trial on rows that are made up then shows which parts have
                 no rule. None: "auto" looks at the modules only.
             lr_scheduler: the scheduler of the optimizer, which steps once after each update. The rates of all updates
                 are computed from a copy, and an update with a different rate is refused. None: rates are recorded only.
-            compile: arguments of `dpllm.GhostClipper.compile`, which compiles the model's blocks after the checks of
-                the first step. None: nothing is compiled.
+            compile: see `dpllm.training.attached.RunOptions`.
 
         Raises:
             EngineError: the guarantee would not hold under the engine or one of its options.
@@ -290,52 +287,70 @@ class PrivateRun:
         After such an error, a run made by `start` or `resume` has ended, and its budget has its uncharged steps
         back.
         """
-        own_loop = self._files_before is not None
-        with self.ledger.ended_on_failure() if own_loop else contextlib.nullcontext():
-            if averaging is not None and not isinstance(averaging, Averaging):
-                raise ConfigError(
-                    f"averaging is {averaging!r}; pass Averaging(average_of({averaging!r}), num_steps) of "
-                    "dpllm.training.averaging, which the loop keeps"
-                )
-            if takes_metrics(lr_scheduler):
-                raise ConfigError(
-                    f"lr_scheduler is a {type(lr_scheduler).__name__}, whose step() takes a loss or an evaluation. "
-                    "Figures of private rows would reach the weights, which ε does not cover. Use a schedule of the "
-                    "step number, such as LambdaLR"
-                )
-            if own_loop:
-                words = None if averaging is None else averaging.words
-                self.processes.from_main(lambda: refuse_other_average(self.ledger.path.parent, words))
-            self.rows = self.rows.padded_for(model)
-            self._attached = attach(
-                model,
-                optimizer,
-                plan=self.plan,
-                rows=self.rows,
-                ledger=self.ledger,
-                processes=self.processes,
-                before=self.weights,
-                norm_method=norm_method,
-                start_is_independent=start_is_independent,
-                gradients=gradients,
-                loss_of=loss_of,
-                averaging=averaging,
-                lr_scheduler=lr_scheduler,
-                compile=compile,
-            )
-            self.weights = self._attached.weights
-            self._attached.reach_checked = self.ledger.unused_frozen
-            if own_loop and self.ledger.num_steps == 0:
-                inside = model_inside(model)
+        options = RunOptions(
+            norm_method=norm_method,
+            start_is_independent=start_is_independent,
+            gradients=gradients,
+            compile=compile,
+        )
+        if self._files_before is None:  # the run of a ledger that the caller made, who ends it and notes the sources
+            _refuse_other_kinds(averaging, lr_scheduler)
+            self.attach_with(options, model, optimizer, averaging, loss_of, lr_scheduler)
+            return
+        with self.ledger.ended_on_failure():
+            _refuse_other_kinds(averaging, lr_scheduler)
+            words = None if averaging is None else averaging.words
+            self.processes.from_main(lambda: refuse_other_average(self.ledger.path.parent, words))
+            self.attach_with(options, model, optimizer, averaging, loss_of, lr_scheduler)
+            inside = model_inside(model)
+            if self.ledger.num_steps == 0:
                 for point in self.processes.from_main(lambda: edited_start(inside, start_is_independent)):
                     self.ledger.append_open_point(point)
-            if own_loop:
-                given = PrivateSources(training=[getattr(self.rows.fetch, "dataset", None)])
-                given.note(self.ledger, self._attached.model, self.plan)
-            if own_loop and schedule_is_independent:
+            given = PrivateSources(training=[getattr(self.rows.fetch, "dataset", None)])
+            given.note(self.ledger, inside, self.plan)
+            if schedule_is_independent:
                 self.ledger.append_fact(DECLARED, INDEPENDENT)
-            elif own_loop:
+            else:
                 self.ledger.append_open_point(OWN_LOOP)
+
+    def attach_with(
+        self,
+        options: RunOptions,
+        model: Any,
+        optimizer: Any,
+        averaging: Averaging | None,
+        loss_of: LossOf | None,
+        lr_scheduler: Any,
+    ) -> None:
+        """Hook a model as `attach` does, for a caller that ends the ledger after an error and notes the sources itself.
+
+        Args:
+            options: options of the run.
+            model: as for `attach`.
+            optimizer: as for `attach`.
+            averaging: as for `attach`.
+            loss_of: as for `attach`.
+            lr_scheduler: as for `attach`; its ``step`` takes no metrics.
+
+        Raises:
+            EngineError, GhostError, DisagreementError, WatchError, ConfigError: see `attach`.
+        """
+        self.rows = self.rows.padded_for(model)
+        self._attached = attach(
+            model,
+            optimizer,
+            plan=self.plan,
+            rows=self.rows,
+            ledger=self.ledger,
+            processes=self.processes,
+            before=self.weights,
+            options=options,
+            averaging=averaging,
+            loss_of=loss_of,
+            lr_scheduler=lr_scheduler,
+        )
+        self.weights = self._attached.weights
+        self._attached.reach_checked = self.ledger.unused_frozen
 
     def freeze_unused(self, model: Any, loss_of: LossOf) -> list[str]:
         """Freeze the trainable parameters that no loss reaches, before the optimizer is made; the report names them.
@@ -766,3 +781,18 @@ class PrivateRun:
             self._attached.watch.rebase()
             self._attached.rates.expect_again(self.steps_planned - self.ledger.num_steps)
         self.ledger.require_prefix(LedgerHead.of(state["ledger"]), "The checkpoint")
+
+
+def _refuse_other_kinds(averaging: Any, lr_scheduler: Any) -> None:
+    """Refuse an average that is only a specification, and a schedule that follows a loss or an evaluation."""
+    if averaging is not None and not isinstance(averaging, Averaging):
+        raise ConfigError(
+            f"averaging is {averaging!r}; pass Averaging(average_of({averaging!r}), num_steps) of "
+            "dpllm.training.averaging, which the loop keeps"
+        )
+    if takes_metrics(lr_scheduler):
+        raise ConfigError(
+            f"lr_scheduler is a {type(lr_scheduler).__name__}, whose step() takes a loss or an evaluation. "
+            "Figures of private rows would reach the weights, which ε does not cover. Use a schedule of the "
+            "step number, such as LambdaLR"
+        )

@@ -7,11 +7,11 @@ callbacks, checkpoints and ``max_steps`` therefore count private steps.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ from dpllm.models.inputs import num_positions
 from dpllm.models.model_argument import GivenModel, names_of_classes
 from dpllm.models.packing import refuse_unpackable
 from dpllm.models.start_weights import WeightSample
-from dpllm.models.starting_point import check_start, edited_start, refuse_changed_start, refuse_steering
+from dpllm.models.starting_point import check_start, edited_start, refuse_changed_start, refuse_steering, takes_metrics
 from dpllm.models.tasks import RowLoss, default_row_loss, task_of
 from dpllm.models.writing import also_end_with, complete_generation_config
 from dpllm.privacy.identity import COMPLETED, STOPPED_AT_BUDGET
@@ -63,13 +63,15 @@ from dpllm.training.arguments import (
     require_arguments,
     require_functions,
 )
-from dpllm.training.averaging import checked_average
+from dpllm.training.attached import RunOptions
+from dpllm.training.averaging import Averaging, checked_average
 from dpllm.training.checks.row_sample import refuse_reading
-from dpllm.training.corrected_adamw import optimizer_for
+from dpllm.training.choose_clipper import clipper_for
+from dpllm.training.corrected_adamw import optimizer_for, require_asked
 from dpllm.training.head_losses import HeadLosses
 from dpllm.training.ledger_notes import PrivateSources, own_parts, tokens_of_others
 from dpllm.training.preflight import refuse_unusable_model
-from dpllm.training.read_rows import refuse_ignored, refuse_unreadable
+from dpllm.training.read_rows import refuse_ignored, refuse_unreadable, shares_nothing
 from dpllm.training.resume import begin_in, checkpoint_to_resume
 from dpllm.training.row_losses import RowLosses
 from dpllm.training.run import PrivateRun
@@ -77,22 +79,16 @@ from dpllm.training.save_rehearsal import bytes_to_write, rehearse
 from dpllm.training.screen import StepProgress, progress_of
 from dpllm.training.signals import StopRequest, end_with_the_launcher
 from dpllm.training.trainer_outputs import StartingModel, TrainerOutputs
-from dpllm.training.trainer_setup import Prepared, agreed_arguments
+from dpllm.training.trainer_setup import agreed_arguments, expected_batch, open_ledger, prepare, refuse_changed_rows
 from dpllm.training.training_log import LogKeeper
 from dpllm.training.weight_shards import require_whole_saves
 from dpllm.training.workload import UpdateRule
 
 
-class _Trainer(Protocol):
-    def attach(self) -> None: ...
-
-    def sample_weights(self) -> None: ...
-
-
-class SampleFirst(TrainerCallback):
+class FirstCallback(TrainerCallback):
     """Callback before those of the user: it samples the prepared weights, so that `attach` sees what they write."""
 
-    def __init__(self, trainer: _Trainer) -> None:
+    def __init__(self, trainer: DPTrainer) -> None:
         """Store the trainer."""
         self._trainer = trainer
 
@@ -103,13 +99,13 @@ class SampleFirst(TrainerCallback):
         self._trainer.sample_weights()
 
 
-class AttachFirst(TrainerCallback):
-    """Callback that calls the trainer's `attach` before an epoch's first draw; later calls do nothing.
+class LastCallback(TrainerCallback):
+    """Callback after those of the user: it attaches the model before an epoch's first draw, and ends the run.
 
     An engine or a part of the model that cannot be trained privately is refused here, before any charge.
     """
 
-    def __init__(self, trainer: _Trainer) -> None:
+    def __init__(self, trainer: DPTrainer) -> None:
         """Store the trainer."""
         self._trainer = trainer
 
@@ -119,11 +115,15 @@ class AttachFirst(TrainerCallback):
         """Attach."""
         self._trainer.attach()
 
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Stop the training where the run ends."""
+        self._trainer.stop_at_end(control)
+
 
 class WhenAttached(TrainerCallback):
     """Callback that calls a function once, when the run is open and attached, so its start can no longer be refused.
 
-    Add it to an existing trainer, so that it comes after `AttachFirst`.
+    Add it to an existing trainer, so that it comes after `LastCallback`.
     """
 
     def __init__(self, action: Callable[[], None]) -> None:
@@ -137,57 +137,6 @@ class WhenAttached(TrainerCallback):
         action, self._action = self._action, None
         if action is not None:
             action()
-
-
-class Interrupt(TrainerCallback):
-    """Callback that ends the run after the current step on a signal, with a checkpoint and a correct report.
-
-    See `dpllm.training.signals`. It also ends a resumed run when the plan's steps are used up, since steps lost in a
-    crash were charged.
-
-    Attributes:
-        signal: the signal that ended the last run early. None: no signal did.
-
-    Args:
-        processes: the processes of the run; all stop after the same step.
-        is_complete: returns whether all planned steps of the run are charged.
-    """
-
-    def __init__(self, processes: Processes, is_complete: Callable[[], bool]) -> None:
-        """Begin without a signal."""
-        self._processes, self._is_complete = processes, is_complete
-        self._request, self._agreed = StopRequest(), False
-        self.signal: int | None = None
-
-    def forget(self) -> None:
-        """Forget the signal that ended an earlier run."""
-        self.signal = None
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Handle signals while the block runs."""
-        self._agreed = False
-        end_with_the_launcher()
-        with self._request.listening():
-            yield
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
-        """Stop and save on a request or at the end of the plan."""
-        self._agreed = self._processes.any(self._request.requested)  # all stop after the same step, or none
-        if self._agreed or self._is_complete():
-            control.should_training_stop = True
-            control.should_save = control.should_save or self._agreed
-            control.should_evaluate = control.should_evaluate and not self._agreed  # a launcher waits only for seconds
-        return control
-
-    def has_ended_run(self) -> bool:
-        """Return whether a signal ended the run before all planned steps. Called by all processes together."""
-        if self._agreed and not self._is_complete():
-            numbers = self._processes.gather(self._request.number)
-            self.signal = next((number for number in numbers if number is not None), None)
-        return self.signal is not None
 
 
 logger = logging.get_logger(__name__)
@@ -259,11 +208,11 @@ class DPTrainer(TrainerOutputs):
             is sharded.
         pack_rows: concatenate the rows of a microbatch without padding, for causal language models. The attention
             processes each row separately (`dpllm.models.packing`) during `train`; evaluation pads as before.
-        norm_method: method of computing norms (`dpllm.ghost.NormMethod`); the default is the cheapest for each layer.
+        norm_method: as for `dpllm.training.attached.RunOptions`.
         head: how a causal language model's losses are computed (`dpllm.training.head_losses.HeadLosses`): "auto",
             "whole" (from all logits) or "chunks". It changes them only by rounding.
         eval_is_public: declares that ``eval_dataset`` is public: schedules may follow it, and it is not a disclosure.
-        start_is_independent: as for `dpllm.PrivateRun.attach`.
+        start_is_independent: as for `dpllm.training.attached.RunOptions`.
         noise_memory: "stored", "regenerated" or "auto", as for `dpllm.PrivateRun`.
         average: the average of the weights that is released in place of those after the last step, as a word or a
             mapping: "ema" or ``{"kind": "ema", "decay": 0.95}``, "tail" or ``{"kind": "tail", "share": 0.2}``
@@ -286,12 +235,15 @@ class DPTrainer(TrainerOutputs):
 
     rehearsal: str | None = None
     """What was rehearsed before the first step of the present or the last run, in words."""
+    interrupted_by: int | None = None
+    """The signal that ended the last `train` early. None: no signal did."""
     argument_table: ClassVar[Mapping[str, Argument]] = ARGUMENTS
     """The options of ``args`` that this trainer knows; one for a subclass of ``TrainingArguments`` adds its own."""
     _maker: RowMaker | None = None
     _made: Sequence[tuple[Any, Any]] = ()  # the data sets of the constructor with the rows that were made of them
     _checkpoint: Path | None = None  # from which the run continues
     _nonfinite: NonfiniteSteps  # of the run
+    _stops_on_signal = False  # whether the processes agreed, at the end of the last step, to stop on a signal
 
     def __init__(
         self,
@@ -371,7 +323,14 @@ class DPTrainer(TrainerOutputs):
             raise ConfigError(f"data is for dpllm.DPTrainer; the options of {type(self).__name__} are in args")
         rows, held_out = self._make_rows(train_dataset, eval_dataset, privacy, data_collator)
         self._ends = self._end_with_turns(model, processing_class, rows)
-        self._prepared = Prepared.of(
+        self._noise_memory = noise_memory
+        self._options = RunOptions(
+            norm_method=norm_method,
+            start_is_independent=start_is_independent,
+            gradients=privacy.gradients,
+            compile=compile_options(args),
+        )
+        self._prepared = prepare(
             model,
             arguments,
             privacy,
@@ -381,11 +340,7 @@ class DPTrainer(TrainerOutputs):
             max_tokens=max_tokens_per_microbatch,
             pack_rows=pack_rows,
             own_optimizer=own,
-            norm_method=norm_method,
-            start_is_independent=start_is_independent,
-            noise_memory=noise_memory,
             average=kept,
-            compile=compile_options(args),
         )
         if compute_loss_func is None and hasattr(model, "config"):
             refuse_other_classes(rows, task_of(model), getattr(model.config, "num_labels", 2))
@@ -393,7 +348,7 @@ class DPTrainer(TrainerOutputs):
         self._start = StartingModel.of(model)
         self._head_losses: HeadLosses | None = None
         self._losses = self._row_losses(model, compute_loss_func, pack_rows)
-        self._interrupt = Interrupt(self.processes, lambda: self._run is not None and self._run.is_complete)
+        self._stop_request = StopRequest()
         self._log_keeper = LogKeeper(str(args.output_dir))
         super().__init__(
             model=model,
@@ -403,13 +358,13 @@ class DPTrainer(TrainerOutputs):
             eval_dataset=held_out,
             processing_class=processing_class,
             compute_metrics=compute_metrics,
-            callbacks=[SampleFirst(self), self._log_keeper, *(callbacks or []), self._interrupt, AttachFirst(self)],
+            callbacks=[FirstCallback(self), self._log_keeper, *(callbacks or []), LastCallback(self)],
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_for(arguments, self._prepared.plan),
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
         if self.pop_callback(ProgressCallback) is not None:  # a notebook has another one
-            self.add_callback(StepProgress(self._prepared.expected_batch(), lambda: self.epsilon))
+            self.add_callback(StepProgress(expected_batch(self._prepared), lambda: self.epsilon))
 
     def _row_losses(self, model: nn.Module, compute_loss_func: RowLoss | None, pack_rows: bool) -> RowLosses:
         """Return the object that computes one loss per row; a trainer with other inputs may return its own."""
@@ -420,11 +375,6 @@ class DPTrainer(TrainerOutputs):
         has_prompt = bool(getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False))
         self._head_losses = HeadLosses(self._head, has_prompt)
         return RowLosses(default_row_loss(model), pack_rows, self._head_losses)
-
-    @property
-    def interrupted_by(self) -> int | None:
-        """The signal that ended `train` early. None: no signal did."""
-        return self._interrupt.signal
 
     # ------------------------------------------------------------------ the run
 
@@ -447,8 +397,7 @@ class DPTrainer(TrainerOutputs):
         """
         if trial is not None:
             raise ConfigError(_SEARCH)
-        prepared = self._prepared
-        prepared.refuse_replaced(self.train_dataset)
+        refuse_changed_rows(self._prepared, self.train_dataset)
         if self.model_init is not None:
             raise ConfigError(
                 "model_init was set on the DPTrainer, and the model that it makes was not checked: pass it to the "
@@ -466,24 +415,53 @@ class DPTrainer(TrainerOutputs):
             began = self._run is not None and self._run.ledger.num_steps > 0
             after = "after the constructor of the trainer and before train()"
             self._refuse_changed_start("in an earlier train() of this trainer" if began else after)
-        self._interrupt.forget()
+        self.interrupted_by, self._stops_on_signal = None, False
         checkpoint = checkpoint_to_resume(folder, restart.checkpoint, self.processes)
-        if not self._is_attached:
-            prepared.refuse_unclippable(self._module)
+        if not self._is_attached:  # refuses a parameter that cannot be clipped, before anything is charged or written
+            clipping, options = self.plan.mechanism.clipping, self._options
+            clipper_for(options.gradients, self._module, clipping, options.norm_method).remove()
         self._rehearse_way_out(folder, restart.continues)
-        ledger = prepared.open_ledger(folder, restart.continues, self.public, self.optimizer)
+        run, reason = self._open_run(folder, restart.continues, checkpoint), "failed"
+        end_with_the_launcher()
+        with self._stop_request.listening():
+            try:
+                with self._losses.attention(self._module):
+                    start = str(checkpoint) if checkpoint else None
+                    result = super().train(start, ignore_keys_for_eval=ignore_keys_for_eval)
+                require_finite(self._module, self.processes, "Training ended with")
+                run.check_before_saving()
+                if self.averaging is not None:
+                    self.attach()  # a resume without a step left has not
+                    self.averaging.release()
+                run.end_weights()
+                reason = self._reason_of_end(run)
+                return result
+            finally:
+                run.detach()
+                if self._head_losses is not None:
+                    self._head_losses.clipper = None
+                if reason in ("failed", "interrupted"):  # what is saved of it are its checkpoints
+                    self._end(run, folder, reason)
+                else:
+                    self._until_there_is_room(lambda: self._end(run, folder, reason), folder)
+
+    def _open_run(self, folder: Path, continues: bool, checkpoint: Path | None) -> PrivateRun:
+        """Open the ledger, charge the budget and make the run of a ``train()``; on all processes together."""
+        prepared = self._prepared
+        ledger = open_ledger(prepared, folder, continues, self.public, self.optimizer)
         with ledger.ended_on_failure():
             self._note_outputs(ledger)
-            self._run, self._averaging = prepared.run(ledger), prepared.averaging()
+            rows = replace(prepared.rows, fetch_ahead=shares_nothing(prepared.dataset, prepared.collate))
+            self._run = run = PrivateRun(self.plan, rows, ledger, self.privacy.seed, self._noise_memory)
+            self._averaging = None if prepared.average is None else Averaging(prepared.average, self.plan.num_steps)
             self._checkpoint, self._steps_began = checkpoint, None
             self._nonfinite = NonfiniteSteps(self.plan.expected_batch_size)
-            self.args.max_steps = self._run.steps_planned
+            self.args.max_steps = run.steps_planned
             if self.is_deepspeed_enabled and checkpoint:  # for the checkpoint's number of processes
                 prepare_to_load(checkpoint, self.accelerator.state.deepspeed_plugin.deepspeed_config, self.processes)
             if self.privacy.unused_parameters == "freeze":
                 self._freeze_unused()
-        with self._interrupt.listening():
-            return self._train_to_the_end(self._run, folder, checkpoint, ignore_keys_for_eval)
+        return run
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: a search trains many models on the private data.
@@ -536,34 +514,24 @@ class DPTrainer(TrainerOutputs):
             for line in advice(prepared.plan, UpdateRule.of(self.args, prepared.plan.num_steps, prepared.average)):
                 logger.warning("%s", line)
 
-    def _train_to_the_end(
-        self, run: PrivateRun, folder: Path, checkpoint: Path | None, ignore_keys_for_eval: Any
-    ) -> TrainOutput:
-        reason = "failed"
-        try:
-            with self._losses.attention(self._module):
-                result = super().train(
-                    str(checkpoint) if checkpoint else None, ignore_keys_for_eval=ignore_keys_for_eval
-                )
-            require_finite(self._module, self.processes, "Training ended with")
-            run.check_before_saving()
-            if self.averaging is not None:
-                self.attach()  # a resume without a step left has not
-                self.averaging.release()
-            run.end_weights()
-            reason = "interrupted" if self._interrupt.has_ended_run() else self._reason_of_end(run)
-            return result
-        finally:
-            run.detach()
-            if self._head_losses is not None:
-                self._head_losses.clipper = None
-            if reason in ("failed", "interrupted"):  # what is saved of it are its checkpoints
-                self._end(run, folder, reason)
-            else:
-                self._until_there_is_room(lambda: self._end(run, folder, reason), folder)
+    def stop_at_end(self, control: TrainerControl) -> None:
+        """End the training after the current step on a signal, or when all steps are charged; on all processes.
+
+        On a signal (`dpllm.training.signals`) a checkpoint is saved first. A resumed run ends when the plan's steps are
+        used up, since steps lost in a crash were charged.
+        """
+        stops = self._stops_on_signal = self.processes.any(self._stop_request.requested)  # after the same step, or none
+        if stops or self._run_of_now().is_complete:
+            control.should_training_stop = True
+            control.should_save = control.should_save or stops
+            control.should_evaluate = control.should_evaluate and not stops  # a launcher waits only for seconds
 
     def _reason_of_end(self, run: PrivateRun) -> str:
-        """Return the reason for the ledger why a run ended without an error or a signal."""
+        """Return the reason for the ledger why a run ended without an error; on all processes together."""
+        if self._stops_on_signal and not run.is_complete:
+            numbers = self.processes.gather(self._stop_request.number)
+            self.interrupted_by = next(number for number in numbers if number is not None)
+            return "interrupted"
         wanted = self.plan.num_steps_wanted or self.plan.num_steps
         if run.steps_planned == wanted or not run.is_complete:
             return COMPLETED  # the ledger says "stopped early" where steps are missing
@@ -596,7 +564,7 @@ class DPTrainer(TrainerOutputs):
         """Refuse weights that were written after the last sample, or note the declaration; on all processes."""
         everywhere = self.processes.gather(self._sample.changed(self._module))
         changed = sorted({name for names in everywhere for name in names})
-        self._start_points += refuse_changed_start(changed, when, self._prepared.start_is_independent)
+        self._start_points += refuse_changed_start(changed, when, self._options.start_is_independent)
 
     def num_examples(self, dataloader: Any) -> int:
         """Return the public number of units, or of rows that are drawn singly, which ``Trainer`` logs."""
@@ -620,8 +588,11 @@ class DPTrainer(TrainerOutputs):
             complete_load(self.model_wrapped, checkpoint, self.processes)
         if self.is_deepspeed_enabled and averaging is not None:
             require_whole_saves(self.model_wrapped)
+        require_asked(self._prepared.arguments, self.optimizer)
         loss_of = self._losses.after(self._prepare_inputs)
-        self._prepared.attach(run, self.model_wrapped, self.optimizer, averaging, loss_of, self.lr_scheduler)
+        # A scheduler that follows public evaluations has no rates that are known before the training.
+        schedule = None if takes_metrics(self.lr_scheduler) else self.lr_scheduler
+        run.attach_with(self._options, self.model_wrapped, self.optimizer, averaging, loss_of, schedule)
         if averaging is not None and checkpoint:
             averaging.load(checkpoint)
         if self._head_losses is not None and isinstance(run.clipper, GhostClipper):

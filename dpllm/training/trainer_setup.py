@@ -1,14 +1,14 @@
 """The preparation of a Trainer's private training: guarantee, data and plan are checked and fixed before training.
 
-Place in the flow: made by `dpllm.DPTrainer` with its arguments; it opens the ledger and makes the run of each
-``train()`` (`dpllm.training.trainer_run`).
+The constructor of `dpllm.DPTrainer` calls `agreed_arguments` and `prepare`; its ``train()`` calls `refuse_changed_rows`
+and `open_ledger`.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +28,15 @@ from dpllm.ghost import NormMethod
 from dpllm.mechanism.averages import Average
 from dpllm.mechanism.sampling import seeded_rng
 from dpllm.models.inputs import default_collator, refuse_other_padding, refuse_padding_outside, row_by_row
-from dpllm.models.starting_point import takes_metrics
 from dpllm.models.tasks import task_of
 from dpllm.privacy.ledger import LEDGER_FILE
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.privacy.unfinished import is_used
 from dpllm.training.argument_table import Argument
 from dpllm.training.arguments import checked_arguments, plan_for
-from dpllm.training.averaging import Averaging, refuse_other_average
+from dpllm.training.averaging import refuse_other_average
 from dpllm.training.checks import agreement
-from dpllm.training.choose_clipper import clipper_for
-from dpllm.training.corrected_adamw import refuse_other_second_moment, require_asked, words_for
+from dpllm.training.corrected_adamw import refuse_other_second_moment, words_for
 from dpllm.training.ledger_notes import note_data, note_units
 from dpllm.training.preflight import require_positions
 from dpllm.training.read_rows import (
@@ -48,10 +46,8 @@ from dpllm.training.read_rows import (
     refuse_replaced,
     refuse_tables,
     refuse_unreadable,
-    shares_nothing,
 )
-from dpllm.training.rows import LossOf, TrainingRows
-from dpllm.training.run import PrivateRun
+from dpllm.training.rows import TrainingRows
 from dpllm.training.screen import Batch
 from dpllm.training.shared_ledger import SharedLedger
 
@@ -70,7 +66,7 @@ def agreed_arguments(
         own_optimizer: whether the caller passes an optimizer.
         table: the options of ``args`` that the trainer knows.
         average: the average of the weights that is released.
-        norm_method: as for `PrivateRun.attach`.
+        norm_method: as for `dpllm.training.attached.RunOptions`.
 
     Raises:
         ConfigError, ValueError: an option would make the guarantee untrue.
@@ -83,9 +79,9 @@ def agreed_arguments(
     return private
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """Guarantee, data and plan of a Trainer; the same on every process.
+    """Guarantee, data and plan of a Trainer, a value without behaviour; the same on every process.
 
     Attributes:
         privacy: the privacy guarantee.
@@ -96,11 +92,7 @@ class Prepared:
         plan: the constants.
         rows: the rows as a run reads them.
         collate: rows to inputs, as given, for evaluation; ``rows`` calls it with one row at a time, or packs.
-        norm_method: as for `PrivateRun.attach`.
-        start_is_independent: as for `PrivateRun.attach`.
-        noise_memory: as for `PrivateRun`.
         average: the average of the weights that is released. None: those after the last step are.
-        compile: as for `PrivateRun.attach`.
     """
 
     privacy: PrivacyConfig
@@ -111,203 +103,144 @@ class Prepared:
     plan: PrivacyPlan
     rows: TrainingRows
     collate: Any
-    norm_method: NormMethod | None
-    start_is_independent: bool
-    noise_memory: str
     average: Average | None
-    compile: Mapping[str, Any] | None
 
-    @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        args: TrainingArguments,
-        privacy: PrivacyConfig,
-        dataset: Any,
-        *,
-        tokenizer: Any,
-        collator: Callable[[list[Any]], Mapping[str, Any]] | None,
-        max_tokens: int | str | None,
-        pack_rows: bool,
-        own_optimizer: bool,
-        norm_method: NormMethod | None,
-        start_is_independent: bool,
-        noise_memory: str,
-        average: Average | None = None,
-        compile: Mapping[str, Any] | None = None,
-    ) -> Prepared:
-        """Read the data and compute the plan. Called by all processes together.
 
-        Args:
-            model: to train.
-            args: as `agreed_arguments` returns them.
-            privacy: the privacy guarantee.
-            dataset: the private rows.
-            tokenizer: for padding.
-            collator: rows to inputs. None: the default, which pads.
-            max_tokens: the most tokens of a microbatch, or "auto". None: the number of rows in ``args``.
-            pack_rows: whether the rows of a microbatch are concatenated without padding.
-            own_optimizer: whether the caller passes an optimizer.
-            norm_method: as for `PrivateRun.attach`.
-            start_is_independent: as for `PrivateRun.attach`.
-            noise_memory: as for `PrivateRun`.
-            average: the average of the weights that is released.
-            compile: as for `PrivateRun.attach`.
+def prepare(
+    model: nn.Module,
+    args: TrainingArguments,
+    privacy: PrivacyConfig,
+    dataset: Any,
+    *,
+    tokenizer: Any,
+    collator: Callable[[list[Any]], Mapping[str, Any]] | None,
+    max_tokens: int | str | None,
+    pack_rows: bool,
+    own_optimizer: bool,
+    average: Average | None,
+) -> Prepared:
+    """Read the data and compute the plan, before any charge. Called by all processes together.
 
-        Raises:
-            ConfigError, DataError, ValueError: an option or a row would make the guarantee untrue.
-            DisagreementError: the processes differ.
-        """
-        processes = Processes()
-        refuse_unreadable(dataset)
-        refuse_tables(dataset)
-        units = unit_index_of(dataset, privacy, _draw_of_rows(processes, privacy))
-        drawn = units.each_row() if privacy.sampling == "example" else units
-        processes.agree(
-            {
-                "the number of units": units.num_units,
-                "the number of rows": len(dataset),
-                "the privacy section": repr(privacy),
-                "train.max_steps, train.num_train_epochs": (args.max_steps, args.num_train_epochs),
-            }
+    Args:
+        model: to train.
+        args: as `agreed_arguments` returns them.
+        privacy: the privacy guarantee.
+        dataset: the private rows.
+        tokenizer: for padding.
+        collator: rows to inputs. None: the default, which pads.
+        max_tokens: the most tokens of a microbatch, or "auto". None: the number of rows in ``args``.
+        pack_rows: whether the rows of a microbatch are concatenated without padding.
+        own_optimizer: whether the caller passes an optimizer.
+        average: the average of the weights that is released. None: those after the last step are.
+
+    Raises:
+        ConfigError, DataError, ValueError: an option or a row would make the guarantee untrue.
+        DisagreementError: the processes differ.
+    """
+    processes = Processes()
+    refuse_unreadable(dataset)
+    refuse_tables(dataset)
+    units = unit_index_of(dataset, privacy, _draw_of_rows(processes, privacy))
+    drawn = units.each_row() if privacy.sampling == "example" else units
+    processes.agree(
+        {
+            "the number of units": units.num_units,
+            "the number of rows": len(dataset),
+            "the privacy section": repr(privacy),
+            "train.max_steps, train.num_train_epochs": (args.max_steps, args.num_train_epochs),
+        }
+    )
+    plan = plan_for(args, privacy, units, own_optimizer, average)
+    args.max_steps = plan.num_steps
+    collate: Any = collator or default_collator(tokenizer, model, task_of(model))
+    refuse_other_padding(model, tokenizer, collate)
+    note_unlearned_end(collate)
+    single = row_by_row(collate, tokenizer, model, columns_for(dataset, model, collate, args))
+    pairs, limits = isinstance(collate, PairCollator), Limits.of(model)
+    lengths = collate.row_lengths(dataset, limits) if pairs else row_lengths(dataset, task_of(model), limits)
+    longest = int(lengths.max()) // (PairCollator.SEQUENCES if pairs else 1)
+    require_positions(model, longest, "the longest row has")
+    if not pack_rows:
+        refuse_padding_outside(getattr(single, "pad_token_id", None), limits.tokens)
+    rows = TrainingRows(
+        units=drawn,
+        lengths=lengths,
+        fetch=StoredRows(dataset),
+        collate=PackedCollator() if pack_rows else single,
+        max_rows=args.per_device_train_batch_size if max_tokens is None else None,
+        max_tokens=max_tokens,
+        packed=pack_rows,
+    )
+    return Prepared(
+        privacy=privacy,
+        processes=processes,
+        arguments=args,
+        dataset=dataset,
+        units=units,
+        plan=plan,
+        rows=rows,
+        collate=collate,
+        average=average,
+    )
+
+
+def expected_batch(prepared: Prepared) -> Batch:
+    """Return the expected size of a step's batch, for the throughput on the screen."""
+    rows, size = prepared.rows, prepared.plan.expected_batch_size
+    return Batch(size, size * float(rows.lengths[np.asarray(rows.units.rows)].sum()) / rows.units.num_units)
+
+
+def refuse_changed_rows(prepared: Prepared, dataset: Any) -> None:
+    """Check that the Trainer still has the rows with which the plan was made. Called by all processes together.
+
+    Raises:
+        ConfigError: ``train_dataset`` was set to another object, or its rows were moved, left out or extended.
+    """
+    refuse_replaced(dataset, prepared.dataset)
+    prepared.processes.together(lambda: refuse_moved(dataset, len(prepared.rows.lengths), prepared.units))
+
+
+def open_ledger(prepared: Prepared, folder: Path, resume: bool, public: Sequence[str], optimizer: Any) -> SharedLedger:
+    """Continue the ledger of a folder, or begin one and charge the budget. Called by all processes together.
+
+    Args:
+        prepared: guarantee, data and plan.
+        folder: the run's output folder.
+        resume: whether the folder's ledger is continued.
+        public: earlier training on public data, one line each.
+        optimizer: the caller's own; None: the one that the arguments describe.
+
+    Raises:
+        ConfigError: the folder holds a run that is not continued.
+        ConfigError: the run that is continued releases another average of its weights, or its optimizer has
+            another second moment.
+        ConfigError, DataError: a row cannot be read or collated; see `TrainingRows.try_reading`.
+        LedgerError: the ledger is of another plan or of other rows.
+        BudgetError: the run would exceed the budget.
+    """
+    plan, rows, processes = prepared.plan, prepared.rows, prepared.processes
+    path, budget = folder / LEDGER_FILE, prepared.privacy.budget_file
+    if resume:
+        words = None if prepared.average is None else prepared.average.words(plan.num_steps)
+        moment = words_for(prepared.arguments, optimizer)
+        processes.from_main(lambda: refuse_other_average(folder, words))
+        processes.from_main(lambda: refuse_other_second_moment(folder, moment))
+        processes.together(rows.try_reading)
+        return SharedLedger.open(path, plan, processes, budget, rows.contents, public)
+    if processes.from_main(lambda: is_used(path)):
+        raise ConfigError(
+            f"{folder} already holds a private run ({LEDGER_FILE}). Its record is evidence for the model beside "
+            f"it and is not overwritten: set "
+            "train.output_dir to another folder, or resume from its checkpoint."
         )
-        plan = plan_for(args, privacy, units, own_optimizer, average)
-        args.max_steps = plan.num_steps
-        collate: Any = collator or default_collator(tokenizer, model, task_of(model))
-        refuse_other_padding(model, tokenizer, collate)
-        note_unlearned_end(collate)
-        single = row_by_row(collate, tokenizer, model, columns_for(dataset, model, collate, args))
-        pairs, limits = isinstance(collate, PairCollator), Limits.of(model)
-        lengths = collate.row_lengths(dataset, limits) if pairs else row_lengths(dataset, task_of(model), limits)
-        longest = int(lengths.max()) // (PairCollator.SEQUENCES if pairs else 1)
-        require_positions(model, longest, "the longest row has")
-        if not pack_rows:
-            refuse_padding_outside(getattr(single, "pad_token_id", None), limits.tokens)
-        rows = TrainingRows(
-            units=drawn,
-            lengths=lengths,
-            fetch=StoredRows(dataset),
-            collate=PackedCollator() if pack_rows else single,
-            max_rows=args.per_device_train_batch_size if max_tokens is None else None,
-            max_tokens=max_tokens,
-            packed=pack_rows,
-        )
-        return cls(
-            privacy=privacy,
-            processes=processes,
-            arguments=args,
-            dataset=dataset,
-            units=units,
-            plan=plan,
-            rows=rows,
-            collate=collate,
-            norm_method=norm_method,
-            start_is_independent=start_is_independent,
-            noise_memory=noise_memory,
-            average=average,
-            compile=compile,
-        )
-
-    def refuse_replaced(self, dataset: Any) -> None:
-        """Check that the Trainer still has the rows with which the plan was made. Called by all processes together.
-
-        Raises:
-            ConfigError: ``train_dataset`` was set to another object, or its rows were moved, left out or extended.
-        """
-        refuse_replaced(dataset, self.dataset)
-        self.processes.together(lambda: refuse_moved(dataset, len(self.rows.lengths), self.units))
-
-    def refuse_unclippable(self, model: nn.Module) -> None:
-        """Check that every trainable parameter can be clipped, before anything is charged or written.
-
-        Raises:
-            GhostError: a part of the model cannot be clipped exactly.
-        """
-        clipper_for(self.privacy.gradients, model, self.plan.mechanism.clipping, self.norm_method).remove()
-
-    def open_ledger(self, folder: Path, resume: bool, public: Sequence[str], optimizer: Any = None) -> SharedLedger:
-        """Continue the ledger of a folder, or begin one and charge the budget. Called by all processes together.
-
-        Args:
-            folder: the run's output folder.
-            resume: whether the folder's ledger is continued.
-            public: earlier training on public data, one line each.
-            optimizer: the caller's own; None: the one that the arguments describe.
-
-        Raises:
-            ConfigError: the folder holds a run that is not continued.
-            ConfigError: the run that is continued releases another average of its weights, or its optimizer has
-                another second moment.
-            ConfigError, DataError: a row cannot be read or collated; see `TrainingRows.try_reading`.
-            LedgerError: the ledger is of another plan or of other rows.
-            BudgetError: the run would exceed the budget.
-        """
-        path, budget = folder / LEDGER_FILE, self.privacy.budget_file
-        if resume:
-            words = None if self.average is None else self.average.words(self.plan.num_steps)
-            moment = words_for(self.arguments, optimizer)
-            self.processes.from_main(lambda: refuse_other_average(folder, words))
-            self.processes.from_main(lambda: refuse_other_second_moment(folder, moment))
-            self.processes.together(self.rows.try_reading)
-            return SharedLedger.open(path, self.plan, self.processes, budget, self.rows.contents, public)
-        if self.processes.from_main(lambda: is_used(path)):
-            raise ConfigError(
-                f"{folder} already holds a private run ({LEDGER_FILE}). Its record is evidence for the model beside "
-                f"it and is not overwritten: set "
-                "train.output_dir to another folder, or resume from its checkpoint."
-            )
-        self.processes.together(self.rows.try_reading)
-        ledger = SharedLedger.create(path, self.plan, self.processes, public, budget)
-        note_data(ledger, self.dataset, self.units, self.privacy)
-        note_units(ledger, self.units, self.rows.lengths, self.dataset)
-        ledger.remember_rows(self.rows.contents)
-        if (contents := contents_of(self.dataset)) is not None:
-            ledger.remember_records(contents)
-        return ledger
-
-    def run(self, ledger: SharedLedger) -> PrivateRun:
-        """Make the run that charges this ledger. Called by all processes together."""
-        ahead = shares_nothing(self.dataset, self.collate)
-        rows = replace(self.rows, fetch_ahead=ahead)
-        return PrivateRun(self.plan, rows, ledger, self.privacy.seed, self.noise_memory)
-
-    def expected_batch(self) -> Batch:
-        """Return the expected size of a step's batch, for the throughput on the screen."""
-        units, size = self.rows.units, self.plan.expected_batch_size
-        return Batch(size, size * float(self.rows.lengths[np.asarray(units.rows)].sum()) / units.num_units)
-
-    def averaging(self) -> Averaging | None:
-        """Return an empty average for a run."""
-        return None if self.average is None else Averaging(self.average, self.plan.num_steps)
-
-    def attach(
-        self,
-        run: PrivateRun,
-        model: Any,
-        optimizer: Any,
-        averaging: Averaging | None,
-        loss_of: LossOf,
-        lr_scheduler: Any = None,
-    ) -> None:
-        """Hook a model that the Trainer has distributed; see `PrivateRun.attach`.
-
-        A scheduler that follows public evaluations has no rates that are known before the training.
-
-        Raises:
-            ConfigError: the arguments ask for another optimizer.
-        """
-        require_asked(self.arguments, optimizer)
-        run.attach(
-            model,
-            optimizer,
-            self.norm_method,
-            self.start_is_independent,
-            averaging=averaging,
-            gradients=self.privacy.gradients,
-            loss_of=loss_of,
-            compile=self.compile,
-            lr_scheduler=None if takes_metrics(lr_scheduler) else lr_scheduler,
-        )
+    processes.together(rows.try_reading)
+    ledger = SharedLedger.create(path, plan, processes, public, budget)
+    note_data(ledger, prepared.dataset, prepared.units, prepared.privacy)
+    note_units(ledger, prepared.units, rows.lengths, prepared.dataset)
+    ledger.remember_rows(rows.contents)
+    if (contents := contents_of(prepared.dataset)) is not None:
+        ledger.remember_records(contents)
+    return ledger
 
 
 def _draw_of_rows(processes: Processes, privacy: PrivacyConfig) -> np.random.Generator:

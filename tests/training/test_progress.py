@@ -8,6 +8,7 @@ from transformers import ProgressCallback, TrainerControl, TrainerState
 
 from dpllm.report.disclosures import receivers
 from dpllm.training.screen import Batch, StepProgress
+from dpllm.training.trainer_setup import expected_batch
 from tests.training.test_trainer import arguments, trainer
 
 
@@ -93,7 +94,7 @@ def test_every_trainer_with_a_bar_has_it_and_none_without(tmp_path):
     shown = trainer(tmp_path / "a", args=arguments(tmp_path / "a", disable_tqdm=False))
     kinds = [type(one) for one in shown.callback_handler.callbacks if isinstance(one, ProgressCallback)]
     assert kinds == [StepProgress]
-    batch = shown._prepared.expected_batch()
+    batch = expected_batch(shown._prepared)
     assert batch.units == shown.plan.expected_batch_size and batch.tokens > batch.units
     assert receivers(shown.callback_handler.callbacks) == "the Trainer's state, the screen"
     hidden = trainer(tmp_path / "b", args=arguments(tmp_path / "b", disable_tqdm=True))

@@ -21,6 +21,7 @@ from dpllm.config import ConfigError
 from dpllm.data.lengths import row_lengths
 from dpllm.data.rows import DataError, RowCollator
 from dpllm.training import read_rows
+from dpllm.training.trainer_setup import refuse_changed_rows
 from tests.conftest import tiny_llama_config
 from tests.mutations import kills
 from tests.training.test_trainer import arguments, privacy, rows, trainer
@@ -260,7 +261,7 @@ class Lazy(torch.utils.data.Dataset):
 @kills(
     "rows may move between the plan and the training",
     "dpllm/training/trainer_setup.py",
-    "        self.processes.together(lambda: refuse_moved(dataset, len(self.rows.lengths), self.units))\n",
+    "    prepared.processes.together(lambda: refuse_moved(dataset, len(prepared.rows.lengths), prepared.units))\n",
     "",
 )
 @pytest.mark.parametrize("made", [list, Lazy])
@@ -273,7 +274,7 @@ def test_rows_that_moved_before_the_training_are_refused(level, move, made, tmp_
     run = trainer(tmp_path, dataset=own if made is list else Lazy(own), config=config)
     MOVES[move](own)
     if level == "rows" and move in ("shuffled", "sorted"):
-        run._prepared.refuse_replaced(run.train_dataset)
+        refuse_changed_rows(run._prepared, run.train_dataset)
         return
     says = rf"has a different id in the column '{column}'" if move in ("shuffled", "sorted") else "rows, and had 64"
     with pytest.raises(ConfigError, match=says) as error:
