@@ -204,7 +204,7 @@ def half_frozen(model: Any) -> Any:
     "dpllm/training/trainer.py",
     "        self._rehearse_way_out(folder, restart.continues)\n",
     "",
-    case="change0-words0",
+    case="change-words0",
 )
 def test_what_a_save_would_find_is_found_before_a_charge(base, tmp_path, change, words):
     """By name, with the remedy."""
