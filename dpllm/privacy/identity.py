@@ -308,12 +308,16 @@ def released_files(contents: LedgerContents, folder: str | Path) -> dict[str, di
     """Return the files that a ledger names for the model in a folder, by size and hash; None if it names none.
 
     A model that was saved several times has several lines, and the files that were uploaded have one. Of the lines that
-    match the folder, the one with most files counts, and of several the last; if none matches, the last line. A file
-    that is never published may be missing from the folder, and is then left out.
+    match the folder, the one with most files counts, and of several the last; if none matches, the last line that is
+    about a folder of this name, or of which a file is here. A file that is never published may be missing from the
+    folder, and is then left out.
     """
-    saved = [_without_unpublished(folder, release["files"]) for release in contents.notes.released]
-    matching = [files for files in saved if not checkpoints.differing(folder, files)]
-    return max(reversed(matching or saved[-1:]), key=len, default=None)
+    lines = [(release["folder"], _without_unpublished(folder, release["files"])) for release in contents.notes.released]
+    matching = [files for _, files in lines if not checkpoints.differing(folder, files)]
+    here = [
+        files for name, files in lines if name == _name(folder) or any((Path(folder) / one).exists() for one in files)
+    ]
+    return max(reversed(matching or here[-1:]), key=len, default=None)
 
 
 def names_exactly(contents: LedgerContents, files: Mapping[str, Any]) -> bool:

@@ -51,6 +51,7 @@ from dpllm.training.checks.differences import Differences
 from dpllm.training.checks.independence import IndependenceError
 from dpllm.training.checks.learning_rates import DECLARED, INDEPENDENT, OWN_LOOP
 from dpllm.training.checks.randomness import SecretStreams
+from dpllm.training.checks.watch import WatchError
 from dpllm.training.choose_clipper import FROZEN, freeze_unused, in_parts
 from dpllm.training.draws import LEFT_OUT, DrawError, Draws, mode_now
 from dpllm.training.ledger_notes import PrivateSources, note_units, note_users
@@ -287,6 +288,7 @@ class PrivateRun:
         After such an error, a run made by `start` or `resume` has ended, and its budget has its uncharged steps
         back.
         """
+        self._require_detached()
         options = RunOptions(
             norm_method=norm_method,
             start_is_independent=start_is_independent,
@@ -335,6 +337,7 @@ class PrivateRun:
         Raises:
             EngineError, GhostError, DisagreementError, WatchError, ConfigError: see `attach`.
         """
+        self._require_detached()
         self.rows = self.rows.padded_for(model)
         self._attached = attach(
             model,
@@ -351,6 +354,24 @@ class PrivateRun:
         )
         self.weights = self._attached.weights
         self._attached.reach_checked = self.ledger.unused_frozen
+
+    def _require_detached(self) -> None:
+        """Raise `ConfigError` if a model is attached: `detach` notes its weights, from which the next one goes on."""
+        if self._attached is not None:
+            raise ConfigError("A model is attached to the run: call detach() before another one is attached")
+
+    def require_attached(self, model: Any) -> None:
+        """Make sure that a model to be saved is the one that the run trains; checks this process only.
+
+        Raises:
+            WatchError: a model is attached, and this is another one.
+        """
+        if self._attached is not None and model_inside(model) is not self._attached.model:
+            raise WatchError(
+                "The model to be saved is not the one that the run trains: it was replaced during the training, and "
+                "the guarantee says nothing of its weights. Save it outside of the run's folders, by its own "
+                "save_pretrained(), or load weights into the model before the run is attached"
+            )
 
     def freeze_unused(self, model: Any, loss_of: LossOf) -> list[str]:
         """Freeze the trainable parameters that no loss reaches, before the optimizer is made; the report names them.

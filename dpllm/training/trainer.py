@@ -33,12 +33,11 @@ from dpllm.config.output_folder import REPORTS, check_output_folder
 from dpllm.config.values import choice
 from dpllm.data.chat import ChatTemplate
 from dpllm.data.lengths import input_of, refuse_other_classes
-from dpllm.data.public_eval_check import refuse_own_rows
 from dpllm.data.raw_rows import LONGEST, RowMaker, is_raw, is_stored, read_keys
 from dpllm.data.records import chats_in
 from dpllm.engines.deepspeed_checkpoint import complete_load, prepare_to_load
 from dpllm.engines.finite import NonfiniteSteps, require_finite
-from dpllm.engines.processes import Processes
+from dpllm.engines.processes import DisagreementError, Processes
 from dpllm.ghost import GhostClipper, NormMethod
 from dpllm.mechanism.limits import NOISE_MEMORIES
 from dpllm.models.inputs import num_positions
@@ -49,9 +48,9 @@ from dpllm.models.starting_point import check_start, edited_start, refuse_change
 from dpllm.models.tasks import RowLoss, default_row_loss, task_of
 from dpllm.models.writing import also_end_with, complete_generation_config
 from dpllm.privacy.identity import COMPLETED, STOPPED_AT_BUDGET
-from dpllm.privacy.ledger import read_ledger
 from dpllm.privacy.not_for_release import DIAGNOSTICS_FILE
-from dpllm.report.statement import ReleaseNotes, write_report
+from dpllm.report.model_card import CARD_FILE
+from dpllm.report.statement import ReleaseNotes
 from dpllm.training.advice import advice
 from dpllm.training.argument_table import ARGUMENTS, Argument
 from dpllm.training.arguments import (
@@ -149,9 +148,9 @@ class LogicalBatches:
     keeps its meaning.
     """
 
-    def __init__(self, run: PrivateRun, dataset: Any) -> None:
-        """Load the draws of this run."""
-        self.dataset, self._run = dataset, run
+    def __init__(self, run: PrivateRun, dataset: Any, attach: Callable[[], None]) -> None:
+        """Load the draws of this run, which ``attach`` attaches to its model before the first one."""
+        self.dataset, self._run, self._attach = dataset, run, attach
 
     def __len__(self) -> int:
         """Steps per expected pass over the units."""
@@ -161,10 +160,12 @@ class LogicalBatches:
         """Draw one pass; the draws of all passes are independent. It ends when all steps are charged."""
         if self._run.ledger.num_steps >= self._run.steps_planned:
             return
+        self._attach()  # `LastCallback` has, unless somebody removed it
         for unit_ids in self._run.draws(len(self)):
             yield {"unit_ids": torch.from_numpy(unit_ids)}
 
 
+_CONTROLS = ("training_stop", "epoch_stop", "save", "evaluate", "log")  # decisions of a TrainerControl
 _SEARCH = (
     "Hyper-parameter search trains many models on the private data, and each of them costs privacy. Search on public "
     "data, or account for every run, as `dpllm tune` does."
@@ -437,6 +438,7 @@ class DPTrainer(TrainerOutputs):
                 reason = self._reason_of_end(run)
                 return result
             finally:
+                self.is_in_train = False  # the Trainer leaves it after an error
                 run.detach()
                 if self._head_losses is not None:
                     self._head_losses.clipper = None
@@ -454,7 +456,7 @@ class DPTrainer(TrainerOutputs):
             rows = replace(prepared.rows, fetch_ahead=shares_nothing(prepared.dataset, prepared.collate))
             self._run = run = PrivateRun(self.plan, rows, ledger, self.privacy.seed, self._noise_memory)
             self._averaging = None if prepared.average is None else Averaging(prepared.average, self.plan.num_steps)
-            self._checkpoint, self._steps_began = checkpoint, None
+            self._checkpoint, self._steps_began, self._log_disclosed = checkpoint, None, False
             self._nonfinite = NonfiniteSteps(self.plan.expected_batch_size)
             self.args.max_steps = run.steps_planned
             if self.is_deepspeed_enabled and checkpoint:  # for the checkpoint's number of processes
@@ -498,15 +500,6 @@ class DPTrainer(TrainerOutputs):
                 "No loss reaches %d trainable parameter(s); they are frozen: %s", len(names), ", ".join(names)
             )
 
-    def _refuse_private_evaluation(self, dataset: Any) -> None:
-        """Make sure that the rows that were declared public are not the private rows.
-
-        Raises:
-            DataError: they are (`dpllm.data.public_eval_check`).
-        """
-        if self.eval_is_public:
-            self.processes.together(lambda: refuse_own_rows(dataset, self._prepared.dataset))
-
     def _log_advice(self) -> None:
         """Log the settings that were measured worse. A caller's own optimizer or schedule is unknown."""
         if self.processes.is_main and self.optimizer is None and self.lr_scheduler is None:
@@ -520,7 +513,15 @@ class DPTrainer(TrainerOutputs):
         On a signal (`dpllm.training.signals`) a checkpoint is saved first. A resumed run ends when the plan's steps are
         used up, since steps lost in a crash were charged.
         """
-        stops = self._stops_on_signal = self.processes.any(self._stop_request.requested)  # after the same step, or none
+        flags = {name: getattr(control, f"should_{name}") for name in _CONTROLS}
+        everywhere = self.processes.gather_numbers([self._stop_request.requested, *flags.values()])
+        odd = [name for place, name in enumerate(flags, 1) if len({one[place] for one in everywhere}) > 1]
+        if odd:
+            raise DisagreementError(
+                f"A callback set control.should_{odd[0]} on some processes only, and they would wait for each other. "
+                "Decide on one process, and send the decision to the others"
+            )
+        stops = self._stops_on_signal = any(one[0] for one in everywhere)  # all after the same step, or none
         if stops or self._run_of_now().is_complete:
             control.should_training_stop = True
             control.should_save = control.should_save or stops
@@ -542,7 +543,7 @@ class DPTrainer(TrainerOutputs):
         try:
             run.ledger.append_end(reason, independent=self.privacy.stop == "independent")
             if run.is_main:
-                write_report(folder, self.plan, read_ledger(run.ledger.path), self.notes, opened=run.ledger)
+                self._write_guarantee(folder, with_card=(folder / CARD_FILE).is_file())
         except (OSError, ValueError) as error:
             if reason != "failed":
                 raise
@@ -554,7 +555,7 @@ class DPTrainer(TrainerOutputs):
 
     def get_train_dataloader(self) -> Any:
         """Return the units of each step, drawn by the plan's sampler; each process sees all and takes its share."""
-        return LogicalBatches(self._run_of_now(), self.train_dataset)
+        return LogicalBatches(self._run_of_now(), self.train_dataset, self.attach)
 
     def sample_weights(self) -> None:
         """Sample the weights that the Trainer has distributed, before callbacks run."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
 from dpllm.config import TASKS, ConfigError, PrivacyConfig
+from dpllm.data.public_eval_check import refuse_own_rows
 from dpllm.data.units import UnitIndex
 from dpllm.engines import whole_state
 from dpllm.engines.finite import require_finite
@@ -169,6 +171,7 @@ class TrainerOutputs(Trainer):
     _evaluating: Evaluating | None = None
     _predictions: int = 0  # calls of `predict` that run
     _log_disclosed = False
+    _compared_rows: tuple[Any, ...] = ()  # evaluation rows that are not the private ones
     _is_staging = False  # whether a checkpoint is being written into the staging folder
 
     # ------------------------------------------------------- parts of the run, to read
@@ -281,11 +284,10 @@ class TrainerOutputs(Trainer):
             ignore_keys: as for ``Trainer``.
             metric_key_prefix: as for ``Trainer``.
         """
-        several = self.eval_dataset.values() if isinstance(self.eval_dataset, Mapping) else ()
-        declared = (None, self.eval_dataset, *several)  # the Trainer calls this method for each of several
-        own = isinstance(eval_dataset, str) or any(eval_dataset is one for one in declared)
+        own = self.eval_dataset if eval_dataset is None else eval_dataset
+        own = self.eval_dataset.get(own) if isinstance(own, str) and isinstance(self.eval_dataset, Mapping) else own
         outer = self._evaluating  # of which a callback runs another one
-        self._evaluating = Evaluating(metric_key_prefix, own and self.eval_is_public)
+        self._evaluating = Evaluating(metric_key_prefix, self._is_public(own))
         try:
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         finally:
@@ -295,7 +297,7 @@ class TrainerOutputs(Trainer):
 
     def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
         """Predict as ``Trainer`` does; the ledger counts it, unless the rows were declared public."""
-        if not (test_dataset is self.eval_dataset and self.eval_is_public):
+        if not self._is_public(test_dataset):
             self._note(PREDICTION, 1)
         self._predictions += 1
         try:
@@ -310,7 +312,7 @@ class TrainerOutputs(Trainer):
         A call by a program counts as an evaluation.
         """
         outer = self._evaluating is None and not self._predictions
-        public = self.eval_is_public and getattr(dataloader, "dataset", None) is self.eval_dataset
+        public = self._is_public(getattr(dataloader, "dataset", None))
         shows = self.averaging is not None and self.averaging.average.evaluate == "average"
         with self.weights_to_release() if shows else contextlib.nullcontext():
             if outer and not public:
@@ -320,6 +322,32 @@ class TrainerOutputs(Trainer):
             finally:
                 if outer:
                     self._renew_report()
+
+    def _is_public(self, dataset: Any) -> bool:
+        """Whether rows are ``eval_dataset``, or one of several, and declared public; on all processes together.
+
+        Rows that took its place are compared with the private rows before they are used.
+
+        Raises:
+            DataError: they are the private rows (`dpllm.data.public_eval_check`).
+        """
+        several = self.eval_dataset.values() if isinstance(self.eval_dataset, Mapping) else ()
+        if not self.eval_is_public or not any(dataset is one for one in (self.eval_dataset, *several)):
+            return False
+        self._refuse_private_evaluation(dataset)
+        return True
+
+    def _refuse_private_evaluation(self, dataset: Any) -> None:
+        """Make sure that rows that were declared public are not the private rows; each object is compared once.
+
+        Raises:
+            DataError: they are (`dpllm.data.public_eval_check`).
+        """
+        if not self.eval_is_public or any(dataset is one for one in self._compared_rows):
+            return
+        self.processes.together(lambda: refuse_own_rows(dataset, self._prepared.dataset))
+        several = dataset.values() if isinstance(dataset, Mapping) else ()
+        self._compared_rows = (*self._compared_rows, dataset, *several)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Return the norm of the noisy gradient, measured without writing to it: the watch refuses any write."""
@@ -383,7 +411,10 @@ class TrainerOutputs(Trainer):
         return contextlib.nullcontext() if self.averaging is None else self.averaging.shown()
 
     def last_weights(self) -> AbstractContextManager[None]:
-        """Have the weights after the last step in the model, while a block runs; on all processes together."""
+        """Have the weights after the last step in the model, while a block runs; on all processes together.
+
+        `save_model` within the block saves those that the report names, the average: ``average.keep_last`` saves these.
+        """
         return contextlib.nullcontext() if self.averaging is None else self.averaging.hidden()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -405,6 +436,8 @@ class TrainerOutputs(Trainer):
 
     def _save_with_guarantee(self, folder: Path, whole: bool) -> None:
         self.processes.from_main(lambda: refuse_other_run(folder, self.ledger))
+        if self._run is not None:
+            self.processes.together(functools.partial(self._run.require_attached, self._module))
         require_finite(self._module, self.processes, f"{folder} is not written: the model has")
         if self.args.should_save and (kept := keep_own_card(folder)) is not None:
             logger.warning(
@@ -413,7 +446,8 @@ class TrainerOutputs(Trainer):
                 kept.name,
             )
         if self._run is not None:
-            note_changes(self._run.weights, self._module, self.ledger, self.processes)
+            with contextlib.nullcontext() if self._is_attached else self.weights_to_release():
+                note_changes(self._run.weights, self._module, self.ledger, self.processes)
         before = snapshot(folder) if self.args.should_save else {}
         # A checkpoint goes on from the weights of its step.
         with contextlib.nullcontext() if self._is_staging else self.weights_to_release():
@@ -422,14 +456,17 @@ class TrainerOutputs(Trainer):
         if keeps_last and not self._is_staging:
             with self.last_weights():
                 self._save_weights(folder / LAST_FOLDER, whole)
+        merged_before = snapshot(folder / MERGED_FOLDER) if self._merges and self.args.should_save else {}
         together = self._save_merged(folder / MERGED_FOLDER) if self._merges else None
         if self.ledger is not None and self.args.should_save:
             if not self._is_staging:  # a checkpoint's manifest names its files
                 note_release(self.ledger, folder, before)
             if together is not None:
-                note_release(self.ledger, folder / MERGED_FOLDER, {})
+                note_release(self.ledger, folder / MERGED_FOLDER, merged_before)
                 self._write_guarantee(folder / MERGED_FOLDER, trained=together)
             self._write_guarantee(folder)
+        if self.ledger is not None and folder.resolve() != self.ledger.path.parent.resolve():
+            self._renew_report()  # the ledger has lines about the other folder
 
     def _save_merged(self, folder: Path) -> Any:
         """Write the model with its adapter merged, on rank 0 and not during the training; return it, or None."""

@@ -141,7 +141,8 @@ class LogKeeper(TrainerCallback):
         self.log = TrainingLog(folder)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Read the file, on the process that writes it."""
+        """Read the file of the folder of this run, on the process that writes it."""
+        self.log = TrainingLog(args.output_dir)
         if state.is_world_process_zero:
             kept = self.log.begin(state.global_step)
             if kept:
