@@ -84,6 +84,7 @@ class FullySharded:
 
     def begin(self) -> None:
         """Begin a step; no other step is accepted until this one is finished."""
+        self.guard.withdraw()
         self.unfinished = True
 
     def collect(

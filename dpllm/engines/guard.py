@@ -88,8 +88,11 @@ class UpdateGuard:
         self._handed_in += _amount(total) - before
 
     def withdraw(self) -> None:
-        """Forget the amounts that were handed in: the engine dropped all of them."""
-        self._handed_in = 0.0
+        """Forget the amounts that were handed in and left: a step begins, or the engine dropped all of them.
+
+        A step whose update was left out has spent its noise, but nothing of it is in the next one.
+        """
+        self._handed_in, self._left = 0.0, None
 
     def leave(self, grad: Tensor) -> None:
         """Note this process's part of a finished gradient that the engine leaves for the optimizer."""

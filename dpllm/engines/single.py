@@ -37,6 +37,7 @@ class SingleProcess:
 
     def begin(self) -> None:
         """Begin a step; no other step is accepted until this one is finished."""
+        self.guard.withdraw()
         self.unfinished = True
 
     def collect(

@@ -425,7 +425,10 @@ def _serves(func: Any, args: Sequence[Any], kwargs: dict[str, Any], parameter: T
 
 def another_clipper(path: str) -> GhostError:
     """Return the error for a module that another clipper has taps in."""
-    return GhostError(f"{path} has another clipper: call remove() on the one that is used no more.")
+    return GhostError(
+        f"{path} has another clipper. Call remove() on the one that is used no more, or detach() on the run that "
+        "attached it; if you have neither any more, load the model again."
+    )
 
 
 class _Discovery(TorchFunctionMode):

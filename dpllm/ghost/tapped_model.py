@@ -87,6 +87,12 @@ class TappedModel:
         if not trained.sharded:
             self._handles += [p.register_hook(self._guard(name)) for name, p in trained.by_name.items()]
 
+    def refuse_another(self) -> None:
+        """Raise `GhostError` if another clipper is attached to the model."""
+        hooks = self.model._forward_pre_hooks.values()
+        if any(isinstance(hook, _RootHook) and hook.owner is not self for hook in hooks):
+            raise another_clipper("The model")
+
     def _guard(self, name: str) -> Callable[[Tensor | None], None]:
         """Return a hook that raises for a gradient of a parameter, before DeepSpeed's own hook takes the gradient."""
 
@@ -129,8 +135,7 @@ class TappedModel:
         if self._is_own or not torch.is_grad_enabled():
             return
         self.break_off()
-        if any(isinstance(hook, _RootHook) and hook.owner is not self for hook in model._forward_pre_hooks.values()):
-            raise another_clipper("The model")
+        self.refuse_another()
         refuse_compiled(model)
         first = self._is_first = self.calls.begin(args, kwargs)
         if first:
