@@ -443,6 +443,15 @@ def _noted_metadata(report: PrivacyReport) -> dict[str, Any]:
     return {**languages, **license_metadata(report.noted.license)}
 
 
+def has_card(folder: str | Path) -> bool:
+    """Return whether a folder has a model card that dpllm wrote, which it may write again."""
+    path = Path(folder) / CARD_FILE
+    try:
+        return path.is_file() and BLOCK in metadata_in(path)
+    except ValueError:  # not readable as a card, so not ours
+        return False
+
+
 def keep_own_card(folder: str | Path) -> Path | None:
     """Move a README.md that a person wrote out of the way of the model card; for one process, before a model is saved.
 
@@ -455,13 +464,7 @@ def keep_own_card(folder: str | Path) -> Path | None:
         The new path, ``README.own.md`` or with the first free number; None where there was nothing to keep.
     """
     path = Path(folder) / CARD_FILE
-    if not path.is_file():
-        return None
-    try:
-        metadata = metadata_in(path)
-    except ValueError:  # not readable as a card, so not ours
-        metadata = {}
-    if BLOCK in metadata:
+    if not path.is_file() or has_card(folder):
         return None
     names = ("README.own.md", *(f"README.own.{number}.md" for number in range(2, 10_000)))
     kept = next(path.with_name(name) for name in names if not path.with_name(name).exists())

@@ -160,6 +160,7 @@ def attach(
         gradients = chosen(options.gradients, inside, rows, loss_of, processes)
         clipper = clipper_for(gradients, inside, plan.mechanism.clipping, options.norm_method)
         undo.callback(clipper.remove)
+        clipper.require_alone()  # now, before a draw is charged
         plan.mechanism.require_entries(sum(parameter.numel() for parameter in clipper.parameters.values()))
         facts = {"the trainable parameters": _digest(clipper.parameters), "norm_method": repr(options.norm_method)}
         facts["privacy.gradients"] = gradients

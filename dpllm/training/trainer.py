@@ -49,7 +49,7 @@ from dpllm.models.tasks import RowLoss, default_row_loss, task_of
 from dpllm.models.writing import also_end_with, complete_generation_config
 from dpllm.privacy.identity import COMPLETED, STOPPED_AT_BUDGET
 from dpllm.privacy.not_for_release import DIAGNOSTICS_FILE
-from dpllm.report.model_card import CARD_FILE
+from dpllm.report.model_card import has_card
 from dpllm.report.statement import ReleaseNotes
 from dpllm.training.advice import advice
 from dpllm.training.argument_table import ARGUMENTS, Argument
@@ -407,6 +407,11 @@ class DPTrainer(TrainerOutputs):
         self._make_later_rows()
         self._refuse_private_evaluation(self.eval_dataset)
         refuse_changed(self.args, self.argument_table)
+        if self.args.max_steps != (steps := self.plan.num_steps if self._run is None else self._run.steps_planned):
+            raise ConfigError(
+                f"train.max_steps was set to {self.args.max_steps} after DPTrainer was made, whose plan has {steps} "
+                "steps: noise and ε depend on their number. Set it in the arguments that DPTrainer gets"
+            )
         refuse_steering(self.args, self.callback_handler.callbacks, self.lr_scheduler, self.eval_is_public)
         folder = Path(str(self.args.output_dir))
         restart = begin_in(folder, resume_from_checkpoint, self.processes)
@@ -543,7 +548,7 @@ class DPTrainer(TrainerOutputs):
         try:
             run.ledger.append_end(reason, independent=self.privacy.stop == "independent")
             if run.is_main:
-                self._write_guarantee(folder, with_card=(folder / CARD_FILE).is_file())
+                self._write_guarantee(folder, with_card=has_card(folder))
         except (OSError, ValueError) as error:
             if reason != "failed":
                 raise

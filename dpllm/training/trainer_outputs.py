@@ -74,7 +74,7 @@ from dpllm.report.disclosures import (
     own_metrics,
     receivers,
 )
-from dpllm.report.model_card import CARD_FILE, keep_own_card, write_model_card
+from dpllm.report.model_card import has_card, keep_own_card, write_model_card
 from dpllm.report.models import PrivacyReport
 from dpllm.report.publishing import PublishError, files_to_publish, note_uploaded, require_publishable, upload
 from dpllm.report.statement import ReleaseNotes, notes_in, privacy_report, write_report
@@ -399,7 +399,7 @@ class TrainerOutputs(Trainer):
         folder = self.ledger.path.parent
         contents = read_ledger(self.ledger.path)
         if contents.end is not None:
-            self._write_guarantee(folder, with_card=(folder / CARD_FILE).is_file())
+            self._write_guarantee(folder, with_card=has_card(folder))
 
     # ------------------------------------------------------------------- saving
 

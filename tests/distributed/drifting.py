@@ -31,6 +31,17 @@ from tests.training.test_trainer import privacy, rows
 STEPS = 4
 
 
+class OfOne(TrainerCallback):
+    """Sets a control after the first step, on rank 1 only."""
+
+    def __init__(self, control: str) -> None:
+        self.control = control
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1 and dist.get_rank() == 1:
+            setattr(control, f"should_{self.control}", True)
+
+
 class Restless(torch.optim.SGD):
     """An optimizer with different random numbers on every process, as for stochastic rounding."""
 
@@ -58,6 +69,8 @@ def everything(root: Path) -> dict[str, Any]:
         "last update before a checkpoint": lambda folder: trainer(
             folder, callbacks=[OtherDecayAtTheEnd()], save_strategy="steps", save_steps=2
         ),
+        "stop of one": lambda folder: trainer(folder, callbacks=[OfOne("training_stop")]),
+        "save of one": lambda folder: trainer(folder, callbacks=[OfOne("save")]),
         "extra draw": extra_draw,
         "other units": other_units,
         "autocast": autocast,

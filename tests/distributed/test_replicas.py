@@ -66,6 +66,14 @@ def test_the_last_update_is_compared_before_anything_is_saved(seen):
     assert [one["charged"] for one in seen("last update of the trainer")] == [2, 2]
 
 
+@pytest.mark.parametrize("control", ["training_stop", "save"])
+def test_a_callback_of_one_process_does_not_let_the_others_wait(seen, control):
+    """They stopped answering: one of them in a collective of the Trainer, the others at the next draw."""
+    results = seen("stop of one" if control == "training_stop" else "save of one")
+    assert said(results, "DisagreementError", f"control.should_{control} on some processes only")
+    assert [one["charged"] for one in results] == [1, 1] and not any(one["saved"] for one in results)
+
+
 def test_small_parameters_that_zero_3_keeps_whole_are_replicas():
     """A partition has one owner, and while a parameter is not gathered there is nothing to compare."""
     whole, partition, absent = (torch.nn.Parameter(torch.ones(size)) for size in (4, 2, 0))

@@ -1,5 +1,6 @@
 """A private run driven by a custom loop; the same over several processes is in `tests.distributed`."""
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -655,6 +656,43 @@ def test_a_run_with_discrete_noise_passes_the_guard_and_says_what_is_proved(tmp_
     assert read_ledger(tmp_path / LEDGER_FILE).history == [(plan.event, 2)] and run.engine_name == "none"
     noted = (tmp_path / "privacy_report.md").read_text(encoding="utf-8")
     assert "exact discrete noise by ChaCha20 (RFC 8439)" in noted and "a margin, not a proof" in noted
+
+
+@kills(
+    "a model is attached in the place of the attached one",
+    "dpllm/training/run.py",
+    '        if self._attached is not None:\n            raise ConfigError("A model is attached to the run: call',
+    '        if False:\n            raise ConfigError("A model is attached to the run: call',
+)
+def test_another_model_is_attached_after_detach_only(tmp_path):
+    """Otherwise nobody compares its weights with those that the run left. The run goes on with the first one."""
+    run = PrivateRun.start(tmp_path, plan_of(), rows_of())
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.attach(model, optimizer)
+    loop(run, optimizer, 1)
+    other = copy.deepcopy(model)
+    with pytest.raises(ConfigError, match=r"call detach\(\)"):
+        run.attach(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    loop(run, optimizer, 3)
+    run.finish()
+    assert read_ledger(tmp_path / LEDGER_FILE).end == "completed"
+
+
+@kills(
+    "a run is attached to a model that another run holds",
+    "dpllm/training/attached.py",
+    "        clipper.require_alone()  # now, before a draw is charged\n",
+    "",
+)
+def test_a_model_that_a_run_holds_is_refused_before_a_draw_is_charged(tmp_path):
+    """A notebook whose first run was left without detach()."""
+    model = network()
+    runs = [PrivateRun.start(tmp_path / name, plan_of(), rows_of()) for name in ("first", "second")]
+    runs[0].attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(GhostError, match=r"detach\(\) on the run"):
+        runs[1].attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert read_ledger(tmp_path / "second" / LEDGER_FILE).num_steps == 0
 
 
 FAILS = 2  # the third step has no check of the rows before it

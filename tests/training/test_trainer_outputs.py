@@ -1,5 +1,6 @@
 """All outputs of a run through the Trainer: logged figures, the card, uploads; with a replacement for the Hub."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -11,17 +12,28 @@ import pytest
 import torch
 from huggingface_hub import HfApi
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaForCausalLM, TrainerCallback
+from transformers import DefaultFlowCallback, LlamaForCausalLM, TrainerCallback
 
 from dpllm import DPTrainer
 from dpllm.config import ConfigError
+from dpllm.data.records import DataError
+from dpllm.privacy.checkpoints import CheckpointError
 from dpllm.privacy.ledger import read_ledger
 from dpllm.privacy.rounding import format_epsilon
-from dpllm.report.disclosures import EVALUATION_OUTSIDE, FINAL_LOSS, PREDICTION, TRAINING_LOSS, own_methods
+from dpllm.report.disclosures import (
+    EVALUATION_DURING,
+    EVALUATION_OUTSIDE,
+    FINAL_LOSS,
+    LOG_FILE,
+    PREDICTION,
+    TRAINING_LOSS,
+    own_methods,
+)
 from dpllm.report.model_card import metadata_in, settle
 from dpllm.report.publishing import PublishError, files_to_publish, require_publishable
 from dpllm.report.statement import ReleaseNotes
 from dpllm.report.verify import verify
+from dpllm.training.checks.watch import WatchError
 from dpllm.training.trainer_outputs import LOST_NOTES
 from tests.conftest import tiny_llama_config
 from tests.mutations import kills
@@ -110,6 +122,153 @@ def test_an_evaluation_on_private_rows_within_one_on_public_rows_is_counted(tmp_
     run.evaluate(public["b"])
     run.train()
     assert read_ledger(run.ledger.path).disclosures[EVALUATION_OUTSIDE] == 1
+
+
+@kills(
+    "evaluation rows that took the place of public ones pass for public",
+    "dpllm/training/trainer_outputs.py",
+    "        self._refuse_private_evaluation(dataset)\n        return True",
+    "        return True",
+)
+def test_rows_that_take_the_place_of_public_ones_are_compared_as_those(tmp_path):
+    """The declaration is of rows, not of an attribute: the training rows there would steer an early stop, uncounted."""
+    public, other = ([{"input_ids": ids, "labels": ids}] for ids in ([7, 8], [9, 8]))
+    run = trainer(tmp_path, args=arguments(tmp_path, max_steps=1), eval_dataset=public, eval_is_public=True)
+    run.train()
+    for held_out in (other, {"a": other, "b": public}):
+        run.eval_dataset = held_out
+        run.evaluate()
+    run.predict(other)
+    assert EVALUATION_OUTSIDE not in read_ledger(run.ledger.path).disclosures
+    for held_out in (run.train_dataset, {"a": run.train_dataset, "b": public}):
+        run.eval_dataset = held_out
+        for use in (run.evaluate, lambda: run.predict(run.train_dataset)):
+            with pytest.raises(DataError, match="rows of train_dataset, which is private"):
+                use()
+
+
+class Replaces(TrainerCallback):
+    """Puts another model in the place of the trained one, and saves it."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            self.trainer.model = LlamaForCausalLM(tiny_llama_config())
+            if self.folder is not None:
+                self.trainer.save_model(str(self.folder))
+            control.should_save = True
+
+
+@kills(
+    "a model that the run does not train is saved with its guarantee",
+    "dpllm/training/run.py",
+    "if self._attached is not None and model_inside(model) is not self._attached.model:",
+    "if False:",
+    case="checkpoint",
+)
+@pytest.mark.parametrize("where", ["checkpoint", "folder"])
+def test_a_model_that_replaced_the_trained_one_is_not_saved(where, tmp_path):
+    """The run goes on with the first one, and says nothing of the other."""
+    added = Replaces(None if where == "checkpoint" else tmp_path / "other")
+    run = trainer(tmp_path / "run", callbacks=[added])
+    added.trainer = run
+    with pytest.raises((WatchError, CheckpointError), match="not the one that the run trains"):
+        run.train()
+    assert not list(tmp_path.glob("*/checkpoint-*")) and not (tmp_path / "other" / "privacy_ledger.jsonl").exists()
+
+
+def test_a_save_in_another_folder_leaves_the_own_one_whole(tmp_path):
+    """Its report is of the ledger, which names the other folder; and its model is not the other folder's."""
+    run = trainer(tmp_path / "run")
+    run.train()
+    for own in (False, True):
+        if own:
+            run.save_model()
+        run.save_model(str(tmp_path / "other"))
+        for folder in (tmp_path / "run", tmp_path / "other"):
+            assert verify(folder).ok, [one for one in verify(folder).checks if one.ok is False]
+
+
+def test_a_report_follows_a_failed_run_and_a_card_of_its_middle(tmp_path):
+    """What is evaluated after the failure is counted, and not as a part of the training."""
+
+    class Fails(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                run.save_model()
+            if state.global_step == 2:
+                raise RuntimeError("stopped")
+
+    run = trainer(tmp_path, eval_dataset=rows(4), callbacks=[Fails()])
+    with pytest.raises(RuntimeError, match="stopped"):
+        run.train()
+    assert verify(tmp_path).ok
+    run.evaluate()
+    contents = read_ledger(run.ledger.path)
+    assert contents.disclosures[EVALUATION_OUTSIDE] == 1 and EVALUATION_DURING not in contents.disclosures
+    assert verify(tmp_path).ok
+
+
+def test_merged_weights_that_are_saved_again_are_those_of_the_ledger(tmp_path):
+    """The copies of plan and ledger beside them are no part of the model."""
+    model = get_peft_model(LlamaForCausalLM(tiny_llama_config()), LoraConfig(r=2, target_modules=["q_proj"]))
+    run = trainer(tmp_path, model, merge_adapter=True)
+    run.train()
+    for _ in range(2):
+        run.save_model()
+        with torch.no_grad():
+            next(p for p in run.model.parameters() if p.requires_grad).add_(0.1)
+    assert verify(tmp_path / "merged").ok
+
+
+def test_figures_go_to_the_folder_of_their_run(tmp_path):
+    """It may be another one than the constructor was given, and than that of an earlier run."""
+    run = trainer(tmp_path / "unused")
+    for name in ("a", "b"):
+        run.args.output_dir = str(tmp_path / name)
+        run._options = dataclasses.replace(run._options, start_is_independent=True)
+        run.train()
+        ledger = read_ledger(run.ledger.path)
+        assert any(LOG_FILE in what for what in ledger.disclosures) and (tmp_path / name / LOG_FILE).is_file()
+    assert not (tmp_path / "unused" / LOG_FILE).exists()
+
+
+def test_the_average_is_saved_while_the_last_weights_are_in_the_model(tmp_path):
+    """The report names it, and nothing changed after the end."""
+    run = trainer(tmp_path, average="ema")
+    run.train()
+    average = {name: p.clone() for name, p in run.model.named_parameters()}
+    with run.last_weights():
+        run.save_model()
+    saved = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(p, average[name]) for name, p in saved.named_parameters())
+    assert not any("changed after the end" in point for point in run.privacy_report()["open_points"])
+
+
+@kills(
+    "without the callback that attaches, a draw is charged first",
+    "dpllm/training/trainer.py",
+    "        self._attach()  # `LastCallback` has, unless somebody removed it\n",
+    "",
+)
+def test_a_trainer_without_its_callbacks_trains_as_well(tmp_path):
+    """As after ``trainer.callback_handler.callbacks.clear()``, for a quiet run."""
+    run = trainer(tmp_path)
+    run.callback_handler.callbacks = [
+        one for one in run.callback_handler.callbacks if isinstance(one, DefaultFlowCallback)
+    ]
+    run.train()
+    assert read_ledger(run.ledger.path).end == "completed"
+
+
+def test_a_number_of_steps_that_is_set_later_is_refused(tmp_path):
+    """The plan is made of it."""
+    run = trainer(tmp_path)
+    run.args.max_steps = 9
+    with pytest.raises(ConfigError, match="max_steps was set to 9"):
+        run.train()
 
 
 class Hub:
