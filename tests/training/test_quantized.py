@@ -105,7 +105,7 @@ def test_a_run_with_evaluations_ends_with_an_adapter_and_a_merged_model_that_ver
 @kills(
     "the merged model is not named in the ledger",
     "dpllm/training/trainer_outputs.py",
-    "note_release(self.ledger, folder / MERGED_FOLDER, {})",
+    "note_release(self.ledger, folder / MERGED_FOLDER, merged_before)",
     "pass",
 )
 def test_a_merged_model_is_a_release_and_no_new_start_and_is_found_when_it_was_changed(tmp_path, base):
