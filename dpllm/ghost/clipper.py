@@ -130,10 +130,6 @@ class GhostClipper(UnitClipper):
         splits = self._tapped.ladder.splits
         return {path: [target.name for target in split.targets] for path, split in splits.items()}
 
-    def require_alone(self) -> None:
-        """See `UnitClipper.require_alone`."""
-        self._tapped.refuse_another()
-
     # ------------------------------------------------------------------ uses that a caller computes by itself
 
     def prepare(self, inputs: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +39,17 @@ class _RootHook:
 
     def __reduce__(self) -> Any:
         return getattr, (contextlib.nullcontext(), "__exit__")  # takes any arguments and returns None
+
+
+def refuse_clipped(modules: Iterable[nn.Module], other_than: TappedModel | None = None) -> None:
+    """Make sure that no clipper is attached to these modules, or none than one's own.
+
+    Raises:
+        GhostError: one is: it would get the gradients of another one's losses.
+    """
+    hooks = (hook for module in modules for hook in module._forward_pre_hooks.values())
+    if any(isinstance(hook, _RootHook) and hook.owner is not other_than for hook in hooks):
+        raise another_clipper("The model")
 
 
 class TappedModel:
@@ -87,12 +98,6 @@ class TappedModel:
         if not trained.sharded:
             self._handles += [p.register_hook(self._guard(name)) for name, p in trained.by_name.items()]
 
-    def refuse_another(self) -> None:
-        """Raise `GhostError` if another clipper is attached to the model."""
-        hooks = self.model._forward_pre_hooks.values()
-        if any(isinstance(hook, _RootHook) and hook.owner is not self for hook in hooks):
-            raise another_clipper("The model")
-
     def _guard(self, name: str) -> Callable[[Tensor | None], None]:
         """Return a hook that raises for a gradient of a parameter, before DeepSpeed's own hook takes the gradient."""
 
@@ -135,7 +140,7 @@ class TappedModel:
         if self._is_own or not torch.is_grad_enabled():
             return
         self.break_off()
-        self.refuse_another()
+        refuse_clipped([model], other_than=self)
         refuse_compiled(model)
         first = self._is_first = self.calls.begin(args, kwargs)
         if first:

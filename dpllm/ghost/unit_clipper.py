@@ -241,14 +241,6 @@ class UnitClipper(abc.ABC):
         factors = factor_GU.float() if len(factor_GU) > 1 else factor_GU[0].float()
         return ClipResult(sq_norm_GU.sum(dim=0).clamp_min(0).sqrt().float(), factors, by_parameter)
 
-    def require_alone(self) -> None:
-        """Make sure that no other clipper is attached to the model, which a call of the model would refuse.
-
-        Raises:
-            GhostError: one is.
-        """
-        return
-
     def settle(self) -> None:
         """Read what the calls of `run` have measured on the device. Call it before their sums are used.
 

@@ -308,8 +308,8 @@ def released_files(contents: LedgerContents, folder: str | Path) -> dict[str, di
     """Return the files that a ledger names for the model in a folder, by size and hash; None if it names none.
 
     A model that was saved several times has several lines, and the files that were uploaded have one. Of the lines that
-    match the folder, the one with most files counts, and of several the last; if none matches, the last line that is
-    about a folder of this name, or of which a file is here. A file that is never published may be missing from the
+    match the folder, the one with most files counts, and of several the last; if none matches, the last line for a
+    folder of this name, or with a file that is here. A file that is never published may be missing from the
     folder, and is then left out.
     """
     lines = [(release["folder"], _without_unpublished(folder, release["files"])) for release in contents.notes.released]

@@ -22,6 +22,7 @@ from dpllm.engines.optimizers import refuse_unsteppable
 from dpllm.engines.processes import Processes
 from dpllm.engines.replicas import check_model
 from dpllm.ghost import NormMethod, UnitClipper
+from dpllm.ghost.tapped_model import refuse_clipped
 from dpllm.models.quantization import BASE_STORED_AS, make_ready, stored_as
 from dpllm.models.run_weights import RunWeights
 from dpllm.models.starting_point import check_start
@@ -158,9 +159,9 @@ def attach(
             raise no_totals(type(engine).__name__)
         _refuse_automatic_size(rows, engine)
         gradients = chosen(options.gradients, inside, rows, loss_of, processes)
+        refuse_clipped(inside.modules())  # now, before a draw is charged
         clipper = clipper_for(gradients, inside, plan.mechanism.clipping, options.norm_method)
         undo.callback(clipper.remove)
-        clipper.require_alone()  # now, before a draw is charged
         plan.mechanism.require_entries(sum(parameter.numel() for parameter in clipper.parameters.values()))
         facts = {"the trainable parameters": _digest(clipper.parameters), "norm_method": repr(options.norm_method)}
         facts["privacy.gradients"] = gradients

@@ -281,12 +281,14 @@ class PrivateRun:
             GhostError: a part of the model cannot be clipped exactly.
             DisagreementError: the processes train different parameters.
             WatchError: the optimizer holds a trainable parameter that is not clipped.
-            ConfigError: ``rows.max_tokens`` is "auto" and the processes run in lockstep; a module or the collator keeps
-                its own random generator; an adapter or weights may depend on the private rows; a run that is
-                resumed has another average; or the scheduler's ``step`` takes metrics.
+            LedgerError: the run has ended.
+            ConfigError: a model is attached already, and stays so; ``rows.max_tokens`` is "auto" and the processes run
+                in lockstep; a module or the collator keeps its own random generator; an adapter or weights may depend
+                on the private rows; a run that is resumed has another average; or the scheduler's ``step`` takes
+                metrics.
 
-        After such an error, a run made by `start` or `resume` has ended, and its budget has its uncharged steps
-        back.
+        After any other of these errors, a run made by `start` or `resume` has ended, and its budget has its uncharged
+        steps back.
         """
         self._require_detached()
         options = RunOptions(
@@ -299,6 +301,11 @@ class PrivateRun:
             _refuse_other_kinds(averaging, lr_scheduler)
             self.attach_with(options, model, optimizer, averaging, loss_of, lr_scheduler)
             return
+        if self.ledger.has_ended:
+            raise LedgerError(
+                f"The run in {self.ledger.path.parent} has ended: it was finished, or it failed. To take steps that "
+                "are left, call PrivateRun.resume; a run that failed before its first step can be started again"
+            )
         with self.ledger.ended_on_failure():
             _refuse_other_kinds(averaging, lr_scheduler)
             words = None if averaging is None else averaging.words
@@ -369,8 +376,8 @@ class PrivateRun:
         if self._attached is not None and model_inside(model) is not self._attached.model:
             raise WatchError(
                 "The model to be saved is not the one that the run trains: it was replaced during the training, and "
-                "the guarantee says nothing of its weights. Save it outside of the run's folders, by its own "
-                "save_pretrained(), or load weights into the model before the run is attached"
+                "what would be written beside it is of the other one's weights. Put the trained model back before it "
+                "is saved. Merge an adapter after train(), or by merge_adapter=True; evaluate other weights in a copy"
             )
 
     def freeze_unused(self, model: Any, loss_of: LossOf) -> list[str]:

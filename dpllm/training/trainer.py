@@ -37,7 +37,7 @@ from dpllm.data.raw_rows import LONGEST, RowMaker, is_raw, is_stored, read_keys
 from dpllm.data.records import chats_in
 from dpllm.engines.deepspeed_checkpoint import complete_load, prepare_to_load
 from dpllm.engines.finite import NonfiniteSteps, require_finite
-from dpllm.engines.processes import DisagreementError, Processes
+from dpllm.engines.processes import DisagreementError, Processes, told_by_rank
 from dpllm.ghost import GhostClipper, NormMethod
 from dpllm.mechanism.limits import NOISE_MEMORIES
 from dpllm.models.inputs import num_positions
@@ -409,8 +409,9 @@ class DPTrainer(TrainerOutputs):
         refuse_changed(self.args, self.argument_table)
         if self.args.max_steps != (steps := self.plan.num_steps if self._run is None else self._run.steps_planned):
             raise ConfigError(
-                f"train.max_steps was set to {self.args.max_steps} after DPTrainer was made, whose plan has {steps} "
-                "steps: noise and ε depend on their number. Set it in the arguments that DPTrainer gets"
+                f"train.max_steps is {self.args.max_steps}, and the run was planned with {steps} steps when DPTrainer "
+                "was made: noise and ε depend on their number. Set max_steps or num_train_epochs in the arguments that "
+                "DPTrainer gets"
             )
         refuse_steering(self.args, self.callback_handler.callbacks, self.lr_scheduler, self.eval_is_public)
         folder = Path(str(self.args.output_dir))
@@ -522,9 +523,11 @@ class DPTrainer(TrainerOutputs):
         everywhere = self.processes.gather_numbers([self._stop_request.requested, *flags.values()])
         odd = [name for place, name in enumerate(flags, 1) if len({one[place] for one in everywhere}) > 1]
         if odd:
+            place = 1 + list(flags).index(odd[0])
+            shown = told_by_rank([bool(one[place]) for one in everywhere])
             raise DisagreementError(
-                f"A callback set control.should_{odd[0]} on some processes only, and they would wait for each other. "
-                "Decide on one process, and send the decision to the others"
+                f"A callback set control.should_{odd[0]} on some processes only ({shown}), and they would wait for "
+                "each other. Decide on one process, and send the decision to the others"
             )
         stops = self._stops_on_signal = any(one[0] for one in everywhere)  # all after the same step, or none
         if stops or self._run_of_now().is_complete:

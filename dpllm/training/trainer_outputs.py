@@ -171,7 +171,7 @@ class TrainerOutputs(Trainer):
     _evaluating: Evaluating | None = None
     _predictions: int = 0  # calls of `predict` that run
     _log_disclosed = False
-    _compared_rows: tuple[Any, ...] = ()  # evaluation rows that are not the private ones
+    _compared_rows: tuple[tuple[Any, int | None], ...] = ()  # evaluation rows that are not the private ones, and sizes
     _is_staging = False  # whether a checkpoint is being written into the staging folder
 
     # ------------------------------------------------------- parts of the run, to read
@@ -338,16 +338,17 @@ class TrainerOutputs(Trainer):
         return True
 
     def _refuse_private_evaluation(self, dataset: Any) -> None:
-        """Make sure that rows that were declared public are not the private rows; each object is compared once.
+        """Make sure that rows that were declared public are not the private rows; each is compared again if it has grown.
 
         Raises:
             DataError: they are (`dpllm.data.public_eval_check`).
         """
-        if not self.eval_is_public or any(dataset is one for one in self._compared_rows):
+        if not self.eval_is_public or any(dataset is one and _size(one) == size for one, size in self._compared_rows):
             return
         self.processes.together(lambda: refuse_own_rows(dataset, self._prepared.dataset))
         several = dataset.values() if isinstance(dataset, Mapping) else ()
-        self._compared_rows = (*self._compared_rows, dataset, *several)
+        known = [pair for pair in self._compared_rows if pair[0] is not dataset]
+        self._compared_rows = (*known, *((one, _size(one)) for one in (dataset, *several)))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Return the norm of the noisy gradient, measured without writing to it: the watch refuses any write."""
@@ -825,6 +826,11 @@ class TrainerOutputs(Trainer):
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Upload nothing during training: the report is not complete, and checkpoints hold more than ε covers."""
         del checkpoint_folder
+
+
+def _size(dataset: Any) -> int | None:
+    """Return the number of rows; None for a stream."""
+    return len(dataset) if hasattr(dataset, "__len__") else None
 
 
 def _count_from(logs: dict[str, float], seconds: float) -> None:

@@ -682,17 +682,23 @@ def test_another_model_is_attached_after_detach_only(tmp_path):
 @kills(
     "a run is attached to a model that another run holds",
     "dpllm/training/attached.py",
-    "        clipper.require_alone()  # now, before a draw is charged\n",
+    "        refuse_clipped(inside.modules())  # now, before a draw is charged\n",
     "",
 )
-def test_a_model_that_a_run_holds_is_refused_before_a_draw_is_charged(tmp_path):
-    """A notebook whose first run was left without detach()."""
+@pytest.mark.parametrize("gradients", ["ghost", "per_unit"])
+@pytest.mark.parametrize("wrap", [lambda model: model, lambda model: nn.Sequential(*model)], ids=["same", "around"])
+def test_a_model_that_a_run_holds_is_refused_before_a_draw_is_charged(wrap, gradients, tmp_path):
+    """A notebook whose first run was left without detach(); also around the model, or by another clipper."""
     model = network()
-    runs = [PrivateRun.start(tmp_path / name, plan_of(), rows_of()) for name in ("first", "second")]
-    runs[0].attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    inner = model if wrap(model) is model else model[0]
+    first = GhostClipper(inner, 1.0)
+    run, outer = PrivateRun.start(tmp_path, plan_of(), rows_of()), wrap(model)
     with pytest.raises(GhostError, match=r"detach\(\) on the run"):
-        runs[1].attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert read_ledger(tmp_path / "second" / LEDGER_FILE).num_steps == 0
+        run.attach(outer, torch.optim.SGD(outer.parameters(), lr=0.1), gradients=gradients)
+    assert read_ledger(tmp_path / LEDGER_FILE).num_steps == 0
+    first.remove()
+    with pytest.raises(LedgerError, match="has ended"):
+        run.attach(outer, torch.optim.SGD(outer.parameters(), lr=0.1), gradients=gradients)
 
 
 FAILS = 2  # the third step has no check of the rows before it
