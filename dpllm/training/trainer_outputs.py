@@ -338,7 +338,7 @@ class TrainerOutputs(Trainer):
         return True
 
     def _refuse_private_evaluation(self, dataset: Any) -> None:
-        """Make sure that rows that were declared public are not the private rows; each is compared again if it has grown.
+        """Make sure that rows that were declared public are not the private rows; those that grew are compared again.
 
         Raises:
             DataError: they are (`dpllm.data.public_eval_check`).
