@@ -172,7 +172,8 @@ def attach(
         rates = LearningRates(optimizer, ledger)
         if lr_scheduler is not None and not isinstance(engine, DeepSpeedZero):  # which has its own scheduler
             rates.expect(lr_scheduler, (ledger.steps_planned or plan.num_steps) - ledger.num_steps)
-        watch = Watch(inside, optimizer, clipper.parameters, hands_in, processes.size > 1, rates.note)
+        enter = (lambda: None) if averaging is None else averaging.update
+        watch = Watch(inside, optimizer, clipper.parameters, hands_in, processes.size > 1, rates.note, enter)
         undo.callback(watch.remove)
         attached = Attached(
             model=inside,
@@ -191,7 +192,6 @@ def attach(
         )
         if averaging is not None:
             _attach_average(averaging, attached, model, plan, ledger, processes)
-            undo.callback(averaging.detach)
             ledger.append_fact(RELEASED_WEIGHTS, averaging.words)
         ledger.append_fact(TRAINED_MODEL, trained_words(inside))
         ledger.append_fact(METHOD, in_words(clipper))
@@ -218,7 +218,6 @@ def _attach_average(
     averaging.attach(
         attached.clipper.parameters,
         attached.model,
-        attached.optimizer,
         deepspeed=model if isinstance(attached.engine, DeepSpeedZero) else None,
         weights=attached.weights,
         ledger=ledger,

@@ -33,7 +33,6 @@ from torch import Tensor, nn
 
 from dpllm.config import ConfigError
 from dpllm.engines.checksums import Checksum, placed_sum, values
-from dpllm.engines.optimizers import innermost
 from dpllm.engines.processes import Processes
 from dpllm.mechanism.averages import Average, average_of, is_average
 from dpllm.models.run_weights import RunWeights
@@ -130,7 +129,6 @@ class Averaging:
         self._values: dict[str, Tensor] = {}
         self._shown: Checksum | None = None  # of the model while it holds the average
         self._source: _Source | None = None
-        self._handle: Any = None
 
     @property
     def words(self) -> str:
@@ -141,7 +139,6 @@ class Averaging:
         self,
         parameters: Mapping[str, nn.Parameter],
         module: nn.Module,
-        optimizer: Any,
         *,
         deepspeed: Any,
         weights: RunWeights,
@@ -150,12 +147,11 @@ class Averaging:
         processes: Processes,
         accept_restored: Callable[[], None] = lambda: None,
     ) -> None:
-        """Follow an attached model. Called by all processes together, right after its watch was made.
+        """Follow an attached model; the caller calls `update` after each update. Called by all processes together.
 
         Args:
             parameters: the clipped parameters by name.
             module: the module inside its engine's wrapper.
-            optimizer: the prepared optimizer, whose updates are followed; under DeepSpeed the caller calls `update`.
             deepspeed: DeepSpeed's engine; None: another engine.
             weights: initial and final weights of the run.
             ledger: of the run; an average that is loaded has to be of the same run.
@@ -168,7 +164,6 @@ class Averaging:
             EngineError: the engine divides the weights in a way that cannot be followed.
         """
         processes.together(lambda: self._refuse_other_run(ledger, num_steps))
-        self.detach()
         fragments = WeightFragments(parameters, module, deepspeed, processes)
         self._source = _Source(
             fragments=fragments,
@@ -178,8 +173,6 @@ class Averaging:
             accept_restored=accept_restored,
             raises_versions=deepspeed is not None,  # ZeRO-3 writes the shards of a whole parameter
         )
-        if deepspeed is None:
-            self._handle = innermost(optimizer).register_step_post_hook(self._after_update)
 
     def _refuse_other_run(self, ledger: SharedLedger, num_steps: int) -> None:
         if self.count and self._source is not None and self._source.ledger is not ledger:
@@ -193,17 +186,7 @@ class Averaging:
                 f"it with num_steps={num_steps}"
             )
 
-    def detach(self) -> None:
-        """Follow no more updates; the average stays."""
-        if self._handle is not None:
-            self._handle.remove()
-        self._handle = None
-
     # ------------------------------------------------------------------ steps
-
-    def _after_update(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
-        del optimizer, args, kwargs
-        self.update()
 
     def update(self) -> None:
         """Let the weights after the step that was charged last enter, unless they have entered or come too early."""

@@ -657,8 +657,6 @@ class PrivateRun:
             attached.clipper.remove()
             attached.engine.guard.remove()
             attached.watch.remove()
-            if attached.averaging is not None:
-                attached.averaging.detach()
         self._attached = None
 
     def finish(self, reason: str = COMPLETED, stopped_independently: bool = False) -> dict[str, Any] | None:

@@ -519,17 +519,16 @@ class DPTrainer(TrainerOutputs):
         On a signal (`dpllm.training.signals`) a checkpoint is saved first. A resumed run ends when the plan's steps are
         used up, since steps lost in a crash were charged.
         """
-        flags = {name: getattr(control, f"should_{name}") for name in _CONTROLS}
-        everywhere = self.processes.gather_numbers([self._stop_request.requested, *flags.values()])
-        odd = [name for place, name in enumerate(flags, 1) if len({one[place] for one in everywhere}) > 1]
-        if odd:
-            place = 1 + list(flags).index(odd[0])
-            shown = told_by_rank([bool(one[place]) for one in everywhere])
-            raise DisagreementError(
-                f"A callback set control.should_{odd[0]} on some processes only ({shown}), and they would wait for "
-                "each other. Decide on one process, and send the decision to the others"
-            )
-        stops = self._stops_on_signal = any(one[0] for one in everywhere)  # all after the same step, or none
+        mine = [self._stop_request.requested, *(getattr(control, f"should_{name}") for name in _CONTROLS)]
+        requests, *flags = zip(*self.processes.gather_numbers(mine), strict=True)
+        for name, by_rank in zip(_CONTROLS, flags, strict=True):
+            if len(set(by_rank)) > 1:
+                shown = told_by_rank([bool(flag) for flag in by_rank])
+                raise DisagreementError(
+                    f"A callback set control.should_{name} on some processes only ({shown}), and they would wait for "
+                    "each other. Decide on one process, and send the decision to the others"
+                )
+        stops = self._stops_on_signal = any(requests)  # all after the same step, or none
         if stops or self._run_of_now().is_complete:
             control.should_training_stop = True
             control.should_save = control.should_save or stops

@@ -44,9 +44,14 @@ NOISE_FREE: tuple[Edit, ...] = (
     ("dpllm/training/step.py", "if not self._continues:  # the clipper", "if False:  # the clipper"),
     ("dpllm/training/step.py", "class Release:", "CLEAN: dict = {}\n\n\nclass Release:"),
     (
-        "dpllm/training/averaging.py",
-        "        del optimizer, args, kwargs\n",
-        "        self._rate = optimizer.param_groups[0]['lr']\n",
+        "dpllm/training/checks/watch.py",
+        "        self._after()\n",
+        "        self._after.__self__._rate = rate\n        self._after()\n",
+    ),
+    (
+        "dpllm/training/checks/watch.py",
+        "        del optimizer, args, kwargs\n        self._accept",
+        "        rate = optimizer.param_groups[0]['lr']\n        self._accept",
     ),
     (
         "dpllm/training/averaging.py",

@@ -148,6 +148,7 @@ class Watch:
             is dropped, this process takes no update, and the error is raised in the next step or save, which all
             processes enter together. False: the error is raised at once.
         before_update: called before each update by the optimizer; its `WatchError` is treated like the watch's own.
+        after_update: called after each update by the optimizer.
 
     Raises:
         WatchError: the optimizer holds a trainable parameter that is not clipped.
@@ -161,10 +162,11 @@ class Watch:
         hands_in: Callable[[], bool] | None = None,
         several: bool = False,
         before_update: Callable[[], None] = lambda: None,
+        after_update: Callable[[], None] = lambda: None,
     ) -> None:
         """Store the state of all watched tensors, and hook the optimizer."""
         self._model, self._trainable, self._hands_in = model, dict(trainable), hands_in
-        self._several, self._before = several, before_update
+        self._several, self._before, self._after = several, before_update, after_update
         self._known = {id(parameter): name for name, parameter in self._trainable.items()}
         self._sharded = any(isinstance(p, DTensor) for p in model.parameters())
         self._deferred: WatchError | None = None
@@ -502,6 +504,7 @@ class Watch:
         self._accept_weights()
         # Only the stamps: the memory of the gradients is needed.
         self._gradients = {name: (None, stamp) for name, (_, stamp) in self._gradients.items()}
+        self._after()
 
     def _on_gradient(self, parameter: Tensor) -> None:
         if self._hands_in is not None and not self._hands_in():
