@@ -281,7 +281,6 @@ class PrivateRun:
             GhostError: a part of the model cannot be clipped exactly.
             DisagreementError: the processes train different parameters.
             WatchError: the optimizer holds a trainable parameter that is not clipped.
-            LedgerError: the run has ended.
             ConfigError: a model is attached already, and stays so; ``rows.max_tokens`` is "auto" and the processes run
                 in lockstep; a module or the collator keeps its own random generator; an adapter or weights may depend
                 on the private rows; a run that is resumed has another average; or the scheduler's ``step`` takes
@@ -301,11 +300,6 @@ class PrivateRun:
             _refuse_other_kinds(averaging, lr_scheduler)
             self.attach_with(options, model, optimizer, averaging, loss_of, lr_scheduler)
             return
-        if self.ledger.has_ended:
-            raise LedgerError(
-                f"The run in {self.ledger.path.parent} has ended: it was finished, or it failed. To take steps that "
-                "are left, call PrivateRun.resume; a run that failed before its first step can be started again"
-            )
         with self.ledger.ended_on_failure():
             _refuse_other_kinds(averaging, lr_scheduler)
             words = None if averaging is None else averaging.words

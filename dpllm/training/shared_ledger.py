@@ -282,11 +282,6 @@ class SharedLedger:
         self._handed_over = True
         return self._threshold
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the end of the run was noted: no step can be charged."""
-        return self._stated is not None
-
     def append_step(self, step_number: int, step: Event) -> None:
         """Charge a step; it is on the disk before any process continues. Called by all processes together.
 
