@@ -172,7 +172,7 @@ def attach(
         rates = LearningRates(optimizer, ledger)
         if lr_scheduler is not None and not isinstance(engine, DeepSpeedZero):  # which has its own scheduler
             rates.expect(lr_scheduler, (ledger.steps_planned or plan.num_steps) - ledger.num_steps)
-        enter = (lambda: None) if averaging is None else averaging.update
+        enter = None if averaging is None else averaging.update
         watch = Watch(inside, optimizer, clipper.parameters, hands_in, processes.size > 1, rates.note, enter)
         undo.callback(watch.remove)
         attached = Attached(

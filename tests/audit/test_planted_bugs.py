@@ -45,8 +45,8 @@ NOISE_FREE: tuple[Edit, ...] = (
     ("dpllm/training/step.py", "class Release:", "CLEAN: dict = {}\n\n\nclass Release:"),
     (
         "dpllm/training/checks/watch.py",
-        "        self._after()\n",
-        "        self._after.__self__._rate = rate\n        self._after()\n",
+        "            self._after()\n",
+        "            self._after.__self__._rate = rate\n            self._after()\n",
     ),
     (
         "dpllm/training/checks/watch.py",

@@ -148,7 +148,7 @@ class Watch:
             is dropped, this process takes no update, and the error is raised in the next step or save, which all
             processes enter together. False: the error is raised at once.
         before_update: called before each update by the optimizer; its `WatchError` is treated like the watch's own.
-        after_update: called after each update by the optimizer.
+        after_update: called after each update by the optimizer; None: nothing is.
 
     Raises:
         WatchError: the optimizer holds a trainable parameter that is not clipped.
@@ -162,7 +162,7 @@ class Watch:
         hands_in: Callable[[], bool] | None = None,
         several: bool = False,
         before_update: Callable[[], None] = lambda: None,
-        after_update: Callable[[], None] = lambda: None,
+        after_update: Callable[[], None] | None = None,
     ) -> None:
         """Store the state of all watched tensors, and hook the optimizer."""
         self._model, self._trainable, self._hands_in = model, dict(trainable), hands_in
@@ -504,7 +504,8 @@ class Watch:
         self._accept_weights()
         # Only the stamps: the memory of the gradients is needed.
         self._gradients = {name: (None, stamp) for name, (_, stamp) in self._gradients.items()}
-        self._after()
+        if self._after is not None:
+            self._after()
 
     def _on_gradient(self, parameter: Tensor) -> None:
         if self._hands_in is not None and not self._hands_in():
