@@ -7,6 +7,7 @@ follow exact losses, which ε does not cover.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -47,6 +48,21 @@ def refuse_own_rows(evaluation: Any, training: Any) -> None:
                 f"its {len(dataset)} rows are rows of train_dataset, which is private. Schedules would follow exact "
                 "losses of private rows. Evaluate on other rows, or leave eval_is_public out"
             )
+
+
+def hash_of_rows(dataset: Any) -> str:
+    """Return a hash of the inputs of rows that are stored, to tell whether they are those that were compared.
+
+    Args:
+        dataset: rows, or a dictionary of several data sets; rows that are computed as they are read do not count.
+    """
+    parts = dataset.values() if isinstance(dataset, Mapping) else getattr(dataset, "datasets", None)
+    if parts is not None:
+        return " ".join(map(hash_of_rows, parts))
+    digest = hashlib.sha256()
+    for ids in _inputs(dataset):
+        digest.update(len(ids).to_bytes(8, "little") + ids)
+    return digest.hexdigest()
 
 
 def _num_shared(dataset: Any, training: Any) -> int:

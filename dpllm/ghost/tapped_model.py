@@ -42,7 +42,7 @@ class _RootHook:
 
 
 def refuse_clipped(modules: Iterable[nn.Module], other_than: TappedModel | None = None) -> None:
-    """Make sure that no clipper is attached to these modules, or none than one's own.
+    """Make sure that no clipper is attached to these modules, except one.
 
     Raises:
         GhostError: one is: it would get the gradients of another one's losses.

@@ -191,7 +191,7 @@ def runs_that_trained(model: nn.Module, own: RunName | None) -> list[Path]:
 
 
 def runs_below(model: nn.Module, own: RunName | None) -> list[Path]:
-    """Return the folders of other runs of this process whose frozen modules a model has with other weights now.
+    """Return the folders of other runs of this process that trained on top of modules whose weights changed since.
 
     Args:
         model: with its adapters.
@@ -205,7 +205,7 @@ def runs_below(model: nn.Module, own: RunName | None) -> list[Path]:
 
 
 def earlier_run(model: Any, own: RunName | None) -> Path | None:
-    """Return the folder of an earlier run of this process of whose trained weights a model holds a copy; None: of none.
+    """Return the folder of an earlier run of this process whose trained weights a model holds, or None.
 
     Args:
         model: with its adapters; sharded parameters are skipped.

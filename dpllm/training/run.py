@@ -370,8 +370,8 @@ class PrivateRun:
         if self._attached is not None and model_inside(model) is not self._attached.model:
             raise WatchError(
                 "The model to be saved is not the one that the run trains: it was replaced during the training, and "
-                "what would be written beside it is of the other one's weights. Put the trained model back before it "
-                "is saved. Merge an adapter after train(), or by merge_adapter=True; evaluate other weights in a copy"
+                "the report would describe weights that are not in the folder. Put the trained model back before you "
+                "save. Merge an adapter after train(), or by merge_adapter=True; evaluate other weights in a copy"
             )
 
     def freeze_unused(self, model: Any, loss_of: LossOf) -> list[str]:

@@ -149,7 +149,7 @@ class LogicalBatches:
     """
 
     def __init__(self, run: PrivateRun, dataset: Any, attach: Callable[[], None]) -> None:
-        """Load the draws of this run, which ``attach`` attaches to its model before the first one."""
+        """Draw from this run; ``attach`` hooks its model before the first draw."""
         self.dataset, self._run, self._attach = dataset, run, attach
 
     def __len__(self) -> int:

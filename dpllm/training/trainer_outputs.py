@@ -33,7 +33,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
 from dpllm.config import TASKS, ConfigError, PrivacyConfig
-from dpllm.data.public_eval_check import refuse_own_rows
+from dpllm.data.public_eval_check import hash_of_rows, refuse_own_rows
 from dpllm.data.units import UnitIndex
 from dpllm.engines import whole_state
 from dpllm.engines.finite import require_finite
@@ -171,7 +171,7 @@ class TrainerOutputs(Trainer):
     _evaluating: Evaluating | None = None
     _predictions: int = 0  # calls of `predict` that run
     _log_disclosed = False
-    _compared_rows: tuple[tuple[Any, int | None], ...] = ()  # evaluation rows that are not the private ones, and sizes
+    _compared_rows: Sequence[tuple[Any, str]] = ()  # evaluation rows that are not the private ones, and their hashes
     _is_staging = False  # whether a checkpoint is being written into the staging folder
 
     # ------------------------------------------------------- parts of the run, to read
@@ -338,17 +338,18 @@ class TrainerOutputs(Trainer):
         return True
 
     def _refuse_private_evaluation(self, dataset: Any) -> None:
-        """Make sure that rows that were declared public are not the private rows; those that grew are compared again.
+        """Make sure that rows that were declared public are not the private rows; a data set with the same rows once.
 
         Raises:
             DataError: they are (`dpllm.data.public_eval_check`).
         """
-        if not self.eval_is_public or any(dataset is one and _size(one) == size for one, size in self._compared_rows):
+        if not self.eval_is_public or dataset is None:
+            return
+        rows = hash_of_rows(dataset)
+        if any(dataset is one and rows == then for one, then in self._compared_rows):
             return
         self.processes.together(lambda: refuse_own_rows(dataset, self._prepared.dataset))
-        several = dataset.values() if isinstance(dataset, Mapping) else ()
-        known = [pair for pair in self._compared_rows if pair[0] is not dataset]
-        self._compared_rows = (*known, *((one, _size(one)) for one in (dataset, *several)))
+        self._compared_rows = [(dataset, rows), *(pair for pair in self._compared_rows if pair[0] is not dataset)]
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Return the norm of the noisy gradient, measured without writing to it: the watch refuses any write."""
@@ -414,7 +415,8 @@ class TrainerOutputs(Trainer):
     def last_weights(self) -> AbstractContextManager[None]:
         """Have the weights after the last step in the model, while a block runs; on all processes together.
 
-        `save_model` within the block saves those that the report names, the average: ``average.keep_last`` saves these.
+        Within the block, `save_model` still saves the average, which the report names; ``average.keep_last`` saves the
+        last weights as well.
         """
         return contextlib.nullcontext() if self.averaging is None else self.averaging.hidden()
 
@@ -826,11 +828,6 @@ class TrainerOutputs(Trainer):
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Upload nothing during training: the report is not complete, and checkpoints hold more than ε covers."""
         del checkpoint_folder
-
-
-def _size(dataset: Any) -> int | None:
-    """Return the number of rows; None for a stream."""
-    return len(dataset) if hasattr(dataset, "__len__") else None
 
 
 def _count_from(logs: dict[str, float], seconds: float) -> None:

@@ -1,6 +1,5 @@
 """All outputs of a run through the Trainer: logged figures, the card, uploads; with a replacement for the Hub."""
 
-import dataclasses
 import json
 import re
 import shutil
@@ -140,7 +139,7 @@ def test_rows_that_take_the_place_of_public_ones_are_compared_as_those(tmp_path)
         run.evaluate()
     run.predict(other)
     assert EVALUATION_OUTSIDE not in read_ledger(run.ledger.path).disclosures
-    other.extend(run.train_dataset)
+    other[:] = list(run.train_dataset)[:1]  # in place, and no more rows than before
     for held_out in (other, run.train_dataset, {"a": run.train_dataset, "b": public}):
         run.eval_dataset = held_out
         with pytest.raises(DataError, match="rows of train_dataset, which is private"):
@@ -227,10 +226,9 @@ def test_merged_weights_that_are_saved_again_are_those_of_the_ledger(tmp_path):
 
 def test_figures_go_to_the_folder_of_their_run(tmp_path):
     """It may be another one than the constructor was given, and than that of an earlier run."""
-    run = trainer(tmp_path / "unused")
+    run = trainer(tmp_path / "unused", start_is_independent=True)
     for name in ("a", "b"):
         run.args.output_dir = str(tmp_path / name)
-        run._options = dataclasses.replace(run._options, start_is_independent=True)
         run.train()
         ledger = read_ledger(run.ledger.path)
         assert any(LOG_FILE in what for what in ledger.disclosures) and (tmp_path / name / LOG_FILE).is_file()
