@@ -75,7 +75,7 @@ def tell(error: BaseException, write: Callable[[str], None] | None = None) -> in
     words = words_of(error)
     if words is not None:
         write(f"error: {words}")
-        return MISTAKE
+        return int(getattr(error, "exit_code", MISTAKE))  # of another process, which ended this one
     write(
         f"error: this is a fault of dpllm or of a library under it, not a mistake of yours ({type(error).__name__}: "
         f"{_one_line(error)[:200]}). Please report it on the issue tracker of dpllm with the lines below"

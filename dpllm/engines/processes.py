@@ -9,6 +9,7 @@ import contextlib
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -16,17 +17,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from dpllm.engines.board import Failure, FailureBoard, OtherProcessError, open_board, told
+
 _Value = TypeVar("_Value")
-_LONGEST = 400  # characters of another process's error
-_PATIENCE = timedelta(hours=1)  # the longest wait for other processes: rank 0 may be sealing a large checkpoint
+_SHOWN = 8  # facts in which processes differ
+_PATIENCE = timedelta(days=7)  # of the collectives: the board ends a process that waits in vain
+_WITHOUT_A_BOARD = timedelta(hours=1)  # rank 0 may be sealing a large checkpoint
 
 
 class DisagreementError(ValueError):
     """The processes of one run differ in a fact that the guarantee depends on."""
-
-
-class OtherProcessError(RuntimeError):
-    """Another process of the run failed or has ended, so this one cannot go on."""
 
 
 class Processes:
@@ -125,17 +125,21 @@ class Processes:
         """Run a function on every process; if one fails, all of them raise.
 
         Raises:
-            Exception: the error of this process or, if only others failed, that of the first of them.
+            Exception: the error of this process.
+            OtherProcessError: only others failed; it names the first of them and its error.
         """
         if self.size == 1:
             return function()
-        result, failure = _tried(function)
-        first = next((f for f in self.gather(None if failure is None else _sendable(failure)) if f is not None), None)
-        if failure is not None:
-            raise failure
-        if first is not None:
-            raise first
-        return result  # type: ignore[return-value]
+        failure: Exception | None = None
+        try:
+            with self.during("work of all processes"):  # in which they may communicate, too
+                result = function()
+        except OtherProcessError:
+            raise
+        except Exception as error:
+            failure = error
+        self._raise_first(failure)
+        return result
 
     @contextlib.contextmanager
     def all_or_none(self, what: str) -> Iterator[None]:
@@ -159,31 +163,40 @@ class Processes:
                 raise
             failure = error
         failed = [flag > 0 for (flag,) in self.gather_numbers([float(failure is not None)])]
-        if not any(failed):
-            return
-        errors = self.gather("" if failure is None else _in_one_line(failure))
-        if failure is not None:
-            raise failure
-        rank = failed.index(True)
-        raise OtherProcessError(
-            f"Rank {rank} failed during {what} ({errors[rank]}), so no process goes on with it, and nothing of it is "
-            "released. Mend the cause on that rank, and resume from a checkpoint"
-        )
+        if any(failed):
+            self._raise_first(failure, what)
 
-    def raise_found(self, error: Exception | None, flags: Sequence[float]) -> None:
+    def _raise_first(self, own: Exception | None, what: str = "") -> None:
+        """Raise this process's error, or the one that names the first process with an error; nothing without any."""
+        try:
+            told_by = self.gather(None if own is None else told(own))
+        except OtherProcessError:
+            if own is None:
+                raise
+            told_by = []
+        if own is not None:
+            raise own
+        where = what or ("the program" if self._board is None else self._board.where())
+        for rank, one in enumerate(told_by):
+            if one is not None:
+                raise Failure(rank, where, where, *one).to_error()
+
+    def raise_found(self, error: Exception | None, flags: Sequence[float], what: str = "a check") -> None:
         """Raise an error that some processes found, after another collective has exchanged flags for it.
 
         Args:
             error: the error of this process; None: it found none.
             flags: the flags of all processes, the same list on each: not 0 for a process with an error.
+            what: the work in which it was found.
 
         Raises:
-            Exception: the error of the first process that has one; raised on every process.
+            Exception: the ``error``.
+            OtherProcessError: only others have one; it names the first of them and its error.
         """
-        if not any(flags):
-            return
-        errors = [error] if self.size == 1 else self.gather(None if error is None else _sendable(error))
-        raise next(one for one in errors if one is not None)
+        if error is not None and self.size == 1:
+            raise error
+        if any(flags):
+            self._raise_first(error, what)
 
     def agree(self, facts: Mapping[str, Any]) -> None:
         """Make sure that every process holds the same facts.
@@ -192,19 +205,61 @@ class Processes:
             DisagreementError: they differ; the message names the fact, the ranks and their values, on every rank.
         """
         everywhere = self.gather(dict(facts))
-        for name in dict.fromkeys(name for facts in everywhere for name in facts):
-            values = [other.get(name) for other in everywhere]
-            if any(value != values[0] for value in values):
-                shown = told_by_rank(values)
-                raise DisagreementError(
-                    f"The processes differ in {name} ({shown}), so their sums and noise would not be those of one "
-                    "private run. Start all of them with the same recipe, data and package versions"
-                )
+        names = dict.fromkeys(name for facts in everywhere for name in facts)
+        values = {name: [other.get(name) for other in everywhere] for name in names}
+        differing = {name: one for name, one in values.items() if any(value != one[0] for value in one)}
+        if differing:
+            shown = "; ".join(f"{name} ({told_by_rank(one)})" for name, one in list(differing.items())[:_SHOWN])
+            shown += f" and {len(differing) - _SHOWN} other facts" if len(differing) > _SHOWN else ""
+            raise DisagreementError(
+                f"The processes differ in {shown}, so their sums and noise would not be those of one private run. "
+                "Start all of them with the same recipe, data and package versions"
+            )
 
     def wait(self) -> None:
         """Wait until every process has reached this call."""
         if self.size > 1:
-            dist.barrier(group=_host_group())
+            with connected():
+                dist.barrier(group=_host_group())
+
+    def during(self, what: str, patient: bool = True) -> contextlib.AbstractContextManager[None]:
+        """Do work that all processes do together: an error of one ends it on all (`FailureBoard.during`).
+
+        Args:
+            what: the work in words, such as "step 5".
+            patient: whether it may take any time; if not, it has to come further (`mark`) within the time limit.
+        """
+        board = self._board
+        return contextlib.nullcontext() if board is None else board.during(what, patient)
+
+    @staticmethod
+    def mark(place: str | None = None) -> None:
+        """Note that this process came further, and where it is (`FailureBoard.mark`); nothing without a board."""
+        if _hosts.board is not None:
+            _hosts.board.mark(place)
+
+    @staticmethod
+    def leave() -> None:
+        """Tell the others that this process ends, if it ends without the interpreter's normal shutdown."""
+        if _hosts.board is not None:
+            _hosts.board.close()
+
+    def set_time_limit(self, seconds: float, before_end: Callable[[], None]) -> None:
+        """Set after how many seconds a process that is waited for ends the run; called by all processes together.
+
+        Args:
+            seconds: the limit (``train.ddp_timeout``).
+            before_end: called before the board ends this process (`FailureBoard`).
+        """
+        if self._board is not None:
+            self._board.limit, self._board.before_end = float(seconds), before_end
+
+    @property
+    def _board(self) -> FailureBoard | None:
+        if self.size == 1:
+            return None
+        _host_group()
+        return _hosts.board
 
 
 def told_by_rank(values: Sequence[Any], most: int = 8) -> str:
@@ -220,26 +275,55 @@ def told_by_rank(values: Sequence[Any], most: int = 8) -> str:
     return ", ".join(f"rank {rank}: {values[rank]}" for rank in shown)
 
 
-_hosts: tuple[Any, Any] = (None, None)  # the default group, and the gloo group over the same processes
+@dataclass
+class _Hosts:
+    """The gloo group over the processes of the default group, and their board."""
+
+    world: Any = None
+    group: Any = None
+    board: FailureBoard | None = None
+
+
+_hosts = _Hosts()
 
 
 def _host_group() -> Any:
     """Return the gloo group of all processes; created at the first collective, which all of them call together."""
     global _hosts
     world = dist.group.WORLD
-    if _hosts[0] is not world:
-        _hosts = world, dist.new_group(backend="gloo", timeout=_PATIENCE)
-    return _hosts[1]
+    if _hosts.world is not world:
+        if _hosts.board is not None:
+            _hosts.board.close()
+        group, size = dist.new_group(backend="gloo", timeout=_PATIENCE), dist.get_world_size()
+
+        def share(value: Any) -> list[Any]:
+            values: list[Any] = [None] * size
+            dist.all_gather_object(values, value, group=group)
+            return values
+
+        board = open_board(dist.get_rank(), size, share)
+        if board is None:
+            group = dist.new_group(backend="gloo", timeout=_WITHOUT_A_BOARD)
+        _hosts = _Hosts(world, group, board)
+    return _hosts.group
 
 
 @contextlib.contextmanager
 def connected() -> Iterator[None]:
-    """Say in one line that another process cannot be reached; a connection's own error has an address, and no cause."""
+    """Wait for other processes within the block, and say in one line that, and why, one of them cannot be reached.
+
+    Raises:
+        OtherProcessError: in place of a connection's own error, which has an address and no cause.
+    """
+    board = _hosts.board
     try:
-        yield
+        with contextlib.nullcontext() if board is None else board.waiting():
+            yield
     except RuntimeError as error:  # gloo raises no class of its own
         if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
             raise
+        if board is not None and (cause := board.cause(error)) is not None:
+            raise cause from error
         words = " ".join(str(error).split())[:200]
         raise OtherProcessError(
             f"Another process of the run has ended, waits elsewhere or cannot be reached ({words}). Nothing of a step "
@@ -250,24 +334,11 @@ def connected() -> Iterator[None]:
 
 def found_by(check: Callable[[], None]) -> Exception | None:
     """Run a check and return its error, for `Processes.raise_found`."""
-    return _tried(check)[1]
-
-
-def _tried(function: Callable[[], _Value]) -> tuple[_Value | None, Exception | None]:
-    """Return a function's result, or its error, which all processes have to learn of."""
     try:
-        return function(), None
+        check()
     except Exception as error:
-        return None, error
-
-
-def _in_one_line(error: Exception) -> str:
-    """Return type and message of an error of the user's own code, whose ``__str__`` may fail, too."""
-    try:
-        words = " ".join(str(error).split())
-    except Exception:
-        words = "its message cannot be read"
-    return f"{type(error).__name__}: {words if len(words) <= _LONGEST else words[:_LONGEST] + '…'}"
+        return error
+    return None
 
 
 def _sendable(error: Exception) -> Exception:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from dpllm.engines.processes import DisagreementError, Processes, told_by_rank
+from dpllm.engines.processes import DisagreementError, OtherProcessError, Processes, told_by_rank
 from dpllm.mechanism.events import Event
 from dpllm.mechanism.order import UnitsApart
 from dpllm.privacy.plan import PrivacyPlan
@@ -254,11 +254,12 @@ class Draws:
         """Return the numbers of all processes, after checking that all are at the same point."""
         try:
             everywhere = self._processes.gather_numbers([kind, float(step), *(rest + [0.0] * 6)[:6]])
-        except RuntimeError as error:  # of the connection: a process ended, and the system closed its end
-            words = " ".join(str(error.__cause__ or error).split())[:200]
+        except OtherProcessError as error:
+            if error.is_told:
+                raise
             raise DisagreementError(
                 f"This process {_NAMES[kind].format(step + 1)}, and another one has ended or cannot be reached "
-                f"({words}). No further step is charged. Call next() on "
+                f"({error}). No further step is charged. Call next() on "
                 "PrivateRun.draws, PrivateRun.step and PrivateRun.finish on every process, not only on the main one"
             ) from error
         if any(one[:2] != everywhere[0][:2] for one in everywhere):

@@ -53,6 +53,7 @@ from dpllm.data.shared_records import (
     refuse_shared_records,
     shared_records_point,
 )
+from dpllm.engines.board import OtherProcessError, is_first_to_say
 from dpllm.engines.processes import Processes
 from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
 from dpllm.models.model_argument import name_classes
@@ -129,7 +130,7 @@ def carry_out(recipe: str | Path, overrides: Sequence[str]) -> None:
         code, together = 0, True
     except Exception as error:  # any: the program ends here, and `tell` prints the traceback of a fault
         get_error_handler().record_exception(error)  # `record` sees only the exit code
-        code = tell(error, (lambda text: None) if console.quiet and words_of(error) else None)
+        code = tell(error, None if _has_to_say(error) else (lambda text: None))
         note_exit_code(code)
     except KeyboardInterrupt:
         if not console.quiet:
@@ -146,6 +147,11 @@ def program() -> None:
     record(main)()
 
 
+def _has_to_say(error: Exception) -> bool:
+    """Whether this process prints an error: one of each machine prints what all of them found."""
+    return isinstance(error, OtherProcessError) or is_first_to_say(f"{type(error).__name__}: {words_of(error)}")
+
+
 def leave(code: int, together: bool) -> None:
     """End one process of several.
 
@@ -154,6 +160,7 @@ def leave(code: int, together: bool) -> None:
     """
     if together:
         torch.distributed.barrier()
+    Processes.leave()
     torch.distributed.destroy_process_group()
     remove_private_folder()
     sys.stdout.flush()
@@ -173,6 +180,21 @@ def run(recipe: Recipe) -> int:
         )
     check_recipe(recipe)  # before anything is read
     args = training_arguments(_section(recipe))
+    processes = Processes()
+    processes.set_time_limit(args.ddp_timeout, remove_private_folder)
+    with processes.during("the run"):
+        return run_in(recipe, args, phases, began)
+
+
+def run_in(recipe: Recipe, args: TrainingArguments, phases: Phases, began: float) -> int:
+    """Run the recipe on processes that are connected; return the exit code.
+
+    Args:
+        recipe: the recipe.
+        args: its section `train`.
+        phases: of the run.
+        began: when it began (`time.monotonic`).
+    """
     output = Path(str(args.output_dir))
     restart = begin_in(output, args.resume_from_checkpoint, Processes())
     resume = restart.checkpoint

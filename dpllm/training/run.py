@@ -167,7 +167,8 @@ class PrivateRun:
             )
         self.processes = Processes()
         if self.processes.size > 1:  # one process has nobody to agree with
-            self.processes.agree({"the plan": plan.hash[:12], **agreement.software(), **rows.facts()})
+            constants = {f"the plan's {name}": repr(value) for name, value in plan.to_dict().items()}
+            self.processes.agree({**constants, **agreement.software(), **rows.facts()})
         rows.check_plan(plan)  # now, so that an error is raised by all processes
         self._plan, self.rows, self.ledger = plan, rows, ledger
         # Only the run's steps move it; the stand-in of an audit, whose clipping does not adapt, has none.
@@ -486,10 +487,11 @@ class PrivateRun:
         number = charged.num_steps - self._entropy.first
         if self._threshold is not None:
             self._threshold.give_to(attached.clipper, self.plan)
-        if isinstance(self.max_tokens, str):
-            self.max_tokens = self._find_max_tokens(attached, loss_of)
-        self._check_rows(attached, loss_of, self.max_tokens)
-        self._compile_blocks(attached)
+        with self.processes.during(f"step {charged.num_steps + 1}: its checks"):
+            if isinstance(self.max_tokens, str):
+                self.max_tokens = self._find_max_tokens(attached, loss_of)
+            self._check_rows(attached, loss_of, self.max_tokens)
+            self._compile_blocks(attached)
         self._note_trained(attached)
         progress(0.0)
         self._entropy.streams.separate()

@@ -20,6 +20,7 @@ from rich.console import Console
 from tqdm import auto, tqdm
 from transformers import ProgressCallback, TrainerControl, TrainerState, TrainingArguments
 
+from dpllm.engines.processes import Processes
 from dpllm.privacy.rounding import epsilon_to_log, format_epsilon
 from dpllm.training.step import Progress, unseen
 
@@ -46,6 +47,7 @@ class Phases:
             words: what follows the name.
         """
         self.end()
+        Processes.mark(name)
         self._name, self._since = name, time.monotonic()
         self.console.print(f"\n{name}", style="bold", end="" if words else "\n")
         if words:

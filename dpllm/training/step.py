@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dpllm.data.transfer import send_array
 from dpllm.engines.base import Engine
-from dpllm.engines.processes import OtherProcessError, Processes, found_by
+from dpllm.engines.processes import found_by
 from dpllm.engines.replicas import Replicas
 from dpllm.ghost import UnitClipper
 from dpllm.ghost.sums import Finish, Sum
@@ -213,8 +213,8 @@ def private_step(
             up; or a step on this engine failed half-way, so its sums would be released under this step's noise.
         UpdateError: in the first step, if the optimizer receives something other than the private sum.
         DisagreementError: the trainable weights of two replicas differ; no part of the step reaches the optimizer.
-        OtherProcessError: model, loss or collator failed on another process, in lockstep see `WAITED_FOR`; or another
-            process failed while the sums were added up over the processes, or cannot be reached.
+        OtherProcessError: model, loss or collator failed on another process, or it has ended. Where this process waits
+            for it in a library's collective, it is ended (`dpllm.engines.board`).
         MicrobatchTooLargeError: memory ran out on a microbatch that cannot be divided.
     """
     _check(clipper, plan, ledger, engine)
@@ -229,8 +229,11 @@ def private_step(
     ahead = ahead and not plan.seeded
     portions = Portions(batch, device_of(clipper), divisible=not engine.lockstep, ahead=ahead)
 
-    with _waited_for(processes) if engine.lockstep else processes.all_or_none(f"step {number + 1}"), portions:
+    what = f"step {number + 1}"
+    told = contextlib.nullcontext() if engine.lockstep else processes.all_or_none(what)  # by a collective at its end
+    with processes.during(what, patient=False), told, portions:
         for microbatch, last in portions:
+            processes.mark()
             check_rows = _has_to_check_rows(clipper, microbatch, engine)
             if ahead and not check_rows:
                 portions.fetch_ahead()
@@ -246,7 +249,7 @@ def private_step(
             release.collect(microbatch, last=False)
         else:
             raise AssertionError("every step has a microbatch")
-    with _waited_for(processes):
+    with processes.during(f"the sum of {what}", patient=False):
         release.collect(microbatch, last=True)
 
     def ready() -> None:
@@ -257,7 +260,7 @@ def private_step(
     done, checksums, failed = tally.over(engine, portions, replicas, error)
     try:
         Replicas.check(checksums, number + 1)
-        processes.raise_found(error, failed)
+        processes.raise_found(error, failed, what)
         statistic.finish(processes)
     except Exception:
         for parameter in clipper.parameters.values():
@@ -265,26 +268,6 @@ def private_step(
         raise
     release.finish(done.num_units)
     return done
-
-
-WAITED_FOR = (
-    "Processes without an error wait for this one in the middle of the step, until the time limit of their process "
-    "group. Nothing of the step is released. End this process, and resume from a checkpoint."
-)
-"""The note on an error in a part of the step in which the processes communicate."""
-
-
-@contextlib.contextmanager
-def _waited_for(processes: Processes) -> Iterator[None]:
-    """Add a note to an error that the other processes cannot be told, since they wait in another collective."""
-    try:
-        yield
-    except OtherProcessError:
-        raise
-    except Exception as error:
-        if processes.size > 1:
-            error.add_note(WAITED_FOR)
-        raise
 
 
 def refuse_unfinished(engine: Engine) -> None:

@@ -33,6 +33,7 @@ from dpllm.config.output_folder import REPORTS, check_output_folder
 from dpllm.config.values import choice
 from dpllm.data.chat import ChatTemplate
 from dpllm.data.lengths import input_of, refuse_other_classes
+from dpllm.data.private_tempdir import remove_private_folder
 from dpllm.data.raw_rows import LONGEST, RowMaker, is_raw, is_stored, read_keys
 from dpllm.data.records import chats_in
 from dpllm.engines.deepspeed_checkpoint import complete_load, prepare_to_load
@@ -415,6 +416,7 @@ class DPTrainer(TrainerOutputs):
             )
         refuse_steering(self.args, self.callback_handler.callbacks, self.lr_scheduler, self.eval_is_public)
         folder = Path(str(self.args.output_dir))
+        self.processes.set_time_limit(self.args.ddp_timeout, remove_private_folder)
         restart = begin_in(folder, resume_from_checkpoint, self.processes)
         self._log_advice()
         require_finite(self._module, self.processes, "The model to train has")
@@ -432,7 +434,7 @@ class DPTrainer(TrainerOutputs):
         end_with_the_launcher()
         with self._stop_request.listening():
             try:
-                with self._losses.attention(self._module):
+                with self.processes.during("training"), self._losses.attention(self._module):
                     start = str(checkpoint) if checkpoint else None
                     result = super().train(start, ignore_keys_for_eval=ignore_keys_for_eval)
                 require_finite(self._module, self.processes, "Training ended with")

@@ -146,7 +146,7 @@ def prepare(
         {
             "the number of units": units.num_units,
             "the number of rows": len(dataset),
-            "the privacy section": repr(privacy),
+            **{f"privacy.{name}": repr(value) for name, value in vars(privacy).items()},
             "train.max_steps, train.num_train_epochs": (args.max_steps, args.num_train_epochs),
         }
     )

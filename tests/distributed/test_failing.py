@@ -30,7 +30,7 @@ def test_an_error_on_one_process_ends_the_step_on_all(ranks, case, rank, error):
     failed, other = ranks[rank][case], ranks[1 - rank][case]
     kind, message = other["error"]
     assert kind == "OtherProcessError" and "\n" not in message
-    assert message.startswith(f"Rank {rank} failed during step 3 (Broken: {error}), so no process goes on with it")
+    assert message.startswith(f"rank {rank}: Broken: {error} (in step 3). No process goes on with it")
     own, notes = failed["own"]
     assert " ".join(own.split()) == error and notes == []
     if case == "loss, caught":  # by a loop that goes on
@@ -46,9 +46,11 @@ def test_an_error_on_all_processes_stays_what_it_is_on_each(ranks):
 
 
 def test_an_error_in_a_check_of_the_rows_is_raised_on_all(ranks):
-    """The checks before steps 1, 2, 4 and so on run the loss too."""
-    for found in (one["loss in a check"] for one in ranks):
-        assert found["error"] == ("Broken", "of the loss of rank 1") and found["taken"] == 1 and found["unmoved"]
+    """The checks before steps 1, 2, 4 and so on run the loss too; the rank is named."""
+    other, failed = (one["loss in a check"] for one in ranks)
+    assert failed["error"] == ("Broken", "of the loss of rank 1")
+    assert other["error"][0] == "OtherProcessError" and other["error"][1].startswith("rank 1: Broken: of the loss")
+    assert all(found["taken"] == 1 and found["unmoved"] for found in (failed, other))
 
 
 @pytest.mark.parametrize("case", ["loss", "loss, caught", "backward", "collator", "both"])
@@ -59,13 +61,15 @@ def test_nothing_of_a_step_that_failed_is_released(ranks, case):
         assert found["end"] == "failed" and found["seconds"] < 60
 
 
-def test_processes_that_shard_the_model_wait_until_their_limit(ranks):
-    """Their passes communicate, so nobody can tell them; the error says so, and the process takes no further draw."""
+def test_processes_that_shard_the_model_learn_the_error_from_the_board(ranks):
+    """Their passes communicate, so a broken collective ends their wait; the failed process takes no further draw."""
     waiting, failed = (one["sharded"] for one in ranks)
     own, notes = failed["own"]
-    assert own == "of the loss of rank 1" and any("wait for this one in the middle of the step" in one for one in notes)
+    assert own == "of the loss of rank 1" and notes == []
     assert failed["error"][0] == "ValueError" and "failed half-way" in failed["error"][1]
-    assert waiting["error"][0] == "RuntimeError" and waiting["seconds"] > PATIENCE and waiting["own"] is None
+    kind, words = waiting["error"]
+    assert kind == "OtherProcessError" and words.startswith("rank 1: Broken: of the loss of rank 1 (in step 3)")
+    assert waiting["seconds"] > PATIENCE and waiting["own"] is None
     for found in (waiting, failed):
         assert found["taken"] == 2 and found["charged"] == 3 and found["unmoved"]
 
@@ -88,12 +92,12 @@ def test_a_process_that_ends_in_mid_step_is_one_line_on_the_others(tmp_path):
 
 
 def test_a_process_that_fails_while_the_sums_are_added_up_is_one_line_on_the_others(tmp_path):
-    """They wait for it there: its error says so, and theirs was a bare *RuntimeError* of gloo."""
+    """They wait for it there, and theirs was a bare *RuntimeError* of gloo; the board has the cause."""
     waiting, failed = world.run(tmp_path / "world", "tests.distributed.failing:ended_in_the_sum", size=2, root=tmp_path)
     (kind, words, notes, first), _ = waiting
-    assert kind == "OtherProcessError" and "cannot be reached" in words and "\n" not in words and not notes
+    assert kind == "OtherProcessError" and words.startswith("rank 1: ") and "none left" in words and "\n" not in words
     (kind, words, notes, second), _ = failed
-    assert (kind, words) == ("OutOfMemoryError", "none left") and any("wait for this one" in one for one in notes)
+    assert (kind, words) == ("OutOfMemoryError", "none left") and not notes
     assert torch.equal(first, second)  # after the first step, of which both had the update
 
 

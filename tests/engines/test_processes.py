@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from dpllm.engines.processes import OtherProcessError, Processes, _in_one_line
+from dpllm.engines.board import told
+from dpllm.engines.processes import OtherProcessError, Processes
 
 
 def test_collectives_of_one_process_return_what_they_are_given():
@@ -46,14 +47,16 @@ def test_the_words_of_another_processs_error_are_one_line():
             return [list(values), [1.0 if self._other else 0.0]]
 
         def gather(self, value):
-            return [value, self._other]
+            return [value, (self._other, 1) if self._other else None]
 
     with Two("").all_or_none("step 3"):
         pass
-    with pytest.raises(OtherProcessError, match="Broken"), Two("Broken: x").all_or_none("step 3"):
+    with pytest.raises(OtherProcessError, match="rank 1: Broken") as caught, Two("Broken: x").all_or_none("step 3"):
         pass
+    assert (caught.value.rank, caught.value.exit_code) == (1, 1)
     for error in (Silent(), KeyError("own")):
         with pytest.raises(type(error)), Two("").all_or_none("step 3"):
             raise error
-    assert _in_one_line(Silent()) == "Silent: its message cannot be read"
-    assert _in_one_line(ValueError("a\nb")) == "ValueError: a b" and len(_in_one_line(ValueError("a" * 5000))) < 450
+    assert told(Silent()) == ("Silent: its message cannot be read", 1) and told(ValueError("a\nb")) == ("a b", 2)
+    words, code = told(KeyError("a" * 5000 + "cause"))
+    assert len(words) < 2100 and words.endswith("cause'") and code == 1

@@ -1,0 +1,90 @@
+"""A process that fails, stops or ends is told by the others, who end with its code; nobody waits in silence."""
+
+import pytest
+
+from tests.distributed import faults
+from tests.tiers import deep_case
+
+LIMIT = ("train.ddp_timeout=15",)
+SHOWN = {"key_error": "KeyError", "os_error": "/data/notes.jsonl", "out_of_memory": "memory is used up", "exits": "3"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "fault", "rank", "step"),
+    [
+        ("ddp", "os_error", 1, 3),
+        ("fsdp2", "key_error", 0, 3),
+        *(deep_case("ddp", "key_error", 1, step) for step in (3, 4)),  # the fourth step checks rows
+        *(deep_case("fsdp2", fault, 1, 3) for fault in ("key_error", "os_error", "out_of_memory", "exits")),
+        *(deep_case(engine, "key_error", 1, 3) for engine in ("zero1", "zero2")),
+    ],
+)
+def test_every_process_names_the_rank_that_failed_and_ends_with_its_code(engine, fault, rank, step, tmp_path):
+    """The failed rank prints its error, the others the rank and its error; the step is charged."""
+    ended = faults.run(tmp_path, engine, fault, rank, step)
+    assert None not in ended.codes and len(set(ended.codes)) == 1 and ended.codes[0] != 0
+    for number in range(2):
+        (line,) = ended.errors(number)
+        assert SHOWN[fault] in line
+        assert line.startswith(f"error: rank {rank}: ") == (number != rank)
+    assert ended.charged == step
+
+
+@pytest.mark.parametrize(
+    ("engine", "rank"),
+    [("fsdp2", 1), *(deep_case(engine, 1) for engine in ("ddp", "zero2")), deep_case("fsdp2", 0)],
+)
+def test_a_process_that_was_killed_is_named(engine, rank, tmp_path):
+    """It could say nothing; and it is no fault of this library."""
+    ended = faults.run(tmp_path, engine, "kill", rank)
+    assert ended.codes[rank] == -9 and ended.codes[1 - rank] == 2 and ended.charged == 3
+    (line,) = ended.errors(1 - rank)
+    assert line.startswith(f"error: rank {rank} has ended")
+
+
+@pytest.mark.parametrize(
+    ("engine", "fault", "rank"),
+    [
+        ("ddp", "spin", 1),
+        deep_case("ddp", "stop", 1),
+        deep_case("fsdp2", "stop", 1),
+        deep_case("fsdp2", "stop", 0),
+        deep_case("fsdp2", "spin", 1),
+    ],
+)
+def test_a_process_that_does_not_go_on_ends_the_run_at_the_time_limit(engine, fault, rank, tmp_path):
+    """Whether it is stopped or busy without end; the time limit is the user's."""
+    ended = faults.run(tmp_path, engine, fault, rank, overrides=LIMIT)
+    assert ended.codes[1 - rank] == 2 and ended.charged == 3
+    assert any(f"rank {rank}" in line or "ranks 0, 1" in line for line in ended.errors(1 - rank))
+
+
+def scenario(folder, name, rank, size=3):
+    return faults.until_all_end(folder, faults.scenario, [[name, rank]] * size, 60.0, {})
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_failure_reaches_processes_that_wait_in_a_barrier_of_another_library(rank, tmp_path):
+    """As while one process reads the records: nothing else would tell them."""
+    ended = scenario(tmp_path, "barrier", rank)
+    others = [number for number in range(3) if number != rank]
+    assert ended.codes == [2, 2, 2]
+    for number in others:
+        assert f"rank {rank}: /data/notes.jsonl: No such file or directory (in the reading)" in ended.logs[number]
+
+
+@pytest.mark.parametrize("name", ["stop", "deadlock"])
+def test_processes_that_wait_in_vain_end_at_the_limit(name, tmp_path):
+    """A stopped process says nothing; one that is busy without end is told where it is."""
+    ended = scenario(tmp_path, name, 1)
+    assert ended.codes[0] == ended.codes[2] == 2
+    assert any("rank 1" in line or "ranks 0, 1, 2" in line for line in ended.errors(0))
+    if name == "deadlock":
+        assert ended.codes[1] == 2 and "time.sleep(0.1)" in ended.logs[1]  # where it was
+
+
+def test_a_process_that_is_slow_is_named_and_waited_for(tmp_path):
+    """Work that may take any time is ended by no limit."""
+    ended = scenario(tmp_path, "slow", 1)
+    assert ended.codes == [0, 0, 0] and all("all went on" in log for log in ended.logs)
+    assert any("rank 1 in the reading" in line for number in (0, 2) for line in ended.errors(number))
