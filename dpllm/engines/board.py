@@ -214,8 +214,7 @@ class FailureBoard:
     def where(self) -> str:
         """Return in words what this process does."""
         works = list(self._works)
-        name = works[-1].rpartition("#")[0] if works else "the program"
-        return f"{name} ({self._place})" if self._place else name
+        return self._place or (works[-1].rpartition("#")[0] if works else "the program")
 
     def cause(self, error: BaseException) -> OtherProcessError | None:
         """Return the failure or the end of another process that explains an error of a connection; None: nothing does.
@@ -378,7 +377,8 @@ class FailureBoard:
             self._end(f"{words}. {over}{stack}", MISTAKE)
         tellers = [rank for rank, one in alive.items() if one.waits] or list(alive)
         differ = len({one.where for one in awaited.values()}) > 1
-        is_told = unanswered > 2 * _GONE or silent or differ or len(awaited) < len(alive)
+        is_long = stale >= 5 * named_after  # such as for a lock that an earlier run left
+        is_told = unanswered > 2 * _GONE or silent or differ or len(awaited) < len(alive) or is_long
         if is_told and stale >= max(named_after, 2 * self._named) and self._rank == min(tellers):
             self._named = stale
             _say(f"{words}. The run ends when it has taken {self.limit:g} s (train.ddp_timeout)")
@@ -470,6 +470,9 @@ def told(error: BaseException) -> tuple[str, int]:
     """Return an error on one line, and the exit code of a program that it ends."""
     if isinstance(error, KeyboardInterrupt):
         return "stopped by Ctrl-C", _INTERRUPTED
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) and error.code else FAULT  # no other process succeeded
+        return f"ended by sys.exit({error.code!r})", code
     try:
         words = words_of(error)
         one_line = " ".join(str(error).split())

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,7 @@ NOISY_NORM = (
     "noisy_grad_norm in the log is the norm of the gradient after clipping and noise: mostly the noise. It does not "
     "tell whether the model learns; the loss does"
 )
+PROCESSES_OPTION = ("--num_processes", "--num-processes")
 THREADS_OPTION = ("--num_cpu_threads_per_process", "--num-cpu-threads-per-process")
 
 
@@ -179,6 +180,8 @@ def run(recipe: Recipe) -> int:
             f"dpllm {name}, or leave the section out"
         )
     check_recipe(recipe)  # before anything is read
+    if wanted := unstarted_processes(launchers_words()):
+        phases.say(wanted)
     args = training_arguments(_section(recipe))
     processes = Processes()
     processes.set_time_limit(args.ddp_timeout, remove_private_folder)
@@ -548,12 +551,49 @@ def threads_were_set() -> bool:
         return True
     try:
         launcher = psutil.Process().parent()
-        words = [] if launcher is None else launcher.cmdline()
         return launcher is not None and (
-            "OMP_NUM_THREADS" in launcher.environ() or any(word.startswith(THREADS_OPTION) for word in words)
+            "OMP_NUM_THREADS" in launcher.environ()
+            or any(word.startswith(THREADS_OPTION) for word in launchers_words())
         )
     except (psutil.Error, OSError):
         return False
+
+
+def launchers_words() -> list[str]:
+    """Return the command line of the program that started this one; none if it cannot be read."""
+    try:
+        launcher = psutil.Process().parent()
+        return [] if launcher is None else launcher.cmdline()
+    except (psutil.Error, OSError):
+        return []
+
+
+def unstarted_processes(words: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+    """Return what to say if `accelerate launch` was asked for several processes and started one; "" otherwise.
+
+    Without a GPU it starts one process and says nothing, unless the configuration is for several processes on the CPU.
+
+    Args:
+        words: the launcher's command line.
+        environment: environment variables. None: those of this process.
+
+    >>> unstarted_processes(["accelerate", "launch", "--num_processes", "2", "recipes/finetune.py"], {})[:57]
+    'accelerate launch was asked for 2 processes and started 1'
+    """
+    if process_number("WORLD_SIZE", 1, environment) > 1 or "launch" not in words[:4]:
+        return ""
+    wanted = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
+    wanted.add_argument(*PROCESSES_OPTION, dest="number", type=int, default=1)
+    try:
+        number = wanted.parse_known_args(list(words))[0].number
+    except argparse.ArgumentError:
+        return ""
+    if number < 2:
+        return ""
+    return (
+        f"accelerate launch was asked for {number} processes and started 1, since it found no GPU: on the CPU use "
+        "dpllm train --config cpu_ddp, or accelerate launch --config_file accelerate_configs/cpu_ddp.yaml"
+    )
 
 
 class Begin(TrainerCallback):

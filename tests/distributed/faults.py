@@ -5,6 +5,7 @@ A fault is a function of this module, called on one rank where the model runs, i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -101,6 +102,19 @@ def spin() -> None:
 
 def segfault() -> None:
     os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def log_blocks() -> None:
+    """As a pipe whose reader has stopped."""
+    _, end = os.pipe()
+    os.set_blocking(end, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(end, b"x" * 4096)
+    os.set_blocking(end, True)
+    for stream in (1, 2):
+        os.dup2(end, stream)
+    print("a line", flush=True)
 
 
 def clock_jumps() -> None:

@@ -218,8 +218,9 @@ def is_open(port: int) -> bool:
 
 
 @pytest.mark.deep
-def test_two_nodes_find_each_other(folder):
-    """Two agents of one process each meet at a rendezvous and make one run."""
+@pytest.mark.parametrize("rendezvous", ["c10d", "static"])
+def test_two_nodes_find_each_other(rendezvous, folder):
+    """Two agents of one process each make one run; they meet at an endpoint, or know their numbers (docs/nodes.md)."""
     port = free_port()
     (folder / "accelerate_configs").symlink_to(ROOT / "accelerate_configs")
     agents = []
@@ -233,10 +234,12 @@ def test_two_nodes_find_each_other(folder):
                 "ACCELERATE": str(Path(sys.executable).with_name("accelerate")),
             }
             recipe = Path(__file__).with_name("tiny.yaml")
+            config = str(ROOT / "accelerate_configs" / "cpu_ddp.yaml")
+            known = f"--config_file {config} --num_machines 2 --num_processes 2 --machine_rank {node}"
+            address = f"--main_process_ip 127.0.0.1 --main_process_port {port} {ROOT / 'recipes' / 'finetune.py'}"
+            static = [variables["ACCELERATE"], "launch", *known.split(), *address.split(), "--config", str(recipe)]
             command = [
-                str(ROOT / "launch" / "torchrun.sh"),
-                str(recipe),
-                str(ROOT / "accelerate_configs" / "cpu_ddp.yaml"),
+                *([str(ROOT / "launch" / "torchrun.sh"), str(recipe), config] if rendezvous == "c10d" else static),
                 f"train.output_dir={folder / 'out'}",
                 f"data.path={folder / 'private.jsonl'}",
                 f"public_pretrain.data.path={folder / 'public.txt'}",
@@ -244,7 +247,7 @@ def test_two_nodes_find_each_other(folder):
             agents.append(
                 children.Child(command, stdout=log, stderr=log, cwd=folder, env={**environment(), **variables})
             )
-        if node == 0:
+        if node == 0 and rendezvous == "c10d":
             children.wait_for(lambda: is_open(port))  # on one machine either agent could open the rendezvous
     codes = children.wait_all(agents)
     printed = [(folder / f"log.{node}").read_text(errors="replace") for node in range(2)]
