@@ -31,7 +31,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -258,8 +258,9 @@ def counted(settings: Sequence[Setting]) -> list[tuple[Traffic, Traffic]]:
     return found
 
 
-def resident(setting: Setting, private: bool) -> int:
-    """Return the peak bytes of this process in some steps, above those before the model was built."""
+def resident(values: tuple, private: bool) -> int:
+    """Return the peak bytes of this process in some steps of a setting, above those before the model was built."""
+    setting = Setting(*values)
     import deepspeed
     import peft
     import transformers
@@ -274,9 +275,9 @@ def resident(setting: Setting, private: bool) -> int:
 
 def peaks(setting: Setting, folder: Path) -> tuple[int, int]:
     """Return `resident` of a large model, without privacy and with it."""
-    large = replace(setting, **LARGE)
+    large = astuple(replace(setting, **LARGE))  # a class of this program has another module in a fresh process
     plain, private = (
-        run(folder / name, "benchmarks.collectives:resident", fresh=True, setting=large, private=name == "private")
+        run(folder / name, "benchmarks.collectives:resident", fresh=True, values=large, private=name == "private")
         for name in ("plain", "private")
     )
     return max(plain), max(private)
