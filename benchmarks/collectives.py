@@ -2,6 +2,7 @@
 
     python benchmarks/collectives.py                                  # all engines, full and LoRA, 1 and 4 microbatches
     python benchmarks/collectives.py --engines ddp zero3 --modes full --microbatches 4 --kinds --json collectives.json
+    python benchmarks/collectives.py --dtype float32 --peak           # and the memory of a process
 
 Two gloo processes on the CPU, a small Llama in bfloat16 (FSDP2: float32 weights that compute in bfloat16). No speed is
 measured: a GPU runs the same collectives. The third step is counted, after the checks of a run's first step and after
@@ -12,8 +13,11 @@ bytes    bytes that a process sends, if all-reduce, reduce-scatter and all-gathe
          and S bytes in the whole tensor, 2fS for an all-reduce, fS for a reduce-scatter, an all-gather and a broadcast
 control  collectives of dpllm's own group for small facts (checksums of the weights, counts, errors), which stay on the
          CPU. They are in no other column
-plain    the same engine without dpllm, with its own settings. FSDP2 and ZeRO-2 and -3 reduce each microbatch's
-         gradient, because they do not store whole ones; DDP and ZeRO-1 reduce once per step
+plain    the same engine without dpllm, with its own settings. ZeRO-2 and -3 reduce each microbatch's gradient, because
+         they do not store whole ones; DDP, ZeRO-1 and FSDP2 reduce once per step (``no_sync``)
+peak     with --peak: the most memory that a process has resident, less that before the model was built; of a model of
+         47 million parameters, in processes of their own. It has the CPU's weights and gloo's buffers, and counts
+         pages that the allocator has not returned
 """
 
 from __future__ import annotations
@@ -22,15 +26,17 @@ import argparse
 import contextlib
 import itertools
 import json
+import resource
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -44,7 +50,8 @@ from tests.distributed.world import run
 MODES = ("full", "lora")
 MICROBATCHES = (1, 4)
 STEPS = 3  # of which the last is counted
-ROWS, TOKENS, VOCABULARY = 2, 8, 512  # rows and tokens of a microbatch
+ROWS, TOKENS = 2, 8  # rows and tokens of a microbatch
+LARGE = {"hidden": 512, "vocabulary": 32_000}  # where memory is measured
 # Part of the name of an operation, the kind of the collective, passes around a ring.
 _KINDS = (
     ("allreduce", "all-reduce", 2),
@@ -64,6 +71,9 @@ class Setting:
     engine: str
     mode: str
     microbatches: int
+    dtype: str = "bfloat16"
+    hidden: int = 64
+    vocabulary: int = 512
 
 
 @dataclass
@@ -121,16 +131,16 @@ def _group(value: Any) -> Any:
     return None
 
 
-def build(mode: str) -> nn.Module:
-    """Return a Llama of four layers in bfloat16, the same on every process."""
+def build(setting: Setting) -> nn.Module:
+    """Return a Llama of four layers, the same on every process."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=160,
+        vocab_size=setting.vocabulary,
+        hidden_size=setting.hidden,
+        intermediate_size=setting.hidden * 5 // 2,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -138,9 +148,9 @@ def build(mode: str) -> nn.Module:
         use_cache=False,
     )
     model: Any = LlamaForCausalLM(config)
-    if mode == "lora":
+    if setting.mode == "lora":
         model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
-    return model.to(torch.bfloat16).train()
+    return model.to(getattr(torch, setting.dtype)).train()
 
 
 def private_steps(setting: Setting) -> Callable[[], None]:
@@ -156,14 +166,14 @@ def private_steps(setting: Setting) -> Callable[[], None]:
     from tests.distributed.setups import prepare
     from tests.memory_ledger import MemoryLedger
 
-    model, optimizer = prepare(setting.engine, build(setting.mode), 1e-3, "bfloat16")
+    model, optimizer = prepare(setting.engine, build(setting), 1e-3, setting.dtype)
     inner, engine = model_inside(model), engine_for(model, optimizer)
     rank, size = engine.processes.rank, engine.processes.size
     num_units = ROWS * setting.microbatches * size
     plan = plan_of(0.5, 1.0, num_units=num_units)
     clipper = clipper_for("ghost", inner, plan.mechanism.clipping)
     stream, ledger = plan.mechanism.noise.stream(NoiseSource(), plan.num_steps), MemoryLedger()
-    rows = _rows(num_units)
+    rows = _rows(num_units, setting)
 
     def loss(inputs: Any) -> Tensor:
         return per_sequence_loss(inner(input_ids=inputs["input_ids"]).logits, inputs["labels"])
@@ -191,12 +201,14 @@ def plain_steps(setting: Setting) -> Callable[[], None]:
     """Return a step of this process without privacy, with its update."""
     from tests.distributed.setups import deepspeed_config, prepare
 
-    model, rows, last = build(setting.mode), _rows(ROWS), setting.microbatches - 1
+    model, rows, last = build(setting), _rows(ROWS, setting), setting.microbatches - 1
     if not setting.engine.startswith("zero"):
-        prepared, optimizer = prepare(setting.engine, model, 1e-3, "bfloat16")
+        prepared, optimizer = prepare(setting.engine, model, 1e-3, setting.dtype)
 
         def step() -> None:
             for number in range(setting.microbatches):
+                if setting.engine == "fsdp2":
+                    prepared.set_requires_gradient_sync(number == last)
                 postponed = setting.engine == "ddp" and number < last
                 with prepared.no_sync() if postponed else contextlib.nullcontext():
                     prepared(input_ids=rows, labels=rows).loss.backward()
@@ -208,7 +220,7 @@ def plain_steps(setting: Setting) -> Callable[[], None]:
     import deepspeed
 
     config = {
-        **deepspeed_config(setting.engine, "bfloat16"),
+        **deepspeed_config(setting.engine, setting.dtype),
         "gradient_accumulation_steps": setting.microbatches,
         "gradient_clipping": 0.0,
     }
@@ -223,9 +235,9 @@ def plain_steps(setting: Setting) -> Callable[[], None]:
     return step_of_deepspeed
 
 
-def _rows(count: int) -> Tensor:
+def _rows(count: int, setting: Setting) -> Tensor:
     """Return (count, TOKENS) tokens."""
-    return torch.randint(VOCABULARY, (count, TOKENS), generator=torch.Generator().manual_seed(1))
+    return torch.randint(setting.vocabulary, (count, TOKENS), generator=torch.Generator().manual_seed(1))
 
 
 def counted(settings: Sequence[Setting]) -> list[tuple[Traffic, Traffic]]:
@@ -246,23 +258,59 @@ def counted(settings: Sequence[Setting]) -> list[tuple[Traffic, Traffic]]:
     return found
 
 
+def resident(values: tuple, private: bool) -> int:
+    """Return the peak bytes of this process in some steps of a setting, above those before the model was built."""
+    setting = Setting(*values)
+    import deepspeed
+    import peft
+    import transformers
+
+    del deepspeed, peft, transformers  # imported before the memory is read
+    before = psutil.Process().memory_info().rss
+    step = (private_steps if private else plain_steps)(setting)
+    for _ in range(STEPS):
+        step()
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+
+
+def peaks(setting: Setting, folder: Path) -> tuple[int, int]:
+    """Return `resident` of a large model, without privacy and with it."""
+    large = astuple(replace(setting, **LARGE))  # a class of this program has another module in a fresh process
+    plain, private = (
+        run(folder / name, "benchmarks.collectives:resident", fresh=True, values=large, private=name == "private")
+        for name in ("plain", "private")
+    )
+    return max(plain), max(private)
+
+
 def in_two_processes(settings: Sequence[Setting], folder: Path) -> list[tuple[Traffic, Traffic]]:
     """Return `counted` of the first of two gloo processes."""
     return run(folder, "benchmarks.collectives:counted", settings=list(settings))[0]
 
 
-def table(settings: Sequence[Setting], found: Sequence[tuple[Traffic, Traffic]], kinds: bool) -> str:
+def table(
+    settings: Sequence[Setting],
+    found: Sequence[tuple[Traffic, Traffic]],
+    kinds: bool,
+    memory: Sequence[tuple[int, int]] = (),
+) -> str:
     """Return the figures as a Markdown table."""
     names = ["engine", "mode", "microbatches", "calls plain", "calls", "KB plain", "KB", "bytes ratio", "control"]
+    names += ["peak MB plain", "peak MB", "peak ratio"] if memory else []
     lines = [names, ["---"] * len(names)]
-    for setting, (plain, private) in zip(settings, found, strict=True):
+    for number, (setting, (plain, private)) in enumerate(zip(settings, found, strict=True)):
         before, after = plain.sent.total(), private.sent.total()
         line = [setting.engine, setting.mode, str(setting.microbatches)]
         line += [str(plain.calls.total()), str(private.calls.total()), f"{before / 1e3:.1f}", f"{after / 1e3:.1f}"]
-        lines.append([*line, f"{after / before:.2f}", str(private.control)])
+        line += [f"{after / before:.2f}", str(private.control)]
+        if memory:
+            least, most = memory[number]
+            line += [f"{least / 1e6:.0f}", f"{most / 1e6:.0f}", f"{most / least:.2f}"]
+        lines.append(line)
         for kind in sorted(plain.calls | private.calls) if kinds else ():
             line = ["", "", kind, str(plain.calls[kind]), str(private.calls[kind])]
-            lines.append([*line, f"{plain.sent[kind] / 1e3:.1f}", f"{private.sent[kind] / 1e3:.1f}", "", ""])
+            line += [f"{plain.sent[kind] / 1e3:.1f}", f"{private.sent[kind] / 1e3:.1f}"]
+            lines.append([*line, *[""] * (len(names) - len(line))])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -271,17 +319,21 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--microbatches", nargs="+", type=int, default=list(MICROBATCHES))
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--peak", action="store_true", help="also the memory of a process, with a larger model")
     parser.add_argument("--kinds", action="store_true", help="also a line for each kind of collective")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     chosen = parser.parse_args()
-    settings = list(itertools.starmap(Setting, itertools.product(chosen.engines, chosen.modes, chosen.microbatches)))
+    ways = itertools.product(chosen.engines, chosen.modes, chosen.microbatches)
+    settings = [Setting(*way, dtype=chosen.dtype) for way in ways]
     with tempfile.TemporaryDirectory() as folder:
         found = in_two_processes(settings, Path(folder))
-    print(table(settings, found, chosen.kinds))
+        memory = [peaks(setting, Path(folder) / str(number)) for number, setting in enumerate(settings) if chosen.peak]
+    print(table(settings, found, chosen.kinds, memory))
     if chosen.json:
         figures = [
-            {**asdict(setting), "plain": vars(plain), "private": vars(private)}
-            for setting, (plain, private) in zip(settings, found, strict=True)
+            {**asdict(setting), "plain": vars(plain), "private": vars(private), "peaks": peak}
+            for setting, (plain, private), peak in itertools.zip_longest(settings, found, memory)
         ]
         chosen.json.write_text(json.dumps(figures, indent=1))
 

@@ -8,6 +8,14 @@ the rows (`UnitIndex.rows_of`), divides the units over the ranks (`deal`) and cu
 on the index and the lengths of all N rows. Rows are not fetched and no tensor of tokens is made. `rows_of` and `deal`
 are timed once more by themselves. The lengths take 4 bytes per row: 4 GB for 10^9.
 
+Two more tables are of the division alone: its time for 10^3 to 10^5 drawn units on 1 to 512 ranks, and the balance of
+the ranks in lockstep, where of the microbatches that run together the largest counts.
+
+lockstep   tokens of a step, padding included, as a multiple of a rank's mean without padding: 1024 units of log-normal
+           length (median 100, standard deviation of the logarithm 0.9), 8192 tokens in a microbatch
+by itself  the same if each rank chose the best cuts of its own units (`joint_pieces` of one process)
+at least   the rank with most tokens, without padding: no cuts cost less, since the ranks' units are random
+
 mask    the usual way for comparison, O(N): ``(torch.rand(N) < q).nonzero().tolist()`` (opacus/utils/uniform_sampler.py,
         UniformWithReplacementSampler); not run above --mask-up-to. Its random numbers are multiples of 2^-24, so the
         rate at which it really draws is not q: "mask q" says which it is
@@ -17,6 +25,7 @@ peak    bytes alive at once beyond those before: Python and numpy by tracemalloc
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import statistics
@@ -37,6 +46,7 @@ from throughput import CLOCKS, LiveBytes, machine
 
 from dpllm.data.units import UnitIndex
 from dpllm.mechanism.sampling import TruncatedPoissonSampler, default_max_batch_size, secret_rng
+from dpllm.training.cuts import Bounds, Piece, joint_pieces
 from dpllm.training.microbatches import deal, microbatches
 from dpllm.training.rows import TrainingRows
 
@@ -44,6 +54,8 @@ SHORTEST, LONGEST = 16, 512
 SETUP_BYTES = ("index_peak", "lengths", "facts_peak", "max_rows_peak")
 PARTS = ("draw", "rows_of", "deal", "microbatches")
 MASK_RESOLUTION = 2.0**-24  # of torch.rand in float32
+DIVIDED, DIVIDING_RANKS = (10**3, 10**4, 10**5), (1, 8, 64, 512)
+BALANCED, BALANCED_RANKS, BALANCED_TOKENS, BALANCED_SEEDS = 1024, (2, 8, 64, 512), 8192, 10
 
 
 @dataclass(frozen=True)
@@ -157,6 +169,54 @@ def measure_step(index: UnitIndex, lengths: np.ndarray, rate: float, settings: S
     }
 
 
+def text_lengths(count: int, seed: int) -> np.ndarray:
+    """(count,) int64, log-normal: median 100, standard deviation of the logarithm 0.9."""
+    drawn = np.exp(np.random.default_rng(seed).normal(np.log(100), 0.9, count))
+    return np.clip(drawn, 1, BALANCED_TOKENS).astype(np.int64)
+
+
+def measure_dividing(units: int, ranks: int, rounds: int, clock: str) -> dict[str, Any]:
+    """Median milliseconds in which a rank divides a step's units, and its number of microbatches."""
+    index, lengths, unit_ids = UnitIndex.one_row_per_unit(units), text_lengths(units, 0), np.arange(units)
+
+    def divide() -> int:
+        bounds = {"max_rows": None, "max_tokens": BALANCED_TOKENS}
+        return len(microbatches(identity, nothing, index, lengths, unit_ids, rank=ranks // 2, size=ranks, **bounds))
+
+    results = [timed(divide, clock) for _ in range(rounds + 1)][1:]
+    return {
+        "units": units,
+        "ranks": ranks,
+        "ms": statistics.median(elapsed for _, elapsed in results),
+        "microbatches": results[0][0],
+    }
+
+
+def measure_balance(ranks: int) -> dict[str, Any]:
+    """Mean over some steps: tokens in lockstep over a rank's mean, for joint cuts and for cuts of each rank."""
+    ratios = []
+    for seed in range(BALANCED_SEEDS):
+        lengths, owner = text_lengths(BALANCED, seed), deal(np.arange(BALANCED), ranks, key=seed)
+        order = np.lexsort((-lengths, owner))
+        lengths, first = lengths[order], np.searchsorted(owner[order], np.arange(ranks + 1))
+        one, bounds, mean = np.ones_like(lengths), Bounds(None, BALANCED_TOKENS), lengths.sum() / ranks
+        shares = [lengths[begin:end] for begin, end in itertools.pairwise(first)]
+        alone = [joint_pieces(np.ones_like(own), own, np.array([0, len(own)]), 0, bounds) for own in shares]
+        joint = [joint_pieces(one, lengths, first, rank, bounds) for rank in range(ranks)]
+        own_tokens = [[_padded(own, piece) for piece in pieces] for own, pieces in zip(shares, alone, strict=True)]
+        joint_tokens = [[_padded(lengths, piece) for piece in pieces] for pieces in joint]
+        together, by_itself = (
+            sum(map(max, itertools.zip_longest(*tokens, fillvalue=0))) / mean for tokens in (joint_tokens, own_tokens)
+        )
+        ratios.append((together, by_itself, max(own.sum() for own in shares) / mean))
+    together, by_itself, least = (statistics.mean(column) for column in zip(*ratios, strict=True))
+    return {"ranks": ranks, "lockstep": together, "by_itself": by_itself, "at_least": least}
+
+
+def _padded(lengths: np.ndarray, piece: Piece | None) -> int:
+    return 0 if piece is None else (piece[1] - piece[0]) * int(lengths[piece[0]])
+
+
 def mask_rate(rate: float) -> float:
     """The probability that a multiple of 2^-24, drawn uniformly from [0, 1), is below q as float32 holds it."""
     return math.ceil(float(np.float32(rate)) / MASK_RESOLUTION) * MASK_RESOLUTION
@@ -214,6 +274,12 @@ def measure(settings: Settings) -> dict[str, Any]:
         "machine": {**machine(torch.device("cpu")), "numpy": np.__version__},
         "steps": steps,
         "setup": setups,
+        "dividing": [
+            measure_dividing(units, ranks, settings.rounds, settings.clock)
+            for units in DIVIDED
+            for ranks in DIVIDING_RANKS
+        ],
+        "balance": [measure_balance(ranks) for ranks in BALANCED_RANKS],
     }
 
 
@@ -234,7 +300,7 @@ def _table(columns: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def as_markdown(report: dict[str, Any]) -> str:
-    """Return two tables: a step, and the work done once per run."""
+    """Return four tables: a step, the work done once per run, and the time and the balance of the division."""
     where, settings = report["machine"], report["settings"]
     lines = [
         f"{where['device']}, {where['threads']} threads, numpy {where['numpy']}, PyTorch {where['torch']}; "
@@ -274,6 +340,23 @@ def as_markdown(report: dict[str, Any]) -> str:
             ]
             for setup in report["setup"]
         ],
+    )
+    lines += ["", "Dividing a step's units, ms (microbatches):", ""]
+    lines += _table(
+        ["units", *(f"{ranks} ranks" for ranks in DIVIDING_RANKS)],
+        [
+            [
+                f"{units:.0e}",
+                *(f"{one['ms']:.1f} ({one['microbatches']})" for one in report["dividing"] if one["units"] == units),
+            ]
+            for units in DIVIDED
+        ],
+    )
+    lines += ["", "Tokens of a step in lockstep over a rank's mean:", ""]
+    names = ("lockstep", "by_itself", "at_least")
+    lines += _table(
+        ["ranks", "lockstep", "by itself", "at least"],
+        [[str(one["ranks"]), *(f"{one[name]:.2f}" for name in names)] for one in report["balance"]],
     )
     return "\n".join(lines)
 

@@ -1,14 +1,12 @@
 """Sums of parameters over processes, in buckets: while one bucket is on its way, the sums of the next one are formed.
 
-Place in the flow: below the engines that reduce clipped sums themselves (DDP, FSDP2). A bucket has several small
-parameters or one large one. Its work is a generator: each of its steps starts a collective and yields, the next one
-waits for it. `in_turns` interleaves them, so that a bounded number of buckets is under way at any moment.
+Place in the flow: below the engines that reduce clipped sums themselves (DDP, FSDP2, ZeRO-3). A bucket has several
+small parameters or one large one. Its work is a generator: each of its steps starts a collective and yields, the next
+one waits for it. `in_turns` interleaves them, so that a bounded number of buckets is under way at any moment.
 
 FSDP2 shards the parameters of a bucket in the same way (`ShardedBucket`): their full sums are one tensor with a row for
 each shard, and one reduce-scatter over the rows gives each process its shards of all of them. A parameter that FSDP2
-cannot divide equally has padding in some rows. Engines that divide gradients (FSDP2, ZeRO-2, ZeRO-3) reduce the sums of
-each microbatch, since whole ones would take the memory that sharding is to save. Sums of LoRA factors are small
-(`sums_are_small`): they are added up locally, which divides the number of reductions by that of the microbatches.
+cannot divide equally has padding in some rows.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from dpllm.engines.processes import connected
 from dpllm.engines.single import ToTotal
@@ -217,32 +214,3 @@ def keep_slice_(total: Tensor, rank: int, size: int, change: Callable[[Tensor], 
         changed = own.clone()
         total.zero_()
         own.copy_(changed)
-
-
-_SHARE = 0.5  # of the memory of the weights that a process holds
-
-
-def sums_are_small(model: nn.Module) -> bool:
-    """Return whether sums of all trained parameters take at most half the memory of this process's weights.
-
-    Args:
-        model: as its engine has divided it.
-    """
-    held = sums = 0
-    for parameter in model.parameters():
-        held += _held(parameter)
-        if parameter.requires_grad:
-            sums += getattr(parameter, "ds_numel", parameter.numel()) * accumulation_dtype(parameter.dtype).itemsize
-    return sums <= _SHARE * held
-
-
-def _held(parameter: Any) -> int:
-    """Return the bytes of a parameter in each process, the same number on all of them."""
-    shard = getattr(parameter, "ds_tensor", None)  # of ZeRO-3, padded to one size
-    if shard is not None:
-        return shard.numel() * shard.element_size()
-    size = parameter.numel() * parameter.element_size()
-    if isinstance(parameter, DTensor):
-        for dim, placement in enumerate(parameter.placements):
-            size //= parameter.device_mesh.size(dim) if placement.is_shard() else 1
-    return size

@@ -1,17 +1,19 @@
-"""DeepSpeed ZeRO: it reduces, partitions and offloads the clipped sums as if autograd had computed them.
+"""DeepSpeed ZeRO: it partitions and offloads the clipped sums as if autograd had computed them, and updates.
 
-Nothing of DeepSpeed is replaced. A custom autograd Function takes a parameter and returns a zero; its backward returns
-the parameter's clipped sum. ``engine.backward`` of the sum of these zeros therefore delivers the clipped sums to the
-hooks that DeepSpeed keeps on its parameters, and ``engine.step`` updates as in ordinary training. DeepSpeed averages
-over processes, but the private sum is not a mean: it is multiplied by the number of processes before it is handed in.
+Nothing of DeepSpeed is replaced. ZeRO-1 and -2 take sums as gradients: a custom autograd Function takes a parameter and
+returns a zero; its backward returns the parameter's clipped sum. ``engine.backward`` of the sum of these zeros
+delivers the clipped sums to the hooks that DeepSpeed keeps on its parameters, and ``engine.step`` updates as in
+ordinary training. DeepSpeed averages over processes, but the private sum is not a mean: it is multiplied by the number
+of processes before it is handed in.
 
-Sums are formed inside the backward pass, so that the full gradient never exists where DeepSpeed partitions gradients
-(ZeRO-2 and -3). ZeRO-3 gathers the parameters for it in groups of its own prefetch bucket, and reduces the sums of a
-group together. Where gradients are not partitioned (ZeRO-1), or float32 sums take little memory beside the weights
-(LoRA), this engine adds up the microbatches and hands in the sum once per step.
+ZeRO-3 would take a gradient only for a parameter whose weights are gathered. There the sums are reduced by this engine,
+which sets each process's partition of the gradient (`dpllm.engines.partitions`).
 
-ZeRO-3 gathers the parameters of a module when the module is called, and takes a gradient by a hook on the parameter.
-Mixtures of experts deviate from both:
+Sums are formed inside the backward pass or bucket by bucket, so that the full gradient need not exist where DeepSpeed
+partitions gradients (ZeRO-2 and -3). While memory allows, whole sums are added up over the microbatches of a step and
+reduced once (`dpllm.engines.local_sums`), under ZeRO-1, which does not partition gradients, in any case.
+
+ZeRO-3 gathers the parameters of a module when the module is called. Mixtures of experts need two exceptions:
 
 * A *leaf module* (``zero_optimization.leaf_module``, accelerate's ``deepspeed_moe_layer_cls_names``) has one hook for
   all trained parameters inside it. It runs when a backward pass leaves the module, and fills in zeros for missing
@@ -27,14 +29,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from dpllm.engines.buckets import sums_are_small
+from dpllm.engines.buckets import Work, in_turns, overlapped, reduce_scatter
 from dpllm.engines.errors import EngineError, no_totals
 from dpllm.engines.guard import Projections, UpdateGuard
+from dpllm.engines.local_sums import LocalSums
+from dpllm.engines.partitions import PartitionedBucket, partitioned_buckets
 from dpllm.engines.processes import Processes
 from dpllm.engines.single import AddTo, ToTotal
 from dpllm.ghost.experts import is_wrapper
@@ -64,6 +69,10 @@ _REFUSED: dict[str, tuple[tuple, str]] = {
     "zero_optimization.round_robin_gradients": ((), "DeepSpeed's own map of its partitions does not follow it"),
     "zero_optimization.zero_quantized_gradients": ((), "quantized gradients are not the clipped sums"),
     "zero_optimization.mics_shard_size": ((-1,), "its partial replicas are reduced by other hooks"),
+    "zero_optimization.offload_param.device": (
+        ("none", "cpu"),
+        "the gradient of a parameter on a disk cannot be set",
+    ),
     "zero_optimization.zenflow": ((), "it updates parameters from gradients of several steps"),
     "compression_training": ((), "it does not train the weights that are clipped but others"),
     "sequence_parallel_size": ((1,), "a unit's rows would be spread over processes, and its norm with them"),
@@ -129,6 +138,10 @@ def _check_rest(config: Mapping[str, Any]) -> None:
         )
 
 
+_Formed = Callable[[int, nn.Parameter], Tensor]
+"""Forms this process's sum of a parameter, which is identified by its number."""
+
+
 class _HandIn(torch.autograd.Function):
     """A zero whose gradient with respect to the parameter is the result of ``make``."""
 
@@ -168,15 +181,16 @@ class DeepSpeedZero:
             refuse_leaves(engine.module)
             gather_adapted_stacks(engine.module)
         self.guard = UpdateGuard(engine.optimizer, self.processes, replicas=1, at_once=False)
-        # None: each microbatch's sums are handed in.
-        self._sums: dict[nn.Parameter, Sum] | None = {} if self._stage == 1 or sums_are_small(engine.module) else None
+        self._local = LocalSums(engine.module, self.processes)
+        self._buckets: list[PartitionedBucket] = []
+        self._has_parts = False  # DeepSpeed holds sums of earlier microbatches of the step
         self._projections = Projections(self.processes)
         self._handed: tuple[list[nn.Parameter], float] = [], 1.0
 
     def begin(self) -> None:
         """Begin a step; no other step is accepted until this one is finished."""
         self.guard.withdraw()
-        self.unfinished = True
+        self.unfinished, self._has_parts = True, False
 
     def collect(
         self,
@@ -194,83 +208,80 @@ class DeepSpeedZero:
         """
         if to_total is not None:
             raise no_totals(type(self).__name__)
-        if self._sums is not None:
-            for parameter in parameters.values():
-                if parameter not in self._sums:
-                    self._sums[parameter] = _begun(parameter)
-                add_to(parameter, self._sums[parameter])
-            if not last:
-                return
-            sums, self._sums = self._sums, {}
-            self._hand_in(parameters, lambda parameter: sums.pop(parameter).filled(), last, scale)
+        every = list(parameters.values())
+        for parameter in every:
+            if parameter.grad is not None:
+                raise EngineError(
+                    "A parameter received a gradient that is not clipped, during a private step. Run nothing but "
+                    "private_step() between the updates"
+                )
+
+        def share_of(number: int, parameter: nn.Parameter) -> Sum:
+            total = self._local.begun(parameter)
+            add_to(parameter, total)
+            return total
+
+        if not last and (self._stage == 1 or self._local.fit()):
+            for number, parameter in enumerate(every):
+                self._local.keep(parameter, share_of(number, parameter))
             return
 
-        def formed(parameter: nn.Parameter) -> Tensor:
-            total = _begun(parameter)
-            add_to(parameter, total)
-            return total.filled()
-
-        self._hand_in(parameters, formed, last, scale)
-
-    def _hand_in(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        total_of: Callable[[nn.Parameter], Tensor],
-        last: bool,
-        scale: float,
-    ) -> None:
-        import deepspeed
-
-        engine = self._engine
-        engine.set_gradient_accumulation_boundary(last)
-        engine.optimizer.clear_backward_seen_flag()  # it counts microbatches in engine.forward, which is not called
-        every = list(parameters.values())
-        self._handed = every, scale
-
-        def share_of(number: int, parameter: nn.Parameter) -> Tensor:
-            total = total_of(parameter)
+        def formed(number: int, parameter: nn.Parameter) -> Tensor:
+            total = share_of(number, parameter).filled()
             if not self.guard.done:
                 self._projections.hand_in(number, total)
             return total
 
-        for group in self._groups(every):
-            for _, parameter in group:
-                if parameter.grad is not None:
-                    raise EngineError(
-                        "A parameter received a gradient that is not clipped, during a private step. Run nothing but "
-                        "private_step() between the updates"
-                    )
-                parameter.grad_dtype = accumulation_dtype(parameter.dtype)  # not rounded on its way
-            if self._stage == 3:
-                gather([parameter for _, parameter in group])
-            with deepspeed.zero.GatheredParameters([p for _, p in group], enabled=self._stage == 3):
-                zeros = [_HandIn.apply(p, lambda number=number, p=p: share_of(number, p)) for number, p in group]
-                self.handing_in = True
-                try:
-                    engine.backward(self.processes.size * scale * torch.stack(zeros).sum(), scale_wrt_gas=False)
-                finally:
-                    self.handing_in = False
+        self._handed = every, scale
+        if self._stage == 3:
+            self._partition(every, formed, last, scale)
+        else:
+            self._hand_in(every, formed, last, scale)
 
-    def _groups(self, parameters: Sequence[nn.Parameter]) -> list[list[tuple[int, nn.Parameter]]]:
-        """Return the numbered parameters in groups that are handed in together.
+    def _hand_in(self, every: Sequence[nn.Parameter], formed: _Formed, last: bool, scale: float) -> None:
+        """Let DeepSpeed's hooks take the sums (ZeRO-1 and -2)."""
+        for parameter in every:
+            parameter.grad_dtype = accumulation_dtype(parameter.dtype)  # not rounded on its way
+        zeros = [_HandIn.apply(p, lambda number=number, p=p: formed(number, p)) for number, p in enumerate(every)]
+        self._backward(self.processes.size * scale * torch.stack(zeros).sum(), last)
 
-        Under ZeRO-3 only a gathered parameter accepts a gradient: a group is as large as what DeepSpeed itself gathers
-        in advance and reduces at a time, or one parameter, never the whole model.
-        """
-        numbered = list(enumerate(parameters))
-        if self._stage < 3:
-            return [numbered]
-        most = min(self._engine.zero_prefetch_bucket_size(), self._engine.zero_reduce_bucket_size())
-        groups: list[list[tuple[int, nn.Parameter]]] = []
-        filled = 0
-        for pair in numbered:
-            size = int(getattr(pair[1], "ds_numel", pair[1].numel()))
-            if not groups or filled + size > most:
-                groups.append([])
-                filled = 0
-            groups[-1].append(pair)
-            filled += size
-        return groups
+    def _partition(self, every: Sequence[nn.Parameter], formed: _Formed, last: bool, scale: float) -> None:
+        """Reduce the sums, and set this process's partitions of them (ZeRO-3)."""
+        self._buckets = self._buckets or partitioned_buckets(every, self.processes.size)
+        if last:  # of a loss without weights: DeepSpeed makes its partitions the gradients of the update
+            self._backward(torch.zeros((), device=every[0].device, requires_grad=True).clone(), last)
+        numbers = {id(parameter): number for number, parameter in enumerate(every)}
+        in_turns(
+            self._work(bucket, lambda p: formed(numbers[id(p)], p), scale if last else 1.0) for bucket in self._buckets
+        )
+        self._has_parts = not last
+
+    def _work(self, bucket: PartitionedBucket, formed: Callable[[nn.Parameter], Tensor], scale: float) -> Work:
+        """Reduce a bucket's sums, and add them to those of earlier microbatches."""
+        from deepspeed.utils import safe_get_local_grad, safe_set_local_grad
+
+        flat = bucket.packed([formed(parameter) for parameter in bucket.parameters])
+        own = flat.new_empty(flat.shape[1])
+        yield from overlapped(partial(self._reduce, own, flat.view(-1)))
+        del flat
+        for parameter, part in bucket.unpacked(own):
+            if self._has_parts:
+                part.add_(safe_get_local_grad(parameter))
+            safe_set_local_grad(parameter, part.mul_(scale))
+
+    def _reduce(self, own: Tensor, flat: Tensor) -> Any:
+        """Begin to add up a bucket over the processes; this process gets its part."""
+        return reduce_scatter(own, flat, async_op=True)
+
+    def _backward(self, loss: Tensor, last: bool) -> None:
+        engine = self._engine
+        engine.set_gradient_accumulation_boundary(last)
+        engine.optimizer.clear_backward_seen_flag()  # it counts microbatches in engine.forward, which is not called
+        self.handing_in = True
+        try:
+            engine.backward(loss, scale_wrt_gas=False)
+        finally:
+            self.handing_in = False
 
     def finish(self) -> None:
         """Update the parameters; DeepSpeed's optimizer is stepped by its engine.
@@ -298,12 +309,6 @@ class DeepSpeedZero:
                     yield number, whole / scale
 
         self._projections.verify(wholes())
-
-
-def _begun(parameter: nn.Parameter) -> Sum:
-    """Begin a sum, float32 or wider, of the parameter's full shape, which ZeRO-3 keeps in ``ds_shape``."""
-    shape = torch.Size(getattr(parameter, "ds_shape", parameter.shape))
-    return Sum(shape, accumulation_dtype(parameter.dtype), parameter.device)
 
 
 def _check_engine(engine: Any) -> None:
@@ -370,17 +375,6 @@ def refuse_leaves(model: nn.Module) -> None:
                 "zero_optimization.stage3_module_granularity_threshold, and pass the configuration through "
                 "dpllm.engines.private_config() before accelerator.prepare()"
             )
-
-
-def gather(parameters: Sequence[Any]) -> None:
-    """Gather parameters by one collective, as DeepSpeed does for a module's; ``GatheredParameters`` has one for each.
-
-    Args:
-        parameters: to be used within ``deepspeed.zero.GatheredParameters``, which releases them.
-    """
-    absent = [p for p in parameters if p.ds_status.name == "NOT_AVAILABLE" and p.ds_secondary_tensor is None]
-    if len(absent) > 1 and not any(hasattr(p.ds_tensor, "ds_quant_scale") for p in absent):
-        absent[0].all_gather_coalesced(absent).wait()
 
 
 def gather_adapted_stacks(model: nn.Module) -> None:

@@ -2,8 +2,9 @@
 
 FSDP2 (``fully_shard``) gathers and frees the weights around each module by its own hooks. Since the weights are out
 of autograd, it finds no gradient to reduce. This module reduces the clipped sums instead, and leaves each process's
-shard as a DTensor. The full sums of two buckets exist at a time: one is formed while the other is reduced. Only where
-all full sums take little memory beside the weights (LoRA), they are kept until the last microbatch.
+shard as a DTensor. While memory allows, full sums are added up over the microbatches of a step, and reduced with the
+last one (`dpllm.engines.local_sums`). Otherwise those of two buckets exist at a time: one is formed while the other is
+reduced.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,13 +27,12 @@ from dpllm.engines.buckets import (
     overlapped,
     reduce_scatter,
     sharded_buckets,
-    sums_are_small,
 )
 from dpllm.engines.errors import EngineError
 from dpllm.engines.guard import UpdateGuard
+from dpllm.engines.local_sums import LocalSums
 from dpllm.engines.processes import Processes
 from dpllm.engines.single import AddTo, ToTotal, refuse_foreign_gradients, set_gradient
-from dpllm.ghost.kernels import accumulation_dtype
 from dpllm.ghost.sums import Sum
 
 # Words in the names of mesh dimensions, as used by torch, torchtitan and accelerate.
@@ -77,9 +76,8 @@ class FullySharded:
                 module.reshard()
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.guard = UpdateGuard(optimizer, self.processes, replicas=_replicas(trainable, self.processes.size))
-        self._sums_up = sums_are_small(model)
+        self._local = LocalSums(model, self.processes)
         self._buckets: list[ShardedBucket] = []
-        self._sums: dict[nn.Parameter, Sum] = {}  # of whole parameters
         self._parts: dict[ShardedBucket, Tensor] = {}  # reduced sums
 
     def begin(self) -> None:
@@ -102,9 +100,9 @@ class FullySharded:
             EngineError: autograd left a gradient, which would be released unclipped.
         """
         refuse_foreign_gradients(parameters)
-        if self._sums_up and not last:
+        if not last and self._local.fit():
             for parameter in parameters.values():
-                self._sums[parameter] = self._formed(parameter, add_to)
+                self._local.keep(parameter, self._formed(parameter, add_to))
             return
         if not self._buckets:
             self._buckets = sharded_buckets(parameters.values())
@@ -132,10 +130,7 @@ class FullySharded:
 
     def _formed(self, parameter: Any, add_to: AddTo) -> Sum:
         """Return this process's sum of one whole parameter, over this and the microbatches that were kept."""
-        total = self._sums.pop(parameter, None)
-        if total is None:
-            device = torch.device(parameter.device_mesh.device_type)
-            total = Sum(parameter.shape, accumulation_dtype(parameter.dtype), device)
+        total = self._local.begun(parameter)
         add_to(parameter, total)
         return total
 

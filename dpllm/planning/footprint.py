@@ -17,17 +17,17 @@ The assumptions are:
   bitsandbytes' AdamW have 8 or 32 bits; paged ones are counted as if they stayed on the GPU.
 * Every row has T tokens without padding, all tokens are targets, attention runs in a fused kernel that saves no (T, T)
   matrix, dropout is 0, and all blocks are equal.
-* Sums are float32. FSDP2 forms them in buckets, of which two exist at a time, and ZeRO-3 in groups of 5e7 entries; both
-  keep a shard. ZeRO-2 reduces buckets of 5e8 entries. These three keep whole sums between microbatches instead where
-  they take at most half the memory of a GPU's weights (LoRA), and reduce them once per step. ZeRO-1 passes the whole
-  sum once per step, and DeepSpeed's optimizer for bfloat16 holds a second copy.
+* Sums are float32. FSDP2 and ZeRO-3 form them in buckets, of which two exist at a time, and keep a shard. ZeRO-2
+  reduces buckets of 5e8 entries. These three keep whole sums between microbatches instead, and reduce them once per
+  step, where memory is left for them on every GPU (`Run.adds_up`), or they take at most half the memory of a GPU's
+  weights (LoRA). ZeRO-1 passes the whole sum once per step, and DeepSpeed's optimizer for bfloat16 holds a second copy.
 * An average of the weights (``train.average``) is float32, divided as the optimizer's state is. While it is shown, for
   an evaluation or a save, it replaces the weights, which are kept beside it (DeepSpeed: they are the master weights).
 * ``privacy.gradients=per_unit`` holds the gradient of one unit in place of the book; "auto" counts as ghost.
 * A collective over n GPUs sends (n - 1)/n of the tensor per GPU for an all-gather or a reduce-scatter, twice that for
   an all-reduce (ring algorithms). DDP reduce-scatters sums and gathers finished gradients in the weights' dtype. FSDP2
-  and ZeRO-3 gather all weights for forward and for backward of each microbatch; ZeRO-3 gathers each trainable weight
-  once more to pass its sum, ZeRO-1 and -2 gather the updated weights. Padding of shards is not counted.
+  and ZeRO-3 gather all weights for forward and for backward of each microbatch, ZeRO-1 and -2 the updated weights.
+  Padding of shards is not counted.
 * CUDA context, fragmentation of the allocator, and buffers of NCCL are not counted: leave 5 to 10 % free.
 
 Sources: `dpllm.engines`, `dpllm.ghost`; ZeRO, arXiv:1910.02054, section 5 and 7; accelerate/utils/fsdp_utils.py
@@ -99,6 +99,8 @@ class Run(Update):
     """Whether one unit is run at a time (privacy.gradients=per_unit)."""
     head: str = "auto"
     """``model.head``; "whole" where the loss is not that of a causal language model."""
+    adds_up: bool = False
+    """Whether memory is left for whole sums between the microbatches of a step (`dpllm.engines.local_sums`)."""
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -139,8 +141,7 @@ _FLOAT32, _BFLOAT16 = 4, 2
 _INDEX = 8  # bytes of a token id
 _LIVE = 10**9  # DeepSpeed's stage3_max_live_parameters: gathered entries that it keeps before it frees any
 _BUCKET = 5 * 10**8  # DeepSpeed's reduce_bucket_size, in entries
-_FSDP_BUCKET = 16 * 2**20  # bytes of the sums that FSDP2 reduces together; a larger one is reduced by itself
-_GROUP = 5 * 10**7  # DeepSpeed's stage3_prefetch_bucket_size: entries whose sums ZeRO-3 passes together
+_SUMS_BUCKET = 16 * 2**20  # bytes of the sums that FSDP2 and ZeRO-3 reduce together; a larger one by itself
 _BLOCK_OF_MOMENTS = 256  # entries of a moment of 8 bits that share a float32 scale, in bitsandbytes
 _ADAMW = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused")),
@@ -243,6 +244,12 @@ class Footprint:
     def total(self) -> int:
         """The kept memory and the peak of the passing one."""
         return self.kept.total + self.passing.peak
+
+    @property
+    def with_whole_sums(self) -> Footprint | None:
+        """The same run where memory is left for whole sums; None if its engine does not need more for them."""
+        added = footprint(self.shape, dataclasses.replace(self.run, adds_up=True))
+        return None if added.kept == self.kept else added
 
     def seconds(self, bandwidth: float) -> float:
         """Return the seconds of communication per step at a bandwidth in bytes per second, without overlap."""
@@ -362,7 +369,7 @@ def _share(size: int, group: int) -> int:
 
 
 def _keeps_whole_sums(shape: ModelShape, run: Run, weights: int) -> bool:
-    """Whether a GPU keeps whole sums between microbatches, by the rule of `dpllm.engines.buckets`.
+    """Whether a GPU keeps whole sums between microbatches, by the rules of `dpllm.engines.local_sums`.
 
     Args:
         shape: of the model.
@@ -371,7 +378,8 @@ def _keeps_whole_sums(shape: ModelShape, run: Run, weights: int) -> bool:
     """
     if not (run.shards_weights or run.engine == "zero2") or run.num_microbatches == 1:
         return False
-    return _FLOAT32 * shape.trainable <= (_share(weights, run.num_gpus) if run.shards_weights else weights) // 2
+    held = _share(weights, run.num_gpus) if run.shards_weights else weights
+    return run.adds_up or _FLOAT32 * shape.trainable <= held // 2
 
 
 def _sum(shape: ModelShape, run: Run, weights: int) -> int:
@@ -532,11 +540,8 @@ def _forming(shape: ModelShape, run: Run) -> int:
     noise = min(_FLOAT32 * ENTRIES_AT_A_TIME, _share(largest, run.num_gpus))
     if run.engine == "zero2":
         return largest + noise + copies + 2 * _FLOAT32 * min(shape.trainable, _BUCKET)
-    if run.engine == "zero3":  # the sums of a group, their flat copy, and the gathered weights
-        group = min(shape.trainable, max(shape.largest_trainable, _GROUP))
-        return (2 * _FLOAT32 + _BFLOAT16) * group + noise + copies
-    if run.is_fsdp:
-        return copies + noise + 2 * min(_FLOAT32 * shape.trainable, max(largest, _FSDP_BUCKET))
+    if run.shards_weights:
+        return copies + noise + 2 * min(_FLOAT32 * shape.trainable, max(largest, _SUMS_BUCKET))
     return copies + noise
 
 
@@ -557,10 +562,7 @@ def _communication(shape: ModelShape, run: Run, dtypes: _Dtypes, whole: int) -> 
     if run.engine in ("zero1", "zero2"):
         times = reductions if run.engine == "zero2" else 2 if run.bf16 else 1
         return Sent(weights=around(updated), sums=times * around(sums))
-    gathers = 2 * microbatches * dtypes.gather * shape.total
-    if run.engine == "zero3":
-        gathers += reductions * updated  # once more, to pass the sum
-    return Sent(weights=around(gathers), sums=reductions * around(sums))
+    return Sent(weights=around(2 * microbatches * dtypes.gather * shape.total), sums=reductions * around(sums))
 
 
 def footprint_of_recipe(

@@ -12,8 +12,9 @@ from dpllm.planning.footprint import Footprint
 NATURE = "computed by dpllm.planning.footprint, not measured"
 
 _NOISE = "noise of earlier steps, if it is stored"
-_MAY_BE_NONE = (_NOISE, "average of the weights")
-_SENT = ("sent per step", "of it for weights")
+_WHOLE, _SENT_THEN = "total, if whole sums are kept", "sent per step, if whole sums are kept"
+_MAY_BE_NONE = (_NOISE, "average of the weights", _WHOLE, _SENT_THEN)
+_SENT = ("sent per step", "of it for weights", _SENT_THEN)
 
 
 def footprint_rows(result: Footprint) -> list[tuple[str, str]]:
@@ -61,7 +62,7 @@ def _setting(result: Footprint) -> list[tuple[str, str]]:
 
 
 def _parts(result: Footprint) -> list[tuple[str, int]]:
-    kept, passing = result.kept, result.passing
+    kept, passing, whole = result.kept, result.passing, result.with_whole_sums
     return [
         ("weights", kept.weights),
         ("clipped sum", kept.clipped_sum),
@@ -76,6 +77,8 @@ def _parts(result: Footprint) -> list[tuple[str, int]]:
         ("total, at most", result.total),
         ("sent per step", result.sent.total),
         ("of it for weights", result.sent.weights),
+        (_WHOLE, 0 if whole is None else whole.total),
+        (_SENT_THEN, 0 if whole is None else whole.sent.total),
     ]
 
 

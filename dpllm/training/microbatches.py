@@ -2,10 +2,11 @@
 
 Clipping is per unit, so the division changes nothing but speed. Drawn units are put in a secret random order and dealt
 to the processes in turn (`deal`): each process gets the same number, and no unit's process depends on the length or the
-content of another unit. Within a process units are sorted by length, and the cuts between microbatches leave the least
-padding (`best_cuts`). A unit stays in one microbatch, unless it has more rows than fit: then it gets several
-microbatches for itself, all but the last marked as continued. Every process gets the same number of microbatches: a
-process with none left, like a step without any unit, runs a single padding row, whose loss has weight 0.
+content of another unit. Within a process units are sorted by length, and the cuts between microbatches are chosen for
+all processes together, so that microbatches that run at the same time cost about the same (`dpllm.training.cuts`). A
+unit stays in one microbatch, unless it has more rows than fit: then it gets several microbatches for itself, all but
+the last marked as continued. Every process gets the same number of microbatches. Where one has no rows, as in a step
+without any unit, it runs a single padding row, whose loss has weight 0.
 
 Shape suffixes: B rows, U units.
 """
@@ -23,17 +24,10 @@ from torch import Tensor
 from dpllm.data.labels import BOUNDARIES
 from dpllm.data.single_rows import collator_of, reader_of
 from dpllm.data.units import UnitIndex
+from dpllm.training.cuts import Bounds, Piece, joint_pieces
 
 _WORD = 2**64 - 1
 PADDING_UNIT = -1  # the unit of a row that belongs to none; its loss has weight 0
-TOKENS_PER_MICROBATCH = 1024
-"""Cost of one more microbatch, in tokens of padding.
-
-Each microbatch reads the weights for forward and backward and adds a gradient to a float32 sum, about 16 bytes per
-parameter, while a token costs 6 operations per parameter: at the 100 operations per byte of a large GPU that equals
-about 270 tokens. Python's time for the launches adds about a thousand tokens for a model of 10^9 parameters. Too
-large a value leaves padding; too small a value makes microbatches that do not fill the device.
-"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,34 +178,32 @@ def microbatches(
     tokens = lengths[rows].astype(np.int64)  # of 8 bits, products would not fit
     tokens_U = np.zeros(len(unit_ids), dtype=np.int64)
     np.maximum.at(tokens_U, position, tokens)
-    rank_of = np.empty(len(unit_ids), dtype=np.int64)  # longest first: memory peaks at once or never
-    rank_of[np.argsort(-tokens_U, kind="stable")] = np.arange(len(unit_ids))
-    order = np.lexsort((-tokens, rank_of[position]))
-    rows, tokens, unit = rows[order], tokens[order], rank_of[position][order]
-    rows_of_unit = np.bincount(unit, minlength=len(unit_ids))
-    owner = deal(unit_ids, size, key)[np.argsort(rank_of)]
-    pieces = []
-    for process in range(size):
-        its = tokens[owner[unit] == process]
-        room = _room(its, max_rows, max_tokens, packed)
-        cut = each_unit if one_unit else full_cuts if packed else best_cuts
-        pieces.append(list(_pieces(rows_of_unit[owner == process], its, room, cut)))
-    mine = owner[unit] == rank
-    rows, tokens, unit = rows[mine], tokens[mine], np.cumsum(owner == rank)[unit[mine]] - 1
-    shares = _shares(tokens, pieces[rank], packed)
-    count = max(1, *map(len, pieces))
+    owner_U = deal(unit_ids, size, key)
+    order_U = np.lexsort((-tokens_U, owner_U))  # longest first: memory peaks at once or never
+    place_U = np.empty_like(order_U)
+    place_U[order_U] = np.arange(len(unit_ids))
+    unit = place_U[position]
+    order = np.lexsort((-tokens, unit))
+    rows, tokens, unit = rows[order], tokens[order], unit[order]
+    first_R = np.searchsorted(owner_U[order_U], np.arange(size + 1))
+    bounds = Bounds(max_rows, max_tokens, packed, one_unit)
+    pieces = joint_pieces(np.bincount(unit, minlength=len(unit_ids)), tokens, first_R, rank, bounds)
+    shares = _shares(tokens, pieces, packed)
 
     def made() -> Iterator[Microbatch]:
-        for (start, stop, continues), share in zip(pieces[rank], shares, strict=True):
+        for piece, share in zip(pieces, shares, strict=True):
+            if piece is None:
+                padding = make(read(np.asarray(units.rows[:1])))
+                yield Microbatch(padding, torch.tensor([PADDING_UNIT]), num_units=0)
+                continue
+            start, stop, continues = piece
             here = unit[start:stop]
             num_units = 0 if continues else int(here[-1] - here[0]) + 1
             numbers = rows[start:stop]
             taken = RowsTaken([make.row(row) for row in read(numbers)], lengths[numbers], make.batch)
             yield taken.microbatch(here - here[0], num_units, continues, share)
-        for _ in range(count - len(pieces[rank])):
-            yield Microbatch(make(read(np.asarray(units.rows[:1]))), torch.tensor([PADDING_UNIT]), num_units=0)
 
-    return StepBatch(count, made)
+    return StepBatch(len(pieces), made)
 
 
 def deal(unit_ids: np.ndarray, size: int, key: int) -> np.ndarray:
@@ -238,12 +230,15 @@ def deal(unit_ids: np.ndarray, size: int, key: int) -> np.ndarray:
     return owner
 
 
-def _shares(lengths: np.ndarray, pieces: Sequence[tuple[int, int, bool]], packed: bool) -> list[float]:
-    """Return each microbatch's part of the tokens of all, as `best_cuts` counts them; each begins with its longest."""
-    tokens = [
-        int(lengths[start:stop].sum()) if packed else (stop - start) * int(lengths[start]) for start, stop, _ in pieces
-    ]
-    return [one / max(1, sum(tokens)) for one in tokens]
+def _shares(tokens: np.ndarray, pieces: Sequence[Piece | None], packed: bool) -> list[float]:
+    """Return each microbatch's part of the tokens of all, padding included; each begins with its longest row."""
+    own = [0 if one is None else _tokens(tokens[one[0] : one[1]], packed) for one in pieces]
+    return [count / max(1, sum(own)) for count in own]
+
+
+def _tokens(tokens: np.ndarray, packed: bool) -> int:
+    """Return the tokens of a microbatch."""
+    return int(tokens.sum()) if packed else len(tokens) * int(tokens[0])
 
 
 def _scrambled(words: np.ndarray) -> np.ndarray:
@@ -252,106 +247,3 @@ def _scrambled(words: np.ndarray) -> np.ndarray:
     words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return words ^ words >> np.uint64(31)
-
-
-def _room(lengths: np.ndarray, max_rows: int | None, max_tokens: int | None, packed: bool) -> np.ndarray:
-    """Return (num_rows,): the rows that fit into a microbatch beginning with each of these, sorted longest first."""
-    room = np.full(len(lengths), max_tokens if max_rows is None else max_rows)  # a row has a token at least
-    if max_tokens is None:
-        return room
-    if packed:
-        until = np.cumsum(lengths)
-        fitting = np.searchsorted(until, until - lengths + max_tokens, side="right") - np.arange(len(lengths))
-    else:
-        fitting = max_tokens // np.maximum(1, lengths)
-    return np.minimum(room, np.maximum(1, fitting))
-
-
-def best_cuts(rows_U: np.ndarray, longest_U: np.ndarray, room_U: np.ndarray) -> list[tuple[int, int]]:
-    """Cut units sorted by length so that padded tokens plus `TOKENS_PER_MICROBATCH` per microbatch are fewest.
-
-    A microbatch costs its rows times its longest row. Dynamic programming from the end: the best cost of the units from
-    u on is the minimum, over the end of the first microbatch, of its cost plus the best cost of the rest. A cut between
-    two equal units must be tried only if the microbatch after it is full; if it is not, the unit before the cut can
-    move over without raising the sum.
-
-    Args:
-        rows_U: (U,) number of rows of each unit.
-        longest_U: (U,) tokens of each unit's longest row, in falling order.
-        room_U: (U,) rows that fit into a microbatch that begins with this unit, not falling.
-
-    Returns:
-        First and last unit + 1 of each microbatch. A unit with more rows than fit is in a microbatch by itself.
-
-    >>> best_cuts(np.array([1, 1, 1, 1]), np.array([900, 20, 10, 10]), np.array([4, 4, 4, 4]))
-    [(0, 1), (1, 4)]
-    """
-    num_units = len(rows_U)
-    numbers = np.arange(num_units)
-    ends = np.concatenate(([0], np.cumsum(rows_U)))
-    latest = np.maximum(numbers + 1, np.searchsorted(ends, ends[:-1] + room_U, side="right") - 1)
-    if_full = np.clip(np.searchsorted(ends, ends[:-1] + room_U - rows_U, side="right"), numbers + 1, latest)
-    alike = np.zeros(num_units, dtype=bool)
-    alike[1:] = (rows_U[1:] == rows_U[:-1]) & (longest_U[1:] == longest_U[:-1])
-    earliest = np.where(alike, if_full, numbers + 1)
-    best = np.zeros(num_units + 1)
-    end_of = np.empty(num_units, dtype=np.int64)
-    for first, low, high, tokens in zip(
-        range(num_units - 1, -1, -1),
-        earliest[::-1].tolist(),
-        latest[::-1].tolist(),
-        longest_U[::-1].tolist(),
-        strict=True,
-    ):
-        costs = best[low : high + 1] + (ends[low : high + 1] - ends[first]) * tokens
-        place = int(costs[::-1].argmin())  # among equal costs the latest: the longest rows fill their microbatch
-        end_of[first] = high - place
-        best[first] = costs[-1 - place] + TOKENS_PER_MICROBATCH
-    cuts, first = [], 0
-    while first < num_units:
-        cuts.append((first, int(end_of[first])))
-        first = cuts[-1][1]
-    return cuts
-
-
-def each_unit(rows_U: np.ndarray, longest_U: np.ndarray, room_U: np.ndarray) -> list[tuple[int, int]]:
-    """Cut as `best_cuts`, between all units: no microbatch gets rows of two units."""
-    del longest_U, room_U
-    return [(unit, unit + 1) for unit in range(len(rows_U))]
-
-
-def full_cuts(rows_U: np.ndarray, longest_U: np.ndarray, room_U: np.ndarray) -> list[tuple[int, int]]:
-    """Cut as `best_cuts` for rows without padding: each microbatch takes as many units as fit."""
-    del longest_U
-    ends = np.concatenate(([0], np.cumsum(rows_U)))
-    latest = np.maximum(np.arange(len(rows_U)) + 1, np.searchsorted(ends, ends[:-1] + room_U, side="right") - 1)
-    cuts, first = [], 0
-    while first < len(rows_U):
-        cuts.append((first, int(latest[first])))
-        first = cuts[-1][1]
-    return cuts
-
-
-_Cut = Callable[[np.ndarray, np.ndarray, np.ndarray], list[tuple[int, int]]]
-
-
-def _pieces(
-    rows_of_unit: np.ndarray, lengths: np.ndarray, room: np.ndarray, cut: _Cut
-) -> Iterator[tuple[int, int, bool]]:
-    """Cut rows ordered by unit: return each microbatch's begin and end, and whether its unit continues.
-
-    Args:
-        rows_of_unit: (U,) number of rows of each unit.
-        lengths: (num_rows,) tokens of each row; the longest of a unit comes first.
-        room: (num_rows,) rows that fit into a microbatch that begins with this row, its longest.
-        cut: divides the units over microbatches: `best_cuts`, `full_cuts` or `each_unit`.
-    """
-    ends = np.concatenate(([0], np.cumsum(rows_of_unit)))
-    here = ends[:-1]
-    for first, last in cut(rows_of_unit, lengths[here], room[here]):
-        begin, end = int(ends[first]), int(ends[last])
-        while end - begin > room[begin]:
-            stop = begin + int(room[begin])
-            yield begin, stop, True
-            begin = stop
-        yield begin, end, False

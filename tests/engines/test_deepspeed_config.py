@@ -32,6 +32,7 @@ SWITCHED = {
     "compression_training": ({"weight_quantization": {}}, [{}]),
     "sequence_parallel_size": (2, [1]),
     "zero_optimization.offload_optimizer.super_offload": (True, [False]),
+    "zero_optimization.offload_param.device": ("nvme", ["cpu", "none"]),
     "pipeline": ({"stages": 2}, [{}]),
     "tensor_parallel": ({"autotp_size": 2}, [{"autotp_size": 0}, {"autotp_size": 1}]),
 }

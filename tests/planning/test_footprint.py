@@ -361,7 +361,7 @@ def test_communication(shape):
         "fsdp2": (microbatches * 2 * 2, microbatches * 4),
         "zero1": (2, 2 * 4),
         "zero2": (2, microbatches * 4),
-        "zero3": (microbatches * 3 * 2, microbatches * 4),
+        "zero3": (microbatches * 2 * 2, microbatches * 4),
     }
     for engine, (weights, sums) in expected.items():
         result = footprint(shape, run_of(engine, gpus, bf16=True))
@@ -390,6 +390,11 @@ def test_small_sums_are_kept_whole_and_reduced_once_per_step(engine):
         once, often = (footprint(shape, run) for run in runs)
         assert often.sent.sums == (1 if small else 4) * once.sent.sums
         assert (often.kept.clipped_sum > once.kept.clipped_sum) == small
+        added = often.with_whole_sums
+        assert once.with_whole_sums is None and (added is None) == small
+        if added is not None:  # memory is left
+            assert added.sent.sums == once.sent.sums and added.sent.weights == often.sent.weights
+            assert added.total == often.total + 4 * shape.trainable
 
 
 def test_more_rows_cost_memory_and_save_communication(shape):
@@ -604,7 +609,7 @@ BATCH, TOKENS, BANDWIDTH, USABLE = 1024, 2048, 50e9, 0.9
 def scale_table():
     """Return the table of launch/README.md, in Markdown."""
     names = ["model", "GPUs", "engine", "weights", "sum", "optimizer", "gathered", "activations", "logits", "book"]
-    names += ["forming", "**total**", "80 GiB", "141 GB", "sent: microbatch", "step", "at 50 GB/s"]
+    names += ["forming", "**total**", "80 GiB", "141 GB", "sent: microbatch", "step", "at 50 GB/s", "step, whole sums"]
     lines = ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
     for size, mode, gpus, engines in SCALE:
         shape = shape_of_model(llama3(size, peft={"r": 16, "target_modules": "all-linear"} if mode == "LoRA" else None))
@@ -629,6 +634,7 @@ def scale_table():
                 f"{once.sent.total / 1e9:.1f} GB",
                 f"{result.sent.total / 1e12:.2f} TB",
                 f"{result.seconds(BANDWIDTH):.0f} s",
+                f"{(result.with_whole_sums or result).sent.total / 1e12:.2f} TB",
             ]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

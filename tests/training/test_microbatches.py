@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpllm.data.units import UnitIndex
-from dpllm.training.microbatches import PADDING_UNIT, TOKENS_PER_MICROBATCH, best_cuts, deal, microbatches
+from dpllm.training.cuts import TOKENS_PER_MICROBATCH, Bounds, best_cuts, joint_pieces
+from dpllm.training.microbatches import PADDING_UNIT, deal, microbatches
+from tests.mutations import kills
 
 
 def collate(rows):
@@ -273,32 +275,111 @@ def test_lengths_of_other_integers_keep_the_budget():
     assert all(one == found[0] for one in found)
 
 
-def cost_of(cuts, rows, longest):
-    """Padded tokens, and the cost of the microbatches in tokens."""
-    return sum(sum(rows[first:last]) * longest[first] + TOKENS_PER_MICROBATCH for first, last in cuts)
+def cost_of(cuts, rows_RU, longest_RU):
+    """The cost of common cuts, in tokens: padded ones of the process that has most, and those that stand for a call."""
+    return sum(
+        max(rows_RU[:, first:last].sum(axis=1) * longest_RU[:, first]) + TOKENS_PER_MICROBATCH for first, last in cuts
+    )
+
+
+def fits(first, last, rows_RU, room_RU):
+    """Whether units may be in one microbatch on every process; one with more rows than fit is in one by itself."""
+    return last == first + 1 or bool((rows_RU[:, first:last].sum(axis=1) <= room_RU[:, first]).all())
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_no_cut_of_the_units_costs_less(data):
+def test_no_common_cut_of_the_units_costs_less(data):
     """Against every division of a few units into microbatches that fit; units of several rows, many of them equal."""
-    scale = data.draw(st.sampled_from([1, 100, 600]))
-    longest = sorted(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=9)), reverse=True)
-    longest = np.array(longest) * scale
-    rows = np.array([data.draw(st.sampled_from([1, 1, 1, 2, 3])) for _ in longest])
+    scale, size = data.draw(st.sampled_from([1, 100, 600])), data.draw(st.sampled_from([1, 1, 2, 3]))
+    count = data.draw(st.integers(1, 9))
+    lists = st.lists(st.integers(1, 4), min_size=count, max_size=count)
+    longest = np.array([sorted(data.draw(lists), reverse=True) for _ in range(size)]) * scale
+    rows = np.array([[data.draw(st.sampled_from([1, 1, 1, 2, 3])) for _ in range(count)] for _ in range(size)])
+    for rank in range(size):
+        if data.draw(st.booleans()) and size > 1 and count > 1:  # it has a unit less than others
+            longest[rank, -1] = rows[rank, -1] = 0
     budget, max_rows = data.draw(st.integers(1, 20)) * scale, data.draw(st.integers(1, 9))
-    room = np.minimum(max_rows, np.maximum(1, budget // longest))
+    room = np.minimum(max_rows, np.maximum(1, budget // np.maximum(1, longest)))
     possible = []
-    for inner in itertools.product([False, True], repeat=len(rows) - 1):
-        edges = [0, *(at + 1 for at, cut_here in enumerate(inner) if cut_here), len(rows)]
+    for inner in itertools.product([False, True], repeat=count - 1):
+        edges = [0, *(at + 1 for at, cut_here in enumerate(inner) if cut_here), count]
         cuts = list(itertools.pairwise(edges))
-        if all(last == first + 1 or rows[first:last].sum() <= room[first] for first, last in cuts):
+        if all(fits(*one, rows, room) for one in cuts):
             possible.append(cost_of(cuts, rows, longest))
     found = best_cuts(rows, longest, room)
-    assert found[0][0] == 0 and found[-1][1] == len(rows)
+    assert found[0][0] == 0 and found[-1][1] == count
     assert all(before[1] == after[0] for before, after in itertools.pairwise(found))
-    assert all(last == first + 1 or rows[first:last].sum() <= room[first] for first, last in found)
+    assert all(fits(*one, rows, room) for one in found)
     assert cost_of(found, rows, longest) == min(possible)
+
+
+def in_lockstep(shares):
+    """Tokens of the largest of the microbatches that run together, padding included; padding rows are not counted."""
+    return [
+        max(one.num_tokens if int(one.unit_index.max()) >= 0 else 0 for one in together)
+        for together in zip(*shares, strict=True)
+    ]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_processes_do_not_cost_more_than_with_the_best_common_cuts(data):
+    """In lockstep, where the largest of the microbatches that run together counts."""
+    size, max_rows = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
+    scale = data.draw(st.sampled_from([1, 300, 2000]))
+    lengths = np.array(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=20))) * scale
+    owner = deal(np.arange(len(lengths)), size, 5)
+    most = int(np.bincount(owner, minlength=size).max())
+    longest = np.zeros((1, most), dtype=int)  # at each place, over the processes
+    for mine in (np.sort(lengths[owner == rank])[::-1] for rank in range(size)):
+        longest[0, : len(mine)] = np.maximum(longest[0, : len(mine)], mine)
+    rows = np.ones_like(longest)
+    bound = cost_of(best_cuts(rows, longest, max_rows * rows), rows, longest)
+    units = UnitIndex.one_row_per_unit(len(lengths))
+    costs = in_lockstep([cut(units, lengths, range(len(lengths)), max_rows, rank, size, key=5) for rank in range(size)])
+    assert sum(costs) + TOKENS_PER_MICROBATCH * len(costs) <= bound
+
+
+@pytest.mark.parametrize(("size", "most"), [(2, 1.25), (8, 1.55), (64, 3.0)])
+def test_microbatches_that_run_together_cost_about_the_same(size, most):
+    """Tokens of a step in lockstep, as a multiple of a process's mean without padding; lengths spread as of text."""
+    ratios = []
+    for seed in range(3):
+        lengths = np.exp(np.random.default_rng(seed).normal(np.log(100), 0.9, 1024)).astype(np.int64)
+        units = UnitIndex.one_row_per_unit(1024)
+        shares = [cut(units, lengths, range(1024), None, r, size, max_tokens=8192, key=seed) for r in range(size)]
+        ratios.append(sum(in_lockstep(shares)) / (lengths.sum() / size))
+    assert np.mean(ratios) < most
+
+
+@kills(
+    "a process that is ahead waits between the pieces of a unit",
+    "dpllm/training/cuts.py",
+    "np.maximum(parts.full(part, budget), at + inside)",
+    "parts.full(part, budget)",
+)
+def test_the_pieces_of_a_unit_follow_each_other_without_padding():
+    """The clipper holds its rows from one to the next: also where a process is ahead, and the budget falls."""
+    rows, tokens = np.array([3, 2, 1, 2]), np.array([90, 90, 20, 70, 60, 90, 70, 70])  # two units on each process
+    pieces = [joint_pieces(rows, tokens, np.array([0, 2, 4]), rank, Bounds(1, None)) for rank in range(2)]
+    assert len(pieces[0]) == len(pieces[1])
+    assert pieces[1][:3] == [(5, 6, False), (6, 7, True), (7, 8, False)]
+    for own in pieces:
+        assert all(after is not None for before, after in itertools.pairwise(own) if before and before[2])
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_more_units_than_cuts_are_chosen_for_are_divided_too(size, monkeypatch):
+    """Each microbatch is as full as its bounds allow, and no unit is lost."""
+    monkeypatch.setattr("dpllm.training.cuts.MOST_PLACES", 4)
+    rng = np.random.default_rng(0)
+    owner = rng.integers(0, 40, 100)
+    units, lengths = UnitIndex.from_ids([str(one) for one in owner]), rng.integers(1, 50, 100)
+    shares = [cut(units, lengths, range(units.num_units), 6, rank, size, 120) for rank in range(size)]
+    assert sorted(unit for share in shares for unit in units_of(share, units)) == list(range(units.num_units))
+    assert len({len(share) for share in shares}) == 1
+    assert all(one.num_tokens <= 120 or len(one.unit_index) == 1 for share in shares for one in share)
 
 
 def test_a_few_long_rows_do_not_stretch_the_others():
@@ -318,5 +399,5 @@ def test_the_first_of_equally_good_cuts_is_full():
 
 def test_no_units_have_no_cuts():
     """Nothing drawn, nothing cut."""
-    none = np.zeros(0, dtype=np.int64)
+    none = np.zeros((1, 0), dtype=np.int64)
     assert best_cuts(none, none, none) == []

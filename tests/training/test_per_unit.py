@@ -39,9 +39,9 @@ def gradients_of(run, optimizer, model, units, loss=loss_of):
 
 @kills(
     "one unit at a time, a call gets rows of several units",
-    "dpllm/training/microbatches.py",
-    "return [(unit, unit + 1) for unit in range(len(rows_U))]",
-    "return [(0, len(rows_U))] if len(rows_U) else []",
+    "dpllm/training/cuts.py",
+    "np.repeat(large_U | bounds.one_unit, ",
+    "np.repeat(large_U, ",
 )
 @pytest.mark.parametrize("max_rows", [5, 1])
 def test_a_run_releases_the_sums_of_ghost_norms(max_rows, tmp_path):
