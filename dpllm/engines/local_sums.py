@@ -55,7 +55,7 @@ class LocalSums:
         """Return the sum that was kept for a parameter, or begin one of its whole shape; it is kept no longer."""
         kept = self._sums.pop(parameter, None)
         shape = torch.Size(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO-3 keeps the shape there
-        return kept or Sum(shape, accumulation_dtype(parameter.dtype), _device_of(parameter))
+        return Sum(shape, accumulation_dtype(parameter.dtype), _device_of(parameter)) if kept is None else kept
 
     def keep(self, parameter: nn.Parameter, total: Sum) -> None:
         """Keep the sum of a parameter until the next microbatch."""
