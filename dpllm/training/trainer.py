@@ -512,7 +512,7 @@ class DPTrainer(TrainerOutputs):
         complete_generation_config(self._module)
 
         def on_main() -> str:
-            new = bytes_to_write(self._module, self.args, self.plan.num_steps, self._merges)
+            new = bytes_to_write(self._module, self.args, self.plan.num_steps, self._merges, self._seals_start)
             check_output_folder("train.output_dir", folder, REPORTS if continues else new)
             return rehearse(
                 self._module,

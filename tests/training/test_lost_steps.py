@@ -13,6 +13,7 @@ from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.report.verify import verify as verify_report
 from dpllm.training.trainer import WhenAttached
 from tests.conftest import tiny_llama_config
+from tests.mutations import kills
 from tests.training.test_trainer import At, arguments, trainer
 
 pytestmark = pytest.mark.usefixtures("rows_not_compared")
@@ -102,6 +103,12 @@ def test_a_resume_without_a_step_left_releases_the_checkpoint_and_states_it(tmp_
     assert verify_report(tmp_path).ok and "the released weights hold 2" in html(tmp_path)
 
 
+@kills(
+    "a run whose steps are all lost releases an untrained model",
+    "dpllm/training/resume.py",
+    "        refuse_empty_model(folder, checkpoint)\n",
+    "",
+)
 def test_a_resume_that_could_only_release_the_start_is_refused(tmp_path):
     """All steps are charged, and no checkpoint holds one of them."""
     failed(tmp_path, 4, 9)
@@ -124,6 +131,12 @@ def test_a_run_whose_settings_change_before_its_first_step_begins_again(tmp_path
     assert not (tmp_path / "checkpoint-0").exists() and verify_report(tmp_path).ok
 
 
+@kills(
+    "a checkpoint without an optimizer is continued as if it had one",
+    "dpllm/engines/engine_pairs.py",
+    "    if weights_only:\n        return Way.WEIGHTS\n",
+    "    return Way.WEIGHTS\n",
+)
 def test_optimizer_and_schedule_are_never_begun_again_in_silence(tmp_path):
     """A checkpoint of weights only is refused, unless the run says that it continues weights only."""
     only = saving(tmp_path, 2, save_only_model=True)
