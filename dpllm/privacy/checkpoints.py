@@ -139,7 +139,7 @@ def publish(
     final: str | Path,
     hash_whole_up_to: int = HASH_WHOLE_UP_TO,
     ledger: Mapping[str, Any] | None = None,
-    made_by: tuple[int, str] | None = None,
+    made_by: tuple[int, str] | tuple[int, str, str] | None = None,
 ) -> None:
     """Make a complete staging folder the checkpoint `final`. Call it on one process, after all have written.
 
@@ -159,7 +159,8 @@ def publish(
         final: ``output_dir/checkpoint-<step>``, on the same file system.
         hash_whole_up_to: bytes.
         ledger: the head of the run's ledger, for the manifest (`dpllm.privacy.identity`).
-        made_by: the number of processes and the name of their engine, for the manifest.
+        made_by: the number of processes, the class of their engine and, if it is known, the accelerate config that
+            selects it ("zero3"), for the manifest.
 
     Raises:
         CheckpointError: the folder is missing, empty, holds a link, or lacks the shards of a process; or the file
@@ -173,7 +174,7 @@ def publish(
             f"{staging} holds no file, so there is no checkpoint to publish: save into it first, and call publish when "
             "every process has done so"
         )
-    size, engine = made_by or (1, "")
+    size, engine, *config = made_by or (1, "")
     if absent := ranks_without_shards(names, size):
         raise CheckpointError(
             f"{staging} lacks the shards of rank(s) {_listed(absent)} of {size} ({engine}), so the checkpoint could "
@@ -192,7 +193,7 @@ def publish(
             "files": dict(zip(names, entries, strict=True)),
         }
         if made_by is not None:
-            manifest["made_by"] = {"processes": size, "engine": engine}
+            manifest["made_by"] = {"processes": size, "engine": engine} | ({"config": config[0]} if config else {})
         if ledger is not None:
             manifest["ledger"] = dict(ledger)
         _write(staging / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
@@ -253,6 +254,16 @@ def named_files(checkpoint: str | Path) -> dict[str, Any]:
         CheckpointError: there is no manifest, or it cannot be read.
     """
     return dict(_read_manifest(Path(checkpoint))["files"])
+
+
+def made_by(checkpoint: str | Path) -> Mapping[str, Any]:
+    """Return what a checkpoint's manifest says about its engine: "processes", "engine" and, if it was known, "config".
+
+    Raises:
+        CheckpointError: there is no manifest, or it cannot be read.
+    """
+    made: Mapping[str, Any] = _read_manifest(Path(checkpoint)).get("made_by", {})
+    return made
 
 
 def ledger_of(checkpoint: str | Path) -> Mapping[str, Any] | None:
@@ -365,6 +376,29 @@ def rotate(output_dir: str | Path, limit: int, keep: Sequence[str | Path] = ()) 
             _remove(doomed)
         except OSError as error:
             raise CheckpointError(f"{folder} could not be deleted to keep to limit={limit}: {error}") from error
+
+
+def discard_start(output_dir: str | Path) -> None:
+    """Delete ``checkpoint-0``, the start of a run, when a later checkpoint or the model has replaced it.
+
+    Call it on one process. If there is none, nothing happens.
+
+    Raises:
+        CheckpointError: the file system failed.
+    """
+    start, doomed = checkpoint_folder(output_dir, 0), staging_folder(output_dir, 0)
+    if not start.is_dir():
+        return
+    try:
+        if doomed.exists():
+            _remove(doomed)
+        doomed.parent.mkdir(exist_ok=True)
+        _rename(start, doomed)  # a kill during the deletion leaves no incomplete checkpoint under its name
+        _remove(doomed)
+        with contextlib.suppress(OSError):  # not empty
+            doomed.parent.rmdir()
+    except OSError as error:
+        raise CheckpointError(f"{start} could not be deleted: {error}") from error
 
 
 def _listed(ranks: Sequence[int]) -> str:
@@ -539,8 +573,32 @@ def _not_whole(path: Path, what: str) -> CheckpointError:
     return CheckpointError(f"{path} {what}. This checkpoint is not complete; resume from another one")
 
 
+def innermost_cause(error: BaseException) -> BaseException:
+    """Return the error that began a chain of errors, which names the file; the others only name the work around it.
+
+    torch.distributed.checkpoint keeps the errors of the ranks in ``failures``, each with its traceback; one that rank 0
+    received is no cause in Python's sense.
+
+    >>> outer = RuntimeError("saving failed")
+    >>> outer.__cause__ = PermissionError(13, "Permission denied", "a/__1_0.distcp")
+    >>> innermost_cause(outer)
+    PermissionError(13, 'Permission denied')
+    """
+    seen: set[int] = set()
+    while id(error) not in seen:
+        seen.add(id(error))
+        failures = getattr(error, "failures", None)
+        first = next(iter(failures.values()), None) if isinstance(failures, Mapping) else None
+        first = first[0] if isinstance(first, tuple) and first else first
+        hidden = None if error.__suppress_context__ else error.__context__
+        inner = first if isinstance(first, BaseException) else error.__cause__ or hidden
+        error = error if inner is None else inner
+    return error
+
+
 def _not_saved(staging: Path, output_dir: Path, error: BaseException, name: str | None = None) -> CheckpointError:
     """Return the error with the cause, the file, the free space and the checkpoint to resume from."""
+    error = innermost_cause(error)
     reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300].rstrip('.')}"
     last = None if getattr(error, "filename", None) else _last_written(staging)
     where = f"; the last file written is {last}" if last else ""

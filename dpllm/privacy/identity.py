@@ -23,6 +23,8 @@ from dpllm.privacy.writer import known_writer
 
 STATE_FILE = "trainer_state.json"
 """The file in which the Trainer records the number of steps that its weights have taken."""
+LOST_STEPS = "charged steps that were lost before a resume and are not in the weights"
+"""The name of the ledger's fact about them; of several values the last one counts, which includes the others."""
 ADOPTED = (
     "The ledger's file was copied, or restored from a copy, and adopted by hand. Steps that another copy took are "
     "charged there and not here: make sure that no other copy was resumed, or add up the ε of all."
@@ -111,6 +113,21 @@ def steps_of_weights(folder: str | Path) -> int | None:
         return int(json.loads(path.read_text(encoding="utf-8"))["global_step"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise LedgerError(f"{path} cannot be read ({error}): restore it, or use another checkpoint") from error
+
+
+def lost_steps(contents: LedgerContents) -> int:
+    """Return the charged steps that the run's weights do not hold: a crash lost them, before the last resume."""
+    return int(str(contents.notes.facts.get(LOST_STEPS, [0])[-1]).split(" ")[0])
+
+
+def lost_fact(lost: int, contents: LedgerContents) -> str:
+    """Return the value of the fact `LOST_STEPS` for a resume; each resume has its own, since no fact is noted twice.
+
+    Args:
+        lost: the charged steps that the weights do not hold.
+        contents: contents of the ledger, with the line of this resume.
+    """
+    return f"{lost} of {contents.num_steps} (resume {len(contents.runs) - 1})"
 
 
 def check_checkpoint(ledger: str | Path, checkpoint: str | Path) -> None:

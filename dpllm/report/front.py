@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterator
 
+from dpllm.privacy.identity import LOST_STEPS
 from dpllm.privacy.rounding import format_percent, one_in, up_significant
 from dpllm.report.definition import REFUTED, TRAINED_MODEL
 from dpllm.report.disclosures import in_plain_words
@@ -201,6 +202,11 @@ def _when(findings: Findings) -> str:
         else f"{steps.charged:,} of {steps.planned + left_out:,} planned steps"
     )
     words.append(f" and took {taken}.")
+    if lost := _lost(findings):
+        words.append(
+            f" A crash lost {lost:,} of them, which count for ε all the same: the released weights hold "
+            f"{steps.charged - lost:,}."
+        )
     if left_out:
         words.append(f" {left_out:,} were left out after a resume: they would have cost more than the planned ε.")
     if findings.checkable.ended is None:
@@ -208,6 +214,12 @@ def _when(findings: Findings) -> str:
     elif steps.charged != steps.planned:
         words.append(f" It ended early ({findings.checkable.ended}).")
     return "".join(words)
+
+
+def _lost(findings: Findings) -> int:
+    """Return the charged steps that the weights do not hold (`dpllm.privacy.identity.lost_steps`)."""
+    found = [fact.values[-1] for fact in findings.definition.facts if fact.name == LOST_STEPS]
+    return int(str(found[-1]).split(" ")[0]) if found else 0
 
 
 def _protected(findings: Findings) -> str:

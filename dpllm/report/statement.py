@@ -24,7 +24,7 @@ from dpllm.mechanism.parts import FixedBatch
 from dpllm.mechanism.selection import SelectedRun
 from dpllm.privacy import accounting, comparison
 from dpllm.privacy.accounting import merge
-from dpllm.privacy.identity import COMPLETED, STOPPED_EARLY
+from dpllm.privacy.identity import COMPLETED, STOPPED_EARLY, lost_steps
 from dpllm.privacy.ledger import REPORT_FILE as JSON_FILE
 from dpllm.privacy.ledger import Ledger, LedgerContents, read_ledger
 from dpllm.privacy.query_plan import QueryPlan
@@ -321,6 +321,8 @@ def _steps(plan: PrivacyPlan, contents: LedgerContents) -> Steps:
     declared = contents.notes.stopped_independently and plan.selection is None
     how = "taken: the stop was declared independent" if declared else "planned"
     stated = f"; ε is stated for all steps {how}" if early else ""
+    lost = lost_steps(contents)
+    held = f"; the weights hold {taken - lost} of them, since {lost} were lost before a resume" if lost else ""
     total = planned if plan.selection is not None else sum(count for _, count in stated_history(plan, contents))
     if total > max(planned, taken):
         stated = f"; ε is stated for the {total} steps of the plan without a resume, which cost more"
@@ -330,7 +332,7 @@ def _steps(plan: PrivacyPlan, contents: LedgerContents) -> Steps:
         charged=taken,
         stated=total,
         torn_by_a_crash=contents.torn_steps,
-        words=f"{budget}{taken} of {plan.num_steps} planned steps were taken; {resumed}{ended}{stated}",
+        words=f"{budget}{taken} of {plan.num_steps} planned steps were taken{held}; {resumed}{ended}{stated}",
     )
 
 

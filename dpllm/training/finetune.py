@@ -59,6 +59,7 @@ from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
 from dpllm.models.model_argument import name_classes
 from dpllm.models.start_files import START_FILES, refuse_other_start, start_files
 from dpllm.privacy.budget import require_room
+from dpllm.privacy.identity import lost_steps
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PrivacyPlan, format_plan
 from dpllm.privacy.rounding import format_delta, format_epsilon
@@ -74,7 +75,7 @@ from dpllm.training.ledger_notes import OWN_TOKENIZER, PrivateSources
 from dpllm.training.pair_losses import HeldOutPairs
 from dpllm.training.preflight import PLAIN, check_recipe
 from dpllm.training.public_stage import start_in, train_on_public_text
-from dpllm.training.resume import RunCompletedError, begin_in, cut_short, to_go_on
+from dpllm.training.resume import RunCompletedError, begin_in, cut_short, steps_words, to_go_on
 from dpllm.training.screen import Phases
 from dpllm.training.signals import StopRequest, end_with_the_launcher, exit_code
 from dpllm.training.trainer import DPTrainer, WhenAttached
@@ -222,7 +223,7 @@ def run_in(recipe: Recipe, args: TrainingArguments, phases: Phases, began: float
     phases.begin("loading the model, tokenizing the records")
     before = Begin(None, phases, plan.num_steps)
     trainer, held_out = trainer_of(recipe, args, start, (train_records, eval_records), num_labels, before)
-    before.held_out = held_out if not resume else None
+    before.held_out, before.trainer = held_out if not resume else None, trainer
     trainer.add_callback(End(phases))
     trainer.add_callback(WhenAttached(lambda: phases.say(trainer.rehearsal or "")))
     trainer.declared_points, trainer.notes = start.declared, noted(recipe)
@@ -509,7 +510,7 @@ def stopped(trainer: DPTrainer, number: int) -> int:
     step, output = trainer.state.global_step, Path(str(trainer.args.output_dir))
     if trainer.args.should_save:
         rows = [
-            ("private steps", f"{step} of {trainer.plan.num_steps}"),
+            ("private steps", steps_taken(trainer)),
             ("checkpoint", str(output / f"checkpoint-{step}")),
             ("privacy report", str(output / "privacy_report.md")),
             *to_go_on(trainer.plan, read_ledger(output / LEDGER_FILE)),
@@ -522,13 +523,19 @@ def results(trainer: DPTrainer, picture: Path, began: float) -> list[tuple[str, 
     """Return the results for the summary: steps, files and time."""
     output, processes = Path(str(trainer.args.output_dir)), trainer.args.world_size
     return [
-        ("private steps", f"{trainer.state.global_step} of {trainer.plan.num_steps}"),
+        ("private steps", steps_taken(trainer)),
         *([("processes", f"{processes}")] if processes > 1 else []),
         ("model", str(output)),
         ("privacy report", str(output / "privacy_report.md")),
         ("picture", str(picture)),
         ("time", f"{time.monotonic() - began:.0f} s"),
     ]
+
+
+def steps_taken(trainer: DPTrainer) -> str:
+    """Return the charged steps of a run, and those that its weights hold where a crash lost some."""
+    contents = read_ledger(Path(str(trainer.args.output_dir)) / LEDGER_FILE)
+    return steps_words(contents.num_steps, trainer.plan.num_steps, lost_steps(contents))
 
 
 def use_all_cores() -> None:
@@ -600,6 +607,7 @@ class Begin(TrainerCallback):
     """Callback before the private steps: it measures the held-out records, and tells the phases.
 
     Attributes:
+        trainer: whose ledger has the charged steps; set before the training.
         result: the figure before the training. None: there was nothing to measure.
     """
 
@@ -607,6 +615,7 @@ class Begin(TrainerCallback):
         """Store the records to measure, and the number of planned steps."""
         self.held_out, self.phases, self._planned = held_out, phases, planned
         self.result: Measurement | None = None
+        self.trainer: DPTrainer | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure once, and begin the phase of the private steps."""
@@ -614,8 +623,9 @@ class Begin(TrainerCallback):
             self.phases.begin("evaluating before", "the held-out records")
             processes = Processes() if args.world_size > 1 else None
             self.result = evaluated(kwargs["model"], self.held_out, processes, self.phases)
-        taken = state.global_step
-        self.phases.begin("training", cut_short(state.max_steps - taken, self._planned - taken))
+        assert self.trainer is not None and self.trainer.ledger is not None, "the training has begun"
+        charged = self.trainer.ledger.num_steps  # more than the weights hold, where a crash lost some
+        self.phases.begin("training", cut_short(state.max_steps - charged, self._planned - charged))
         self.phases.say(NOISY_NORM)
 
 

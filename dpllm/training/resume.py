@@ -21,11 +21,12 @@ from pathlib import Path
 from transformers.utils import logging
 
 from dpllm.config import ConfigError
+from dpllm.engines.engine_pairs import Setup, Way, way_to_load
 from dpllm.engines.processes import Processes
 from dpllm.privacy.checkpoints import CheckpointError, differing, latest_whole, verify
 from dpllm.privacy.identity import check_checkpoint, ended_as_planned, steps_of_weights
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerContents, read_ledger
-from dpllm.privacy.plan import PrivacyPlan
+from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.stated import steps_allowed
 
 logger = logging.get_logger(__name__)
@@ -87,16 +88,16 @@ def restart_of(folder: str | Path, wanted: str | bool | None) -> Restart:
             f"The run in {folder} is completed ({ledger.num_steps} steps); there is nothing to resume. Set "
             "train.output_dir to another folder for another run"
         )
+    if not ledger.num_steps:
+        return Restart(False, False)  # a new run may replace it (`dpllm.privacy.unfinished`)
     if checkpoint is not None:
         return Restart(True, True)
-    if ledger.num_steps:
-        last = f"; {passed_over[0][0].name} is not whole ({passed_over[0][1].rstrip('.')})" if passed_over else ""
-        raise CheckpointError(
-            f"The ledger in {folder} charges {ledger.num_steps} steps, and no whole checkpoint holds them{last}: there "
-            "is nothing to resume from. The steps stay charged; set train.output_dir to another folder for a new run, "
-            "and save more often (train.save_steps)"
-        )
-    return Restart(False, False)  # nothing was charged: a new run may replace it (`dpllm.privacy.unfinished`)
+    last = f"; {passed_over[0][0].name} is not whole ({passed_over[0][1].rstrip('.')})" if passed_over else ""
+    raise CheckpointError(
+        f"The ledger in {folder} charges {ledger.num_steps} steps, and no whole checkpoint holds them{last}: there "
+        "is nothing to resume from. The steps stay charged; set train.output_dir to another folder for a new run, "
+        "and save more often (train.save_steps)"
+    )
 
 
 def refuse_to_go_back(folder: str | Path, checkpoint: str | Path) -> None:
@@ -124,6 +125,27 @@ def refuse_to_go_back(folder: str | Path, checkpoint: str | Path) -> None:
         )
 
 
+def refuse_empty_model(folder: str | Path, checkpoint: str | Path) -> None:
+    """Check that a resume without a step left has a trained model to release.
+
+    Args:
+        folder: folder of the run.
+        checkpoint: the checkpoint to resume from.
+
+    Raises:
+        CheckpointError: all steps are charged, and the checkpoint is the start of the run.
+    """
+    if steps_of_weights(checkpoint) != 0:
+        return
+    charged = read_ledger(Path(folder) / LEDGER_FILE)
+    if charged.num_steps >= (charged.steps_allowed or PrivacyPlan.load(Path(folder) / PLAN_FILE).num_steps):
+        raise CheckpointError(
+            f"All {charged.num_steps} steps of the run in {folder} are charged, and only {checkpoint}, the weights "
+            "before the first step, is left: a resume would take no step and release an untrained model. Set "
+            "train.output_dir to another folder for a new run, and save more often (train.save_steps)"
+        )
+
+
 def begin_in(folder: str | Path, wanted: str | bool | None, processes: Processes) -> Restart:
     """Do as `restart_of` on all processes together: they check that they see one folder, and rank 0 reads it.
 
@@ -135,26 +157,45 @@ def begin_in(folder: str | Path, wanted: str | bool | None, processes: Processes
     return processes.from_main(lambda: restart_of(folder, wanted))
 
 
-def checkpoint_to_resume(folder: Path, wanted: str | bool | None, processes: Processes) -> Path | None:
+@dataclass(frozen=True)
+class Continued:
+    """The checkpoint that a run continues.
+
+    Attributes:
+        checkpoint: the folder.
+        way: how this run's engine loads it.
+    """
+
+    checkpoint: Path
+    way: Way
+
+
+def checkpoint_to_resume(
+    folder: Path, wanted: str | bool | None, processes: Processes, setup: Setup, weights_only: bool = False
+) -> Continued | None:
     """Return the checkpoint to continue from, after checking that it is complete; None for a new run.
 
     Args:
         folder: the run's output folder.
         wanted: a checkpoint, True for the latest complete one, None or False for none.
         processes: all of them call this together.
+        setup: engine and processes of this run.
+        weights_only: whether this run saves and continues weights only (``save_only_model``).
 
     Raises:
-        CheckpointError: the requested checkpoint, or every one, is incomplete; or it is older than a completed run.
+        CheckpointError: the requested checkpoint, or every one, is incomplete; or it is older than a completed run; or
+            it lacks a state that this run would continue.
         LedgerError: it is of another run than the folder's ledger, or the ledger was cut or restored from a copy.
     """
     if not wanted:
         return None
 
-    def find() -> Path:
+    def find() -> Continued:
         checkpoint = whole()
         check_checkpoint(folder / LEDGER_FILE, checkpoint)
         refuse_to_go_back(folder, checkpoint)
-        return checkpoint
+        refuse_empty_model(folder, checkpoint)
+        return Continued(checkpoint, way_to_load(checkpoint, setup, weights_only))
 
     def whole() -> Path:
         if not isinstance(wanted, bool):
@@ -204,10 +245,50 @@ def cut_short(steps: int, left: int) -> str:
         steps: those that it takes.
         left: those of the plan that were not taken.
     """
+    if left <= 0:
+        return "no private step: all are charged"
     words = f"{steps:,} private steps"
     if steps >= left:
         return words
     return f"{words}, not all {left:,} that were left: a resume begins new noise, and more steps would exceed ε"
+
+
+def lost_words(checkpoint: str, charged: int, lost: int, left: int) -> str:
+    """Return in words how many charged steps a resume has lost, and how many it takes.
+
+    >>> print(lost_words("checkpoint-16", 24, 8, 15))
+    8 of 24 charged steps were lost: checkpoint-16 does not hold them, and they stay charged. 15 steps remain
+
+    Args:
+        checkpoint: name of the checkpoint.
+        charged: steps that the ledger charges.
+        lost: those that the checkpoint's weights do not hold.
+        left: steps that the resumed run takes.
+    """
+    were = "step was" if charged == 1 else "steps were"
+    them, they = ("it", "it stays") if lost == 1 else ("them", "they stay")
+    remain = "No step remains" if left == 0 else "1 step remains" if left == 1 else f"{left:,} steps remain"
+    return (
+        f"{lost:,} of {charged:,} charged {were} lost: {checkpoint} does not hold {them}, and {they} charged. {remain}"
+    )
+
+
+def steps_words(charged: int, planned: int, lost: int) -> str:
+    """Return the steps of a run in words for its summary: those charged and those in the weights.
+
+    >>> steps_words(24, 24, 0), steps_words(24, 24, 8)
+    ('24 of 24', '24 of 24 charged, 16 in the released weights (8 were lost before a resume)')
+
+    Args:
+        charged: steps that the ledger charges.
+        planned: steps of the plan.
+        lost: charged steps that the weights do not hold.
+    """
+    words = f"{charged} of {planned}"
+    if not lost:
+        return words
+    were = "was" if lost == 1 else "were"
+    return f"{words} charged, {charged - lost} in the released weights ({lost} {were} lost before a resume)"
 
 
 _WAIT = 20.0  # seconds that a network file system may take to show a new file to another machine

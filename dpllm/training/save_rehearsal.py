@@ -471,7 +471,9 @@ def quiet() -> Iterator[None]:
 # -------------------------------------------------------------------------- room
 
 
-def bytes_to_write(model: nn.Module, args: TrainingArguments, num_steps: int, merges: bool) -> int:
+def bytes_to_write(
+    model: nn.Module, args: TrainingArguments, num_steps: int, merges: bool, seals_start: bool = False
+) -> int:
     """Return the fewest bytes that a run writes: its model, the merged one, its checkpoints and its reports.
 
     Args:
@@ -479,6 +481,8 @@ def bytes_to_write(model: nn.Module, args: TrainingArguments, num_steps: int, me
         args: of the training.
         num_steps: T.
         merges: whether the model is also written with its adapter merged.
+        seals_start: whether the weights before the first step are saved. The first checkpoint replaces them, so they
+            count only where no checkpoint is expected.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     whole = _size(model.parameters())
@@ -489,7 +493,8 @@ def bytes_to_write(model: nn.Module, args: TrainingArguments, num_steps: int, me
     if args.save_total_limit:
         count = min(count, args.save_total_limit + 1)  # a new one is complete before an old one is deleted
     kept = SAVED_STATE.get(str(getattr(args.optim, "value", args.optim)), 0) * (not args.save_only_model)
-    return REPORTS + saved + (whole if merges else 0) + count * (saved + kept * _size(trained))
+    start = saved if seals_start and not count else 0
+    return REPORTS + saved + start + (whole if merges else 0) + count * (saved + kept * _size(trained))
 
 
 def until_there_is_room(

@@ -36,7 +36,7 @@ from dpllm.data.lengths import input_of, refuse_other_classes
 from dpllm.data.private_tempdir import remove_private_folder
 from dpllm.data.raw_rows import LONGEST, RowMaker, is_raw, is_stored, read_keys
 from dpllm.data.records import chats_in
-from dpllm.engines.deepspeed_checkpoint import complete_load, prepare_to_load
+from dpllm.engines.engine_pairs import is_start
 from dpllm.engines.finite import NonfiniteSteps, require_finite
 from dpllm.engines.processes import DisagreementError, Processes, told_by_rank
 from dpllm.ghost import GhostClipper, NormMethod
@@ -48,7 +48,16 @@ from dpllm.models.start_weights import WeightSample
 from dpllm.models.starting_point import check_start, edited_start, refuse_changed_start, refuse_steering, takes_metrics
 from dpllm.models.tasks import RowLoss, default_row_loss, task_of
 from dpllm.models.writing import also_end_with, complete_generation_config
-from dpllm.privacy.identity import COMPLETED, STOPPED_AT_BUDGET
+from dpllm.privacy.checkpoints import discard_start
+from dpllm.privacy.identity import (
+    COMPLETED,
+    LOST_STEPS,
+    STOPPED_AT_BUDGET,
+    lost_fact,
+    lost_steps,
+    steps_of_weights,
+)
+from dpllm.privacy.ledger import read_ledger
 from dpllm.privacy.not_for_release import DIAGNOSTICS_FILE
 from dpllm.report.model_card import has_card
 from dpllm.report.statement import ReleaseNotes
@@ -72,11 +81,12 @@ from dpllm.training.head_losses import HeadLosses
 from dpllm.training.ledger_notes import PrivateSources, own_parts, tokens_of_others
 from dpllm.training.preflight import refuse_unusable_model
 from dpllm.training.read_rows import refuse_ignored, refuse_unreadable, shares_nothing
-from dpllm.training.resume import begin_in, checkpoint_to_resume
+from dpllm.training.resume import AUTO_RESUME, begin_in, checkpoint_to_resume, lost_words
 from dpllm.training.row_losses import RowLosses
 from dpllm.training.run import PrivateRun
 from dpllm.training.save_rehearsal import bytes_to_write, rehearse
 from dpllm.training.screen import StepProgress, progress_of
+from dpllm.training.shared_ledger import SharedLedger
 from dpllm.training.signals import StopRequest, end_with_the_launcher
 from dpllm.training.trainer_outputs import StartingModel, TrainerOutputs
 from dpllm.training.trainer_setup import agreed_arguments, expected_batch, open_ledger, prepare, refuse_changed_rows
@@ -245,6 +255,7 @@ class DPTrainer(TrainerOutputs):
     _made: Sequence[tuple[Any, Any]] = ()  # the data sets of the constructor with the rows that were made of them
     _checkpoint: Path | None = None  # from which the run continues
     _nonfinite: NonfiniteSteps  # of the run
+    _seals_start = False  # whether the weights before the first step are saved, since the run may be restarted
     _stops_on_signal = False  # whether the processes agreed, at the end of the last step, to stop on a signal
 
     def __init__(
@@ -425,7 +436,12 @@ class DPTrainer(TrainerOutputs):
             after = "after the constructor of the trainer and before train()"
             self._refuse_changed_start("in an earlier train() of this trainer" if began else after)
         self.interrupted_by, self._stops_on_signal = None, False
-        checkpoint = checkpoint_to_resume(folder, restart.checkpoint, self.processes)
+        weights_only = bool(self.args.save_only_model)
+        continued = checkpoint_to_resume(folder, restart.checkpoint, self.processes, self.setup, weights_only)
+        self._continue_from(continued)
+        checkpoint = None if continued is None else continued.checkpoint
+        saves = str(getattr(self.args.save_strategy, "value", self.args.save_strategy)) != "no"
+        self._seals_start = checkpoint is None and (saves or resume_from_checkpoint == AUTO_RESUME)
         if not self._is_attached:  # refuses a parameter that cannot be clipped, before anything is charged or written
             clipping, options = self.plan.mechanism.clipping, self._options
             clipper_for(options.gradients, self._module, clipping, options.norm_method).remove()
@@ -460,6 +476,7 @@ class DPTrainer(TrainerOutputs):
         prepared = self._prepared
         ledger = open_ledger(prepared, folder, continues, self.public, self.optimizer)
         with ledger.ended_on_failure():
+            self._note_lost_steps(ledger, checkpoint)
             self._note_outputs(ledger)
             rows = replace(prepared.rows, fetch_ahead=shares_nothing(prepared.dataset, prepared.collate))
             self._run = run = PrivateRun(self.plan, rows, ledger, self.privacy.seed, self._noise_memory)
@@ -467,11 +484,22 @@ class DPTrainer(TrainerOutputs):
             self._checkpoint, self._steps_began, self._log_disclosed = checkpoint, None, False
             self._nonfinite = NonfiniteSteps(self.plan.expected_batch_size)
             self.args.max_steps = run.steps_planned
-            if self.is_deepspeed_enabled and checkpoint:  # for the checkpoint's number of processes
-                prepare_to_load(checkpoint, self.accelerator.state.deepspeed_plugin.deepspeed_config, self.processes)
             if self.privacy.unused_parameters == "freeze":
                 self._freeze_unused()
         return run
+
+    def _note_lost_steps(self, ledger: SharedLedger, checkpoint: Path | None) -> None:
+        """Note in the ledger, and say, how many charged steps the weights of a resume do not hold."""
+        if checkpoint is None:
+            self.processes.from_main(lambda: discard_start(ledger.path.parent))  # of a run that took no step
+            return
+        contents = self.processes.from_main(lambda: read_ledger(ledger.path))
+        lost = contents.num_steps - (self.processes.from_main(lambda: steps_of_weights(checkpoint)) or 0)
+        if lost or lost_steps(contents):
+            ledger.append_fact(LOST_STEPS, lost_fact(lost, contents))
+        left = (ledger.steps_planned or self.plan.num_steps) - contents.num_steps
+        if lost and self.processes.is_main:
+            logger.warning("%s", lost_words(checkpoint.name, contents.num_steps, lost, left))
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: a search trains many models on the private data.
@@ -486,7 +514,7 @@ class DPTrainer(TrainerOutputs):
         complete_generation_config(self._module)
 
         def on_main() -> str:
-            new = bytes_to_write(self._module, self.args, self.plan.num_steps, self._merges)
+            new = bytes_to_write(self._module, self.args, self.plan.num_steps, self._merges, self._seals_start)
             check_output_folder("train.output_dir", folder, REPORTS if continues else new)
             return rehearse(
                 self._module,
@@ -594,8 +622,6 @@ class DPTrainer(TrainerOutputs):
         for point in self._start_points:
             run.ledger.append_open_point(point)
         self._steps_began = time.time()
-        if self.is_deepspeed_enabled and checkpoint:
-            complete_load(self.model_wrapped, checkpoint, self.processes)
         if self.is_deepspeed_enabled and averaging is not None:
             require_whole_saves(self.model_wrapped)
         require_asked(self._prepared.arguments, self.optimizer)
@@ -603,8 +629,11 @@ class DPTrainer(TrainerOutputs):
         # A scheduler that follows public evaluations has no rates that are known before the training.
         schedule = None if takes_metrics(self.lr_scheduler) else self.lr_scheduler
         run.attach_with(self._options, self.model_wrapped, self.optimizer, averaging, loss_of, schedule)
-        if averaging is not None and checkpoint:
+        if averaging is not None and checkpoint and not is_start(checkpoint):
             averaging.load(checkpoint)
+        if self._seals_start:
+            self._seals_start = False
+            self._save_start()
         if self._head_losses is not None and isinstance(run.clipper, GhostClipper):
             self._head_losses.clipper = run.clipper
 

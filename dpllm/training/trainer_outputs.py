@@ -28,7 +28,7 @@ from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
 from huggingface_hub.utils import validate_repo_id
 from peft import PeftModel
 from torch import nn
-from transformers import GenerationConfig, Trainer
+from transformers import GenerationConfig
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
@@ -49,6 +49,7 @@ from dpllm.privacy.checkpoints import (
     CheckpointError,
     checkpoint_folder,
     discard_staging,
+    discard_start,
     prepare_staging,
     publish,
     rotate,
@@ -79,6 +80,7 @@ from dpllm.report.models import PrivacyReport
 from dpllm.report.publishing import PublishError, files_to_publish, note_uploaded, require_publishable, upload
 from dpllm.report.statement import ReleaseNotes, notes_in, privacy_report, write_report
 from dpllm.training.averaging import Averaging
+from dpllm.training.continued_trainer import ContinuedTrainer
 from dpllm.training.ledger_notes import PrivateSources
 from dpllm.training.run import PrivateRun
 from dpllm.training.save_rehearsal import bytes_to_write, is_whole, until_there_is_room
@@ -144,7 +146,7 @@ class StartingModel:
         )
 
 
-class TrainerOutputs(Trainer):
+class TrainerOutputs(ContinuedTrainer):
     """The Trainer's outputs, with the guarantee; `dpllm.DPTrainer` is the class to use.
 
     Attributes:
@@ -428,9 +430,8 @@ class TrainerOutputs(Trainer):
         configuration.
         """
         folder = Path(output_dir or str(self.args.output_dir))
-        self._save_with_guarantee(
-            folder, whole=not (_internal_call and self.is_fsdp_enabled and self._shards_suffice())
-        )
+        sharded = _internal_call and self.is_fsdp_enabled and not self.args.save_only_model and self._shards_suffice()
+        self._save_with_guarantee(folder, whole=not sharded)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save")
 
@@ -464,6 +465,8 @@ class TrainerOutputs(Trainer):
         if self.ledger is not None and self.args.should_save:
             if not self._is_staging:  # a checkpoint's manifest names its files
                 note_release(self.ledger, folder, before)
+                if self._run is not None and self._run.is_complete:
+                    discard_start(self.ledger.path.parent)
             if together is not None:
                 note_release(self.ledger, folder / MERGED_FOLDER, merged_before)
                 self._write_guarantee(folder / MERGED_FOLDER, trained=together)
@@ -521,11 +524,28 @@ class TrainerOutputs(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint completely or not at all; see `dpllm.privacy.checkpoints`.
 
-        Each process writes into a staging folder, which is renamed when all have written their files.
-
         Raises:
             CheckpointError: a process could not write its files; the staging folder is removed.
         """
+        self._publish_checkpoint(lambda folder: self._write_checkpoint(model, trial))
+
+    def _save_start(self) -> None:
+        """Save the weights before the first step as ``checkpoint-0``; on all processes together.
+
+        A crash before the first checkpoint can then be resumed: an adapter's random weights, or those of a public
+        training, exist nowhere else. There is no optimizer state, and the schedule begins at its start. The next
+        checkpoint, or the model, replaces it.
+        """
+
+        def write(folder: Path) -> None:
+            self._save_weights(folder, whole=True)
+            if self.args.should_save:
+                covered_state(self.state, self.eval_is_public).save_to_json(str(folder / TRAINER_STATE_NAME))
+
+        self._publish_checkpoint(write)
+
+    def _publish_checkpoint(self, write: Callable[[Path], None]) -> None:
+        """Have each process write into a staging folder, which is renamed when all have written their files."""
         output, step, run = Path(str(self.args.output_dir)), self.state.global_step, self._run
         assert run is not None, "train() makes the run"
         require_finite(self._module, self.processes, f"checkpoint-{step} is not written: the model has")
@@ -534,8 +554,8 @@ class TrainerOutputs(Trainer):
         failure: CheckpointError | None = None
         self._is_staging = True
         try:
-            with saving(output, step):
-                self._write_checkpoint(model, trial)
+            with saving(output, step) as staging:
+                write(staging)
         except CheckpointError as error:
             failure = error
         finally:
@@ -547,9 +567,11 @@ class TrainerOutputs(Trainer):
             raise failures[0]
 
         def finish() -> None:
-            made_by = (self.processes.size, run.engine_name)
+            made_by = (self.processes.size, run.engine_name, self.setup.config)
             ledger = run.ledger.mark().to_dict()
             publish(staging_folder(output, step), checkpoint_folder(output, step), ledger=ledger, made_by=made_by)
+            if step > 0:
+                discard_start(output)
             if self.args.save_total_limit:
                 rotate(output, self.args.save_total_limit)
             with contextlib.suppress(OSError):  # not empty: it holds an older checkpoint to be restored
@@ -577,33 +599,6 @@ class TrainerOutputs(Trainer):
         """Return the folder in which the Trainer makes a checkpoint's folder."""
         output = super()._get_output_dir(trial)
         return str(Path(output) / STAGING_FOLDER) if self._is_staging else output
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load a checkpoint's weights; what is trained, and which adapters are active, stays as it was.
-
-        The Trainer makes the first of several active adapters the only one, and trains it.
-
-        Raises:
-            CheckpointError: the weights are of a model of another shape.
-        """
-        loaded: Any = self.model if model is None else model
-        is_trained = {name: p.requires_grad for name, p in loaded.named_parameters()}
-        active = list(loaded.active_adapters) if isinstance(loaded, PeftModel) else []
-        try:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        except RuntimeError as error:
-            if "size mismatch" not in str(error):
-                raise
-            reason = " ".join(str(error).split())[:300]
-            raise CheckpointError(
-                f"{resume_from_checkpoint} holds weights of a model of another shape ({reason}). Resume with the model "
-                "of the first start, and in a recipe with its section model.peft"
-            ) from error
-        if active and list(loaded.active_adapters) != active:
-            loaded.base_model.set_adapter(active)
-        for name, parameter in loaded.named_parameters():
-            if parameter.requires_grad != is_trained.get(name, parameter.requires_grad):
-                parameter.requires_grad_(is_trained[name])
 
     def save_state(self) -> None:
         """Save ``trainer_state.json`` with the figures that ε covers; losses are in `LOG_FILE`."""

@@ -81,6 +81,31 @@ class WeightFragments:
         device = torch.device("cpu") if self._offloaded else values.device
         return values.detach().to(device, accumulation_dtype(values.dtype))
 
+    def write(self, name: str, values: Tensor) -> None:
+        """Write one fragment of the weights that the optimizer updates; `spread` then writes those of the forward pass.
+
+        Args:
+            name: one of ``starts``.
+            values: 1-D, with the entries of `read`.
+        """
+        parameter: Any = self._parameters[name]
+        if self._stage == 3:
+            from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
+
+            part = safe_get_local_fp32_param(parameter).clone()  # with padding, which stays
+            part[: values.numel()] = values.to(part)
+            safe_set_local_fp32_param(parameter, part)
+        elif self._stage:
+            parameter._hp_mapping.get_hp_fragment().data.copy_(values)
+        else:
+            local = _local(parameter)
+            local.data.copy_(values.view(local.shape))
+
+    def spread(self) -> None:
+        """Round DeepSpeed's master weights to the weights of the forward pass. Called by all processes together."""
+        if self._stage:
+            self._write_whole(self.read)
+
     def show(self, values: Mapping[str, Tensor]) -> None:
         """Put values into the model in place of the weights, rounded to their dtype. Called by all processes together.
 

@@ -25,6 +25,7 @@ from dpllm.privacy.checkpoints import (
     checkpoint_folder,
     discard_staging,
     latest_whole,
+    made_by,
     prepare_staging,
     publish,
     rotate,
@@ -494,9 +495,31 @@ def test_a_checkpoint_that_lacks_the_shards_of_a_process_is_not_published(tmp_pa
 def test_a_resume_that_finds_shards_missing_names_their_processes(tmp_path: Path) -> None:
     """The manifest records how many processes wrote it, under which engine."""
     final = checkpoint_folder(tmp_path, 2)
-    publish(shards(tmp_path, [0, 1, 2, 3]), final, made_by=(4, "DeepSpeedZero"))
+    publish(shards(tmp_path, [0, 1, 2, 3]), final, made_by=(4, "DeepSpeedZero", "zero3"))
+    assert made_by(final) == {"processes": 4, "engine": "DeepSpeedZero", "config": "zero3"}
     verify(final)
     for rank in (1, 3):
         (final / SHARDS[0].format(rank)).unlink()
     with pytest.raises(CheckpointError, match="DeepSpeedZero"):
         verify(final)
+
+
+class Wrapped(BaseException):
+    """As torch.distributed.checkpoint raises it: the errors of the ranks, each with a traceback, in ``failures``."""
+
+    def __init__(self, failures):
+        super().__init__(f"CheckpointException ranks:{set(failures)} " + "Traceback of a thread pool, " * 30)
+        self.failures = failures
+
+
+def test_the_cause_of_a_failed_save_is_named_and_not_the_work_around_it(tmp_path):
+    """A rank may not write its shard: three errors say where the work was, and the innermost one says why."""
+    prepare_staging(tmp_path, 2)
+    refused = PermissionError(13, "Permission denied", str(tmp_path / "__1_0.distcp"))
+    inner = RuntimeError("the thread pool failed")
+    inner.__cause__ = refused
+    with (
+        pytest.raises(CheckpointError, match=r"PermissionError.*Permission denied.*__1_0\.distcp"),
+        saving(tmp_path, 2),
+    ):
+        raise Wrapped({1: (inner, None)})
