@@ -136,7 +136,7 @@ def test_replicas_stay_equal_and_are_those_of_one_process(seen, tmp_path):
 @pytest.mark.parametrize(
     ("what", "text"),
     [
-        ("plan", f"differ in the plan (rank 0: {plan_of(0.8).hash[:12]}, rank 1: {plan_of(0.9).hash[:12]})"),
+        ("plan", "differ in the plan's noise_multiplier (rank 0: 0.8, rank 1: 0.9)"),
         ("size", "differ in the number of units (rank 0: 40, rank 1: 41)"),
         ("order", "differ in the rows' lengths and units"),
         ("grouping", "differ in the rows' lengths and units"),

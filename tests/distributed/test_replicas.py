@@ -122,7 +122,9 @@ def test_what_decides_the_computation_is_compared_before_anything_is_computed(se
 
 def test_an_argument_refused_on_one_process_stops_all(seen):
     """Rank 0 does not wait for a process that has left."""
-    assert said(seen("train.fp16"), "ConfigError", "train.fp16=True cannot be used in private training")
+    first, second = seen("train.fp16")
+    assert said([second], "ConfigError", "train.fp16=True cannot be used in private training")
+    assert said([first], "OtherProcessError", "rank 1: train.fp16=True cannot be used in private training")
     assert not any(one["touched"] for one in seen("train.fp16"))
 
 

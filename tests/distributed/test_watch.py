@@ -68,4 +68,6 @@ def test_a_way_around_the_mechanism_on_one_process_is_refused_on_all(engine, way
     expected = EXPECTED.get(way) or FOREIGN.get(engine, FOREIGN_TO_DEEPSPEED)
     first, second = outcomes(engine, way)
     assert first is not None and expected in first
-    assert second == first
+    if second != first:  # found on one process; the other one names it
+        assert second is not None and expected in second
+        assert [one.startswith("OtherProcessError: rank ") for one in (first, second)].count(True) == 1
