@@ -172,6 +172,8 @@ class FailureBoard:
         self._patience.append(patient)
         self._worker, self._unwinds = threading.current_thread(), False
         self.mark("")
+        if time.monotonic() - self._answered > _BEAT / 4:  # others see where this process is, if it ends here
+            self._wake.set()
         try:
             yield
         except OtherProcessError:

@@ -131,7 +131,8 @@ def carry_out(recipe: str | Path, overrides: Sequence[str]) -> None:
         console.print(str(done), markup=False)
         code, together = 0, True
     except Exception as error:  # any: the program ends here, and `tell` prints the traceback of a fault
-        get_error_handler().record_exception(error)  # `record` sees only the exit code
+        if not isinstance(error, OtherProcessError):  # torch's launcher names the first process with an error
+            get_error_handler().record_exception(error)  # `record` sees only the exit code
         code = tell(error, None if _has_to_say(error) else (lambda text: None))
         note_exit_code(code)
     except KeyboardInterrupt:

@@ -313,5 +313,5 @@ def trainer(folder: Path, callbacks: Any = None, **options: Any) -> dict[str, An
         ).train()
 
     error = caught(go)
-    saved = any(folder.glob("checkpoint-*"))
+    saved = any(folder.glob("checkpoint-[1-9]*"))  # that of the start holds no step
     return {"error": error, "touched": bool(touched), "charged": charged(folder), "saved": saved}
