@@ -58,10 +58,10 @@ def restart_of(folder: str | Path, wanted: str | bool | None) -> Restart:
         folder: the output folder.
         wanted: ``train.resume_from_checkpoint``: a checkpoint, True, nothing, or "auto". With "auto" the run starts if
             there is no ledger, resumes if there is a ledger and a complete checkpoint, and starts again if the ledger
-            charges no step.
+            charges no step. A run that ended, and whose model was not saved, is resumed to save one.
 
     Raises:
-        RunCompletedError: "auto", and the run in the folder has ended as planned.
+        RunCompletedError: "auto", and the run in the folder has ended as planned and saved its model.
         CheckpointError: "auto", and the folder's ledger charges steps but no complete checkpoint is left; or the folder
             has checkpoints without a ledger.
         LedgerError: the ledger was edited.
@@ -83,7 +83,7 @@ def restart_of(folder: str | Path, wanted: str | bool | None) -> Restart:
             )
         return Restart(False, False)
     ledger = read_ledger(folder / LEDGER_FILE)
-    if ended_as_planned(ledger):
+    if ended_as_planned(ledger) and _has_model(folder, ledger):
         raise RunCompletedError(
             f"The run in {folder} is completed ({ledger.num_steps} steps); there is nothing to resume. Set "
             "train.output_dir to another folder for another run"
@@ -116,13 +116,18 @@ def refuse_to_go_back(folder: str | Path, checkpoint: str | Path) -> None:
     ledger, taken = read_ledger(Path(folder) / LEDGER_FILE), steps_of_weights(checkpoint)
     if taken is None or taken >= ledger.num_steps or not ended_as_planned(ledger):
         return
-    if any(not differing(folder, release["files"]) for release in reversed(ledger.notes.released)):
+    if _has_model(folder, ledger):
         raise CheckpointError(
             f"The run in {folder} is completed ({ledger.num_steps} steps) and its model is saved; {checkpoint} has "
             f"taken {taken}. A resume would take no step and replace the model by older weights. To use the older "
             f"weights, load {checkpoint}, whose report states the same ε; for another run, set train.output_dir to "
             "another folder"
         )
+
+
+def _has_model(folder: str | Path, ledger: LedgerContents) -> bool:
+    """Return whether a model that the ledger names is in the folder; a crash may come between the end and the save."""
+    return any(not differing(folder, release["files"]) for release in reversed(ledger.notes.released))
 
 
 def refuse_empty_model(folder: str | Path, checkpoint: str | Path) -> None:
@@ -247,7 +252,7 @@ def cut_short(steps: int, left: int) -> str:
     """
     if left <= 0:
         return "no private step: all are charged"
-    words = f"{steps:,} private steps"
+    words = f"{steps:,} private step{'s' * (steps != 1)}"
     if steps >= left:
         return words
     return f"{words}, not all {left:,} that were left: a resume begins new noise, and more steps would exceed ε"

@@ -75,18 +75,21 @@ def test_a_completed_run_is_left_alone(tmp_path):
     """Started again by a scheduler, it trains nothing, charges nothing, and its end stays its end."""
     first = trainer(tmp_path, args=arguments(tmp_path, max_steps=2))
     first.train(resume_from_checkpoint="auto")
+    first.save_model()
     before = (tmp_path / LEDGER_FILE).read_bytes()
     with pytest.raises(RunCompletedError, match="2 steps"):
         trainer(tmp_path, args=arguments(tmp_path, max_steps=2)).train(resume_from_checkpoint="auto")
     assert (tmp_path / LEDGER_FILE).read_bytes() == before and read_ledger(tmp_path / LEDGER_FILE).end == "completed"
 
 
-def test_a_run_that_ended_at_its_budget_is_left_alone(tmp_path):
-    """Its planned steps are charged, so a restart would only write an older checkpoint over its model."""
-    ledger(tmp_path, 3, "stopped at the budget, after 3 of 9 steps")
-    checkpoint(tmp_path, 2)
-    with pytest.raises(RunCompletedError, match="3 steps"):
+@pytest.mark.parametrize("end", ["completed", "stopped at the budget, after 3 of 9 steps"])
+def test_a_run_that_ended_without_its_model_is_resumed_to_save_one(end, tmp_path):
+    """A kill came between the end of the steps and the save; with a model, an older checkpoint would replace it."""
+    ledger(tmp_path, 3, end)
+    with pytest.raises(CheckpointError, match="charges 3 steps"):
         restart_of(tmp_path, "auto")
+    checkpoint(tmp_path, 2)
+    assert restart_of(tmp_path, "auto") == Restart(True, True)
 
 
 def test_a_stopped_run_says_how_many_steps_a_resume_leaves_out(tmp_path):
