@@ -90,7 +90,11 @@ class Processes:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set in any process."""
-        return self.sum([float(flag)])[0] > 0
+        return self.any_of([flag])[0]
+
+    def any_of(self, flags: Sequence[bool]) -> list[bool]:
+        """Return for each flag whether it is set in any process."""
+        return [total > 0 for total in self.sum([float(flag) for flag in flags])]
 
     def gather(self, value: _Value) -> list[_Value]:
         """Return every process's value, in the order of the ranks."""
@@ -294,17 +298,19 @@ def _host_group() -> Any:
     if _hosts.world is not world:
         if _hosts.board is not None:
             _hosts.board.close()
-        group, size = dist.new_group(backend="gloo", timeout=_PATIENCE), dist.get_world_size()
+        first, size = dist.new_group(backend="gloo", timeout=_WITHOUT_A_BOARD), dist.get_world_size()
 
         def share(value: Any) -> list[Any]:
             values: list[Any] = [None] * size
-            dist.all_gather_object(values, value, group=group)
+            dist.all_gather_object(values, value, group=first)
             return values
 
         board = open_board(dist.get_rank(), size, share)
         if board is None:
-            group = dist.new_group(backend="gloo", timeout=_WITHOUT_A_BOARD)
-        _hosts = _Hosts(world, group, board)
+            _hosts = _Hosts(world, first, None)
+        else:
+            _hosts = _Hosts(world, dist.new_group(backend="gloo", timeout=_PATIENCE), board)
+            dist.destroy_process_group(first)
     return _hosts.group
 
 

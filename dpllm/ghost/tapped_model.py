@@ -88,6 +88,7 @@ class TappedModel:
         self._unseen: set[tuple[str, int, str]] = set()
         self._is_own = False  # whether the model is called once more from within
         self._computes_again = False  # because its own forward was swapped after the call had begun
+        self._is_settled = False  # whether no later call, on no process, can show more
         self.ladder = Ladder(model, self, trained.by_name)
         self.blocks = Blocks(model, self, self.ladder)
         self._check = WeightsCheck(self)
@@ -221,7 +222,14 @@ class TappedModel:
         """Settle the ladder if no call before showed as much, or once more."""
         packed = len(self.calls.packed.lengths)
         rows = packed or self.calls.rows
-        if rows is not None and (again or not self._check.covers(rows, self.calls.tokens, packed > 0)):
+        if rows is None:
+            return
+        needed = again or not self._check.covers(rows, self.calls.tokens, packed > 0)
+        if self.receiver.any_of is not None and not self._is_settled:
+            # A comparison runs the model again, in which processes that shard it communicate: all of them, or none.
+            needed, is_open = self.receiver.any_of([needed, not self._check.covers(2, 2, packed > 0)])
+            self._is_settled = not needed and not is_open
+        if needed:
             self._settle(Inputs(args, kwargs, rows))
 
     def _settle(self, inputs: Inputs) -> None:

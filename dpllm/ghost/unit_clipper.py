@@ -7,7 +7,7 @@ Place in the flow: below `dpllm.ghost.GhostClipper`, which computes them in one 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -63,6 +63,9 @@ class UnitClipper(abc.ABC):
     """
 
     one_unit: ClassVar[bool] = False
+    any_of: Callable[[Sequence[bool]], list[bool]] | None = None
+    """Returns for each flag whether it is set on one of the processes that call the model at the same time, because
+    their passes communicate; None: this process calls it by itself. It is a collective."""
 
     def __init__(
         self, model: nn.Module, clip_norm: float | None, clipping: Clipping | None, parameter_norms: bool

@@ -381,13 +381,13 @@ def rotate(output_dir: str | Path, limit: int, keep: Sequence[str | Path] = ()) 
 def discard_start(output_dir: str | Path) -> None:
     """Delete ``checkpoint-0``, the start of a run, when a later checkpoint or the model has replaced it.
 
-    Call it on one process. If there is none, nothing happens.
+    Call it on one process. If there is none, nothing happens; a folder of that name without a manifest is left alone.
 
     Raises:
         CheckpointError: the file system failed.
     """
     start, doomed = checkpoint_folder(output_dir, 0), staging_folder(output_dir, 0)
-    if not start.is_dir():
+    if not (start / MANIFEST_FILE).is_file():
         return
     try:
         if doomed.exists():

@@ -41,6 +41,7 @@ from dpllm.training.corrected_adamw import SECOND_MOMENT_FACT, refuse_other_seco
 from dpllm.training.microbatch_size import AUTO
 from dpllm.training.rows import LossOf, TrainingRows
 from dpllm.training.shared_ledger import SharedLedger
+from dpllm.training.step import call_in_lockstep
 
 STARTING_WEIGHTS = "starting weights"
 """Name of the fact about weights that were declared independent of the private rows."""
@@ -161,6 +162,7 @@ def attach(
         gradients = chosen(options.gradients, inside, rows, loss_of, processes)
         refuse_clipped(inside.modules())  # now, before a draw is charged
         clipper = clipper_for(gradients, inside, plan.mechanism.clipping, options.norm_method)
+        call_in_lockstep(clipper, engine)
         undo.callback(clipper.remove)
         plan.mechanism.require_entries(sum(parameter.numel() for parameter in clipper.parameters.values()))
         facts = {"the trainable parameters": _digest(clipper.parameters), "norm_method": repr(options.norm_method)}

@@ -129,13 +129,14 @@ class Parts:
         return np.minimum(np.searchsorted(self.edges, row + allowed, side="right") - 1, self.limit[part])
 
     def costs(self, places: np.ndarray) -> np.ndarray:
-        """Return (K,): rows times the longest of each microbatch, the largest over the processes.
+        """Return (K,): rows times the longest of each microbatch, the largest over the processes; at least the rows.
 
         Args:
             places: (K + 1, R) the parts at which each process is cut.
         """
         rows = self.edges[places]
-        return (np.diff(rows, axis=0) * self.tokens_N[np.minimum(rows[:-1], len(self.tokens_N) - 1)]).max(axis=1)
+        longest = np.maximum(1, self.tokens_N[np.minimum(rows[:-1], len(self.tokens_N) - 1)])
+        return (np.diff(rows, axis=0) * longest).max(axis=1)
 
 
 def joint_pieces(
@@ -170,6 +171,7 @@ def joint_pieces(
             <= parts.costs(places).sum()
         ):
             places = balanced
+    assert (places[-1] == parts.end_R).all(), "every row has its place"
     mine = places[:, rank].tolist()
     edges = parts.edges
     return [

@@ -184,6 +184,7 @@ def load_optimizer(
     names = groups_held(names, deepspeed)
 
     def load() -> None:
+        _require_same(saved, names)
         for own, options in saved.groups:
             if not own:
                 continue
@@ -195,6 +196,25 @@ def load_optimizer(
 
     with torch.no_grad():
         processes.together(load)
+
+
+def _require_same(saved: SavedState, names: Sequence[Sequence[str]]) -> None:
+    """Check that the checkpoint has a state of every parameter that the optimizer updates, of one kind, and no other.
+
+    Raises:
+        CheckpointError: it has none, or they differ.
+    """
+    here = {name for own in names for name in own}
+    there = {name for own, _ in saved.groups for name in own}
+    kinds = {name: frozenset(saved.state(name)) for name in sorted(there)}
+    if here == there and len(set(kinds.values())) <= 1:
+        return
+    odd = sorted(here ^ there) or [name for name in kinds if kinds[name] != max(kinds.values(), key=len)]
+    raise CheckpointError(
+        f"The checkpoint's optimizer and that of this run do not hold the same state of {odd[0]} and {len(odd) - 1} "
+        "other parameters, which would begin again without a word. Resume with the model, the trained parameters and "
+        "the optimizer of the first start"
+    )
 
 
 def groups_held(names: Sequence[Sequence[str]], deepspeed: Any) -> list[Sequence[str]]:

@@ -218,6 +218,7 @@ def private_step(
         MicrobatchTooLargeError: memory ran out on a microbatch that cannot be divided.
     """
     _check(clipper, plan, ledger, engine)
+    call_in_lockstep(clipper, engine)
     number = ledger.num_steps
     ledger.append_step(number, plan.event)
     release = Release(clipper, plan, engine, noise, number - first)
@@ -268,6 +269,11 @@ def private_step(
         raise
     release.finish(done.num_units)
     return done
+
+
+def call_in_lockstep(clipper: UnitClipper, engine: Engine) -> None:
+    """Have the clipper's own passes of the model run on all processes or on none, where passes communicate."""
+    clipper.any_of = engine.processes.any_of if engine.lockstep and engine.processes.size > 1 else None
 
 
 def refuse_unfinished(engine: Engine) -> None:

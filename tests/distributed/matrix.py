@@ -260,6 +260,25 @@ def compiled_errors(jobs: list[Job], clip_norm: float = 0.5) -> list[tuple[float
     return found
 
 
+def uneven(engine: str, counts: list[int]) -> list[int]:
+    """Steps over so many units, which the processes cannot share evenly; return the units of each step."""
+    case = Case("llama", tied=True, dtype="float32")
+    plan, batch = plan_of(0.5, 0.0), make_batch(case.spec, num_rows=NUM_ROWS)
+    model, optimizer = prepare(engine, build_model(case), 1.0)
+    inner, runner = model_inside(model), engine_for(model, optimizer)
+    clipper = clipper_for("ghost", inner, plan.mechanism.clipping)
+    ledger, stream, taken = MemoryLedger(), plan.mechanism.noise.stream(NoiseSource(), len(counts)), []
+    for count in counts:
+        rank, size = runner.processes.rank, runner.processes.size
+        mine = batches_of(batch, list(range(NUM_ROWS)), list(range(count)), NUM_ROWS, rank, size)
+        done = private_step(clipper, mine, loss_of(inner, case), plan, runner, ledger, stream)
+        taken.append(done.num_units)
+        update(model, optimizer)
+    clipper.remove()
+    dispose(model)
+    return taken
+
+
 def reach(jobs: list[Job], clip_norm: float = 1e-6) -> list[tuple[float, float]]:
     """Largest movement over lr·C·B with all units, and over lr·C with one unit, whose gradient is longer than C."""
     plan = plan_of(clip_norm, noise_multiplier=0.0)

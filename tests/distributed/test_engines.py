@@ -195,6 +195,19 @@ def test_mixtures_of_experts_are_exact_on_engines(engine, tmp_path):
     check_exact(jobs, tmp_path)
 
 
+@kills(
+    "each process decides by itself whether to call the model again, and shards wait for each other",
+    "dpllm/ghost/tapped_model.py",
+    "            needed, is_open = self.receiver.any_of([needed, not self._check.covers(2, 2, packed > 0)])\n",
+    "            is_open = True\n",
+    case="fsdp2",
+)
+@pytest.mark.parametrize("engine", ["fsdp2", tiers.deep_case("zero3")])
+def test_a_process_that_gets_several_rows_first_does_not_leave_the_others(engine, tmp_path):
+    """One unit on each process, then two and one: what several rows show for the first time is compared on both."""
+    assert run(tmp_path, "tests.distributed.matrix:uneven", engine=engine, counts=[2, 3, 5]) == [[2, 3, 5]] * 2
+
+
 @pytest.mark.deep
 def test_trained_parameters_in_a_leaf_module_of_zero3_are_refused(tmp_path):
     """DeepSpeed would fill in zeros for their gradients in the clipper's own pass; frozen ones are only gathered."""

@@ -1,12 +1,13 @@
 """An error of one process ends the step on all of them; nothing of it is released."""
 
+import pickle
+
 import pytest
 import torch
 
 from dpllm.config.mistakes import words_of
 from dpllm.engines.processes import OtherProcessError
-from tests.distributed import world
-from tests.distributed.failing import PATIENCE
+from tests.distributed import faults, world
 
 
 @pytest.fixture(scope="module")
@@ -61,15 +62,18 @@ def test_nothing_of_a_step_that_failed_is_released(ranks, case):
         assert found["end"] == "failed" and found["seconds"] < 60
 
 
-def test_processes_that_shard_the_model_learn_the_error_from_the_board(ranks):
-    """Their passes communicate, so a broken collective ends their wait; the failed process takes no further draw."""
-    waiting, failed = (one["sharded"] for one in ranks)
+def test_processes_that_shard_the_model_learn_the_error_from_the_board(tmp_path):
+    """Their passes communicate: the one that waits names the error, and the failed process takes no further draw."""
+    (tmp_path / "arguments.pickle").write_bytes(pickle.dumps({"root": tmp_path}))
+    target = ["tests.distributed.failing:sharded", tmp_path]
+    ended = faults.until_all_end(tmp_path, world.main, [target] * 2, 120.0, {})
+    assert ended.codes == [0, 0], ended.logs
+    waiting, failed = (pickle.loads((tmp_path / f"result.{rank}").read_bytes()) for rank in range(2))
+    kind, words = waiting["error"]
+    assert kind == "OtherProcessError" and words.startswith("rank 1: Broken: of the loss of rank 1 (in step 3)")
     own, notes = failed["own"]
     assert own == "of the loss of rank 1" and notes == []
     assert failed["error"][0] == "ValueError" and "failed half-way" in failed["error"][1]
-    kind, words = waiting["error"]
-    assert kind == "OtherProcessError" and words.startswith("rank 1: Broken: of the loss of rank 1 (in step 3)")
-    assert waiting["seconds"] > PATIENCE and waiting["own"] is None
     for found in (waiting, failed):
         assert found["taken"] == 2 and found["charged"] == 3 and found["unmoved"]
 

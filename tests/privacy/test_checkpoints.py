@@ -24,6 +24,7 @@ from dpllm.privacy.checkpoints import (
     CheckpointError,
     checkpoint_folder,
     discard_staging,
+    discard_start,
     latest_whole,
     made_by,
     prepare_staging,
@@ -502,6 +503,15 @@ def test_a_resume_that_finds_shards_missing_names_their_processes(tmp_path: Path
         (final / SHARDS[0].format(rank)).unlink()
     with pytest.raises(CheckpointError, match="DeepSpeedZero"):
         verify(final)
+
+
+def test_a_folder_of_that_name_that_is_no_start_of_a_run_is_left_alone(tmp_path):
+    """A user's own files are not those of an earlier run."""
+    own = tmp_path / "checkpoint-0" / "mine.txt"
+    own.parent.mkdir()
+    own.write_text("mine", encoding="utf-8")
+    discard_start(tmp_path)
+    assert own.read_text(encoding="utf-8") == "mine"
 
 
 class Wrapped(BaseException):
