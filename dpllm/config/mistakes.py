@@ -51,6 +51,13 @@ def words_of(error: BaseException) -> str | None:
         return _one_line(error)
     if isinstance(error, RuntimeError) and "out of memory" in str(error):  # of CUDA, Triton or an accelerator
         return f"{_OTHER_MISTAKES['OutOfMemoryError']} ({_one_line(error)[:200]})"
+    if isinstance(error, RuntimeError) and "connectFullMesh" in str(error):  # of gloo
+        return (
+            "the processes cannot connect to each other. After a restart by torchrun (--max_restarts), PyTorch's gloo "
+            "looks for the processes of the attempt before: start the whole command again, with "
+            "train.resume_from_checkpoint=auto. On machines with several networks, set GLOO_SOCKET_IFNAME to the one "
+            f"between them ({_one_line(error)[:200]})"
+        )
     for kind in type(error).__mro__:
         if kind.__name__ in _OTHER_MISTAKES:
             return f"{_OTHER_MISTAKES[kind.__name__]} ({_one_line(error)[:200]})"

@@ -34,6 +34,7 @@ class ConnectError(TransportError):
         (ZeroDivisionError("division by zero"), "too large or too small"),
         (SafetensorError("header too large"), "damaged or incomplete"),
         (ConnectError("[Errno -2] Name or service not known"), "cannot be reached"),
+        (RuntimeError("Gloo connectFullMesh failed: Connection refused"), "start the whole command again"),
     ],
 )
 def test_a_mistake_is_one_line(error: Exception, match: str) -> None:

@@ -100,10 +100,6 @@ def spin() -> None:
         pass
 
 
-def segfault() -> None:
-    os.kill(os.getpid(), signal.SIGSEGV)
-
-
 def log_blocks() -> None:
     """As a pipe whose reader has stopped."""
     _, end = os.pipe()

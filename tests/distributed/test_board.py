@@ -6,7 +6,15 @@ from tests.distributed import faults
 from tests.tiers import deep_case
 
 LIMIT = ("train.ddp_timeout=15",)
-SHOWN = {"key_error": "KeyError", "os_error": "/data/notes.jsonl", "out_of_memory": "memory is used up", "exits": "3"}
+SHOWN = {
+    "key_error": "KeyError",
+    "os_error": "/data/notes.jsonl",
+    "value_error": "this row cannot be used",
+    "out_of_memory": "Memory ran out",
+    "exits": "sys.exit(3)",
+    "interrupt": "Ctrl-C",
+}
+SILENT = ("exits", "interrupt")  # the failed rank prints no error
 
 
 @pytest.mark.parametrize(
@@ -15,7 +23,7 @@ SHOWN = {"key_error": "KeyError", "os_error": "/data/notes.jsonl", "out_of_memor
         ("ddp", "os_error", 1, 3),
         ("fsdp2", "key_error", 0, 3),
         *(deep_case("ddp", "key_error", 1, step) for step in (3, 4)),  # the fourth step checks rows
-        *(deep_case("fsdp2", fault, 1, 3) for fault in ("key_error", "os_error", "out_of_memory", "exits")),
+        *(deep_case("fsdp2", fault, 1, 3) for fault in SHOWN),
         *(deep_case(engine, "key_error", 1, 3) for engine in ("zero1", "zero2")),
     ],
 )
@@ -24,10 +32,45 @@ def test_every_process_names_the_rank_that_failed_and_ends_with_its_code(engine,
     ended = faults.run(tmp_path, engine, fault, rank, step)
     assert None not in ended.codes and len(set(ended.codes)) == 1 and ended.codes[0] != 0
     for number in range(2):
+        if number == rank and fault in SILENT:
+            continue
         (line,) = ended.errors(number)
         assert SHOWN[fault] in line
         assert line.startswith(f"error: rank {rank}: ") == (number != rank)
     assert ended.charged == step
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("privacy.clip_norm=2", "differ in privacy.clip_norm (rank 0: 1.0, rank 1: 2.0)"),
+        ("train.max_steps=5", "differ in train.max_steps (rank 0: 6, rank 1: 5)"),
+        ("data.path=none.jsonl", "none.jsonl: no such file or folder"),
+        ("train.output_dir=other", "is not the one that rank 1"),
+    ],
+)
+def test_a_key_that_one_process_has_otherwise_is_named(key, says, tmp_path):
+    """Before anything is charged; what all processes find is printed once."""
+    ended = faults.run(tmp_path, "ddp", ranks={1: [key]})
+    assert ended.codes == [2, 2] and ended.charged == 0
+    lines = [line for number in range(2) for line in ended.errors(number)]
+    assert lines and all(says in line for line in lines)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("fault", ["clock_jumps", "sleep"])
+def test_a_run_that_only_waits_a_little_goes_on(fault, tmp_path):
+    """A clock that was set back, and a step of twenty seconds."""
+    ended = faults.run(tmp_path, "ddp", fault)
+    assert ended.codes == [0, 0] and ended.charged == 6
+
+
+@pytest.mark.deep
+def test_a_signal_to_one_process_stops_all_in_order(tmp_path):
+    """After the step, with a checkpoint; nothing is lost."""
+    ended = faults.run(tmp_path, "fsdp2", "terminate")
+    assert ended.codes == [143, 143] and ended.charged == 3 and (tmp_path / "out" / "checkpoint-3").is_dir()
 
 
 @pytest.mark.parametrize(
@@ -50,6 +93,7 @@ def test_a_process_that_was_killed_is_named(engine, rank, tmp_path):
         deep_case("fsdp2", "stop", 1),
         deep_case("fsdp2", "stop", 0),
         deep_case("fsdp2", "spin", 1),
+        deep_case("ddp", "log_blocks", 0),
     ],
 )
 def test_a_process_that_does_not_go_on_ends_the_run_at_the_time_limit(engine, fault, rank, tmp_path):
