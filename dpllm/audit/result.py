@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from dpllm.audit.bounds import CONFIDENCE, AuditError, LowerBound, one_run_bounds, trial_bounds
 from dpllm.audit.power import NoiseTest, power, power_in_words
 from dpllm.audit.roc import Estimate, auroc, highest_fpr, shown_rates, tpr_at
+from dpllm.config.files import write_file
 from dpllm.config.json_values import json_value
 from dpllm.privacy.accounting import History, epsilon, merge
 from dpllm.privacy.risk import attack_risk
@@ -231,7 +232,7 @@ class AuditResult:
         """Write `AUDIT_FILE` into a folder, with the time, and return its path."""
         path = Path(folder) / AUDIT_FILE
         values = {"format": 1, "made_at": datetime.now(UTC).isoformat(timespec="seconds"), **self.to_dict()}
-        path.write_text(json_text(values), encoding="utf-8")
+        write_file(path, json_text(values))
         return path
 
 

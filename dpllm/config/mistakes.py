@@ -101,6 +101,12 @@ def _words_of_system(error: OSError) -> str:
             f"{where}there is no room left on the disk. Make room in train.output_dir (or in the folder of the cache, "
             "HF_HOME), then start again; a run that has a checkpoint goes on with train.resume_from_checkpoint=true"
         )
+    if error.errno == errno.EROFS:
+        return (
+            f"{where}the file system is read-only. A disk that fails turns read-only (look at the system's log): have "
+            "it mended, or name a folder elsewhere, then start again; a run that has a checkpoint goes on with "
+            "train.resume_from_checkpoint=true"
+        )
     return f"{where}{error.strerror or _one_line(error)}"
 
 

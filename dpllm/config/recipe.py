@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from dpllm import registry
 from dpllm.config import values
 from dpllm.config.data_section import DataConfig
+from dpllm.config.files import write_file
 from dpllm.config.formats.catalogue import FORMATS
 from dpllm.config.hub import is_language
 from dpllm.config.metrics import check_fit
@@ -372,7 +373,7 @@ def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
 
 def save_recipe(recipe: Recipe, path: str | Path) -> None:
     """Write the resolved recipe; `load_recipe` returns an equal recipe from the file."""
-    Path(path).write_text(write_yaml(recipe_to_dict(recipe)), encoding="utf-8")
+    write_file(path, write_yaml(recipe_to_dict(recipe)))
 
 
 _NESTED: dict[type, dict[str, type]] = {

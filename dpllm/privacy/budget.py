@@ -28,7 +28,6 @@ import hashlib
 import json
 import os
 import secrets
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -37,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.config import UNITS
+from dpllm.config.files import write_file
 from dpllm.config.values import between, choice, integer
 from dpllm.config.versions import has_format, other_format
 from dpllm.mechanism.catalogue import from_fields, to_fields
@@ -49,7 +49,7 @@ from dpllm.privacy.budget_lock import BudgetError as BudgetError
 from dpllm.privacy.budget_lock import locked
 from dpllm.privacy.calibration import steps_within
 from dpllm.privacy.identity import require_prefix
-from dpllm.privacy.ledger import LedgerError, read_ledger, sync_folder
+from dpllm.privacy.ledger import LedgerError, read_ledger
 from dpllm.privacy.ledger_reader import LedgerHead
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.privacy.query_plan import QueryPlan
@@ -563,27 +563,18 @@ def _plain(entry: Entry) -> dict[str, Any]:
 
 
 def _write(budget: Budget) -> tuple[int, str]:
-    """Replace the file atomically: after any failure it is the old or the new file. Return its number and hash."""
+    """Replace the file, which after any failure is the old or the new one. Return its number and hash."""
     body: dict[str, Any] = {"format": _FORMAT, **{name: getattr(budget, name) for name in _HEAD}}
     body["written"] = budget.written + 1
     body["entries"] = [_plain(entry) for entry in budget.entries]
     text = json.dumps({**body, "sha256": _digest(body)}, indent=2, ensure_ascii=False)
-    half = budget.path.with_name(f"{budget.path.name}.tmp")  # a fixed name: a leftover of a crash is replaced
     try:
-        half.unlink(missing_ok=True)  # another user may own it
-        with open(half, "x", encoding="utf-8") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        if budget.path.exists():  # keep the permissions, whichever user trains
-            shutil.copymode(budget.path, half)
-        os.replace(half, budget.path)
+        write_file(budget.path, text + "\n")
     except OSError as error:
         raise BudgetError(
             f"{budget.path} cannot be written ({error.strerror}), and is unchanged. Free space on the disk and start "
             "again"
         ) from error
-    sync_folder(budget.path.parent)
     return body["written"], _digest(body)
 
 

@@ -34,6 +34,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+from dpllm.config.files import naming, sync_folder, write_file
+
 MANIFEST_FILE = "checkpoint_manifest.json"
 DOCUMENTS = ("README.md", "privacy_report.json", "privacy_report.md", "privacy_report.html")
 """Files that are rewritten when people add a note; `dpllm.report.verify` checks them against the ledger."""
@@ -185,7 +187,7 @@ def publish(
         entries = _in_parallel(lambda name: _seal(staging / name, hash_whole_up_to), names)
         for folder in sorted({parent for name in names for parent in (staging / name).parents}, reverse=True):
             if folder == staging or staging in folder.parents:
-                _sync(folder)
+                sync_folder(folder)
         # A counter, because a clock can be set back; only the order of publication depends on it.
         manifest: dict[str, Any] = {
             "format": _FORMAT,
@@ -196,8 +198,7 @@ def publish(
             manifest["made_by"] = {"processes": size, "engine": engine} | ({"config": config[0]} if config else {})
         if ledger is not None:
             manifest["ledger"] = dict(ledger)
-        _write(staging / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
-        _sync(staging)
+        write_file(staging / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
         _put(staging, final)
     except OSError as error:
         failure = _not_saved(staging, final.parent, error, final.name)
@@ -446,8 +447,8 @@ def _put(staging: Path, final: Path) -> None:
 
 def _rename(source: Path, target: Path) -> None:
     os.rename(source, target)
-    _sync(target.parent)
-    _sync(source.parent)
+    sync_folder(target.parent)
+    sync_folder(source.parent)
 
 
 def _remove(folder: Path) -> None:
@@ -491,7 +492,7 @@ def _in_parallel(function: Any, names: list[str]) -> list[Any]:
 
 def _seal(path: Path, hash_whole_up_to: int) -> dict[str, Any]:
     """Flush a file to the disk, and return its entry in the manifest."""
-    with _naming(path), path.open("rb") as file:
+    with naming(path), path.open("rb") as file:
         os.fsync(file.fileno())
         size = os.fstat(file.fileno()).st_size
         whole = size <= max(hash_whole_up_to, SAMPLE_BYTES)
@@ -514,33 +515,6 @@ def _digest(file: BufferedReader, size: int, whole: bool) -> str:
         file.seek(number * (size - SAMPLE_BYTES) // (SAMPLES - 1))
         digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()
-
-
-def _write(path: Path, text: str) -> None:
-    with _naming(path), path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    with _naming(folder):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Add the path to an error of the operating system, which has only a descriptor."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
 
 
 def _read_manifest(checkpoint: Path) -> dict[str, Any]:

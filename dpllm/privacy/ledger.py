@@ -33,6 +33,7 @@ from typing import Any, Protocol
 
 import filelock
 
+from dpllm.config.files import naming, sync_folder
 from dpllm.config.versions import code_version
 from dpllm.mechanism.catalogue import to_fields
 from dpllm.mechanism.events import Event
@@ -479,14 +480,15 @@ class Ledger:
         if self._torn:
             raise LedgerError(
                 f"{self.path} could not be written before, and may end in half a line. No further step is charged to "
-                "it: free space on the disk and resume the run, which repairs the file"
+                "it: free space on the disk, or mend the disk, and resume the run, which repairs the file"
             )
         self.require_intact()
         self._torn = True  # until it is known to be on the disk
         view = memoryview(data)
-        while view:
-            view = view[os.write(self._descriptor, view) :]
-        os.fsync(self._descriptor)
+        with naming(self.path):
+            while view:
+                view = view[os.write(self._descriptor, view) :]
+            os.fsync(self._descriptor)
         self._size += len(data)
         self._torn = False
 
@@ -605,15 +607,3 @@ def _fact_value(name: str, value: str | int | float) -> str | int | float:
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return value
     raise ValueError(f"the fact {name!r} is {value!r}; give a text or a finite number")
-
-
-def sync_folder(folder: Path) -> None:
-    """Make a new file's name durable, if the system allows folders to be opened."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except PermissionError:
-        return
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from dpllm.config import PrivacyConfig
+from dpllm.config.files import write_file
 from dpllm.config.versions import has_format, other_format
 from dpllm.mechanism.catalogue import clipping_of, noise_of, spec_of, with_randomness
 from dpllm.mechanism.discrete import DiscreteStep
@@ -71,9 +72,9 @@ class Plan:
         raise NotImplementedError
 
     def save(self, path: str | Path) -> None:
-        """Write the plan and its hash as JSON."""
+        """Write the plan and its hash as JSON, durably: a ledger without its plan cannot be continued."""
         text = json.dumps({**self.to_dict(), "hash": self.hash}, indent=2, ensure_ascii=False, allow_nan=False)
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        write_file(path, text + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

@@ -9,14 +9,13 @@ not for release: without the key, nobody can use the ledger to test whether a gu
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
-import os
 import secrets
 from pathlib import Path
 from typing import Protocol
 
+from dpllm.config.files import write_file
 from dpllm.privacy.ledger import LedgerError, read_ledger
 from dpllm.privacy.not_for_release import private_path
 
@@ -130,13 +129,8 @@ def compare_records(ledger: str | Path, contents: str | None) -> str | None:
 def _new_key(ledger: _Facts) -> bytes:
     path = private_path(ledger.path.parent, KEY_FILE)
     key = secrets.token_bytes(_KEY_BYTES)
-    with contextlib.suppress(FileNotFoundError):
-        path.unlink()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="ascii") as file:
-        file.write(key.hex() + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    path.unlink(missing_ok=True)  # whatever its permissions were
+    write_file(path, key.hex() + "\n", 0o600)
     return key
 
 

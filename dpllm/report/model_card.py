@@ -29,6 +29,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from dpllm.config import TASKS, nearest
+from dpllm.config.files import write_file
 from dpllm.config.hub import license_metadata
 from dpllm.privacy.checkpoints import MANIFEST_FILE
 from dpllm.privacy.identity import adopt
@@ -40,7 +41,7 @@ from dpllm.privacy.unfinished import settle_crashed
 from dpllm.report.checklist import SETTLE_OPTION, is_sampled
 from dpllm.report.definition import SELECTED
 from dpllm.report.models import PlanOfQueries, PrivacyReport
-from dpllm.report.pages import part, replace_file, template, write_pages
+from dpllm.report.pages import part, template, write_pages
 from dpllm.report.query_front import method_of
 from dpllm.report.release_notes import ReleaseNotes, require_own_words
 from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, notes_in, privacy_report, write_report
@@ -416,7 +417,7 @@ def renew_card(folder: str | Path, before: PrivacyReport, after: PrivacyReport, 
             if hashlib.sha256(card.encode("utf-8")).hexdigest() == written:
                 write_pages(folder, {CARD_FILE: renewed}, ledger)
             else:
-                replace_file(path, renewed.encode("utf-8"))
+                write_file(path, renewed)
 
 
 def _renewed(card: str, before: PrivacyReport, after: PrivacyReport) -> str:

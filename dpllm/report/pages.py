@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib.resources
 import math
-import os
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -20,6 +19,7 @@ from typing import Any
 import jinja2
 import markupsafe
 
+from dpllm.config.files import write_file
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger
 from dpllm.privacy.rounding import format_delta, format_epsilon, format_percent, one_in, up, up_significant
 from dpllm.report.disclosures import UTILITY_FILE
@@ -96,7 +96,7 @@ def part(name: str, block: str, **context: Any) -> str:
 def write_pages(folder: str | Path, texts: Mapping[str, str], ledger: Any = None) -> None:
     """Write files of a report, or its card, and note their hashes in the ledger of the folder.
 
-    Each file is written whole or not at all. `dpllm verify` compares the files with the hashes.
+    `dpllm verify` compares the files with the hashes.
 
     Args:
         folder: of the ledger. Without a ledger in it, there is nothing to verify, and no hash is noted.
@@ -109,20 +109,13 @@ def write_pages(folder: str | Path, texts: Mapping[str, str], ledger: Any = None
     folder, digests = Path(folder), {}
     for name, text in texts.items():
         content = text.encode("utf-8")
-        replace_file(folder / name, content)
+        write_file(folder / name, content)
         digests[name] = hashlib.sha256(content).hexdigest()
     if ledger is not None:
         ledger.append_pages(digests)
     elif (folder / LEDGER_FILE).is_file():
         with Ledger.annotate(folder / LEDGER_FILE) as opened:
             opened.append_pages(digests)
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file such that a reader sees the old one or the new one."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
 
 
 def in_folder(text: str, folder: str | Path) -> str:

@@ -14,7 +14,6 @@ import hashlib
 import html
 import itertools
 import json
-import os
 import re
 import secrets
 import unicodedata
@@ -24,6 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from dpllm.config.files import write_file
 from dpllm.privacy.ledger import LEDGER_FILE
 from dpllm.privacy.ledger import REPORT_FILE as JSON_FILE
 from dpllm.privacy.not_for_release import PRIVATE_FOLDER, private_path
@@ -120,9 +120,8 @@ class PrivateStrings:
         lengths = sorted({len(_WORD.findall(form)) for form in wanted})
         stored = {"key": key.hex(), "lengths": lengths, "hashes": sorted(_hash(form, key) for form in wanted)}
         path = private_path(folder, STRINGS_FILE)
-        path.unlink(missing_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
-            json.dump(stored, file)
+        path.unlink(missing_ok=True)  # whatever its permissions were
+        write_file(path, json.dumps(stored), 0o600)
 
 
 def check_strings(folder: str | Path) -> tuple[str, bool | None, str] | None:

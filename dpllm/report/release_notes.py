@@ -6,12 +6,12 @@ Place in the flow: below report, which shows them. A report that is written agai
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dpllm.config.files import write_file
 from dpllm.config.versions import has_format, other_format, version_words
 from dpllm.privacy.ledger import REPORT_FILE as JSON_FILE
 from dpllm.privacy.not_for_release import private_path
@@ -118,9 +118,7 @@ def keep_utility(folder: str | Path, figures: Mapping[str, Any]) -> None:
         figures: name to value; the file has these and no earlier ones.
     """
     path = private_path(folder, UTILITY_FILE)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(dict(figures), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_file(path, json.dumps(dict(figures), indent=2, ensure_ascii=False) + "\n")
 
 
 def notes_in(folder: str | Path) -> ReleaseNotes:

@@ -19,6 +19,7 @@ import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dpllm.config import PrivacyUnit
+from dpllm.config.files import write_file
 from dpllm.config.tasks import labels_of
 from dpllm.data.columns import ids_in, names_in, people_in, values_in
 from dpllm.data.records import DOCUMENTS, may_be_documents, record_words, sources_of
@@ -269,5 +270,5 @@ def note_data(ledger: Ledger | SharedLedger, dataset: Any, units: UnitIndex, pri
         ledger.append_open_point(DOCUMENTS)
     if (files := sources_of(dataset)) and Processes().is_main:
         path = private_path(ledger.path.parent, DATA_FILES_FILE)
-        path.write_text(json.dumps(files, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_file(path, json.dumps(files, indent=1, ensure_ascii=False) + "\n")
     note_users(ledger, units, privacy.unit_column)

@@ -15,6 +15,7 @@ import datasets
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, Trainer, TrainerCallback
 
 from dpllm.config import ModelConfig, Recipe
+from dpllm.config.files import sync_files
 from dpllm.data.rows import RowCollator, tokenize_records
 from dpllm.models.load import load_base_model
 from dpllm.training.arguments import training_arguments
@@ -61,6 +62,7 @@ def train_on_public_text(
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if args.should_save:
         trainer.accelerator.unwrap_model(trainer.model_wrapped).save_pretrained(folder, state_dict=state)
+        sync_files(folder)  # every resume of the private run begins with loading them
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.free_memory()
 

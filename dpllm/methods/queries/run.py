@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from dpllm.config import RECIPE_FILE
+from dpllm.config.files import write_file
 from dpllm.data.units import UnitIndex
 from dpllm.methods.queries.randomness import Randomness
 from dpllm.privacy import checkpoints
@@ -124,7 +125,7 @@ class QueryRun:
         plan.save(folder / PLAN_FILE)
         note_writer(folder)
         if recipe_text is not None:
-            (folder / RECIPE_FILE).write_text(recipe_text, encoding="utf-8")
+            write_file(folder / RECIPE_FILE, recipe_text)
         return cls(folder, plan, ledger, entry, notes)
 
     @property

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dpllm.config.files import sync_folder
 from dpllm.privacy import locks
-from dpllm.privacy.ledger import sync_folder
 from dpllm.privacy.ledger_reader import CHAIN_START, file_hash, next_chain
 
 
