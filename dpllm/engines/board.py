@@ -268,23 +268,34 @@ class FailureBoard:
         while True:
             is_last = self._over.is_set()
             beats += 1
-            try:
-                self._store.set(self._key(f"beat/{self._rank}"), self._sign(-1 if is_last else beats))
-                while self._posts:
-                    number = self._store.add(self._key("failures"), 1)
-                    self._store.set(self._key(f"failure/{number}"), json.dumps(asdict(self._posts[0])))
-                    del self._posts[0]
-                self._read_failures()
-                if self._looks_since is not None:
-                    self._read_signs()
-                self._answered = time.monotonic()
-            except Exception:  # of the connection to the store
-                with contextlib.suppress(Exception):
-                    self._store = self._connect()
+            if not self._ends_with_the_store():
+                self._exchange(-1 if is_last else beats)
             if is_last:
                 return
             self._wake.wait(_BEAT)
             self._wake.clear()
+
+    def _exchange(self, sign: int) -> None:
+        """Send what there is to send, and read what there is to read."""
+        try:
+            self._store.set(self._key(f"beat/{self._rank}"), self._sign(sign))
+            while self._posts:
+                number = self._store.add(self._key("failures"), 1)
+                self._store.set(self._key(f"failure/{number}"), json.dumps(asdict(self._posts[0])))
+                del self._posts[0]
+            self._read_failures()
+            if self._looks_since is not None:
+                self._read_signs()
+            self._answered = time.monotonic()
+        except Exception:  # of the connection to the store
+            with contextlib.suppress(Exception):
+                self._store = self._connect()
+
+    def _ends_with_the_store(self) -> bool:
+        """Whether this process ends because rank 0 does, which holds the store: torch would warn that it is gone."""
+        if self._rank == 0 or _launcher_holds_the_store() or all(one.rank for one in self._failures):
+            return False
+        return self._unwinds or self._failure_elsewhere() is not None
 
     def _key(self, name: str) -> str:
         return f"{self._name}/{name}"
