@@ -25,7 +25,7 @@ from dpllm.engines.engine_pairs import Setup, Way, way_to_load
 from dpllm.engines.processes import Processes
 from dpllm.privacy.checkpoints import CheckpointError, differing, latest_whole, verify
 from dpllm.privacy.identity import check_checkpoint, ended_as_planned, steps_of_weights
-from dpllm.privacy.ledger import LEDGER_FILE, LedgerContents, read_ledger
+from dpllm.privacy.ledger import LEDGER_FILE, LedgerContents, is_being_written, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.stated import steps_allowed
 
@@ -220,6 +220,55 @@ def checkpoint_to_resume(
     return processes.from_main(find)
 
 
+@dataclass(frozen=True)
+class RunSoFar:
+    """How far the run of a folder has come.
+
+    Attributes:
+        words: it in words, one line.
+        charged: steps that the ledger charges; None: it or the plan cannot be read.
+        lost: charged steps that the latest whole checkpoint does not hold; None: the run cannot be resumed now.
+        left: steps that a resume takes; None as for ``lost``.
+    """
+
+    words: str
+    charged: int | None = None
+    lost: int | None = None
+    left: int | None = None
+
+
+def run_so_far(folder: str | Path) -> RunSoFar | None:
+    """Read how far the run of a folder has come, and what a restart would find (`restart_of`); nothing is changed.
+
+    Args:
+        folder: an output folder.
+
+    Returns:
+        None if the folder holds no run that charged a step.
+    """
+    folder, charged, so_far = Path(folder), None, ""
+    try:
+        if not (folder / LEDGER_FILE).exists():
+            return None
+        contents = read_ledger(folder / LEDGER_FILE)
+        if not contents.num_steps:
+            return None
+        plan, charged = PrivacyPlan.load(folder / PLAN_FILE), contents.num_steps
+        so_far = f"{charged:,} of {plan.num_steps:,} steps are charged"
+        if is_being_written(folder / LEDGER_FILE):
+            return RunSoFar(f"{so_far}, and the run is under way", charged)
+        restart_of(folder, AUTO_RESUME)
+        checkpoint, _ = latest_whole(folder)
+        taken = steps_of_weights(checkpoint) if checkpoint else None
+        allowed = steps_allowed(plan, contents)
+    except ValueError as error:
+        return RunSoFar(f"{so_far}. {error}" if so_far else str(error), charged)
+    lost = charged - (taken or 0)
+    left = max(0, (plan.num_steps if allowed is None else allowed) - charged)
+    words = lost_words(checkpoint.name, charged, lost, left) if checkpoint and lost else f"{so_far}. {_remain(left)}"
+    return RunSoFar(words, charged, lost, left)
+
+
 def to_go_on(plan: PrivacyPlan, contents: LedgerContents) -> list[tuple[str, str]]:
     """Return how to continue a stopped run, and the steps that a resume leaves out.
 
@@ -272,10 +321,14 @@ def lost_words(checkpoint: str, charged: int, lost: int, left: int) -> str:
     """
     were = "step was" if charged == 1 else "steps were"
     them, they = ("it", "it stays") if lost == 1 else ("them", "they stay")
-    remain = "No step remains" if left == 0 else "1 step remains" if left == 1 else f"{left:,} steps remain"
     return (
-        f"{lost:,} of {charged:,} charged {were} lost: {checkpoint} does not hold {them}, and {they} charged. {remain}"
+        f"{lost:,} of {charged:,} charged {were} lost: {checkpoint} does not hold {them}, and {they} charged. "
+        f"{_remain(left)}"
     )
+
+
+def _remain(left: int) -> str:
+    return "No step remains" if left == 0 else "1 step remains" if left == 1 else f"{left:,} steps remain"
 
 
 def steps_words(charged: int, planned: int, lost: int) -> str:

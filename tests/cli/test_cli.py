@@ -148,6 +148,15 @@ def test_plan_knows_units_and_steps(tmp_path: Path) -> None:
     assert "did you mean 'privacy.clip_norm'" in refuse(["plan", str(recipe), "privacy.clipnorm=1"])
 
 
+def test_plan_reads_the_run_of_its_output_folder(tmp_path: Path, folder: Path) -> None:
+    """A folder whose run cannot be resumed is told before anything is started in it."""
+    recipe = recipe_of_records(tmp_path, 205)
+    assert as_json(["plan", str(recipe)])["run"] is None
+    given = ["plan", str(recipe), f"train.output_dir={folder}"]
+    found = as_json(given)["run"]
+    assert found["charged"] == 3 and found["lost"] is None and "3 of 3 steps are charged" in run(given)
+
+
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     """A recipe whose data is not there, and whose precision this machine may not have."""

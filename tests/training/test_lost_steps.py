@@ -11,6 +11,7 @@ from dpllm.privacy.checkpoints import CheckpointError, latest_whole, verify
 from dpllm.privacy.identity import lost_steps
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.report.verify import verify as verify_report
+from dpllm.training.resume import run_so_far
 from dpllm.training.trainer import WhenAttached
 from tests.conftest import tiny_llama_config
 from tests.mutations import kills
@@ -101,6 +102,28 @@ def test_a_resume_without_a_step_left_releases_the_checkpoint_and_states_it(tmp_
     again.save_model()
     assert contents(tmp_path).num_steps == 4 and lost_steps(contents(tmp_path)) == 2 and again.state.global_step == 2
     assert verify_report(tmp_path).ok and "the released weights hold 2" in html(tmp_path)
+
+
+def test_the_plan_says_how_far_the_run_of_its_folder_has_come(tmp_path):
+    """While it runs, after a crash that lost a step, and at its end; it reads, and changes nothing."""
+    seen = []
+    run = trainer(tmp_path, args=saving(tmp_path, 2), callbacks=[At(3, lambda: seen.append(run_so_far(tmp_path)))])
+    run.add_callback(At(3, crash))
+    assert run_so_far(tmp_path) is None
+    with pytest.raises(Crash):
+        run.train(resume_from_checkpoint="auto")
+    before = sorted((path.name, path.stat().st_mtime_ns) for path in tmp_path.rglob("*"))
+    found = run_so_far(tmp_path)
+    assert (found.charged, found.lost, found.left) == (3, 1, 1) and "checkpoint-2" in found.words
+    assert (seen[0].charged, seen[0].lost, seen[0].left) == (3, None, None)
+    assert sorted((path.name, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")) == before
+    again = trainer(tmp_path, args=saving(tmp_path, 2))
+    again.train(resume_from_checkpoint="auto")
+    again.save_model()
+    found = run_so_far(tmp_path)
+    assert (found.charged, found.lost, found.left) == (4, None, None) and "completed" in found.words
+    (tmp_path / LEDGER_FILE).write_text("not a ledger", encoding="utf-8")
+    assert run_so_far(tmp_path).charged is None
 
 
 @kills(
