@@ -25,6 +25,8 @@ _OTHER_MISTAKES = {
     "StrictDataclassError": "a value of the model's configuration (config.json, model.config) cannot be used",
     "StrictDataclassFieldValidationError": "a value of the model's configuration (config.json, model.config) cannot "
     "be used",
+    "DistNetworkError": "the connection to another process broke: it has ended, or its machine cannot be reached. Look "
+    "for the cause in the output of the other processes",
     "TransportError": "a server such as the Hub cannot be reached. Check network and proxy, or give local files",
     "OutOfMemoryError": "the GPU's memory is used up. Lower microbatch_tokens or train.per_device_train_batch_size",
 }

@@ -11,6 +11,7 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 from pathlib import Path
 
 from dpllm.config.values import ConfigError
@@ -50,7 +51,7 @@ def _try_out(name: str, folder: Path) -> int:
     """Create the folder, write to it, undo both, and return the number of free bytes."""
     made: list[Path] = []
     try:
-        if folder.exists() and not folder.is_dir():
+        if _is_file(folder):
             raise ConfigError(f"{name}={folder} is a file: name a folder, which need not exist yet")
         missing = [place for place in (folder, *folder.parents) if not place.exists()]
         for place in reversed(missing):
@@ -58,7 +59,7 @@ def _try_out(name: str, folder: Path) -> int:
                 place.mkdir()
                 made.append(place)
             except FileExistsError:  # made by another process of the run at this moment
-                if not place.is_dir():
+                if _is_file(place):
                     raise
         probe = folder / f".dpllm-{secrets.token_hex(8)}"
         try:
@@ -78,6 +79,14 @@ def _try_out(name: str, folder: Path) -> int:
             with contextlib.suppress(OSError):  # another process is using it
                 place.rmdir()
     return free
+
+
+def _is_file(path: Path) -> bool:
+    """Whether a path is there and no folder; asked once, since another process may make and remove the folder."""
+    try:
+        return not stat.S_ISDIR(path.stat().st_mode)
+    except FileNotFoundError:
+        return False
 
 
 def _short(folder: Path) -> str:

@@ -7,6 +7,7 @@ import io
 import sys
 
 import pytest
+from torch.distributed import DistNetworkError
 
 from dpllm.config import ConfigError
 from dpllm.config.mistakes import FAULT, MISTAKE, print_any_character, tell, words_of
@@ -34,6 +35,8 @@ class ConnectError(TransportError):
         (ZeroDivisionError("division by zero"), "too large or too small"),
         (SafetensorError("header too large"), "damaged or incomplete"),
         (ConnectError("[Errno -2] Name or service not known"), "cannot be reached"),
+        (OSError(errno.EROFS, "Read-only file system", "runs/a"), "runs/a: the file system is read-only"),
+        (DistNetworkError("Failed to recv, got 0 bytes"), "output of the other processes"),
         (RuntimeError("Gloo connectFullMesh failed: Connection refused"), "start the whole command again"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import sys
@@ -299,3 +300,20 @@ def test_a_disk_without_room_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has .*iB of free space, but the model and its reports need 888 PiB|TiB"):
         check_output_folder("train.output_dir", tmp_path / "a" / "b", needed=10**18)
     assert not (tmp_path / "a").exists()
+
+
+def test_a_folder_that_another_process_makes_and_removes_is_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All processes of a run try the folder out at the same time, and undo it."""
+    make, calls = Path.mkdir, []
+
+    def mkdir(path: Path, *arguments: Any, **options: Any) -> None:
+        calls.append(path)
+        if len(calls) == 1:  # the other one made it now, and has removed it when it is looked at
+            raise FileExistsError(errno.EEXIST, "File exists", str(path))
+        make(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    check_output_folder("train.output_dir", tmp_path / "out")
+    assert len(calls) == 2 and not (tmp_path / "out").exists()
