@@ -195,9 +195,25 @@ class Ladder:
         for at, targets in functions.items():
             self._wrap("functions", Functions(self._host, at, self._held(targets)))
         for at, targets in splits.items():
+            self._refuse_gathers(at, targets)
             self.splits[at] = Split(self._host, at, self._held(targets))
             self._wrap("row_by_row", self.splits[at])
             self.copied += targets
+
+    def _refuse_gathers(self, at: str, targets: Sequence[Target]) -> None:
+        """Refuse a module that would run row by row where DeepSpeed gathers its parts in each of their calls (ZeRO-3).
+
+        Processes have different numbers of rows, so they would wait for each other in different collectives.
+        """
+        module = self._modules[at]
+        if next(module.children(), None) is None or not any(hasattr(p, "ds_id") for p in module.parameters()):
+            return
+        names = ", ".join(target.name for target in targets[:4]) + (", ..." if len(targets) > 4 else "")
+        raise GhostError(
+            f"{at} has to run row by row, since no tap is exact for {names}, and ZeRO-3 gathers the weights of its "
+            "parts anew for each row, on processes that have different numbers of rows. Use FSDP2 "
+            "(accelerate_configs/fsdp2.yaml), which gathers a block once, or freeze these parameters"
+        )
 
     def _uses_of(self, target: Target, rung: int) -> set[Seen]:
         uses = self._uses.get(target.name, set())

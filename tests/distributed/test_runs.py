@@ -142,6 +142,7 @@ def test_the_text_of_a_sharded_model_is_measured_as_that_of_one_process(config, 
         "metrics": ["rouge1", "rougeL"],
     }
     longer = ("public_pretrain.train.max_steps=80", "public_pretrain.train.learning_rate=0.01")
+    longer += (f"public_pretrain.max_shared_records={len(pairs)}",)  # two words and the same ending make a record
     given = (*longer, *(f"data.{name}={json.dumps(value)}" for name, value in values.items()))
     printed = launch(config, folder, *model, *given)
     released = AutoModelForCausalLM.from_pretrained(folder / "out" / "public_pretrain" if model else folder / "out")
@@ -156,6 +157,21 @@ def test_the_text_of_a_sharded_model_is_measured_as_that_of_one_process(config, 
     for name, value in figures.items():
         shown = re.search(rf"held-out {name} after\s+([0-9.]+)", printed)
         assert shown and float(shown[1]) == pytest.approx(value, rel=1e-3)
+
+
+@pytest.mark.deep
+def test_a_state_space_model_under_zero3_trains_adapters_and_refuses_modules_that_run_row_by_row(folder):
+    """Trained mixers run row by row, which processes with other numbers of rows cannot do together."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    mixers = {"d_ssm": 64, "n_heads": 8, "d_head": 8, "d_state": 8, "n_groups": 1, "chunk_size": 8}
+    config = {"model_type": "falcon_h1", "max_position_embeddings": 32, "num_key_value_heads": 2, **sizes}
+    model = f"model.config={json.dumps({**config, **{f'mamba_{name}': size for name, size in mixers.items()}})}"
+    with pytest.raises(AssertionError):
+        launch("cpu_zero3", folder, model)
+    assert re.search(r"error: model\.layers\.0\.mamba has to run row by row.*Use FSDP2", (folder / "log").read_text())
+    shutil.rmtree(folder / "out")
+    launch("cpu_zero3", folder, model, LORA.replace("all-linear", "[q_proj, in_proj]"))
+    assert charged(folder) == 6
 
 
 def charged(folder: Path) -> int:
