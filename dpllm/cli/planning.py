@@ -30,7 +30,6 @@ from dpllm.config.query_recipe import method_in
 if TYPE_CHECKING:
     from dpllm.privacy.noise_choice import Prediction
     from dpllm.privacy.plan import PrivacyPlan
-    from dpllm.training.resume import RunSoFar
     from dpllm.training.workload import UpdateRule
 
 _INSTEAD = "With --sweep, instead of a recipe:"
@@ -249,7 +248,7 @@ class _Planned:
         advice: settings that were measured worse.
         rate: the row about the learning rate, if the rule's is known.
         rates: the same as values.
-        so_far: the run that the output folder holds; None: it holds none.
+        folder: the output folder.
     """
 
     plan: PrivacyPlan
@@ -261,7 +260,7 @@ class _Planned:
     advice: list[str]
     rate: list[tuple[str, str]]
     rates: dict[str, Any]
-    so_far: RunSoFar | None
+    folder: str
 
 
 def _plan_of(recipe: Recipe) -> _Planned:
@@ -273,7 +272,6 @@ def _plan_of(recipe: Recipe) -> _Planned:
     from dpllm.training.arguments import plan_for, training_arguments
     from dpllm.training.corrected_adamw import asked_second_moment
     from dpllm.training.preflight import check_recipe, to_plan
-    from dpllm.training.resume import run_so_far
     from dpllm.training.workload import UpdateRule
 
     arguments = training_arguments(to_plan(recipe.train))
@@ -296,7 +294,7 @@ def _plan_of(recipe: Recipe) -> _Planned:
         advice=[*advice(plan, rule), *off],
         rate=rate,
         rates=rate_values(rule, computed),
-        so_far=run_so_far(str(arguments.output_dir)),
+        folder=str(arguments.output_dir),
     )
 
 
@@ -318,7 +316,9 @@ def _sweep_noise(
 
 def _show_plan(path: Path, planned: _Planned, as_json: bool) -> None:
     from dpllm.privacy.plan import format_plan
+    from dpllm.training.resume import run_so_far
 
+    so_far = run_so_far(planned.folder, planned.plan)
     made, predicted = planned.plan, planned.predicted
     values = {
         **made.to_dict(),
@@ -331,7 +331,7 @@ def _show_plan(path: Path, planned: _Planned, as_json: bool) -> None:
         "advice": planned.advice,
         "files": planned.files,
         "read": planned.read,
-        "run": None if planned.so_far is None else dataclasses.asdict(planned.so_far),
+        "run": None if so_far is None else dataclasses.asdict(so_far),
     }
     noise = []
     if predicted is not None:
@@ -345,8 +345,8 @@ def _show_plan(path: Path, planned: _Planned, as_json: bool) -> None:
         words = f"{planned.second_moment}: less the known variance of the noise in it"
         noise.append(("second moment of the optimizer", words))
     advised = [("advice", line) for line in planned.advice]
-    if planned.so_far is not None:
-        advised.append(("the output folder's run", planned.so_far.words))
+    if so_far is not None:
+        advised.append(("the output folder's run", so_far.words))
     show(values, [*format_plan(made), *noise, *planned.rate, *read, *advised], f"Privacy plan of {path}", as_json)
 
 

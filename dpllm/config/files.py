@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP)
 def write_file(path: str | Path, content: str | bytes, mode: int = 0o666) -> None:
     """Write a file whole and durably: at every moment its readers, and the disk, have the old content or the new one.
 
-    An existing file keeps its permissions.
+    An existing file keeps its permissions. Of several writers at the same time, the last one wins.
 
     Args:
         path: the file; its folder exists.
@@ -28,20 +29,20 @@ def write_file(path: str | Path, content: str | bytes, mode: int = 0o666) -> Non
         mode: permissions of a new file, less those that the process's umask removes.
 
     Raises:
-        OSError: it cannot be written, and is unchanged; the error names it.
+        OSError: it cannot be written; the error names it.
     """
-    path = Path(path).resolve()  # a link stays one
-    half = path.with_name(f"{path.name}.tmp")  # a fixed name: what a crash left is replaced
+    path = Path(os.path.realpath(path))  # a link stays one
+    half = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # hidden: what a crash leaves is no result
     left = memoryview(content.encode("utf-8") if isinstance(content, str) else content)
     with naming(path):
-        half.unlink(missing_ok=True)  # another user may own it
         try:
             with os.fdopen(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb", buffering=0) as file:
                 while left:
                     left = left[file.write(left) :]
                 os.fsync(file.fileno())
             if path.exists():
-                shutil.copymode(path, half)
+                with contextlib.suppress(PermissionError):  # of file systems without permissions
+                    shutil.copymode(path, half)
             os.replace(half, path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -61,6 +62,7 @@ def sync_files(folder: str | Path) -> None:
             with naming(path), path.open("rb") as file:
                 os.fsync(file.fileno())
     sync_folder(folder)
+    sync_folder(Path(folder).absolute().parent)
 
 
 def sync_folder(folder: str | Path) -> None:

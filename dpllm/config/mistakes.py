@@ -25,8 +25,8 @@ _OTHER_MISTAKES = {
     "StrictDataclassError": "a value of the model's configuration (config.json, model.config) cannot be used",
     "StrictDataclassFieldValidationError": "a value of the model's configuration (config.json, model.config) cannot "
     "be used",
-    "DistNetworkError": "the connection to another process broke: it has ended, or its machine cannot be reached. Look "
-    "for the cause in the output of the other processes",
+    "DistNetworkError": "another process of the run cannot be reached: it has ended, or MASTER_ADDR and MASTER_PORT "
+    "are not those of this run. Look for the cause in the output of the other processes",
     "TransportError": "a server such as the Hub cannot be reached. Check network and proxy, or give local files",
     "OutOfMemoryError": "the GPU's memory is used up. Lower microbatch_tokens or train.per_device_train_batch_size",
 }
@@ -59,6 +59,11 @@ def words_of(error: BaseException) -> str | None:
             "looks for the processes of the attempt before: start the whole command again, with "
             "train.resume_from_checkpoint=auto. On machines with several networks, set GLOO_SOCKET_IFNAME to the one "
             f"between them ({_one_line(error)[:200]})"
+        )
+    if isinstance(error, RuntimeError) and "EADDRINUSE" in str(error):  # of torch's store
+        return (
+            "another program has the port at which the processes of the run would meet: give another one "
+            f"(--main_process_port of accelerate, MASTER_PORT) ({_one_line(error)[:200]})"
         )
     for kind in type(error).__mro__:
         if kind.__name__ in _OTHER_MISTAKES:

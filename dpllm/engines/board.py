@@ -135,6 +135,7 @@ class FailureBoard:
         self._place, self._waits, self._marked = "", 0, time.monotonic()
         self._worker = threading.current_thread()
         self._unwinds = False  # after an error in the innermost work
+        self._follows: tuple[int | None, float] = (None, 0.0)  # the process whose end ends this work, and since when
         self._posts: list[Failure] = []  # to be sent
         self._has_failed = False
         self._failures: list[Failure] = []
@@ -170,14 +171,14 @@ class FailureBoard:
         work = f"{what}#{self._numbers[what]}"
         self._works.append(work)
         self._patience.append(patient)
-        self._worker, self._unwinds = threading.current_thread(), False
+        self._worker, self._unwinds, self._follows = threading.current_thread(), False, (None, 0.0)
         self.mark("")
         if time.monotonic() - self._answered > _BEAT / 4:  # others see where this process is, if it ends here
             self._wake.set()
         try:
             yield
-        except OtherProcessError:
-            self._unwinds = True
+        except OtherProcessError as error:
+            self._unwinds, self._follows = True, (error.rank, time.monotonic())
             raise
         except GeneratorExit:
             raise
@@ -185,6 +186,7 @@ class FailureBoard:
             self._unwinds = True
             found = self.cause(error)
             if found is not None:
+                self._follows = found.rank, time.monotonic()
                 raise found from error
             self._post(Failure(self._rank, work, self.where(), *told(error)))
             raise
@@ -293,9 +295,12 @@ class FailureBoard:
 
     def _ends_with_the_store(self) -> bool:
         """Whether this process ends because rank 0 does, which holds the store: torch would warn that it is gone."""
-        if self._rank == 0 or _launcher_holds_the_store() or all(one.rank for one in self._failures):
+        if self._rank == 0 or self._posts or _launcher_holds_the_store():
             return False
-        return self._unwinds or self._failure_elsewhere() is not None
+        failure, (rank, since) = self._failure_elsewhere(), self._follows
+        # A program may go on after an error, and begin other work only later.
+        follows = rank == 0 and time.monotonic() - since < GRACE
+        return follows or (failure is not None and failure.rank == 0)
 
     def _key(self, name: str) -> str:
         return f"{self._name}/{name}"

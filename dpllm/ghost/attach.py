@@ -203,16 +203,18 @@ class Ladder:
     def _refuse_gathers(self, at: str, targets: Sequence[Target]) -> None:
         """Refuse a module that would run row by row where DeepSpeed gathers its parts in each of their calls (ZeRO-3).
 
-        Processes have different numbers of rows, so they would wait for each other in different collectives.
+        Processes have different numbers of rows, so they would wait for each other in different collectives. On one
+        process, too, DeepSpeed's hooks on the parts would take the copies for a row for its own parameters.
         """
         module = self._modules[at]
         if next(module.children(), None) is None or not any(hasattr(p, "ds_id") for p in module.parameters()):
             return
         names = ", ".join(target.name for target in targets[:4]) + (", ..." if len(targets) > 4 else "")
         raise GhostError(
-            f"{at} has to run row by row, since no tap is exact for {names}, and ZeRO-3 gathers the weights of its "
-            "parts anew for each row, on processes that have different numbers of rows. Use FSDP2 "
-            "(accelerate_configs/fsdp2.yaml), which gathers a block once, or freeze these parameters"
+            f"{at} has to run row by row, since no tap is exact for {names}, and ZeRO-3 gathers weights anew for "
+            "each row, around every call of its parts, while processes have different numbers of rows. Use FSDP2 "
+            "(accelerate_configs/fsdp2.yaml), which gathers a block once, or on one GPU no sharding; or freeze these "
+            "parameters"
         )
 
     def _uses_of(self, target: Target, rung: int) -> set[Seen]:

@@ -572,8 +572,8 @@ def _write(budget: Budget) -> tuple[int, str]:
         write_file(budget.path, text + "\n")
     except OSError as error:
         raise BudgetError(
-            f"{budget.path} cannot be written ({error.strerror}), and is unchanged. Free space on the disk and start "
-            "again"
+            f"{budget.path} cannot be written ({error.strerror}), and is as it was before this change or after it. "
+            "Free space on the disk, or mend the disk, and start again"
         ) from error
     return body["written"], _digest(body)
 

@@ -25,7 +25,7 @@ from dpllm.engines.engine_pairs import Setup, Way, way_to_load
 from dpllm.engines.processes import Processes
 from dpllm.privacy.checkpoints import CheckpointError, differing, latest_whole, verify
 from dpllm.privacy.identity import check_checkpoint, ended_as_planned, steps_of_weights
-from dpllm.privacy.ledger import LEDGER_FILE, LedgerContents, is_being_written, read_ledger
+from dpllm.privacy.ledger import LEDGER_FILE, LedgerContents, is_being_written, read_ledger, require_own_file
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.stated import steps_allowed
 
@@ -73,7 +73,12 @@ def restart_of(folder: str | Path, wanted: str | bool | None) -> Restart:
         wanted = wanted.strip().lower() == "true"
     if wanted != AUTO_RESUME:
         return Restart(wanted or False, bool(wanted))
-    folder = Path(folder)
+    continues = _to_continue(Path(folder)) is not None
+    return Restart(continues, continues)
+
+
+def _to_continue(folder: Path) -> Path | None:
+    """Return the checkpoint that "auto" resumes; None where it starts a run. The errors are those of `restart_of`."""
     checkpoint, passed_over = latest_whole(folder)
     if not (folder / LEDGER_FILE).exists():
         if checkpoint is not None:
@@ -81,7 +86,7 @@ def restart_of(folder: str | Path, wanted: str | bool | None) -> Restart:
                 f"{folder} holds {checkpoint.name} but no {LEDGER_FILE}: the steps of that run are not charged. "
                 "Put the run's own ledger back, or set train.output_dir to an empty folder"
             )
-        return Restart(False, False)
+        return None
     ledger = read_ledger(folder / LEDGER_FILE)
     if ended_as_planned(ledger) and _has_model(folder, ledger):
         raise RunCompletedError(
@@ -89,9 +94,9 @@ def restart_of(folder: str | Path, wanted: str | bool | None) -> Restart:
             "train.output_dir to another folder for another run"
         )
     if not ledger.num_steps:
-        return Restart(False, False)  # a new run may replace it (`dpllm.privacy.unfinished`)
+        return None  # a new run may replace it (`dpllm.privacy.unfinished`)
     if checkpoint is not None:
-        return Restart(True, True)
+        return checkpoint
     last = f"; {passed_over[0][0].name} is not whole ({passed_over[0][1].rstrip('.')})" if passed_over else ""
     raise CheckpointError(
         f"The ledger in {folder} charges {ledger.num_steps} steps, and no whole checkpoint holds them{last}: there "
@@ -237,11 +242,12 @@ class RunSoFar:
     left: int | None = None
 
 
-def run_so_far(folder: str | Path) -> RunSoFar | None:
-    """Read how far the run of a folder has come, and what a restart would find (`restart_of`); nothing is changed.
+def run_so_far(folder: str | Path, planned: PrivacyPlan) -> RunSoFar | None:
+    """Read how far the run of a folder has come, and what a restart would do; nothing is changed.
 
     Args:
         folder: an output folder.
+        planned: the plan of the run that would be started there.
 
     Returns:
         None if the folder holds no run that charged a step.
@@ -257,15 +263,24 @@ def run_so_far(folder: str | Path) -> RunSoFar | None:
         so_far = f"{charged:,} of {plan.num_steps:,} steps are charged"
         if is_being_written(folder / LEDGER_FILE):
             return RunSoFar(f"{so_far}, and the run is under way", charged)
-        restart_of(folder, AUTO_RESUME)
-        checkpoint, _ = latest_whole(folder)
-        taken = steps_of_weights(checkpoint) if checkpoint else None
+        if plan.hash != planned.hash:
+            return RunSoFar(
+                f"{so_far}, under another plan than this one, so it is not continued with these settings. Set "
+                "train.output_dir to another folder, or take the settings back",
+                charged,
+            )
+        checkpoint = _to_continue(folder)
+        assert checkpoint is not None, "the ledger charges steps"
+        require_own_file(contents)
+        check_checkpoint(folder / LEDGER_FILE, checkpoint)
+        refuse_empty_model(folder, checkpoint)
+        taken = steps_of_weights(checkpoint)
         allowed = steps_allowed(plan, contents)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         return RunSoFar(f"{so_far}. {error}" if so_far else str(error), charged)
     lost = charged - (taken or 0)
     left = max(0, (plan.num_steps if allowed is None else allowed) - charged)
-    words = lost_words(checkpoint.name, charged, lost, left) if checkpoint and lost else f"{so_far}. {_remain(left)}"
+    words = lost_words(checkpoint.name, charged, lost, left) if lost else f"{so_far}. {_remain(left)}"
     return RunSoFar(words, charged, lost, left)
 
 

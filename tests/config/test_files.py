@@ -2,6 +2,7 @@
 
 import errno
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -14,9 +15,8 @@ from tests.mutations import kills
 
 
 def test_a_file_keeps_its_permissions_and_a_link_stays_one(tmp_path):
-    """A new file has those that are asked for; what a crash left beside it is replaced."""
+    """A new file has those that are asked for."""
     path, link = tmp_path / "file", tmp_path / "link"
-    (tmp_path / "file.tmp").write_text("half")
     write_file(path, "ε = 8\n", 0o600)
     assert path.read_bytes() == "ε = 8\n".encode() and path.stat().st_mode & 0o777 == 0o600
     path.chmod(0o640)
@@ -62,12 +62,28 @@ def test_the_plan_and_the_ledger_of_a_run_survive_a_power_failure(on_disk, tmp_p
     assert on_disk(tmp_path) == b"privacy_ledger.jsonl privacy_plan.json"
 
 
+def test_several_writers_of_a_file_leave_one_whole_content(tmp_path):
+    """As of two terminals; a reader never sees a part of it, and nothing else is left."""
+    path, contents = tmp_path / "file", [letter * 100_000 for letter in "abcd"]
+    write_file(path, contents[0])
+
+    def write(content):
+        for _ in range(20):
+            write_file(path, content)
+            assert path.read_text() in contents
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, contents))
+    assert path.read_text() in contents and list(tmp_path.iterdir()) == [path]
+
+
 def test_files_of_a_library_are_flushed(on_disk, tmp_path):
     """Those of the public start; folders in it are not read."""
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     (tmp_path / "runs").mkdir()
     sync_files(tmp_path)
     assert on_disk(tmp_path / "model.safetensors") == b"weights" and on_disk(tmp_path) == b"model.safetensors runs"
+    assert tmp_path.name.encode() in on_disk(tmp_path.parent).split()
 
 
 @pytest.mark.parametrize(("number", "says"), [(errno.EROFS, "is read-only"), (errno.ENOSPC, "no room left"), (5, "")])

@@ -36,6 +36,7 @@ class ConnectError(TransportError):
         (SafetensorError("header too large"), "damaged or incomplete"),
         (ConnectError("[Errno -2] Name or service not known"), "cannot be reached"),
         (OSError(errno.EROFS, "Read-only file system", "runs/a"), "runs/a: the file system is read-only"),
+        (DistNetworkError("failed to listen on port 1 (EADDRINUSE)"), "--main_process_port"),
         (DistNetworkError("Failed to recv, got 0 bytes"), "output of the other processes"),
         (RuntimeError("Gloo connectFullMesh failed: Connection refused"), "start the whole command again"),
     ],

@@ -1,8 +1,13 @@
 """A process that fails, stops or ends is told by the others, who end with its code; nobody waits in silence."""
 
-import pytest
+import contextlib
 
+import pytest
+import torch.distributed as dist
+
+from dpllm.engines import board
 from tests.distributed import faults
+from tests.mutations import kills
 from tests.tiers import deep_case
 
 LIMIT = ("train.ddp_timeout=15",)
@@ -38,6 +43,33 @@ def test_every_process_names_the_rank_that_failed_and_ends_with_its_code(engine,
         assert SHOWN[fault] in line
         assert line.startswith(f"error: rank {rank}: ") == (number != rank)
     assert ended.charged == step
+
+
+@kills(
+    "a process that went on after an error of rank 0 tells and hears nothing more",
+    "dpllm/engines/board.py",
+    "        follows = rank == 0 and time.monotonic() - since < GRACE\n",
+    "        follows = any(one.rank == 0 for one in self._failures)\n",
+)
+def test_a_failure_that_a_program_went_on_from_silences_nobody(monkeypatch):
+    """Rank 0, which holds the store, refused a value that was mended; rank 2 hears of a later failure of rank 1."""
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    store = dist.HashStore()
+    boards = [board.FailureBoard(lambda: store, rank, 3, "a board") for rank in range(3)]
+    closed = RuntimeError("Connection closed by peer")
+    try:
+        with contextlib.suppress(ValueError), boards[0].during("the checks"):
+            raise ValueError("refused")
+        for other in boards[1:]:
+            with pytest.raises(board.OtherProcessError, match="rank 0: refused"), other.during("the checks"):
+                raise closed
+        with pytest.raises(board.OtherProcessError, match="rank 1: a bad record"), boards[2].during("step 5"):
+            with contextlib.suppress(ValueError), boards[1].during("step 5"):
+                raise ValueError("a bad record")
+            raise closed
+    finally:
+        for one in boards:
+            one.close()
 
 
 @pytest.mark.deep

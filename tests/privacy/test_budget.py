@@ -292,7 +292,7 @@ def test_charging_reads_only_once_it_has_the_lock(path: Path, monkeypatch: pytes
 
 
 def test_crash_while_writing_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A half-written file beside the budget does no harm, and the next charge replaces it."""
+    """A full disk leaves nothing; a half-written file that a kill left beside the budget does no harm."""
     first = charge(path, make(), "chats")
     before = path.read_bytes()
 
@@ -303,12 +303,10 @@ def test_crash_while_writing_leaves_the_old_file(path: Path, monkeypatch: pytest
         patch.setattr(os, "fsync", fail)
         with pytest.raises(BudgetError, match="space left"):
             charge(path, make(), "chats")
-    assert path.read_bytes() == before
-    half = path.with_name(f"{path.name}.tmp")
-    half.write_text('{"format": 1, "entr')
+    assert path.read_bytes() == before and not list(path.parent.glob(".*.tmp"))
+    path.with_name(f".{path.name}.12345678.tmp").write_text('{"format": 1, "entr')
     second = charge(path, make(), "chats")
     assert [entry.id for entry in read_budget(path).entries] == [first, second]
-    assert not half.exists()
 
 
 def test_file_and_folder_are_flushed_before_the_charge_returns(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

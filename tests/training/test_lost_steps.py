@@ -15,7 +15,7 @@ from dpllm.training.resume import run_so_far
 from dpllm.training.trainer import WhenAttached
 from tests.conftest import tiny_llama_config
 from tests.mutations import kills
-from tests.training.test_trainer import At, arguments, trainer
+from tests.training.test_trainer import At, arguments, privacy, trainer
 
 pytestmark = pytest.mark.usefixtures("rows_not_compared")
 
@@ -107,23 +107,59 @@ def test_a_resume_without_a_step_left_releases_the_checkpoint_and_states_it(tmp_
 def test_the_plan_says_how_far_the_run_of_its_folder_has_come(tmp_path):
     """While it runs, after a crash that lost a step, and at its end; it reads, and changes nothing."""
     seen = []
-    run = trainer(tmp_path, args=saving(tmp_path, 2), callbacks=[At(3, lambda: seen.append(run_so_far(tmp_path)))])
+    run = trainer(
+        tmp_path, args=saving(tmp_path, 2), callbacks=[At(3, lambda: seen.append(run_so_far(tmp_path, run.plan)))]
+    )
     run.add_callback(At(3, crash))
-    assert run_so_far(tmp_path) is None
+    assert run_so_far(tmp_path, run.plan) is None
     with pytest.raises(Crash):
         run.train(resume_from_checkpoint="auto")
     before = sorted((path.name, path.stat().st_mtime_ns) for path in tmp_path.rglob("*"))
-    found = run_so_far(tmp_path)
+    found = run_so_far(tmp_path, run.plan)
     assert (found.charged, found.lost, found.left) == (3, 1, 1) and "checkpoint-2" in found.words
     assert (seen[0].charged, seen[0].lost, seen[0].left) == (3, None, None)
     assert sorted((path.name, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")) == before
     again = trainer(tmp_path, args=saving(tmp_path, 2))
     again.train(resume_from_checkpoint="auto")
     again.save_model()
-    found = run_so_far(tmp_path)
+    found = run_so_far(tmp_path, run.plan)
     assert (found.charged, found.lost, found.left) == (4, None, None) and "completed" in found.words
     (tmp_path / LEDGER_FILE).write_text("not a ledger", encoding="utf-8")
-    assert run_so_far(tmp_path).charged is None
+    assert run_so_far(tmp_path, run.plan).charged is None
+
+
+def another_plan(folder):
+    return trainer(folder.parent / "other", config=privacy(noise_multiplier=2.0)).plan
+
+
+def copied(folder):
+    shutil.copytree(folder, folder.parent / "copy")
+    return folder.parent / "copy"
+
+
+def cut(folder):
+    """As restored from a copy of two steps ago."""
+    path = folder / LEDGER_FILE
+    lines = path.read_text().splitlines(keepends=True)
+    steps = [number for number, line in enumerate(lines) if '"kind": "step"' in line]
+    path.write_text("".join(lines[: steps[-2]]))
+    return folder
+
+
+@pytest.mark.parametrize("change", [copied, cut, None])
+def test_the_plan_promises_no_resume_that_is_refused(change, tmp_path):
+    """A copied folder, a ledger that lost steps, and the folder of a run with other settings."""
+    run, folder, settings = failed(tmp_path / "run", 3, 2), tmp_path / "run", {}
+    plan = run.plan
+    if change is None:
+        plan, settings = another_plan(folder), {"noise_multiplier": 2.0}
+    else:
+        folder = change(folder)
+    found = run_so_far(folder, plan)
+    assert found.lost is None and found.left is None and found.charged and "remain" not in found.words
+    again = trainer(folder, args=saving(folder, 2), config=privacy(**settings))
+    with pytest.raises(ValueError, match="privacy_ledger"):
+        again.train(resume_from_checkpoint="auto")
 
 
 @kills(
