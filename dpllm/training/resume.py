@@ -266,7 +266,7 @@ def run_so_far(folder: str | Path, planned: PrivacyPlan) -> RunSoFar | None:
         if plan.hash != planned.hash:
             return RunSoFar(
                 f"{so_far}, under another plan than this one, so it is not continued with these settings. Set "
-                "train.output_dir to another folder, or take the settings back",
+                "train.output_dir to another folder, or restore the settings of that run",
                 charged,
             )
         checkpoint = _to_continue(folder)

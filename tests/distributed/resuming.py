@@ -24,22 +24,13 @@ from dpllm.privacy.identity import adopt
 from dpllm.report.verify import verify
 from dpllm.training.arguments import training_arguments
 from tests.conftest import tiny_llama_config
+from tests.distributed.faults import FSDP2
 from tests.distributed.setups import dispose
 from tests.distributed.world import ROOT
 from tests.training.test_trainer import privacy, rows
 
 NUM_STEPS, NUM_ROWS = 6, 8
 MOMENTS = ("exp_avg", "exp_avg_sq")
-FSDP2 = {  # as accelerate_configs/cpu_fsdp2.yaml, by the variables that `accelerate launch` sets
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "2",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
-    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
-    "FSDP_OFFLOAD_PARAMS": "false",
-    "FSDP_ACTIVATION_CHECKPOINTING": "false",
-}
 
 
 @dataclass(frozen=True)
