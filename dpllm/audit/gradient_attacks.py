@@ -46,7 +46,6 @@ from dpllm.audit.power import NoiseTest, power
 from dpllm.audit.result import RATES, AttackResult, AuditedCanaries, AuditResult, allowed_rates, tpr_confidence
 from dpllm.audit.roc import auroc, shown_rates, tpr_at
 from dpllm.mechanism.averages import weights_of
-from dpllm.mechanism.parts import FixedBatch
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.plan import PrivacyPlan
 
@@ -119,7 +118,7 @@ def judge_releases(
 
 
 def _drawn(plan: PrivacyPlan) -> str:
-    if isinstance(plan.mechanism.sampler, FixedBatch):
+    if not plan.mechanism.noise.is_sampled:
         return f"b/N = {plan.sampling_rate:g} (units in a fixed order, not sampled)"
     return f"q = {plan.sampling_rate:g}"
 

@@ -34,9 +34,8 @@ from dpllm.data.units import UnitIndex
 from dpllm.engines import private_config
 from dpllm.engines.processes import Processes
 from dpllm.mechanism.averages import Average
-from dpllm.mechanism.banded import BandedNoise
 from dpllm.mechanism.catalogue import clipping_of, noise_of, spec_of
-from dpllm.mechanism.parts import AdaptiveClipping, FixedBatch, Noise, Spec
+from dpllm.mechanism.parts import AdaptiveClipping, Noise, Spec
 from dpllm.mechanism.workload import Workload
 from dpllm.models.load import load_model, load_tokenizer
 from dpllm.models.tasks import default_row_loss
@@ -142,7 +141,7 @@ class Settings:
         try:
             draw = plan.mechanism.draw
             noise = asked.candidates(draw, Workload.prefix_sums(self.steps))[0] if correlated else asked
-            if isinstance(noise.sampler(draw), FixedBatch):
+            if not noise.is_sampled:
                 plan = dataclasses.replace(plan, max_batch_size=batch)
             clipping, drawn_by = Spec.of(privacy.clipping), privacy.randomness
             plan = dataclasses.replace(plan, clipping=clipping, noise=spec_of(noise), randomness=drawn_by)
@@ -161,25 +160,23 @@ class Settings:
         """
         if not noise.tensors_kept:
             return 1
-        if not isinstance(noise, BandedNoise):
-            if self.steps < 2:
-                raise AuditError(
-                    f"A block has {self.steps} step, and the noise is correlated over steps: add --steps 8, so that "
-                    "steps depend on each other and units come back"
-                )
-            return 1
-        bands = noise.bands
-        if bands == "auto":
+        groups = noise.unit_groups
+        if groups is None:
             raise AuditError(
                 "The recipe leaves the bands of its noise open, and the audit has no run for which to choose them. Add "
                 "their number, for instance 'privacy.noise={kind: banded, bands: 4}'"
             )
-        if self.steps < 2 * bands:
+        if groups == 1 and self.steps < 2:
             raise AuditError(
-                f"A block has {self.steps} step(s), and the noise has {bands} bands: two cycles are needed, so that "
-                f"units come back. Add --steps {2 * bands}"
+                f"A block has {self.steps} step, and the noise is correlated over steps: add --steps 8, so that "
+                "steps depend on each other and units come back"
             )
-        return bands
+        if self.steps < 2 * groups:
+            raise AuditError(
+                f"A block has {self.steps} step(s), and the noise has {groups} bands: two cycles are needed, so that "
+                f"units come back. Add --steps {2 * groups}"
+            )
+        return groups
 
 
 def audit_recipe(recipe: Recipe, settings: Settings, on_block: Callable[[], None] = lambda: None) -> AuditResult | None:

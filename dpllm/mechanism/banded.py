@@ -178,6 +178,7 @@ class BandedNoise:
     wants_total: ClassVar[bool] = False
     only_discrete: ClassVar[bool] = False
     max_entries: ClassVar[int | None] = None
+    is_sampled: ClassVar[bool] = True
     bands: int | Literal["auto"] = "auto"
     strategy: Literal["geometric", "free"] | None = None
     ratio: float | None = None
@@ -275,6 +276,15 @@ class BandedNoise:
         if self.bands == "auto":
             return max(_CHOSEN_FROM)
         return self._number if self._by_recursion else self._number - 1
+
+    @property
+    def unit_groups(self) -> int | None:
+        """b; None for "auto"."""
+        return None if self.bands == "auto" else self.bands
+
+    def max_batch_size(self, draw: Draw) -> int | None:
+        """Return None: the smallest that costs no ε."""
+        return None
 
     @property
     def _by_recursion(self) -> bool:

@@ -168,6 +168,7 @@ class BltNoise:
     wants_total: ClassVar[bool] = False
     only_discrete: ClassVar[bool] = False
     max_entries: ClassVar[int | None] = None
+    is_sampled: ClassVar[bool] = False
     buffers: int | Literal["auto"] = "auto"
     decays: tuple[float, ...] | None = None
     weights: tuple[float, ...] | None = None
@@ -250,6 +251,15 @@ class BltNoise:
     def tensors_kept(self) -> int:
         """How many tensors of the gradient's size all processes together keep between two steps ("auto": at most)."""
         return MAX_BUFFERS if self.buffers == "auto" else self.buffers
+
+    @property
+    def unit_groups(self) -> int:
+        """One: there is one order of all units."""
+        return 1
+
+    def max_batch_size(self, draw: Draw) -> int:
+        """Return B: every step has exactly as many units."""
+        return self.sampler(draw).batch_size
 
     def sampler(self, draw: Draw) -> FixedOrderSampler:
         """Return the fixed order.

@@ -148,9 +148,23 @@ def _make(name: str, known: Mapping[str, Any], spec: Spec, given: Mapping[str, A
 
 def to_fields(event: Event) -> dict[str, Any]:
     """Return an event as plain values, for a ledger or a budget."""
-    if isinstance(event, Several):
-        return {"event": event.kind, "parts": [[to_fields(one), count] for one, count in event.parts]}
-    return {"event": event.kind, **dataclasses.asdict(event)}  # type: ignore[call-overload]
+    values = {item.name: getattr(event, item.name) for item in dataclasses.fields(event)}  # type: ignore[arg-type]
+    return {"event": event.kind, **{name: _written(value) for name, value in values.items()}}
+
+
+def _written(value: Any) -> Any:
+    """Return a value of an event for JSON; events inside it as their fields, in lists."""
+    if isinstance(value, tuple):
+        inside = [_written(one) for one in value]
+        return inside if any(isinstance(one, dict | list) for one in inside) else value
+    return to_fields(value) if hasattr(value, "rounds") else value
+
+
+def _read(value: Any) -> Any:
+    """Return a value of an event that `_written` wrote."""
+    if isinstance(value, Mapping):
+        return from_fields(value)
+    return tuple(map(_read, value)) if isinstance(value, list | tuple) else value
 
 
 def from_fields(fields: Mapping[str, Any]) -> Event:
@@ -167,6 +181,4 @@ def from_fields(fields: Mapping[str, Any]) -> Event:
         raise ValueError(
             f"unknown kind of event {kind!r}; known are {', '.join(known)}. Installed methods: {registry.installed()}"
         )
-    if kind == Several.kind:
-        values["parts"] = tuple((from_fields(one), count) for one, count in values.get("parts", ()))
-    return known[kind](**values)
+    return known[kind](**{name: _read(value) for name, value in values.items()})

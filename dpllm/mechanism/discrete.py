@@ -140,11 +140,6 @@ class DiscreteStep(Numbers):
         return float(stats.binom.sf(self.max_batch_size, self.num_units, self.sampling_rate))
 
     @property
-    def untruncated(self) -> None:
-        """None: it is not a Poisson sampled Gaussian."""
-        return None
-
-    @property
     def zcdp_rho(self) -> float:
         """ρ of zero-concentrated privacy: discrete noise has that of Gaussian noise (arXiv:2004.00010, theorem 4)."""
         return self._gaussian_rho(self.sensitivity)
@@ -192,6 +187,7 @@ class DiscreteStep(Numbers):
             "truncated draw counts as a failure. Under replace-one, by group privacy: ε is twice a zero-out ε at a "
             "smaller δ",
             options=f"{sizes} --discrete-sensitivity {self.sensitivity!r}".strip(),
+            renyi="does not apply: ε itself is by Rényi divergences, at whole orders",
         )
 
 
@@ -248,6 +244,10 @@ class DiscreteNoise(IndependentNoise):
     def candidates(self, draw: Draw, workload: object) -> list[IndependentNoise]:
         """Return itself: nothing is left open."""
         return [self]
+
+    def max_batch_size(self, draw: Draw) -> int:
+        """Return the size that a draw practically never exceeds: a smaller one would cost replace-one dearly."""
+        return most_drawn(draw)
 
     def event(self, draw: Draw, noise_multiplier: float, clip_norm: float) -> Event:
         """Return a step with discrete noise.

@@ -55,6 +55,11 @@ class Event(Protocol):
         """Whether a resumed run costs more than an uninterrupted one."""
         ...
 
+    @property
+    def is_selection(self) -> bool:
+        """Whether it is one release of several complete runs, which has no ε before all of them have ended."""
+        ...
+
     def rounds(self, num_steps: int) -> list[tuple[Round, int]]:
         """Return the rounds of ``num_steps`` consecutive steps, the first of which is the first of a run or resume."""
         ...
@@ -95,6 +100,11 @@ class Round(Event, Protocol):
     @property
     def zcdp_rho(self) -> float:
         """ρ of zero-concentrated privacy under zero-out, as if the round held all units; inf if none is known."""
+        ...
+
+    @property
+    def renyi_event(self) -> dp_accounting.DpEvent | None:
+        """The event in the terms of dp_accounting's Rényi accountant, without truncation; None: it has none."""
         ...
 
     @property
@@ -141,6 +151,10 @@ class EventWords:
     """The options of ``dpllm epsilon`` that give the same event; None: no options do."""
     is_sampled: bool = True
     """Whether the units of a step are a random sample. False: they are visited in an order, and there is no rate q."""
+    command_steps: int = 1
+    """The value of ``--steps`` beside the options, for one round."""
+    renyi: str = "an upper bound, looser by nature, under zero-out, without the effect of truncation"
+    """The meaning of ε by Rényi accounting (`Round.renyi_event`), or why there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +207,21 @@ class Numbers:
     def restarts(self) -> bool:
         """Each step is a separate round, so a resume costs nothing more."""
         return False
+
+    @property
+    def is_selection(self) -> bool:
+        """A step is part of one run."""
+        return False
+
+    @property
+    def untruncated(self) -> Step | None:
+        """None: it is not a Poisson sampled Gaussian, unless the event says otherwise."""
+        return None
+
+    @property
+    def renyi_event(self) -> dp_accounting.DpEvent | None:
+        """That of the same event without truncation, if it is a Poisson sampled Gaussian."""
+        return None if self.untruncated is None else self.untruncated.dp_event()
 
     @property
     def zcdp_rho(self) -> float:
@@ -312,11 +341,6 @@ class NeverTruncated(Numbers):
         return False
 
     @property
-    def untruncated(self) -> None:
-        """None: it is not a Poisson sampled Gaussian."""
-        return None
-
-    @property
     def without_truncation(self) -> Self:
         """Itself."""
         return self
@@ -395,6 +419,7 @@ class StepOfRows(NeverTruncated):
             "and the sum moves by as many C (Charles et al., arXiv:2407.07737). Under replace-one, by group privacy: ε "
             "is twice a zero-out ε at a smaller δ",
             options=f"--rows-per-unit {self.rows_per_unit}",
+            renyi="does not apply: it has no event for the rows of a user drawn each by itself",
         )
 
 

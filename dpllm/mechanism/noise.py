@@ -51,11 +51,21 @@ class IndependentNoise:
     wants_total: ClassVar[bool] = False
     only_discrete: ClassVar[bool] = False
     max_entries: ClassVar[int | None] = None
+    is_sampled: ClassVar[bool] = True
 
     @property
     def tensors_kept(self) -> int:
         """None: the steps do not depend on each other."""
         return 0
+
+    @property
+    def unit_groups(self) -> int:
+        """One: every step draws from all units."""
+        return 1
+
+    def max_batch_size(self, draw: Draw) -> int | None:
+        """Return None: the smallest that costs no ε."""
+        return None
 
     def candidates(self, draw: Draw, workload: Workload) -> list[IndependentNoise]:
         """Return itself: nothing is left open."""

@@ -40,16 +40,6 @@ class Sampler(Protocol):
         ...
 
 
-@runtime_checkable
-class FixedBatch(Sampler, Protocol):
-    """A sampler that takes the same public number of units in every step; nothing is gained from sampling."""
-
-    @property
-    def batch_size(self) -> int:
-        """B."""
-        ...
-
-
 class Clipping(Protocol):
     """Bounds the contribution of one unit to the sum of a step; a frozen dataclass (`frozen_copy`)."""
 
@@ -301,6 +291,21 @@ class Noise(Protocol):
     """Whether a recipe may name it only together with ``privacy.randomness=discrete``."""
     max_entries: ClassVar[int | None]
     """The most trained parameters for which the accounting holds; None: any number."""
+    is_sampled: ClassVar[bool]
+    """Whether the units of a step are a random sample. False: they are visited in an order, B in every step."""
+
+    @property
+    def unit_groups(self) -> int | None:
+        """The number of groups into which it divides the units, one of which a step draws from; None: still open."""
+        ...
+
+    def max_batch_size(self, draw: Draw) -> int | None:
+        """Return B_max of a plan whose recipe leaves it open; None: the smallest that costs no ε.
+
+        Args:
+            draw: the numbers of the draw, without truncation.
+        """
+        ...
 
     def candidates(self, draw: Draw, workload: Workload) -> Sequence[Noise]:
         """Return the noises from which the planner chooses, the one that needs the least memory first.

@@ -69,7 +69,7 @@ class Query(NeverTruncated):
                 )
 
     @property
-    def untruncated(self) -> Step | None:  # type: ignore[override]
+    def untruncated(self) -> Step | None:
         """The same event as a step over all units; None for discrete noise."""
         return None if self.discrete else Step(sampling_rate=1.0, noise_multiplier=self.noise_multiplier)
 

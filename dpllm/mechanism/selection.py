@@ -149,6 +149,16 @@ class SelectedRun(NeverTruncated):
         return Step(sampling_rate=self.sampling_rate, noise_multiplier=self.noise_multiplier), self.num_rounds
 
     @property
+    def is_selection(self) -> bool:
+        """It is the release of the best of K complete runs."""
+        return True
+
+    @property
+    def renyi_event(self) -> dp_accounting.DpEvent:
+        """The selection itself: its ε rests on these divergences."""
+        return self.dp_event()
+
+    @property
     def library_gap(self) -> str | None:
         """dp_accounting has no selection of runs."""
         return "a selection of runs; compare by Rényi accounting"
@@ -187,6 +197,8 @@ class SelectedRun(NeverTruncated):
             "divergences, turned into a dominating distribution of privacy losses. Under replace-one, by group "
             "privacy: ε is twice a zero-out ε at a smaller δ",
             options=f"--best-of {self.mean_runs:g} --best-of-runs {self.runs}",
+            command_steps=self.num_rounds,
+            renyi="an upper bound by dp_accounting's RepeatAndSelectDpEvent, under zero-out (arXiv:2110.03620)",
         )
 
 

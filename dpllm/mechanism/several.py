@@ -33,6 +33,8 @@ class Several:
         for event, count in self.parts:
             if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_STEPS:
                 raise ValueError(f"an event is counted from 1 to {MAX_STEPS:,} times, got {count!r}")
+            if not callable(getattr(event, "rounds", None)):
+                raise ValueError(f"a part is an event, got {event!r}")
             if isinstance(event, Several) or event.restarts:
                 raise ValueError(
                     f"an event of the kind {event.kind!r} depends on the course of its run, so it is no part of "
@@ -65,6 +67,11 @@ class Several:
     @property
     def restarts(self) -> bool:
         """The parts do not restart."""
+        return False
+
+    @property
+    def is_selection(self) -> bool:
+        """Each answer has an ε of its own."""
         return False
 
     def rounds(self, num_steps: int) -> list[tuple[Round, int]]:

@@ -32,7 +32,7 @@ from dpllm.mechanism.blt import BltNoise
 from dpllm.mechanism.catalogue import spec_of
 from dpllm.mechanism.events import Event
 from dpllm.mechanism.noise import IndependentNoise
-from dpllm.mechanism.parts import Draw, FixedBatch, Noise
+from dpllm.mechanism.parts import Draw, Noise
 from dpllm.mechanism.workload import Workload
 from dpllm.planning.sweep import NEARLY_BEST, check_counts
 from dpllm.privacy.calibration import approximate_noise, require_target
@@ -177,7 +177,7 @@ def sweep_noise(
             f"target_epsilon={target_epsilon:g} cannot be reached with b={expected_batch_size} in "
             f"{compute // expected_batch_size} steps. Take fewer steps, or a smaller batch"
         )
-    usable = [point for point in found if point.sampled != isinstance(noise, BltNoise)]
+    usable = [point for point in found if point.sampled == noise.is_sampled]
     if not usable:
         raise ValueError(
             f"target_epsilon={target_epsilon:g} cannot be reached in a fixed order of the units. Raise it, or take "
@@ -219,7 +219,7 @@ def _point(
         predicted_noise=sigma * noise.error(workload) / (draw.expected_batch_size * sum(workload.response)),
         relative=math.nan,  # known when all points are
         tensors_kept=noise.tensors_kept,
-        sampled=not isinstance(noise.sampler(draw), FixedBatch),
+        sampled=noise.is_sampled,
     )
 
 
@@ -231,7 +231,7 @@ def _noises(noise: Noise, draw: Draw, workload: Workload) -> list[Noise]:
             one.sampler(draw)
     except ValueError:  # the groups are smaller than a batch
         candidates = []
-    fixed = [] if isinstance(noise, BltNoise) else BltNoise().candidates(draw, workload)
+    fixed = [] if not noise.is_sampled else BltNoise().candidates(draw, workload)
     return [IndependentNoise(), *candidates, *fixed]
 
 

@@ -274,6 +274,22 @@ def of_starts(event: Event, counts: Sequence[int], planned: int | None = None) -
     return whole if costs[0] is not None and costs[1] is not None and costs[1] > costs[0] * (1 + 1e-12) else starts
 
 
+def together(history: History) -> _Merged:
+    """Return the rounds of a history; Gaussian sums over all units with different noise as the one that costs as much.
+
+    >>> from dpllm import Step
+    >>> [(one, count)] = together([(Step(sampling_rate=1.0, noise_multiplier=sigma), 1) for sigma in (3.0, 4.0)])
+    >>> round(one.noise_multiplier, 6), count
+    (2.4, 1)
+    """
+    merged = merge(history)
+    cost = _whole_cost(merged) if len(merged) > 1 else None
+    if cost is None:
+        return merged
+    ((one, _), *_) = merged
+    return ((one.with_noise(1 / math.sqrt(cost)), 1),)
+
+
 def _whole_cost(merged: _Merged) -> float | None:
     """Return the sum of 1/σ² of Gaussian sums over all units; None: there are other rounds, or none has noise."""
     plain = [(one.untruncated, count) for one, count in merged if not (one.truncates or one.is_bare)]

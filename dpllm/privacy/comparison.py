@@ -26,7 +26,6 @@ from dp_accounting import dp_event
 from scipy import optimize
 
 from dpllm.mechanism.events import Step
-from dpllm.mechanism.selection import SelectedRun
 from dpllm.privacy import accounting
 from dpllm.privacy.accounting import DISCRETIZATION, History, merge
 from dpllm.privacy.rounding import up
@@ -193,12 +192,11 @@ def renyi_epsilon(history: History, delta: float) -> float | None:
     merged = merge(history)
     if any(step.noise_multiplier == 0 for step, _ in merged):
         return math.inf
-    if merged and all(isinstance(one, SelectedRun) for one, _ in merged):
-        return max(_renyi([(one.dp_event(), count) for one, count in merged], delta), DISCRETIZATION)
-    plain = _plain(merged)
-    if plain is None:
+    events = [(one.renyi_event, count) for one, count in merged]
+    known = [(event, count) for event, count in events if event is not None]
+    if len(known) < len(events):
         return None
-    return max(_renyi(_events(plain), delta), DISCRETIZATION) if plain else 0.0
+    return max(_renyi(known, delta), DISCRETIZATION) if known else 0.0
 
 
 def best_of_epsilon(history: History, delta: float, mean_runs: float, shape: float = 1.0) -> float | None:

@@ -20,9 +20,8 @@ from dpllm.config import PrivacyConfig
 from dpllm.config.files import write_file
 from dpllm.config.versions import has_format, other_format
 from dpllm.mechanism.catalogue import clipping_of, noise_of, spec_of, with_randomness
-from dpllm.mechanism.discrete import DiscreteStep
 from dpllm.mechanism.events import Event
-from dpllm.mechanism.parts import Draw, FixedBatch, Mechanism, Noise, Spec
+from dpllm.mechanism.parts import Draw, Mechanism, Noise, Spec
 from dpllm.mechanism.selection import Selection, selected_run
 from dpllm.mechanism.workload import Workload
 from dpllm.privacy.accounting import epsilon
@@ -374,20 +373,20 @@ def _noise_and_bound(
             privacy.target_epsilon, delta, lambda sigma: event_of(sigma, at_most), count, privacy.adjacency
         )
 
-    sampler = noise.sampler(draw)
-    if isinstance(sampler, FixedBatch):
-        if privacy.max_batch_size not in (None, sampler.batch_size):
+    own_bound = noise.max_batch_size(draw)
+    if own_bound is not None and not noise.is_sampled:
+        if privacy.max_batch_size not in (None, own_bound):
             raise ValueError(
                 f"max_batch_size={privacy.max_batch_size} bounds a random batch, and noise={noise.kind} takes exactly "
-                f"{sampler.batch_size} units in every step: leave max_batch_size out"
+                f"{own_bound} units in every step: leave max_batch_size out"
             )
-        return calibrated(sampler.batch_size), sampler.batch_size
+        return calibrated(own_bound), own_bound
     if draw.rows_per_unit is not None or (selection is not None and privacy.max_batch_size is None):
         return calibrated(draw.population), draw.population
     if privacy.max_batch_size is not None:
         at_most = min(privacy.max_batch_size, draw.num_units)
-    elif isinstance(one := event_of(1.0, draw.num_units), DiscreteStep):  # a smaller one would cost replace-one dearly
-        at_most = one.max_batch_size or draw.num_units
+    elif own_bound is not None:
+        at_most = own_bound
     else:
         tentative = calibrated(draw.num_units)
         at_most = choose_max_batch_size(
@@ -444,7 +443,7 @@ def _selection_shown(plan: PrivacyPlan) -> list[tuple[str, str]]:
 
 
 def _rate_shown(plan: PrivacyPlan) -> tuple[str, str]:
-    if isinstance(plan.mechanism.sampler, FixedBatch):
+    if not plan.mechanism.noise.is_sampled:
         return "share of the units in a step, b/N", f"{plan.sampling_rate:.6g}; units are not sampled"
     return "sampling rate q", f"{plan.sampling_rate:.6g}"
 

@@ -14,7 +14,6 @@ import numpy as np
 
 from dpllm.mechanism.events import Event
 from dpllm.mechanism.limits import ADJACENCIES
-from dpllm.mechanism.selection import SelectedRun
 from dpllm.privacy import accounting
 from dpllm.privacy.risk import tradeoff_curve
 from dpllm.report.models import Curves, DeltasByAdjacency, EpsilonOverDelta, EpsilonOverSteps, Tradeoff
@@ -78,7 +77,7 @@ def _tradeoff(history: _History | None, delta: float, adjacency: str, epsilon: f
 
 
 def _over_steps(history: _History | None, delta: float, adjacency: str, epsilon: float) -> dict[str, Any]:
-    if history is None or any(isinstance(event, SelectedRun) for event, _ in history):
+    if history is None or any(event.is_selection for event, _ in history):
         return {"steps": [], "epsilon": []}  # a selection has an ε only when all its runs have ended
     total = sum(count for _, count in history)
     steps = sorted({math.ceil(total * part / _STEP_POINTS) for part in range(1, _STEP_POINTS)} | {1, total})

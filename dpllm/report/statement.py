@@ -11,17 +11,13 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpllm.config.versions import code_version, installed_version
-from dpllm.mechanism.discrete import DiscreteStep
-from dpllm.mechanism.events import Event, Round
+from dpllm.mechanism.events import Event, EventWords
 from dpllm.mechanism.limits import ADJACENCIES
-from dpllm.mechanism.parts import FixedBatch
-from dpllm.mechanism.selection import SelectedRun
 from dpllm.privacy import accounting, comparison
 from dpllm.privacy.accounting import merge
 from dpllm.privacy.identity import COMPLETED, STOPPED_EARLY, lost_steps
@@ -341,36 +337,27 @@ def _cross_checks(history: tuple[tuple[Event, int], ...], delta: float) -> tuple
     """Return ε under zero-out by other ways."""
     plain = accounting.untruncated(history)
     renyi = comparison.renyi_epsilon(history, delta)
-    discrete = any(isinstance(one, DiscreteStep) for one, _ in history)
-    no_renyi = "does not apply: it has no event for the rows of a user drawn each by itself"
-    if discrete:
-        no_renyi = "does not apply: ε itself is by Rényi divergences, at whole orders"
-    selected = any(isinstance(one, SelectedRun) for one, _ in history)
+    rounds = [one for one, _ in merge(history) if (one.renyi_event is None) == (renyi is None)]
+    notes = dict.fromkeys(one.words().renyi for one in rounds)
     return (
-        _by_dp_accounting(history, delta, "a selection" if selected else "discrete noise" if discrete else None),
+        _by_dp_accounting(history, delta),
         CrossCheck(
             name="Rényi",
             epsilon=renyi,
             must_agree=False,
             pld_of_the_same_steps=None if renyi is None else accounting.epsilon(plain, delta),
-            note=no_renyi
-            if renyi is None
-            else "an upper bound by dp_accounting's RepeatAndSelectDpEvent, under zero-out (arXiv:2110.03620)"
-            if selected
-            else "an upper bound, looser by nature, under zero-out, without the effect of truncation",
+            note="; ".join(notes) or EventWords.renyi,
         ),
     )
 
 
-def _by_dp_accounting(history: tuple[tuple[Event, int], ...], delta: float, without: str | None) -> CrossCheck:
-    """Return ε by dp_accounting's own accountant; ``without`` is that of which it has no distribution."""
-    found, note = None, f"does not apply: it has no distribution of {without}"
-    if without is None:
-        try:
-            found, grid = comparison.fine_library_epsilon(history, delta)
-            note = f"by that library's own accountant, under zero-out, on the grid {grid:g}; it must agree within 1 %"
-        except ValueError as error:
-            note = f"does not apply: {error}"
+def _by_dp_accounting(history: tuple[tuple[Event, int], ...], delta: float) -> CrossCheck:
+    """Return ε by dp_accounting's own accountant."""
+    try:
+        found, grid = comparison.fine_library_epsilon(history, delta)
+        note = f"by that library's own accountant, under zero-out, on the grid {grid:g}; it must agree within 1 %"
+    except ValueError as error:
+        found, note = None, f"does not apply: {error}"
     return CrossCheck(
         name="PLD of dp_accounting",
         epsilon=found,
@@ -443,28 +430,17 @@ def _tier(epsilon: float, seeded: bool) -> tuple[str, str]:
     )
 
 
-def _of_one_release(rounds: Sequence[tuple[Round, int]]) -> float:
-    """Return the noise multiplier of the Gaussian sum over all units that costs as much as these together."""
-    if not rounds or any(one.noise_multiplier == 0 for one, _ in rounds):
-        return 0.0
-    return 1 / math.sqrt(math.fsum(count / one.noise_multiplier**2 for one, count in rounds))
-
-
 def _command(plan: PrivacyPlan, contents: LedgerContents) -> str | None:
     """Return the command that computes ε from the numbers alone; None where ``dpllm epsilon`` lacks the event."""
-    (one, _), *_ = merge(plan.history)
-    sample = one.words().options
-    if sample is None:
+    rounds = accounting.together(stated_history(plan, contents))
+    (one, _), *_ = rounds or merge(plan.history)
+    words = one.words()
+    if words.options is None:
         return None
-    rounds = sum(count for _, count in merge(stated_history(plan, contents)))
-    sigma = plan.noise_multiplier
-    if isinstance(one, SelectedRun):
-        rounds, sigma = one.num_rounds, one.noise_multiplier
-    elif isinstance(plan.mechanism.sampler, FixedBatch):
-        rounds, sigma = min(1, rounds), _of_one_release(merge(stated_history(plan, contents)))
+    steps = words.command_steps * sum(count for _, count in rounds)
     return (
-        f"dpllm epsilon --noise-multiplier {sigma!r} --sampling-rate {one.sampling_rate!r} "
-        f"--steps {rounds} --delta {plan.delta!r} {sample} --adjacency {plan.adjacency}"
+        f"dpllm epsilon --noise-multiplier {one.noise_multiplier!r} --sampling-rate {one.sampling_rate!r} "
+        f"--steps {steps} --delta {plan.delta!r} {words.options} --adjacency {plan.adjacency}"
     )
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpllm.mechanism.parts import FixedBatch
+from dpllm.mechanism.catalogue import noise_of
+from dpllm.mechanism.parts import Draw, Spec
 from dpllm.mechanism.sampling import (
     FixedOrderSampler,
     TruncatedPoissonSampler,
@@ -167,10 +168,14 @@ def test_the_order_is_another_in_every_start():
     assert next(sampler.steps(seeded_rng(1))).tolist() == next(sampler.steps(seeded_rng(1))).tolist()
 
 
-def test_only_a_fixed_batch_is_called_one():
+def test_only_a_fixed_batch_is_the_largest_batch():
     """The plan gives its size as the largest batch."""
-    assert isinstance(FixedOrderSampler(9, 3), FixedBatch)
-    assert not isinstance(TruncatedPoissonSampler(9, 0.5, 9), FixedBatch)
+    draw = Draw(num_units=9, population=9, expected_batch_size=3, max_batch_size=9)
+    fixed, sampled = noise_of(Spec("blt")), noise_of(Spec("independent"))
+    assert isinstance(fixed.sampler(draw), FixedOrderSampler)
+    assert (fixed.is_sampled, fixed.max_batch_size(draw)) == (False, 3)
+    assert isinstance(sampled.sampler(draw), TruncatedPoissonSampler)
+    assert (sampled.is_sampled, sampled.max_batch_size(draw)) == (True, None)
 
 
 @pytest.mark.parametrize("batch_size", [0, 10])
