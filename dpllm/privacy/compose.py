@@ -27,7 +27,7 @@ from dpllm.privacy.ledger_reader import steps_at
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.query_plan import History, QueryPlan, load_plan
 from dpllm.privacy.rounding import format_delta, format_delta_limit, format_epsilon
-from dpllm.privacy.stated import stated_answers, stated_history
+from dpllm.privacy.stated import stated_history
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,17 +182,14 @@ def _counted_once(
     given = {ledger.runs[0]["run"]: path for path, ledger in zip(paths, ledgers, strict=True)}
     priors: dict[str, History] = {}
     for plan in plans:
-        if isinstance(plan, QueryPlan) and plan.after is not None:
+        if plan.after is not None:
             known = priors.get(plan.after.run)
             if known is None or cost(plan.after.history) > cost(known):
                 priors[plan.after.run] = plan.after.history
     seen: set[str] = set()
     histories = []
     for plan, ledger in zip(plans, ledgers, strict=True):
-        if not isinstance(plan, QueryPlan):
-            histories.append(tuple(stated_history(plan, ledger)))
-            continue
-        own, after = stated_answers(plan, ledger), plan.after
+        own, after = plan.stated_steps(ledger), plan.after
         if after is not None and after.run in given:
             there = given[after.run] / LEDGER_FILE
             if steps_at(there, after.chain) is None:

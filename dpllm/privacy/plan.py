@@ -9,16 +9,11 @@ noise are in `dpllm.privacy.plan_parts`.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from dpllm.config import PrivacyConfig
-from dpllm.config.files import write_file
-from dpllm.config.versions import has_format, other_format
 from dpllm.mechanism.catalogue import clipping_of, noise_of, spec_of, with_randomness
 from dpllm.mechanism.events import Event
 from dpllm.mechanism.parts import Draw, Mechanism, Noise, Spec
@@ -26,73 +21,12 @@ from dpllm.mechanism.selection import Selection, selected_run
 from dpllm.mechanism.workload import Workload
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.calibration import calibrate, choose_max_batch_size, steps_within
+from dpllm.privacy.ledger_reader import LedgerContents
 from dpllm.privacy.noise_choice import choose_noise
-from dpllm.privacy.plan_parts import FLAT, INDEPENDENT, PlannedDraw, PlannedNoise
+from dpllm.privacy.plan_parts import FLAT, INDEPENDENT, PLAN_FORMAT, Plan, PlannedDraw, PlannedNoise
+from dpllm.privacy.plan_parts import PLAN_FILE as PLAN_FILE
 from dpllm.privacy.rounding import format_delta, format_delta_limit, format_epsilon
-
-PLAN_FILE = "privacy_plan.json"
-PLAN_FORMAT = 1
-"""Format of the file of a plan: that of a training run and that of a query run."""
-
-
-class Plan:
-    """What the plans of training runs and of query runs have in common: an ε, and a file with a hash."""
-
-    of_what = "privacy plan of a training run"
-    adjacency: str
-    delta: float
-
-    @property
-    def history(self) -> list[tuple[Event, int]]:
-        """The history from which ε is computed."""
-        raise NotImplementedError
-
-    @cached_property
-    def epsilon(self) -> float:
-        """ε of the whole history under the plan's adjacency; inf without noise."""
-        return self.epsilon_under(self.adjacency)
-
-    def epsilon_under(self, adjacency: str) -> float:
-        """Return the same ε under "zero-out" or "replace-one"."""
-        return epsilon(self.history, self.delta, adjacency)
-
-    @cached_property
-    def hash(self) -> str:
-        """SHA-256 of the plan's fields, in hexadecimal; equal only for equal plans."""
-        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values."""
-        raise NotImplementedError
-
-    @staticmethod
-    def fields_of(raw: dict[str, Any]) -> dict[str, Any]:
-        """Return the values of the fields from those in a file."""
-        raise NotImplementedError
-
-    def save(self, path: str | Path) -> None:
-        """Write the plan and its hash as JSON, durably: a ledger without its plan cannot be continued."""
-        text = json.dumps({**self.to_dict(), "hash": self.hash}, indent=2, ensure_ascii=False, allow_nan=False)
-        write_file(path, text + "\n")
-
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read a plan that `save` wrote.
-
-        Raises:
-            ValueError: the file is missing, is not such a plan, or was edited.
-        """
-        raw = read_plan_file(path)
-        names = {item.name for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        if set(raw) != names | {"format", "hash"}:
-            raise ValueError(f"{path} is not the {cls.of_what}: give the file that the run wrote")
-        try:
-            plan = cls(**cls.fields_of({name: raw[name] for name in names}))
-        except (TypeError, KeyError, AttributeError, IndexError) as error:
-            raise ValueError(f"{path} holds a value of the wrong type ({error}): restore it from a copy") from error
-        if plan.hash != raw["hash"]:
-            raise ValueError(f"{path} was edited: its numbers do not match its hash. Restore it, or make a new plan")
-        return plan
+from dpllm.privacy.stated import planned_steps, stated_starts, steps_of_selection, taken_starts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,14 +40,12 @@ class PrivacyPlan(PlannedNoise, PlannedDraw, Plan):
         ValueError: the numbers contradict each other.
     """
 
+    of_what = "privacy plan of a training run"
+
     num_steps: int
     """T."""
     num_steps_wanted: int | None = None
     """The steps requested, if the budget allows fewer; None if not."""
-    delta: float
-    """δ."""
-    target_epsilon: float | None = None
-    """The ε that σ was calibrated to; None when σ was given."""
     selection: Spec | None = None
     """The distribution of the number of runs of which this is one and only the best is released
     (`dpllm.mechanism.selection`); None for a run that is released by itself. ε and the target are of the selection."""
@@ -156,8 +88,12 @@ class PrivacyPlan(PlannedNoise, PlannedDraw, Plan):
             **super().rules(),
             "num_steps >= 1": self.num_steps >= 1,
             "num_steps_wanted > num_steps": self.num_steps_wanted is None or self.num_steps_wanted > self.num_steps,
-            "0 < delta < 1/num_units": self.num_units >= 1 and self.delta > 0 and self.delta * self.num_units < 1,
         }
+
+    @property
+    def after(self) -> None:
+        """None: a training builds on no released run."""
+        return None
 
     @property
     def noise_stddev(self) -> float:
@@ -177,8 +113,8 @@ class PrivacyPlan(PlannedNoise, PlannedDraw, Plan):
         return self.mechanism.event
 
     @property
-    def history(self) -> list[tuple[Event, int]]:
-        """The history from which ε is computed: all planned steps, or the selection among such runs."""
+    def own_history(self) -> list[tuple[Event, int]]:
+        """All planned steps, or the selection among such runs."""
         if self.selection is None:
             return self.history_of_run
         return [(selected_run(Selection.of(self.selection), self.event, self.num_steps), 1)]
@@ -187,6 +123,14 @@ class PrivacyPlan(PlannedNoise, PlannedDraw, Plan):
     def history_of_run(self) -> list[tuple[Event, int]]:
         """The history that is charged for all planned steps of this run."""
         return self.mechanism.history(self.num_steps)
+
+    def stated_steps(self, contents: LedgerContents) -> tuple[tuple[Event, int], ...]:
+        """Return the steps of this run whose ε is stated (`dpllm.privacy.stated.stated_history`)."""
+        if self.selection is not None and contents.num_steps:
+            return steps_of_selection(self, contents)
+        if contents.num_steps == 0 or contents.notes.stopped_independently:
+            return taken_starts(contents.history)
+        return stated_starts(contents.history, planned_steps(self, contents), contents.begins, self.num_steps)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values."""
@@ -201,25 +145,6 @@ class PrivacyPlan(PlannedNoise, PlannedDraw, Plan):
 
 
 _SPECS = ("clipping", "noise", "selection")
-
-
-def read_plan_file(path: str | Path) -> dict[str, Any]:
-    """Return the values in the file of a plan.
-
-    Raises:
-        ValueError: the file is missing, is not a plan, or has another format.
-    """
-    try:
-        raw = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error})") from error
-    if not isinstance(raw, dict) or "format" not in raw or "hash" not in raw:
-        raise ValueError(f"{path} is not a privacy plan: give the file that the run wrote")
-    if not has_format(raw["format"], PLAN_FORMAT):
-        raise ValueError(f"{path} {other_format('privacy plan', raw['format'], PLAN_FORMAT)}")
-    return raw
 
 
 def make_plan(

@@ -1,17 +1,33 @@
-"""The topics of a plan: the protected unit, the draw of a step, and the noise of a step.
+"""What every plan has, and the topics of a plan: the protected unit, the draw of a step, and the noise of a step.
 
-Place in the flow: below `dpllm.privacy.plan`, whose `PrivacyPlan` inherits their fields. Each part checks its own
-fields. A function that reads one topic only names the part as its type.
+Place in the flow: below `dpllm.privacy.plan` and `dpllm.privacy.query_plan`, whose plans inherit their fields. Each
+part checks its own fields. A function that reads one topic only names the part as its type; one that takes the plan of
+any run names `Plan`.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import math
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from dpllm.config import SAMPLINGS, UNITS
+from dpllm.config.files import write_file
+from dpllm.config.versions import has_format, other_format
 from dpllm.mechanism.limits import ADJACENCIES, RANDOMNESS
 from dpllm.mechanism.parts import Draw, Spec
+from dpllm.privacy.guarantee import Guarantee
+from dpllm.privacy.rounding import format_delta_limit
+
+if TYPE_CHECKING:
+    from dpllm.mechanism.events import Event
+    from dpllm.privacy.ledger_reader import LedgerContents
+    from dpllm.privacy.query_plan import PriorRelease
 
 FLAT, INDEPENDENT = Spec("flat"), Spec("independent")
 """Clipping and noise of DP-SGD."""
@@ -87,7 +103,6 @@ class PlannedDraw(PlannedUnit):
         return {
             **super().rules(),
             f"sampling in {SAMPLINGS}": self.sampling in SAMPLINGS,
-            "num_units >= 1": self.num_units >= 1,
             "1 <= expected_batch_size <= population": 1 <= size <= population,
             "expected_batch_size <= max_batch_size <= population": size <= self.max_batch_size <= population,
             "sampling_rate = expected_batch_size / population": (
@@ -146,3 +161,149 @@ class PlannedNoise(PlanPart):
             "0 < clip_norm < inf": 0 < self.clip_norm < math.inf,
             f"randomness in {RANDOMNESS}": self.randomness in RANDOMNESS,
         }
+
+
+PLAN_FILE = "privacy_plan.json"
+PLAN_FORMAT = 1
+"""Format of the file of a plan: that of a training run and that of a query run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(PlannedUnit):
+    """What every plan has, of a training run and of each method: a guarantee, and a file with a hash.
+
+    Raises:
+        ValueError: the numbers contradict each other.
+    """
+
+    of_what: ClassVar[str]
+    """The plan in words, for errors."""
+
+    num_units: int
+    """N."""
+    delta: float
+    """δ."""
+    target_epsilon: float | None = None
+    """The ε that the noise was calibrated to; None when the noise was given."""
+
+    def rules(self) -> dict[str, bool]:
+        """Return the rules for the fields, and whether each holds."""
+        return {
+            **super().rules(),
+            "num_units >= 1": self.num_units >= 1,
+            f"0 < delta < 1/num_units = {format_delta_limit(1 / max(self.num_units, 1))}": (
+                self.num_units >= 1 and self.delta > 0 and self.delta * self.num_units < 1
+            ),
+        }
+
+    if TYPE_CHECKING:  # a field of some plans and a property of others
+
+        @property
+        def num_steps(self) -> int:
+            """The steps, or answers, that may be charged."""
+
+        @property
+        def seeded(self) -> bool:
+            """Whether a fixed seed takes the place of secret randomness."""
+
+        @property
+        def selection(self) -> Spec | None:
+            """The distribution of the number of runs of which only the best is released; None: it is released alone."""
+
+        @property
+        def after(self) -> PriorRelease | None:
+            """The released run on whose model this one builds; None: it builds on none."""
+
+    @property
+    def event(self) -> Event:
+        """The event that a ledger and a budget name."""
+        raise NotImplementedError
+
+    @property
+    def own_history(self) -> list[tuple[Event, int]]:
+        """All that this run may charge, or the release of which it is a part."""
+        raise NotImplementedError
+
+    def stated_steps(self, contents: LedgerContents) -> tuple[tuple[Event, int], ...]:
+        """Return the steps of this run whose ε is stated, without those of the run on which it builds.
+
+        Args:
+            contents: of the run's ledger.
+        """
+        raise NotImplementedError
+
+    @property
+    def history(self) -> list[tuple[Event, int]]:
+        """The history from which ε is computed: the release on which the run builds, and all that it may charge."""
+        return [*(() if self.after is None else self.after.history), *self.own_history]
+
+    @cached_property
+    def guarantee(self) -> Guarantee:
+        """The guarantee of the whole history."""
+        return Guarantee(history=self.history, delta=self.delta, adjacency=self.adjacency, unit=self.unit)
+
+    @property
+    def epsilon(self) -> float:
+        """ε of the whole history under the plan's adjacency; inf without noise."""
+        return self.guarantee.epsilon
+
+    def epsilon_under(self, adjacency: str) -> float:
+        """Return the same ε under "zero-out" or "replace-one"."""
+        return self.guarantee.under(adjacency)
+
+    @cached_property
+    def hash(self) -> str:
+        """SHA-256 of the plan's fields, in hexadecimal; equal only for equal plans."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values."""
+        raise NotImplementedError
+
+    @staticmethod
+    def fields_of(raw: dict[str, Any]) -> dict[str, Any]:
+        """Return the values of the fields from those in a file."""
+        raise NotImplementedError
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan and its hash as JSON, durably: a ledger without its plan cannot be continued."""
+        text = json.dumps({**self.to_dict(), "hash": self.hash}, indent=2, ensure_ascii=False, allow_nan=False)
+        write_file(path, text + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a plan that `save` wrote.
+
+        Raises:
+            ValueError: the file is missing, is not such a plan, or was edited.
+        """
+        raw = read_plan_file(path)
+        names = {item.name for item in dataclasses.fields(cls)}
+        if set(raw) != names | {"format", "hash"}:
+            raise ValueError(f"{path} is not the {cls.of_what}: give the file that the run wrote")
+        try:
+            plan = cls(**cls.fields_of({name: raw[name] for name in names}))
+        except (TypeError, KeyError, AttributeError, IndexError) as error:
+            raise ValueError(f"{path} holds a value of the wrong type ({error}): restore it from a copy") from error
+        if plan.hash != raw["hash"]:
+            raise ValueError(f"{path} was edited: its numbers do not match its hash. Restore it, or make a new plan")
+        return plan
+
+
+def read_plan_file(path: str | Path) -> dict[str, Any]:
+    """Return the values in the file of a plan.
+
+    Raises:
+        ValueError: the file is missing, is not a plan, or has another format.
+    """
+    try:
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON ({error})") from error
+    if not isinstance(raw, dict) or "format" not in raw or "hash" not in raw:
+        raise ValueError(f"{path} is not a privacy plan: give the file that the run wrote")
+    if not has_format(raw["format"], PLAN_FORMAT):
+        raise ValueError(f"{path} {other_format('privacy plan', raw['format'], PLAN_FORMAT)}")
+    return raw

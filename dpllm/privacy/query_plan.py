@@ -21,10 +21,11 @@ from dpllm.mechanism.limits import MAX_STEPS, RANDOMNESS
 from dpllm.mechanism.several import Several
 from dpllm.privacy.accounting import DISCRETIZATION, epsilon, merge
 from dpllm.privacy.calibration import require_target, solve
-from dpllm.privacy.plan import PLAN_FILE, PLAN_FORMAT, Plan, PrivacyPlan, read_plan_file
-from dpllm.privacy.plan_parts import PlannedUnit
+from dpllm.privacy.ledger_reader import LedgerContents
+from dpllm.privacy.plan import PrivacyPlan
+from dpllm.privacy.plan_parts import PLAN_FILE, PLAN_FORMAT, Plan, read_plan_file
 from dpllm.privacy.release_words import release_words, require_release
-from dpllm.privacy.rounding import format_delta, format_delta_limit, format_epsilon
+from dpllm.privacy.rounding import format_delta, format_epsilon
 
 _MOST_NOISE, _COARSE = 1e5, 1e-3
 History = tuple[tuple[Event, int], ...]
@@ -102,7 +103,7 @@ class PriorRelease:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QueryPlan(PlannedUnit, Plan):
+class QueryPlan(Plan):
     """The constants of a query run. All of them are public.
 
     Raises:
@@ -122,16 +123,10 @@ class QueryPlan(PlannedUnit, Plan):
 
     method: str
     """Of `dpllm.privacy.release_words.release_words`."""
-    num_units: int
-    """N."""
     charges: tuple[Charge, ...]
     """All that the run may charge."""
     settings: tuple[tuple[str, Value], ...] = ()
     """Public settings on which sensitivity and events rest, by name, for the report."""
-    delta: float
-    """δ."""
-    target_epsilon: float | None = None
-    """The ε that the noise was calibrated to; None when the noise was given."""
     randomness: str = "os"
     """The generator of the noise: "os", or "discrete" for exact whole numbers."""
     after: PriorRelease | None = None
@@ -145,10 +140,6 @@ class QueryPlan(PlannedUnit, Plan):
         return {
             **super().rules(),
             f"method in {tuple(known)}": self.method in known,
-            "num_units >= 1": self.num_units >= 1,
-            f"0 < delta < 1/num_units = {format_delta_limit(1 / max(self.num_units, 1))}": (
-                self.num_units >= 1 and self.delta > 0 and self.delta * self.num_units < 1
-            ),
             "one charge or more, or a release before it": bool(names) or self.after is not None,
             "charges with different names": len(set(names)) == len(names),
             "settings with different names": len(set(keys)) == len(keys),
@@ -163,11 +154,6 @@ class QueryPlan(PlannedUnit, Plan):
     def own_history(self) -> list[tuple[Event, int]]:
         """All that this run may charge."""
         return [(charge.event, charge.count) for charge in self.charges]
-
-    @property
-    def history(self) -> list[tuple[Event, int]]:
-        """The history from which ε is computed: the prior release, and all that this run may charge."""
-        return [*(() if self.after is None else self.after.history), *self.own_history]
 
     @property
     def event(self) -> Event:
@@ -200,6 +186,19 @@ class QueryPlan(PlannedUnit, Plan):
                 return charge
         known = ", ".join(repr(charge.name) for charge in self.charges)
         raise ValueError(f"the plan of this run has no charge {name!r}; it has {known}. Charge what was planned")
+
+    def stated_steps(self, contents: LedgerContents) -> tuple[tuple[Event, int], ...]:
+        """Return the answers whose ε is stated (`dpllm.privacy.stated.stated_history`).
+
+        They are all planned answers; the charged ones if nothing was charged, or if people declared that the stop
+        depends neither on the data nor on the answers. A line that a crash left incomplete may have been any charge,
+        so all planned answers are stated then, whatever was declared.
+        """
+        if contents.num_steps == 0:
+            return ()
+        if contents.notes.stopped_independently and not contents.torn_steps:
+            return tuple(contents.history)
+        return tuple(self.own_history)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values."""

@@ -1,21 +1,36 @@
 """The steps whose ε is stated: the charged steps, or all planned steps.
 
-Place in the flow: between the ledger and all code that prints an ε.
+Place in the flow: between the ledger and all code that prints an ε. `dpllm.privacy.plan` and `dpllm.privacy.query_plan`
+say which steps of their kind of run these are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from dpllm.mechanism.events import Event
 from dpllm.privacy.accounting import merge, of_starts
 from dpllm.privacy.calibration import steps_within
-from dpllm.privacy.ledger import LedgerContents
-from dpllm.privacy.plan import PrivacyPlan
-from dpllm.privacy.query_plan import QueryPlan
+from dpllm.privacy.guarantee import Guarantee
+from dpllm.privacy.ledger_reader import LedgerContents
+
+if TYPE_CHECKING:
+    from dpllm.privacy.plan import PrivacyPlan
+    from dpllm.privacy.plan_parts import Plan
 
 
-def stated_history(plan: PrivacyPlan | QueryPlan, contents: LedgerContents) -> tuple[tuple[Event, int], ...]:
+def stated_guarantee(plan: Plan, contents: LedgerContents) -> Guarantee:
+    """Return the guarantee of the releases of a run so far: that of its stated steps (`stated_history`).
+
+    Args:
+        plan: the plan of the run.
+        contents: contents of its ledger.
+    """
+    return plan.guarantee.of(stated_history(plan, contents))
+
+
+def stated_history(plan: Plan, contents: LedgerContents) -> tuple[tuple[Event, int], ...]:
     """Return the steps whose ε covers the releases of a run so far: the charged steps, or all planned steps.
 
     The composition is proved for a number of steps that is fixed in advance. A person who stops at 3 of 20 steps
@@ -33,32 +48,8 @@ def stated_history(plan: PrivacyPlan | QueryPlan, contents: LedgerContents) -> t
         plan: the plan of the run.
         contents: contents of its ledger.
     """
-    if isinstance(plan, QueryPlan):
-        before = () if plan.after is None else plan.after.history
-        return (*before, *stated_answers(plan, contents))
-    if plan.selection is not None and contents.num_steps:
-        return _of_selection(plan, contents)
-    if contents.num_steps == 0 or contents.notes.stopped_independently:
-        return taken_starts(contents.history)
-    return stated_starts(contents.history, planned_steps(plan, contents), contents.begins, plan.num_steps)
-
-
-def stated_answers(plan: QueryPlan, contents: LedgerContents) -> tuple[tuple[Event, int], ...]:
-    """Return the answers whose ε covers a query run, without the release on which it builds.
-
-    They are all planned answers, for the reason that `stated_history` gives. They are the charged ones if nothing was
-    charged, or if people declared that the stop depends neither on the data nor on the answers. A line that a crash
-    left incomplete may have been any charge, so all planned answers are stated then, whatever was declared.
-
-    Args:
-        plan: the plan of the run.
-        contents: contents of its ledger.
-    """
-    if contents.num_steps == 0:
-        return ()
-    if contents.notes.stopped_independently and not contents.torn_steps:
-        return tuple(contents.history)
-    return tuple(plan.own_history)
+    before = () if plan.after is None else plan.after.history
+    return (*before, *plan.stated_steps(contents))
 
 
 def claimed_history(plan: PrivacyPlan, contents: LedgerContents) -> Sequence[tuple[Event, int]]:
@@ -71,8 +62,8 @@ def claimed_history(plan: PrivacyPlan, contents: LedgerContents) -> Sequence[tup
     return contents.history if plan.selection is None else plan.history
 
 
-def _of_selection(plan: PrivacyPlan, contents: LedgerContents) -> tuple[tuple[Event, int], ...]:
-    """Return the selection among runs of the plan, which covers any stop of this run.
+def steps_of_selection(plan: PrivacyPlan, contents: LedgerContents) -> tuple[tuple[Event, int], ...]:
+    """Return the selection among runs of the plan, which covers any stop of this run, for a run that took a step.
 
     A single start with at most the planned steps is the beginning of a run of the plan, although its rounds may be
     others: the rounds of noise that is correlated over all steps depend on their number.
@@ -144,7 +135,7 @@ def with_planned(history: Sequence[tuple[Event, int]], planned: int, begins: boo
     return (*before, (event, taken + left))
 
 
-def planned_steps(plan: PrivacyPlan | QueryPlan, contents: LedgerContents) -> int:
+def planned_steps(plan: Plan, contents: LedgerContents) -> int:
     """Return the steps that the run takes in all: those of the plan, or fewer if a resume costs more than going on.
 
     Args:
