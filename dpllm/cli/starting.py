@@ -477,7 +477,6 @@ def _write(target: Path, made: NewRecipe) -> list[str]:
 
 def _show(target: Path, wishes: Wishes, made: NewRecipe, notes: Sequence[str]) -> None:
     from dpllm.planning.suggest import flow
-    from dpllm.privacy.rounding import format_delta, format_epsilon
 
     plan, look, console = made.plan, made.look, Console(highlight=False, soft_wrap=True)
     noun = "users" if plan.unit == "user" else "records"
@@ -485,7 +484,7 @@ def _show(target: Path, wishes: Wishes, made: NewRecipe, notes: Sequence[str]) -
     rows = [
         ("records", f"{look.records:,}"),
         ("protected", f"{made.population:,} {noun}{of}; {plan.num_units:,} are trained on, the others are held out"),
-        ("guarantee", f"ε = {format_epsilon(plan.epsilon)} at δ = {format_delta(plan.delta)}, for each of them"),
+        ("guarantee", f"{plan.guarantee}, for each of them"),
         ("steps", f"{plan.num_steps} of {plan.expected_batch_size:,} {noun} on average"),
         ("noise", f"{flow(made.value('privacy.noise'))}, σ = {plan.noise_multiplier:.4g}"),
         ("learning rate", f"{made.value('train.learning_rate'):g}"),

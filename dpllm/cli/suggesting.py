@@ -279,7 +279,6 @@ def _show(
     file: Path | None,
 ) -> None:
     from dpllm.planning.suggest import flow
-    from dpllm.privacy.rounding import format_delta, format_epsilon
 
     console = Console(highlight=False, markup=False)
     plan = run.plan
@@ -306,7 +305,7 @@ def _show(
     if checked is not None:
         console.print(f"Public text: {checked}.")
     console.print(
-        f"The run keeps ε = {format_epsilon(plan.epsilon)} at δ = {format_delta(plan.delta)} ({plan.adjacency}). The "
+        f"The run keeps {plan.guarantee}. The "
         "suggestion depends on no private record, only on their public number, and spends no ε."
     )
     if file is not None:

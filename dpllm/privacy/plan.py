@@ -19,7 +19,6 @@ from dpllm.mechanism.events import Event
 from dpllm.mechanism.parts import Draw, Mechanism, Noise, Spec
 from dpllm.mechanism.selection import Selection, selected_run
 from dpllm.mechanism.workload import Workload
-from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.calibration import calibrate, choose_max_batch_size, steps_within
 from dpllm.privacy.ledger_reader import LedgerContents
 from dpllm.privacy.noise_choice import choose_noise
@@ -363,8 +362,7 @@ def _selection_shown(plan: PrivacyPlan) -> list[tuple[str, str]]:
     if plan.selection is None:
         return []
     released = f"only the best of K such runs; {Selection.of(plan.selection).words()}; ε is that of the selection"
-    one = epsilon(plan.history_of_run, plan.delta, plan.adjacency)
-    return [("released", released), ("ε of one run by itself", f"{format_epsilon(one)}, {plan.adjacency}")]
+    return [("released", released), ("ε of one run by itself", str(plan.guarantee.of(plan.history_of_run)))]
 
 
 def _rate_shown(plan: PrivacyPlan) -> tuple[str, str]:

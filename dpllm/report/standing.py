@@ -12,11 +12,9 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import LEDGER_FILE
 from dpllm.privacy.query_plan import QueryPlan
-from dpllm.privacy.rounding import format_delta, format_epsilon
-from dpllm.privacy.stated import stated_history
+from dpllm.privacy.stated import stated_guarantee
 from dpllm.report.statement import JSON_FILE
 from dpllm.report.verify import TOLERANCE, Check, check_ledger
 from dpllm.report.verify_release import release_checks
@@ -67,14 +65,13 @@ def standing_of(folder: str | Path) -> Standing:
         return Standing("No model: the folder holds a release that is no training run.", False, tuple(checks))
     if any(step != plan.event for step, _ in contents.history):
         return Standing("No guarantee: the ledger charges steps of another plan.", False, tuple(checks))
-    spent = epsilon(stated_history(plan, contents), plan.delta, plan.adjacency)
-    checks.append(_stated(folder, spent))
-    unit = "record" if plan.unit == "sequence" else "user"
-    if plan.seeded or contents.seeded or math.isinf(spent):
-        reason = "no noise was added" if math.isinf(spent) else "a fixed seed, which is for tests, made the noise"
+    stated = stated_guarantee(plan, contents)
+    checks.append(_stated(folder, stated.epsilon))
+    if plan.seeded or contents.seeded or not stated.is_finite:
+        reason = "no noise was added" if not stated.is_finite else "a fixed seed, which is for tests, made the noise"
         return Standing(f"NOT PRIVATE: {reason}.", False, tuple(checks))
     words = (
-        f"ε = {format_epsilon(spent)} at δ = {format_delta(plan.delta)} ({plan.adjacency}) for each {unit} of "
+        f"{stated} for each {stated.one_unit} of "
         f"{plan.num_units:,}, recomputed from the ledger of {contents.num_steps:,} steps."
     )
     return Standing(words, True, tuple(checks))

@@ -62,7 +62,6 @@ from dpllm.privacy.budget import require_room
 from dpllm.privacy.identity import lost_steps
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PrivacyPlan, format_plan
-from dpllm.privacy.rounding import format_delta, format_epsilon
 from dpllm.privacy.unfinished import is_used
 from dpllm.report.disclosures import HELD_OUT
 from dpllm.report.figures import plot_training
@@ -497,10 +496,7 @@ def finish(
     phases.end()
     summary = [
         *utility.items(),
-        (
-            "guarantee",
-            f"ε = {format_epsilon(trainer.epsilon)} at δ = {format_delta(plan.delta)}, {plan.adjacency} adjacency",
-        ),
+        ("guarantee", str(trainer.guarantee)),
         ("unit of privacy", f"one {recipe.privacy.unit} of {plan.num_units:,}"),
     ]
     show("done", [*summary, *results(trainer, picture, began)])

@@ -43,7 +43,6 @@ from dpllm.models.loading import changes_of_base
 from dpllm.models.merging import MERGED_FOLDER, merged
 from dpllm.models.run_weights import note_changes
 from dpllm.models.tasks import is_of_transformers, loading_class, task_of
-from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.checkpoints import (
     STAGING_FOLDER,
     CheckpointError,
@@ -56,6 +55,7 @@ from dpllm.privacy.checkpoints import (
     saving,
     staging_folder,
 )
+from dpllm.privacy.guarantee import Guarantee
 from dpllm.privacy.identity import note_release, refuse_other_run, snapshot
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
@@ -222,13 +222,18 @@ class TrainerOutputs(ContinuedTrainer):
         return self._averaging
 
     @property
+    def guarantee(self) -> Guarantee:
+        """The guarantee of the steps so far, from the ledger; after `train`, the one that the report states."""
+        if self.ledger is None or self.ledger.num_steps == 0:
+            return self.plan.guarantee.of(())
+        if self.plan.selection is not None:
+            return self.plan.guarantee
+        return self.plan.guarantee.of(self.ledger.history)
+
+    @property
     def epsilon(self) -> float:
         """Return ε spent so far at the plan's δ, from the ledger; after `train`, the ε stated by the report."""
-        if self.ledger is None or self.ledger.num_steps == 0:
-            return 0.0
-        if self.plan.selection is not None:
-            return self.plan.epsilon
-        return epsilon(self.ledger.history, self.plan.delta, self.plan.adjacency)
+        return self.guarantee.epsilon
 
     def privacy_report(self) -> dict[str, Any]:
         """Return the privacy statement of all steps so far, from the ledger; the same as ``privacy_report.json``."""

@@ -56,7 +56,7 @@ from dpllm.methods.attacks.released import (
     record_key,
     starting_point,
 )
-from dpllm.privacy.accounting import History, epsilon
+from dpllm.privacy.accounting import History
 from dpllm.privacy.checkpoints import MANIFEST_FILE
 from dpllm.privacy.ledger import LEDGER_FILE
 from dpllm.privacy.rounding import format_delta, format_epsilon
@@ -368,4 +368,4 @@ def _perplexity(log_probs: Sequence[np.ndarray]) -> float:
 def _epsilon(released: Released) -> float | None:
     if released.plan is None or released.history is None:
         return None
-    return epsilon(released.history, released.plan.delta, "zero-out")
+    return released.plan.guarantee.of(released.history).under("zero-out")

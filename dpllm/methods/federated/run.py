@@ -44,12 +44,10 @@ from dpllm.methods.federated.section import FederateConfig
 from dpllm.methods.federated.transport import Clients, DroppingOut, InMemory
 from dpllm.models.load import load_base_model, prepare_model
 from dpllm.models.starting_point import check_start
-from dpllm.privacy import accounting
 from dpllm.privacy.budget import require_room
 from dpllm.privacy.identity import COMPLETED, note_release, snapshot
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PrivacyPlan, format_plan, make_plan
-from dpllm.privacy.rounding import format_delta, format_epsilon
 from dpllm.privacy.unfinished import is_used
 from dpllm.report.definition import FEDERATED, SECURE, TRUSTED, WHO_SEES
 from dpllm.report.disclosures import HELD_OUT
@@ -371,13 +369,10 @@ class Server:
         }
 
     def _show(self, ledger: SharedLedger, before: Measurement | None, after: Measurement | None, given_up: int) -> None:
-        plan, value = (
-            self._plan,
-            format_epsilon(accounting.epsilon(ledger.history, self._plan.delta, self._plan.adjacency)),
-        )
+        plan = self._plan
         rows = [
             *self._figures(before, after).items(),
-            ("guarantee", f"ε = {value} at δ = {format_delta(plan.delta)}, {plan.adjacency} adjacency"),
+            ("guarantee", str(plan.guarantee.of(ledger.history))),
             ("unit of privacy", f"one client of {plan.num_units:,}"),
             ("rounds", f"{ledger.num_steps} of {plan.num_steps} charged, {given_up} given up"),
             ("model", str(self.folder)),

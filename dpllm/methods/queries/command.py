@@ -57,10 +57,7 @@ def run_method(method: str, recipe: str, overrides: list[str], output_dir: Path 
     say(f"output in {read.output_dir}; {known.reading}")
     data = known.read(read)
     plan = known.plan(read, data)
-    from dpllm.privacy.rounding import format_delta, format_epsilon
-
-    cost = f"ε = {format_epsilon(plan.epsilon)} at δ = {format_delta(plan.delta)} ({plan.adjacency})"
-    say(f"the run costs {cost} for each of N = {plan.num_units:,} units")
+    say(f"the run costs {plan.guarantee} for each of N = {plan.num_units:,} units")
     with _ended_by_a_signal(read.output_dir):
         result = known.carry_out(read, data, plan, say)
     folder = read.output_dir

@@ -143,12 +143,11 @@ def prepare(folder: Path, wishes: Wishes, prompts: Sequence[str] | None) -> Labe
         ValueError: the options of labels contradict each other, or the run can have no data set.
     """
     from dpllm.methods.synthesize.data_set import plan_of
-    from dpllm.privacy.rounding import format_delta, format_epsilon
 
     labels = _labels(wishes, prompts)
     plan = plan_of(folder, None if labels is None else labels.counted)
     with_counts = " with the counts of the labels" if plan.charges else "; the data set itself costs nothing"
-    _say(f"the data set will cost ε = {format_epsilon(plan.epsilon)} at δ = {format_delta(plan.delta)}{with_counts}")
+    _say(f"the data set will cost {plan.guarantee}{with_counts}")
     return labels
 
 

@@ -7,7 +7,6 @@ records does. It is charged before it happens, and is the only time that private
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,6 @@ from dpllm.methods.synthesize.filters import FilterSettings, TextFilter
 from dpllm.methods.synthesize.labels import LabelShares, prompt_of, texts_of_each
 from dpllm.methods.synthesize.making import Made, Wanted, Writer, make_texts, write_records
 from dpllm.models.generation import Prompt, Sampling
-from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.privacy.query_plan import QueryPlan, training_plan
 
@@ -111,7 +109,7 @@ def plan_of(source: str | Path, counted: CountedLabels | None = None) -> QueryPl
     """
     folder = run_of(source)
     trained, prior = training_plan(folder, "A synthetic data set"), prior_release(folder)
-    if math.isinf(epsilon(prior.history, trained.delta, trained.adjacency)):
+    if not trained.guarantee.of(prior.history).is_finite:
         raise ConfigError(f"the run in {folder} had no noise, so a data set of its model has no guarantee")
     return QueryPlan(
         method=METHOD,

@@ -78,15 +78,12 @@ def tune(
 
 def _cost(prepared: Tuning) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """Return the cost of a tuning before it begins: values for programs, rows for people."""
-    from dpllm.privacy.accounting import epsilon
-    from dpllm.privacy.rounding import format_delta, format_epsilon
-
     plan, selection = prepared.plan, prepared.search.selection
-    one = epsilon(plan.history_of_run, plan.delta, plan.adjacency)
+    one = plan.guarantee.of(plan.history_of_run)
     often, seldom = selection.number_at(0.5), selection.number_at(0.99)
     values = {
         "epsilon": plan.epsilon,
-        "epsilon_of_one_run": one,
+        "epsilon_of_one_run": one.epsilon,
         "delta": plan.delta,
         "adjacency": plan.adjacency,
         "noise_multiplier": plan.noise_multiplier,
@@ -95,9 +92,8 @@ def _cost(prepared: Tuning) -> tuple[dict[str, Any], list[tuple[str, str]]]:
         "candidates": len(prepared.recipes),
     }
     rows = [
-        ("ε of the release", f"{format_epsilon(plan.epsilon)}, {plan.adjacency}"),
-        ("ε of one run by itself", f"{format_epsilon(one)}, {plan.adjacency}"),
-        ("δ", format_delta(plan.delta)),
+        ("ε of the release", str(plan.guarantee)),
+        ("ε of one run by itself", str(one)),
         ("noise multiplier σ", f"{plan.noise_multiplier:.6g}"),
         ("runs", f"{selection.words()}; half of all tunings have at most {often}, 99 of 100 at most {seldom}"),
         ("candidates, drawn uniformly", f"{len(prepared.recipes):,}"),
