@@ -15,8 +15,7 @@ from dpllm.privacy.identity import LOST_STEPS
 from dpllm.privacy.rounding import format_percent, one_in, up_significant
 from dpllm.report.definition import REFUTED, TRAINED_MODEL
 from dpllm.report.disclosures import in_plain_words
-from dpllm.report.models import Findings, PlanOfQueries, Strength, is_selection
-from dpllm.report.models_front import Front, Odds, day_in_words
+from dpllm.report.models import Findings, Front, Odds, PlanOfQueries, Strength, day_in_words, is_selection
 from dpllm.report.query_front import (
     about_answers,
     method_of,

@@ -9,38 +9,255 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import ConfigDict, Discriminator, Field, JsonValue, Tag, ValidationError
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, JsonValue, Tag, ValidationError
 
 from dpllm.config.versions import version_words
+from dpllm.mechanism.limits import RANDOMNESS
+from dpllm.privacy.release_words import require_release
 from dpllm.report.kinds import (
     Adjacency,
     AtLeastOne,
     Chances,
+    ClippingSpec,
     Count,
     Epsilon,
     Event,
+    NoiseSpec,
     NotNegative,
     OneOf,
     Part,
     Positive,
     Probability,
+    Rate,
     RowsKept,
+    Sampling,
+    SelectionSpec,
     SeveralEvents,
     Sha256,
     Unit,
 )
-from dpllm.report.models_front import Front, KeptFiles, Line, Noted, Settled
-from dpllm.report.models_plan import AnyPlan, DrawNumbers, QueryParameters
-from dpllm.report.models_plan import Plan as Plan
-from dpllm.report.models_plan import PlanOfQueries as PlanOfQueries
-from dpllm.report.models_plan import is_selection as is_selection
 
 FORMAT: Final = 1
 """Format of the report's JSON."""
 TIERS = ("strong", "reasonable", "weak", "none")
 _MOST_LISTED = 12
+
+
+SECTIONS: Final = {
+    "to-do": "Still to be done",
+    "do-not-publish": "Do not publish these files",
+    "strength": "How strong the guarantee is",
+    "setting": "The people",
+    "definition": "The protection in detail",
+    "not-covered": "Not covered",
+    "accounting": "How the numbers were computed",
+    "utility": "How useful the model is",
+    "checkable": "Check it yourself",
+    "checklist": "Checklist",
+    "glossary": "Glossary",
+}
+"""Sections of the page after the first screen: anchor and title, in their order."""
+
+
+_MONTHS = (
+    *("January", "February", "March", "April", "May", "June", "July"),
+    *("August", "September", "October", "November", "December"),
+)
+
+
+def day_in_words(text: str) -> str:
+    """Return a date in words; a text that is no date as it is.
+
+    >>> day_in_words("2026-11-23T14:29:00+00:00"), day_in_words("now")
+    ('23 November 2026', 'now')
+    """
+    try:
+        day = datetime.fromisoformat(text)
+    except ValueError:
+        return text
+    return f"{day.day} {_MONTHS[day.month - 1]} {day.year}"
+
+
+class Noted(Part):
+    """Facts that only people know, beside those of the setting and the definition."""
+
+    trained_by: str | None = Field(description="Who trained the model; null: not noted.")
+    base_model: str | None = Field(description="Name of the model that was fine-tuned; null: not noted.")
+    license: str | None = Field(description="License of the released model; null: not noted.")
+    language: tuple[str, ...] = Field(description="Languages of the model, as ISO codes; empty: not noted.")
+    dataset: str | None = Field(description="Public name of the data set, where the plan has none; null: not noted.")
+    preprocessing: str | None = Field(
+        description="Numbers, names or settings that were computed from the records before the run; null: not noted."
+    )
+
+
+class Odds(Part):
+    """A bound on one kind of attack."""
+
+    attack: str = Field(description="What the attacker tries.")
+    without: str = Field(description="Success without the model, in words.")
+    with_the_model: str = Field(description="Largest success with the model, in words, rounded up.")
+    share_without: Probability = Field(description="Success without the model.")
+    at_most: Probability = Field(description="Largest success with the model.")
+
+
+class Front(Part):
+    """The first screen: what happened, in sentences. Numbers are rounded to two figures, to the safe side."""
+
+    alert: str = Field(description="Whether the model may not be released yet, in one line; empty: no point is open.")
+    what: str = Field(description="What was trained on what.")
+    who: str = Field(description="Who trained it, who holds the data, who gets the model.")
+    when: str = Field(description="When, and how many steps.")
+    protected: str = Field(description="The protected unit.")
+    odds: str = Field(description="The odds of an attacker, in one sentence; or why there is no guarantee.")
+    table: tuple[Odds, ...] = Field(description="A few bounds; empty where there is no guarantee.")
+    numbers: str = Field(description="ε and δ behind the odds, and how strong they are; empty without odds.")
+    not_covered: str = Field(description="What is not covered.")
+    to_do: str = Field(description="How many points are open.")
+
+
+class Settled(Part):
+    """An open point that people settled, as the ledger has it."""
+
+    point: str = Field(description="The point.")
+    answer: str = Field(description="What was checked.")
+    by: str = Field(description="Who checked it.")
+    at: str = Field(description="When it was written into the ledger, in UTC (ISO 8601).")
+
+    @property
+    def in_words(self) -> str:
+        """The statement for people, with its date and its author."""
+        return f"{self.answer} (settled on {day_in_words(self.at)} by {self.by})"
+
+
+class KeptFiles(Part):
+    """Files of a run's folder that are not for release."""
+
+    files: str = Field(description="Which files.")
+    why: str = Field(description="Why they are not for release.")
+
+
+class Line(Part):
+    """A line that every report must answer (Ponomareva et al., JAIR 2023)."""
+
+    section: Annotated[str, OneOf(tuple(SECTIONS))] = Field(description="Which section of the page answers it.")
+    question: str = Field(description="The question.")
+    filled: bool = Field(description="Whether it is answered; otherwise it is an open point.")
+
+
+Value = str | bool | int | float
+
+
+class DrawNumbers(Part):
+    """The numbers of a draw, which the plan and the parameters of the mechanism share."""
+
+    sampling: Sampling = Field(description="Unit of a draw: units, or rows.")
+    num_units: AtLeastOne = Field(description="N, the number of units; public.")
+    num_examples: AtLeastOne | None = Field(
+        description="Rows there are to draw, with example-level sampling; null otherwise."
+    )
+    sampling_rate: Rate = Field(description="q, the share of units, or of rows, that a step draws on average.")
+    expected_batch_size: AtLeastOne = Field(description="b, which the noisy sum is divided by.")
+    max_batch_size: AtLeastOne = Field(description="B_max, the most that a step draws.")
+
+
+class ProtectedUnit(Part):
+    """The protected unit, its neighbours, and the data set."""
+
+    unit: Unit = Field(description="Unit of privacy.")
+    adjacency: Adjacency = Field(description="Adjacency of the headline ε.")
+    max_rows_per_unit: AtLeastOne | None = Field(
+        description="k, rows of one user that may be used; null at sequence level."
+    )
+    unit_column: str | None = Field(description="Column of the user's id; null at sequence level.")
+    rows_kept: RowsKept = Field(description="Which k rows of a user with more were kept; null at sequence level.")
+    dataset: str | None = Field(description="Public name of the data set.")
+
+
+class Plan(DrawNumbers, ProtectedUnit):
+    """Every number that the guarantee rests on, fixed before the run."""
+
+    clip_norm: Positive = Field(description="C, in units of the gradient.")
+    noise_multiplier: NotNegative = Field(description="σ, without unit.")
+    seeded: bool = Field(description="Whether sampling and noise come from a fixed seed; then nothing is private.")
+    num_steps: AtLeastOne = Field(description="T, the steps planned.")
+    num_steps_wanted: AtLeastOne | None = Field(
+        description="Steps asked for where the budget allows fewer; null otherwise."
+    )
+    delta: Probability = Field(description="δ.")
+    target_epsilon: Positive | None = Field(description="The ε that the run may cost; null when none was given.")
+    format: Literal[1] = Field(description="Format of the plan.")
+    clipping: ClippingSpec = Field(description="How a contribution is bounded.")
+    noise: NoiseSpec = Field(description="Whether and how the noise of the steps is correlated.")
+    randomness: Annotated[str, OneOf(RANDOMNESS)] = Field(description="Generator of the noise.")
+    selection: SelectionSpec | None = Field(
+        description="Distribution of the number of runs of which only the best is released; null for a single run."
+    )
+
+
+class PlanOfQueries(ProtectedUnit):
+    """The plan of a query run: a private release that is no training run."""
+
+    format: Literal[1] = Field(description="Format of the plan.")
+    method: Annotated[str, AfterValidator(require_release)] = Field(description="The method of the release.")
+    num_units: AtLeastOne = Field(description="N, the number of units; public.")
+    charges: tuple[dict[str, JsonValue], ...] = Field(
+        description="All that the run may charge: name, event and its number."
+    )
+    settings: dict[str, Value] = Field(description="Public settings on which sensitivity and events rest.")
+    delta: Probability = Field(description="δ.")
+    target_epsilon: Positive | None = Field(description="The ε that the run may cost; null when none was given.")
+    randomness: Literal["os", "discrete"] = Field(description="Generator of the noise.")
+    after: dict[str, JsonValue] | None = Field(
+        description="The released training run on which this one builds, with its history; ε is that of both."
+    )
+
+    @property
+    def seeded(self) -> bool:
+        """False: a query run has no seed."""
+        return False
+
+
+def _kind_of_plan(value: Any) -> str:
+    return "queries" if isinstance(value, PlanOfQueries) or (isinstance(value, dict) and "method" in value) else "steps"
+
+
+AnyPlan = Annotated[
+    Annotated[Plan, Tag("steps")] | Annotated[PlanOfQueries, Tag("queries")], Discriminator(_kind_of_plan)
+]
+
+
+def is_selection(plan: Plan | PlanOfQueries) -> bool:
+    """Return whether the run is one of several, of which only the best is released."""
+    return isinstance(plan, Plan) and plan.selection is not None
+
+
+class Answers(Part):
+    """One kind of private answer of a query run."""
+
+    name: str = Field(description="Its name.")
+    planned: AtLeastOne = Field(description="How often it is charged at most.")
+    charged: Count = Field(description="How often it was charged.")
+    accounted_as: str = Field(description="The accounting of one answer, with its source.")
+
+
+class QueryParameters(Part):
+    """Every parameter of a query run."""
+
+    num_units: AtLeastOne = Field(description="N, the number of units; public.")
+    num_steps_planned: Count = Field(description="Answers planned; 0 for texts of a model without counts.")
+    num_steps_charged: Count = Field(description="Answers charged.")
+    answers: tuple[Answers, ...] = Field(description="Each kind of private answer.")
+    settings: dict[str, Value] = Field(description="Public settings on which sensitivity and events rest.")
+    after: str | None = Field(description="The released training run on which this one builds, and its cost alone.")
+    target_epsilon: Positive | None = Field(description="The ε that the run may cost; null without a limit.")
+    delta: Probability = Field(description="δ.")
+    why_this_delta: str = Field(description="Why this δ.")
+    max_rows_per_unit: AtLeastOne | None = Field(description="k, the most rows of one user; null at sequence level.")
+    rows_kept: RowsKept = Field(description="Which rows of a user with more were kept; null at sequence level.")
 
 
 class _ByAdjacency(Part):

@@ -25,9 +25,7 @@ from dpllm.privacy.rounding import format_delta, format_epsilon, format_percent,
 from dpllm.report.disclosures import UTILITY_FILE
 from dpllm.report.front import NO_TRAINER, bounds, unit_of
 from dpllm.report.glossary import glossary
-from dpllm.report.models import Parameters, PrivacyReport
-from dpllm.report.models_front import SECTIONS
-from dpllm.report.models_plan import QueryParameters
+from dpllm.report.models import SECTIONS, Parameters, PrivacyReport, QueryParameters
 from dpllm.report.query_front import method_of, thing_of
 
 NOT_FILLED = "**not filled in**"

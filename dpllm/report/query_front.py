@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from dpllm.privacy.release_words import ReleaseWords, release_words
-from dpllm.report.models import Findings, PlanOfQueries
-from dpllm.report.models_front import day_in_words
+from dpllm.report.models import Findings, PlanOfQueries, day_in_words
 
 
 def method_of(report: Any) -> ReleaseWords | None:

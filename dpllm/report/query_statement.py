@@ -21,6 +21,7 @@ from dpllm.privacy.stated import stated_history
 from dpllm.report.definition import ADJACENCY_WORDS, OTHER_PEOPLE
 from dpllm.report.front import factor_words
 from dpllm.report.models import (
+    Answers,
     Assumption,
     CrossCheck,
     Definition,
@@ -28,11 +29,11 @@ from dpllm.report.models import (
     Fact,
     NeverCovered,
     Parameters,
+    QueryParameters,
     Statement,
     Steps,
     WrittenOut,
 )
-from dpllm.report.models_plan import Answers, QueryParameters
 from dpllm.report.release_notes import ReleaseNotes
 
 

@@ -16,8 +16,7 @@ from dpllm.config.versions import has_format, other_format, version_words
 from dpllm.privacy.ledger import REPORT_FILE as JSON_FILE
 from dpllm.privacy.not_for_release import private_path
 from dpllm.report.disclosures import UTILITY_FILE
-from dpllm.report.models import FORMAT
-from dpllm.report.models_front import Noted
+from dpllm.report.models import FORMAT, Noted
 
 _TEXTS = (
     *("data_holder", "audience", "other_uses", "preprocessing", "audit"),

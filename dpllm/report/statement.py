@@ -52,12 +52,12 @@ from dpllm.report.models import (
     Parameters,
     PrivacyReport,
     Setting,
+    Settled,
     Statement,
     Steps,
     Strength,
     Versions,
 )
-from dpllm.report.models_front import Settled
 from dpllm.report.pages import write_pages
 from dpllm.report.query_statement import Told, told_of_queries
 from dpllm.report.release_notes import ReleaseNotes as ReleaseNotes

@@ -14,8 +14,7 @@ from dpllm.privacy.plan import make_plan
 from dpllm.report.checklist import completed, disagreements, settled_by
 from dpllm.report.definition import NOT_SELECTED
 from dpllm.report.disclosures import DESTINATIONS, EVALUATION_DURING, TRAINING_LOSS
-from dpllm.report.models import CrossCheck, Fact, PrivacyReport, WrittenOut
-from dpllm.report.models_front import SECTIONS, Settled
+from dpllm.report.models import SECTIONS, CrossCheck, Fact, PrivacyReport, Settled, WrittenOut
 from dpllm.report.statement import ReleaseNotes, privacy_report
 from tests.mutations import kills
 

@@ -27,8 +27,7 @@ from dpllm.report.disclosures import (
 )
 from dpllm.report.front import _alert, _to_do, bounds
 from dpllm.report.model_card import own_lines
-from dpllm.report.models import PrivacyReport
-from dpllm.report.models_front import SECTIONS, day_in_words
+from dpllm.report.models import SECTIONS, PrivacyReport, day_in_words
 from dpllm.report.render import draw_figures, render_html, render_markdown
 from dpllm.report.statement import ReleaseNotes, privacy_report
 from tests.test_english import MOST_WORDS, sentences

@@ -14,8 +14,7 @@ from dpllm.config import PrivacyConfig
 from dpllm.privacy.ledger import Ledger, read_ledger
 from dpllm.privacy.plan import make_plan
 from dpllm.privacy.rounding import format_epsilon
-from dpllm.report.models import PrivacyReport
-from dpllm.report.models_front import SECTIONS
+from dpllm.report.models import SECTIONS, PrivacyReport
 from dpllm.report.pages import shown_beside
 from dpllm.report.render import draw_figures, render_html
 from dpllm.report.statement import ReleaseNotes, privacy_report

@@ -32,8 +32,7 @@ from dpllm.privacy.ledger import LEDGER_FILE, Ledger, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan, make_plan
 from dpllm.privacy.rounding import format_epsilon
 from dpllm.report.model_card import CARD_FILE, TAGS, add_notes, own_lines, settle, write_model_card
-from dpllm.report.models import PrivacyReport
-from dpllm.report.models_front import day_in_words
+from dpllm.report.models import PrivacyReport, day_in_words
 from dpllm.report.statement import JSON_FILE, ReleaseNotes, write_report
 from dpllm.report.verify import verify
 from dpllm.report.verify_release import other_claims

@@ -19,8 +19,7 @@ from dpllm.privacy.ledger import Ledger, LedgerContents, LedgerError, read_ledge
 from dpllm.privacy.not_for_release import read_diagnostics
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan, make_plan
 from dpllm.report.disclosures import DESTINATIONS, TRAINING_LOSS, receivers
-from dpllm.report.models import BudgetEntry, PrivacyReport, WrittenOut, complaints, report_schema
-from dpllm.report.models_front import SECTIONS
+from dpllm.report.models import SECTIONS, BudgetEntry, PrivacyReport, WrittenOut, complaints, report_schema
 from dpllm.report.pages import shown_beside
 from dpllm.report.statement import ReleaseNotes, notes_in, privacy_report, render_markdown, write_report
 from dpllm.report.verify import verify
