@@ -95,6 +95,11 @@ class PrivacyPlan(PlannedNoise, PlannedDraw, Plan):
         return None
 
     @property
+    def method(self) -> None:
+        """None: a training."""
+        return None
+
+    @property
     def noise_stddev(self) -> float:
         """σC, the standard deviation of the noise in every entry of the summed gradient (`Mechanism.noise_stddev`)."""
         return self.mechanism.noise_stddev
@@ -122,6 +127,15 @@ class PrivacyPlan(PlannedNoise, PlannedDraw, Plan):
     def history_of_run(self) -> list[tuple[Event, int]]:
         """The history that is charged for all planned steps of this run."""
         return self.mechanism.history(self.num_steps)
+
+    def stops_independently(self, contents: LedgerContents) -> bool:
+        """Return whether the stop was declared independent; a selection is stated whole, whatever was declared."""
+        return contents.notes.stopped_independently and self.selection is None
+
+    def unplanned(self, contents: LedgerContents) -> str | None:
+        """Return how many steps of a ledger are not the plan's."""
+        foreign = sum(count for step, count in contents.history if step != self.event)
+        return f"{foreign} steps have other numbers than the plan" if foreign else None
 
     def stated_steps(self, contents: LedgerContents) -> tuple[tuple[Event, int], ...]:
         """Return the steps of this run whose ε is stated (`dpllm.privacy.stated.stated_history`)."""

@@ -214,6 +214,18 @@ class Plan(PlannedUnit):
         def after(self) -> PriorRelease | None:
             """The released run on whose model this one builds; None: it builds on none."""
 
+        @property
+        def method(self) -> str | None:
+            """The kind of private release (`dpllm.privacy.release_words`); None: a training."""
+
+        @property
+        def num_steps_wanted(self) -> int | None:
+            """The steps requested, if the budget allows fewer; None if not."""
+
+        @property
+        def randomness(self) -> str:
+            """The generator of the noise (`dpllm.mechanism.generators`)."""
+
     @property
     def event(self) -> Event:
         """The event that a ledger and a budget name."""
@@ -222,6 +234,22 @@ class Plan(PlannedUnit):
     @property
     def own_history(self) -> list[tuple[Event, int]]:
         """All that this run may charge, or the release of which it is a part."""
+        raise NotImplementedError
+
+    def stops_independently(self, contents: LedgerContents) -> bool:
+        """Return whether ε is that of the charged steps, since the stop was declared independent of data and releases.
+
+        Args:
+            contents: of the run's ledger.
+        """
+        raise NotImplementedError
+
+    def unplanned(self, contents: LedgerContents) -> str | None:
+        """Return what a ledger charges that the plan does not have, in words; None if there is nothing.
+
+        Args:
+            contents: of the run's ledger.
+        """
         raise NotImplementedError
 
     def stated_steps(self, contents: LedgerContents) -> tuple[tuple[Event, int], ...]:

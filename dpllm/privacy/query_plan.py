@@ -187,6 +187,30 @@ class QueryPlan(Plan):
         known = ", ".join(repr(charge.name) for charge in self.charges)
         raise ValueError(f"the plan of this run has no charge {name!r}; it has {known}. Charge what was planned")
 
+    @property
+    def num_steps_wanted(self) -> None:
+        """None: all that was asked for is planned."""
+        return None
+
+    def stops_independently(self, contents: LedgerContents) -> bool:
+        """Return whether the stop was declared independent, and no line may have been any charge, torn by a crash."""
+        return contents.notes.stopped_independently and not contents.torn_steps
+
+    def unplanned(self, contents: LedgerContents) -> str | None:
+        """Return an answer of a ledger that the plan does not have, or not as often."""
+        planned = {(charge.name, charge.event): charge.count for charge in self.charges}
+        for (name, event), count in contents.notes.answers.items():
+            if (name, event) not in planned:
+                return f"{name!r} is charged with an event that the plan does not have"
+            if count > planned[name, event]:
+                return f"{name!r} is charged {count:,} times, and the plan has {planned[name, event]:,}"
+        counted = sum(contents.notes.answers.values()) + contents.torn_steps
+        return (
+            f"{contents.num_steps - counted} lines are steps of a training run"
+            if counted != contents.num_steps
+            else None
+        )
+
     def stated_steps(self, contents: LedgerContents) -> tuple[tuple[Event, int], ...]:
         """Return the answers whose ε is stated (`dpllm.privacy.stated.stated_history`).
 
@@ -196,9 +220,7 @@ class QueryPlan(Plan):
         """
         if contents.num_steps == 0:
             return ()
-        if contents.notes.stopped_independently and not contents.torn_steps:
-            return tuple(contents.history)
-        return tuple(self.own_history)
+        return tuple(contents.history if self.stops_independently(contents) else self.own_history)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values."""

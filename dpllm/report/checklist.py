@@ -19,9 +19,8 @@ from dpllm.privacy.rounding import up
 from dpllm.report.definition import NOT_SELECTED, PREPROCESSING
 from dpllm.report.definition import REFUTED as REFUTED
 from dpllm.report.disclosures import DESTINATIONS, kept_files, kept_of_queries, not_kept
-from dpllm.report.front import front
+from dpllm.report.front import front, method_of, thing_of
 from dpllm.report.models import Checkable, CrossCheck, Findings, KeptFiles, Line, PrivacyReport
-from dpllm.report.query_front import method_of, thing_of
 from dpllm.report.release_notes import SETTLED_BY
 
 MOST_DIFFERENCE = 0.01

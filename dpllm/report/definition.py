@@ -3,21 +3,39 @@
 Place in the flow: below report, which adds the numbers. What must be said follows Ponomareva et al., "How to DP-fy ML"
 (JAIR 77, 2023), section 5.3: the unit, the neighbouring data sets, what is public, which uses of the data are covered,
 what may be released, what is not covered, and what the guarantee assumes.
+
+`run_words` is the one place that tells a training from a run of a method: whatever a report says of the two in
+different words is in its `RunWords`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dpllm.data.units import ONE_ROW
 from dpllm.mechanism.selection import Selection
 from dpllm.privacy.ledger import LedgerContents
-from dpllm.report.models import Assumption, Definition, Fact, NeverCovered, WrittenOut
+from dpllm.privacy.query_plan import QueryPlan
+from dpllm.privacy.release_words import release_words
+from dpllm.privacy.rounding import format_delta
+from dpllm.privacy.stated import planned_steps
+from dpllm.report.models import (
+    Answers,
+    Assumption,
+    Definition,
+    Fact,
+    NeverCovered,
+    Parameters,
+    QueryParameters,
+    WrittenOut,
+)
 from dpllm.report.release_notes import ReleaseNotes
 
 if TYPE_CHECKING:
     from dpllm.privacy.plan import PrivacyPlan
-    from dpllm.privacy.plan_parts import PlannedDraw, PlannedUnit
+    from dpllm.privacy.plan_parts import Plan, PlannedDraw
 
 UNITS_MADE_OF = "a unit is made of"
 """The ledger's fact of that name: `dpllm.data.units.UnitIndex.made_of`."""
@@ -85,10 +103,22 @@ _NEVER_COVERED = tuple(
         ("running time and memory use, as seen by someone on the same machine", "train on a machine you control"),
     )
 )
-_ROUNDED_NOISE = NeverCovered(
-    what="the exactness of floating-point noise",
-    advice="the noise is a float32 Gaussian, as in all common DP libraries",
+_NEVER_COVERED_BY_ANSWERS = tuple(
+    NeverCovered(what=what, advice=advice)
+    for what, advice in (
+        ("other runs on the same data", "each run has its own ε: add them up with `dpllm compose`, or keep a budget"),
+        (
+            "choosing the settings of this run by what earlier private answers showed",
+            "choose them before, or on public data",
+        ),
+        ("evaluation on private data", "keep the results to yourself, or evaluate on public data"),
+        ("running time and memory use, as seen by someone on the same machine", "run on a machine you control"),
+    )
 )
+_SEEN_BEFORE = NeverCovered(
+    what="private records that a public model had seen already", advice="check the source of its weights"
+)
+_PUBLIC = "the number of units N, and all settings in this report"
 _OTHER_RUNS = NeverCovered(
     what="the number of runs of the tuning, their models, scores, times and logs",
     advice="keep the tuning's folder not_for_release to yourself, and delete it: only the selected run is covered. "
@@ -119,8 +149,40 @@ _CLIENTS_APART = (
 )
 
 
-def define(plan: PrivacyPlan, contents: LedgerContents, notes: ReleaseNotes) -> Definition:
-    """Return the definition of a run.
+@dataclass(frozen=True, kw_only=True)
+class RunWords:
+    """What a report says of a training in other words than of a run of a method."""
+
+    step: str
+    """What is charged: "step" or "answer"."""
+    counted: str
+    """Its verb: "taken" or "charged"."""
+    thing: str
+    """What is released: "model" or "release"."""
+    subject: str
+    """What satisfies differential privacy, at the start of a sentence."""
+    of_what: str
+    """The end of "whatever is released"."""
+    nothing_learnt: str
+    """Why a run without a charge has no cost."""
+    trusted: str
+    """Who sees the data."""
+    definition: Definition
+    of_selection: str = ""
+    """How the cost of a selection follows, before the rest of the kind of accounting."""
+    event: str
+    """The privacy events that are charged, with their sources."""
+    composition: str
+    """What was composed."""
+    parameters: Parameters | QueryParameters
+    assumptions: tuple[Assumption, ...]
+    """What the numbers rest on, and for each how the run ensured it."""
+    open_points: tuple[str, ...] = ()
+    """Reasons not to release that follow from plan and ledger."""
+
+
+def run_words(plan: Plan, contents: LedgerContents, notes: ReleaseNotes) -> RunWords:
+    """Return the words of a run.
 
     Args:
         plan: the plan of the run.
@@ -130,12 +192,139 @@ def define(plan: PrivacyPlan, contents: LedgerContents, notes: ReleaseNotes) -> 
     Raises:
         ValueError: people noted another name of the data set than the plan has.
     """
+    if isinstance(plan, QueryPlan):
+        return _of_answers(plan, contents, notes)
+    return _of_training(plan, contents, notes)  # type: ignore[arg-type]
+
+
+def _of_training(plan: PrivacyPlan, contents: LedgerContents, notes: ReleaseNotes) -> RunWords:
+    selected = plan.selection is not None
+    return RunWords(
+        step="step",
+        counted="taken",
+        thing="model",
+        subject="The release of the best of a secret, random number of training runs" if selected else "The training",
+        of_what=" of the model",
+        nothing_learnt="nothing has been learnt from the private data so far",
+        trusted="the trainer",
+        definition=define(plan, contents, notes),
+        of_selection="that of the selection follows from Rényi divergences; " if selected else "",
+        event=event(plan),
+        composition="all steps of all runs in the ledger, those lost in a crash included",
+        parameters=Parameters(
+            sampling=plan.sampling,
+            num_units=plan.num_units,
+            num_examples=plan.num_examples,
+            sampling_rate=plan.sampling_rate,
+            expected_batch_size=plan.expected_batch_size,
+            max_batch_size=plan.max_batch_size,
+            num_steps_planned=planned_steps(plan, contents),
+            num_steps_charged=contents.num_steps,
+            noise_multiplier=plan.noise_multiplier,
+            clip_norm=plan.clip_norm,
+            noise_stddev=plan.noise_stddev,
+            why_this_delta=_why_this_delta(plan),
+            max_rows_per_unit=plan.max_rows_per_unit,
+            rows_kept=plan.rows_kept,
+        ),
+        assumptions=assumptions(plan, contents),
+        open_points=selection_points(plan, contents),
+    )
+
+
+def _of_answers(plan: QueryPlan, contents: LedgerContents, notes: ReleaseNotes) -> RunWords:
+    method, after, charged = release_words()[plan.method], plan.after, contents.notes.answers
+    events = "; ".join(f"{charge.name}: {charge.event.words().accounted_as}" for charge in plan.charges)
+    before = "" if after is None else "the stated steps of the training run before it, and "
+    built_on: tuple[str, ...] = ()
+    if after is not None:
+        steps = sum(count for _, count in after.history)
+        built_on = (f"the {steps:,} steps of the training run “{after.folder}”, on which it builds",)
+    return RunWords(
+        step="answer",
+        counted="charged",
+        thing="release",
+        subject="The release" if after is None else f"The release, together with the model of “{after.folder}”,",
+        of_what="",
+        nothing_learnt="nothing has been learnt from the private data by this run",
+        trusted="whoever runs it",
+        definition=Definition(
+            dataset=_dataset(plan, notes),
+            unit=_unit(plan, contents, "private data"),
+            adjacency=f"{ADJACENCY_WORDS[plan.adjacency]}. {method.adjacency[0].upper()}{method.adjacency[1:]}",
+            mechanism=method.mechanism,
+            public=(_PUBLIC, *contents.public),
+            data_accesses_covered=(*((_charged_answers(contents.num_steps),) if plan.charges else ()), *built_on),
+            other_uses_of_the_data=notes.other_uses,
+            released_under_the_guarantee=method.released,
+            written_out_and_not_covered=_written_out(contents),
+            never_covered=(
+                *(NeverCovered(what=what, advice=advice) for what, advice in method.not_covered),
+                *((_SEEN_BEFORE,) if method.has_model else ()),
+                *_NEVER_COVERED_BY_ANSWERS,
+                *(() if plan.randomness == "discrete" else (_rounded_noise("float64"),)),
+            ),
+            facts=_listed(contents.notes.facts),
+        ),
+        event=events if after is None else f"{events}; and the steps of the training run before it, as its report says",
+        composition=f"{before}all answers of the plan, or after an independent stop those charged",
+        parameters=QueryParameters(
+            num_units=plan.num_units,
+            num_steps_planned=plan.num_steps,
+            num_steps_charged=contents.num_steps,
+            answers=tuple(
+                Answers(
+                    name=charge.name,
+                    planned=charge.count,
+                    charged=charged.get((charge.name, charge.event), 0),
+                    accounted_as=charge.event.words().accounted_as,
+                )
+                for charge in plan.charges
+            ),
+            settings=dict(plan.settings),
+            after=None if after is None else f"{after.folder}; alone {plan.guarantee.of(after.history)}",
+            why_this_delta=_why_this_delta(plan),
+            max_rows_per_unit=plan.max_rows_per_unit,
+            rows_kept=plan.rows_kept,
+        ),
+        assumptions=_assumptions_of_answers(plan, contents),
+    )
+
+
+def _why_this_delta(plan: Plan) -> str:
+    share = format_delta(plan.delta * plan.num_units)
+    return f"δ = {share}/N. At 1/N, publishing one unit outright would pass; the usual choice is at most 0.1/N"
+
+
+def _dataset(plan: Plan, notes: ReleaseNotes) -> str | None:
     if plan.dataset and notes.dataset and notes.dataset != plan.dataset:
         raise ValueError(
             f"the note dataset is {notes.dataset!r}, and the plan of the run names the data set {plan.dataset!r}: "
             "leave the note out"
         )
-    public = ["the number of units N, and all settings in this report"]
+    return plan.dataset or notes.dataset
+
+
+def _written_out(contents: LedgerContents) -> tuple[WrittenOut, ...]:
+    return tuple(WrittenOut(what=what, count=count) for what, count in sorted(contents.disclosures.items()))
+
+
+def _listed(facts: Mapping[str, Sequence[str | int | float]]) -> tuple[Fact, ...]:
+    return tuple(Fact(name=name, values=tuple(values)) for name, values in sorted(facts.items()))
+
+
+def define(plan: PrivacyPlan, contents: LedgerContents, notes: ReleaseNotes) -> Definition:
+    """Return the definition of a training.
+
+    Args:
+        plan: the plan of the run.
+        contents: what its ledger says.
+        notes: what people noted.
+
+    Raises:
+        ValueError: people noted another name of the data set than the plan has.
+    """
+    public = [_PUBLIC]
     if plan.sampling == "example":
         public[0] = (
             "the number of users N, the exact number of rows to draw from (the sampling rate is computed from it, so "
@@ -144,9 +333,10 @@ def define(plan: PrivacyPlan, contents: LedgerContents, notes: ReleaseNotes) -> 
     if contents.notes.facts.get(CLASS_NAMES, [None])[-1] == DECLARED_NAMES:
         public.append("the names and the number of the classes, which the run declared (data.class_names)")
     federated = FEDERATED in contents.notes.facts
+    unit = _unit(plan, contents, "training data")
     return Definition(
-        dataset=plan.dataset or notes.dataset,
-        unit=f"{'a client, which has the records of ' if federated else ''}{_unit(plan, contents)}",
+        dataset=_dataset(plan, notes),
+        unit=f"a client, which has the records of {unit}" if federated else unit,
         adjacency=ADJACENCY_WORDS[plan.adjacency],
         mechanism=mechanism(plan, federated),
         public=(*public, *contents.public),
@@ -158,12 +348,14 @@ def define(plan: PrivacyPlan, contents: LedgerContents, notes: ReleaseNotes) -> 
         released_under_the_guarantee=_RELEASED_BY_ROUNDS
         if federated
         else (*_RELEASED, *([_AVERAGES] if RELEASED_WEIGHTS in contents.notes.facts else [])),
-        written_out_and_not_covered=tuple(
-            WrittenOut(what=what, count=count) for what, count in sorted(contents.disclosures.items())
-        ),
+        written_out_and_not_covered=_written_out(contents),
         never_covered=_never_covered(plan),
-        facts=tuple(Fact(name=name, values=tuple(values)) for name, values in sorted(_facts(contents).items())),
+        facts=_listed(_facts(contents)),
     )
+
+
+def _charged_answers(count: int) -> str:
+    return "the one charged answer in the ledger" if count == 1 else f"the {count:,} charged answers in the ledger"
 
 
 def _starts(number: int) -> str:
@@ -172,8 +364,15 @@ def _starts(number: int) -> str:
 
 def _never_covered(plan: PrivacyPlan) -> tuple[NeverCovered, ...]:
     """Return what ε never covers: rounding of the noise only where it is not discrete."""
-    kept = _NEVER_COVERED if plan.randomness == "discrete" else (*_NEVER_COVERED, _ROUNDED_NOISE)
+    kept = _NEVER_COVERED if plan.randomness == "discrete" else (*_NEVER_COVERED, _rounded_noise("float32"))
     return kept if plan.selection is None else (*kept, _OTHER_RUNS)
+
+
+def _rounded_noise(dtype: str) -> NeverCovered:
+    return NeverCovered(
+        what="the exactness of floating-point noise",
+        advice=f"the noise is a {dtype} Gaussian, as in all common DP libraries",
+    )
 
 
 def _facts(contents: LedgerContents) -> dict[str, list[str | int | float]]:
@@ -196,31 +395,31 @@ def _facts(contents: LedgerContents) -> dict[str, list[str | int | float]]:
     return facts
 
 
-def _unit(plan: PlannedUnit, contents: LedgerContents) -> str:
-    made_of = contents.notes.facts.get(UNITS_MADE_OF, [None])[-1]
-    if plan.unit == "sequence" and made_of == ONE_ROW:
+def _unit(plan: Plan, contents: LedgerContents, data: str) -> str:
+    """Return what one unit is; ``data`` is the word for the records."""
+    facts = contents.notes.facts
+    if plan.unit == "sequence" and facts.get(UNITS_MADE_OF, [None])[-1] == ONE_ROW:
         return (
-            "one row of the training data, as it was given to the run. Nothing says which record a row is from: if a "
+            f"one row of the {data}, as it was given to the run. Nothing says which record a row is from: if a "
             "record was cut into several rows, each of them is a unit by itself, and the record is protected less. A "
             f"text that is in several rows is that many units. {OTHER_PEOPLE}"
         )
-    words = contents.notes.facts.get(RECORDS_ARE)
-    which = f", which is {words[-1]}" if words else ""
     if plan.unit == "sequence":
+        which = f", which is {facts[RECORDS_ARE][-1]}" if RECORDS_ARE in facts else ""
+        cut = "A record longer than the model's context that was cut into several rows is still one unit. "
         return (
-            f"one record of the training data{which}. A record longer than the model's context that was cut into "
-            "several rows is still one unit. A text that is in several records is that many units, and is protected "
-            f"less. {OTHER_PEOPLE}"
+            f"one record of the {data}{which}. {cut if plan.method is None else ''}A text that is in several records "
+            f"is that many units, and is protected less. {OTHER_PEOPLE}"
         )
-    which = {
+    kept = {
         "first": ", the first ones in the order of the data",
         "random": ", chosen by a secret draw before the run",
         None: "",
     }[plan.rows_kept]
+    rows = f" At most {plan.max_rows_per_unit} rows of each user were used{kept}." if plan.max_rows_per_unit else ""
     return (
-        f"one user: all records with the same id in column '{plan.unit_column}'. At most {plan.max_rows_per_unit} rows "
-        f"of each user were used{which}. A person with several ids is several units. Ids are "
-        f"compared as they are written, unless the recipe normalised them. {OTHER_PEOPLE}"
+        f"one user: all records with the same id in column '{plan.unit_column}'.{rows} A person with several ids is "
+        f"several units. Ids are compared as they are written, unless the recipe normalised them. {OTHER_PEOPLE}"
     )
 
 
@@ -367,3 +566,27 @@ def _bounded(plan: PlannedDraw) -> tuple[tuple[str, str], ...]:
         how = f"{rows}plan is made; no later filter drops any"
         return (("A user's rows are bounded before the sampling rate is fixed", how),)
     return ()
+
+
+def _assumptions_of_answers(plan: QueryPlan, contents: LedgerContents) -> tuple[Assumption, ...]:
+    """Return what the numbers of a run of a method rest on, and for each how the run ensured it."""
+    entropy = ", ".join(dict.fromkeys(run["entropy"] for run in contents.runs))
+    torn = f"; answers torn by a crash are charged: {contents.torn_steps}" if contents.torn_steps else ""
+    pairs = [
+        *release_words()[plan.method].assumptions,
+        ("Draws and noise cannot be predicted", f"entropy: {entropy}"),
+        (
+            "Every answer is counted",
+            "each answer is charged on the disk before it is computed, and no more than planned; the lines of the "
+            f"ledger are chained by hashes{torn}",
+        ),
+    ]
+    if plan.after is not None:
+        pairs.append(
+            (
+                "The model that this run builds on costs no more than is counted here",
+                f"its plan and its ledger were read before the run (run {plan.after.run}, last line "
+                f"{plan.after.chain}), and its stated steps are in the plan",
+            )
+        )
+    return tuple(Assumption(assumption=assumption, how_ensured=how) for assumption, how in pairs)

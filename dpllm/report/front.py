@@ -10,23 +10,24 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from dpllm.privacy.identity import LOST_STEPS
+from dpllm.privacy.release_words import ReleaseWords, release_words
 from dpllm.privacy.rounding import format_percent, one_in, up_significant
 from dpllm.report.definition import REFUTED, TRAINED_MODEL
 from dpllm.report.disclosures import in_plain_words
-from dpllm.report.models import Findings, Front, Odds, PlanOfQueries, Strength, day_in_words, is_selection
-from dpllm.report.query_front import (
-    about_answers,
-    method_of,
-    not_even_seen,
-    thing_of,
-    what_was_asked,
-    when_it_was_asked,
+from dpllm.report.models import (
+    NO_TRAINER,
+    Findings,
+    Front,
+    Odds,
+    PlanOfQueries,
+    Strength,
+    day_in_words,
+    is_selection,
 )
 
-NO_TRAINER = 'not noted. This command notes it: `dpllm report . --trained-by "…"`'
-"""Words of a report in which nobody noted who trained the model; no question of the checklist asks it."""
 _ON_THE_FRONT = ("0.5", "0.01", "1e-06")  # of `bounds`: one of each kind of attack
 _REFUTED = (
     "AN AUDIT REFUTES THIS REPORT. It found more about single units in the model than the numbers of this report "
@@ -46,9 +47,9 @@ def front(findings: Findings, num_open: int) -> Front:
     holds = findings.statement.private and findings.accounting.steps.charged > 0 and not refuted
     return Front(
         alert=_alert(num_open, findings.strength.tier, thing_of(findings)),
-        what=_what(findings) if method is None else what_was_asked(findings, method),
+        what=_what(findings) if method is None else _what_was_asked(findings, method),
         who=_who(findings),
-        when=_when(findings) if method is None else when_it_was_asked(findings),
+        when=_when(findings) if method is None else _when_it_was_asked(findings),
         protected=_protected(findings),
         odds=_odds(findings) if holds else _REFUTED if refuted else findings.statement.words,
         table=tuple(_on_the_front(findings)) if holds else (),
@@ -291,12 +292,71 @@ def _not_covered(findings: Findings) -> str:
         "this tuning with all its runs, and the weights it released" if tuned else "this run and its released weights"
     )
     if isinstance(findings.checkable.plan, PlanOfQueries):
-        about = about_answers(findings.checkable.plan)
+        about = _about_answers(findings.checkable.plan)
     shared = f" The runs that are charged to the same budget ({names}) are added up there." if budgets else ""
-    seen = not_even_seen(method_of(findings))
+    seen = _not_even_seen(method_of(findings))
     covers = "covers neither" if seen else "does not cover"
     return f"{first} ε is about {about}. It {covers} other runs on the same data{seen}.{shared}".strip()
 
 
 def _times(count: int) -> str:
     return "once" if count == 1 else f"{count:,} times"
+
+
+def method_of(report: Any) -> ReleaseWords | None:
+    """Return the method of a query run's report; None for a training run.
+
+    Args:
+        report: or its findings, of any format.
+    """
+    plan = getattr(getattr(report, "checkable", None), "plan", None)
+    return release_words()[plan.method] if isinstance(plan, PlanOfQueries) else None
+
+
+def thing_of(report: Any) -> str:
+    """Return the word for what is released: "model", or "release" of a query run, also if a model is part of it."""
+    return "model" if method_of(report) is None else "release"
+
+
+def _what_was_asked(findings: Findings, method: ReleaseWords) -> str:
+    """Return what was done on which data, in sentences."""
+    plan, definition = findings.checkable.plan, findings.definition
+    data = f"the data set “{definition.dataset}”" if definition.dataset else "a data set without a public name"
+    private = f"{plan.num_units:,} private records" if plan.unit == "sequence" else f"texts of {plan.num_units:,} users"
+    words = [f"{method.what}. The private data: {data}, {private}."]
+    after = plan.after if isinstance(plan, PlanOfQueries) else None
+    if after is not None:
+        words.append(
+            f"It builds on the model of “{after['folder']}”, which was trained on the same people; ε is that of both."
+        )
+    if len(definition.public) > 1:
+        words.append(f"Taken as public: {'; '.join(definition.public[1:])}.")
+    return " ".join(words)
+
+
+def _when_it_was_asked(findings: Findings) -> str:
+    """Return when the run began, and how many of its answers were charged."""
+    steps, ended = findings.accounting.steps, findings.checkable.ended
+    charged = (
+        f"all {steps.planned:,} planned private answers"
+        if steps.charged == steps.planned
+        else f"{steps.charged:,} of {steps.planned:,} planned private answers"
+    )
+    if steps.planned == 1 == steps.charged:
+        charged = "its one private answer"
+    words = f"The run began on {day_in_words(findings.checkable.runs[0].started_at)}, and charged {charged}."
+    if ended is None:
+        return f"{words} It has not ended, or it crashed."
+    return words if steps.charged == steps.planned else f"{words} It ended early ({ended})."
+
+
+def _not_even_seen(method: ReleaseWords | None) -> str:
+    """Return the records that ε does not cover since a model had seen them, as the end of a sentence; may be empty."""
+    if method is None:
+        return " nor private records that the starting model had already seen"
+    return " nor private records that a public model had already seen" if method.has_model else ""
+
+
+def _about_answers(plan: PlanOfQueries) -> str:
+    """Return what ε is about, in the words of the sentence about what it does not cover."""
+    return "this run's answers" if plan.after is None else "this run's answers and the model that it builds on"

@@ -41,6 +41,23 @@ class Part(BaseModel):
 
 
 @dataclass(frozen=True)
+class Shown:
+    """The row of a value on the report's pages: which section has it, and under which label.
+
+    A key of the report that has one appears on both pages without a line in their templates.
+    """
+
+    section: str
+    """Of `dpllm.report.models.SECTIONS`."""
+    label: str
+    """{step} stands for "step" or "answer", {thing} for "model" or "release"."""
+    form: str = ""
+    """The filter of `dpllm.report.pages` that prints it; empty: as it is, and the parts of a list in one line."""
+    if_none: str | None = None
+    """The text for None: what people have not filled in; None: there is no row then."""
+
+
+@dataclass(frozen=True)
 class OneOf:
     """One of a few values, which another module lists."""
 

@@ -40,9 +40,9 @@ from dpllm.privacy.rounding import up
 from dpllm.privacy.unfinished import settle_crashed
 from dpllm.report.checklist import SETTLE_OPTION, is_sampled
 from dpllm.report.definition import SELECTED
+from dpllm.report.front import method_of
 from dpllm.report.models import PlanOfQueries, PrivacyReport
 from dpllm.report.pages import part, template, write_pages
-from dpllm.report.query_front import method_of
 from dpllm.report.release_notes import ReleaseNotes, require_own_words
 from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, notes_in, privacy_report, write_report
 
@@ -557,7 +557,7 @@ def privacy_metadata(report: Any) -> dict[str, Any]:
         "delta": statement.delta,
         "unit": "record" if statement.unit == "sequence" else "user",
         "adjacency": statement.adjacency,
-        "epsilon_by_adjacency": {name: number(value) for name, value in accounting.epsilon.items()},
+        "epsilon_by_adjacency": {name: number(value) for name, value in statement.epsilon_by_adjacency.items()},
         "mechanism": accounting.event if correlated or discrete else _MECHANISM[parameters.sampling],
         "accountant": f"PLD, {accounting.tool} {accounting.tool_version}",
         "noise_multiplier": parameters.noise_multiplier,
@@ -642,7 +642,7 @@ def queries_metadata(report: Any) -> dict[str, Any]:
         "delta": statement.delta,
         "unit": "record" if statement.unit == "sequence" else "user",
         "adjacency": statement.adjacency,
-        "epsilon_by_adjacency": {name: number(value) for name, value in accounting.epsilon.items()},
+        "epsilon_by_adjacency": {name: number(value) for name, value in statement.epsilon_by_adjacency.items()},
         "mechanism": f"{plan.method}: {accounting.event}",
         "accountant": f"PLD, {accounting.tool} {accounting.tool_version}",
         "num_answers": accounting.steps.stated,

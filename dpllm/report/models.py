@@ -37,12 +37,17 @@ from dpllm.report.kinds import (
     SelectionSpec,
     SeveralEvents,
     Sha256,
+    Shown,
     Unit,
 )
 
 FORMAT: Final = 1
 """Format of the report's JSON."""
 TIERS = ("strong", "reasonable", "weak", "none")
+NOT_FILLED: Final = "**not filled in**"
+"""The text on a page in place of what people have not filled in."""
+NO_TRAINER: Final = 'not noted. This command notes it: `dpllm report . --trained-by "…"`'
+"""Words of a report in which nobody noted who trained the model; no question of the checklist asks it."""
 _MOST_LISTED = 12
 
 
@@ -84,12 +89,14 @@ def day_in_words(text: str) -> str:
 class Noted(Part):
     """Facts that only people know, beside those of the setting and the definition."""
 
-    trained_by: str | None = Field(description="Who trained the model; null: not noted.")
+    trained_by: Annotated[str | None, Shown("setting", "Who made the {thing}", if_none=NO_TRAINER)] = Field(
+        description="Who trained the model; null: not noted."
+    )
     base_model: str | None = Field(description="Name of the model that was fine-tuned; null: not noted.")
     license: str | None = Field(description="License of the released model; null: not noted.")
     language: tuple[str, ...] = Field(description="Languages of the model, as ISO codes; empty: not noted.")
     dataset: str | None = Field(description="Public name of the data set, where the plan has none; null: not noted.")
-    preprocessing: str | None = Field(
+    preprocessing: Annotated[str | None, Shown("definition", "Computed from the records before the run")] = Field(
         description="Numbers, names or settings that were computed from the records before the run; null: not noted."
     )
 
@@ -253,8 +260,6 @@ class QueryParameters(Part):
     answers: tuple[Answers, ...] = Field(description="Each kind of private answer.")
     settings: dict[str, Value] = Field(description="Public settings on which sensitivity and events rest.")
     after: str | None = Field(description="The released training run on which this one builds, and its cost alone.")
-    target_epsilon: Positive | None = Field(description="The ε that the run may cost; null without a limit.")
-    delta: Probability = Field(description="δ.")
     why_this_delta: str = Field(description="Why this δ.")
     max_rows_per_unit: AtLeastOne | None = Field(description="k, the most rows of one user; null at sequence level.")
     rows_kept: RowsKept = Field(description="Which rows of a user with more were kept; null at sequence level.")
@@ -296,9 +301,13 @@ class Statement(Part):
 class Setting(Part):
     """Who is trusted with what."""
 
-    model: str = Field(description="The setting of differential privacy.")
-    data_holder: str | None = Field(description="Who holds the raw data; null: not filled in.")
-    audience: str | None = Field(description="Who will see the released model; null: not filled in.")
+    model: Annotated[str, Shown("setting", "Setting")] = Field(description="The setting of differential privacy.")
+    data_holder: Annotated[str | None, Shown("setting", "Who holds the raw data", if_none=NOT_FILLED)] = Field(
+        description="Who holds the raw data; null: not filled in."
+    )
+    audience: Annotated[str | None, Shown("setting", "Who sees the released {thing}", if_none=NOT_FILLED)] = Field(
+        description="Who will see the released model; null: not filled in."
+    )
 
 
 class WrittenOut(Part):
@@ -332,16 +341,28 @@ class Fact(Part):
 class Definition(Part):
     """The definition of differential privacy as this run instantiates it."""
 
-    dataset: str | None = Field(description="Public name of the data set; null: not filled in.")
-    unit: str = Field(description="What one unit of privacy is.")
-    adjacency: str = Field(description="Which data sets are neighbours.")
-    mechanism: str = Field(description="What one step does, with all its parameters.")
-    public: tuple[str, ...] = Field(description="What is taken as public.")
-    data_accesses_covered: tuple[str, ...] = Field(description="Uses of the data that the guarantee covers.")
-    other_uses_of_the_data: str | None = Field(
-        description="Other uses of the same data; their ε adds up. null: not filled in."
+    dataset: Annotated[str | None, Shown("setting", "Data set", if_none=NOT_FILLED)] = Field(
+        description="Public name of the data set; null: not filled in."
     )
-    released_under_the_guarantee: tuple[str, ...] = Field(description="What may be released.")
+    unit: Annotated[str, Shown("definition", "Unit of privacy")] = Field(description="What one unit of privacy is.")
+    adjacency: Annotated[str, Shown("definition", "Neighbouring data sets")] = Field(
+        description="Which data sets are neighbours."
+    )
+    mechanism: Annotated[str, Shown("accounting", "Mechanism")] = Field(
+        description="What one step does, with all its parameters."
+    )
+    public: Annotated[tuple[str, ...], Shown("definition", "Taken as public")] = Field(
+        description="What is taken as public."
+    )
+    data_accesses_covered: Annotated[tuple[str, ...], Shown("definition", "Use of the data that is covered")] = Field(
+        description="Uses of the data that the guarantee covers."
+    )
+    other_uses_of_the_data: Annotated[
+        str | None, Shown("definition", "Other uses of the same data", if_none=NOT_FILLED)
+    ] = Field(description="Other uses of the same data; their ε adds up. null: not filled in.")
+    released_under_the_guarantee: Annotated[tuple[str, ...], Shown("definition", "Released under the guarantee")] = (
+        Field(description="What may be released.")
+    )
     written_out_and_not_covered: tuple[WrittenOut, ...] = Field(
         description="What the run wrote out although it depends on the private data."
     )
@@ -354,6 +375,11 @@ class BudgetEntry(Part):
 
     file: str = Field(description="Name of the file, without folder.")
     entry: str = Field(description="Id of the entry.")
+
+    @property
+    def in_words(self) -> str:
+        """The entry for people."""
+        return f"entry {self.entry} of {self.file}"
 
 
 class CrossCheck(Part):
@@ -390,6 +416,11 @@ class Steps(Part):
     torn_by_a_crash: Count = Field(description="Of those, steps whose line in the ledger a crash left incomplete.")
     words: str = Field(description="The same in words, and why the run ended.")
 
+    @property
+    def in_words(self) -> str:
+        """The same for people."""
+        return self.words
+
 
 class Parameters(DrawNumbers):
     """Every parameter of the mechanism."""
@@ -401,8 +432,6 @@ class Parameters(DrawNumbers):
     noise_stddev: NotNegative = Field(
         description="Standard deviation of the noise; σC, or σ_g C where the clip threshold adapts."
     )
-    target_epsilon: Positive | None = Field(description="The ε that the run may cost; null without a limit.")
-    delta: Probability = Field(description="δ.")
     why_this_delta: str = Field(description="Why this δ.")
     max_rows_per_unit: AtLeastOne | None = Field(description="k, the most rows of one user; null at sequence level.")
     rows_kept: RowsKept = Field(description="Which rows of a user with more were kept; null at sequence level.")
@@ -418,12 +447,16 @@ class Assumption(Part):
 class Accountant(Part):
     """The kind of accounting, and the software behind it."""
 
-    kind: str = Field(description="Kind of accounting.")
-    event: str = Field(description="The privacy event that one step is accounted as, with its source.")
-    tool: str = Field(description="Library behind the numbers.")
-    tool_version: str = Field(description="Its version.")
-    discretization: Positive = Field(description="Width of the grid of privacy losses.")
-    composition: str = Field(description="What was composed.")
+    kind: Annotated[str, Shown("accounting", "Kind")] = Field(description="Kind of accounting.")
+    event: Annotated[str, Shown("accounting", "Event of one {step}")] = Field(
+        description="The privacy event that one step is accounted as, with its source."
+    )
+    tool: Annotated[str, Shown("accounting", "Library")] = Field(description="Library behind the numbers.")
+    tool_version: Annotated[str, Shown("accounting", "Version of the library")] = Field(description="Its version.")
+    discretization: Annotated[Positive, Shown("accounting", "Grid of privacy losses", "number")] = Field(
+        description="Width of the grid of privacy losses."
+    )
+    composition: Annotated[str, Shown("accounting", "Composition")] = Field(description="What was composed.")
 
 
 def _kind_of_parameters(value: Any) -> str:
@@ -434,16 +467,15 @@ def _kind_of_parameters(value: Any) -> str:
 class Accounting(Accountant):
     """How the numbers were computed."""
 
-    budget: tuple[BudgetEntry, ...] = Field(
+    budget: Annotated[tuple[BudgetEntry, ...], Shown("accounting", "Charged to the budget of the data set")] = Field(
         description="Budgets of the data set that the runs were charged to, each once."
     )
     cross_checks: tuple[CrossCheck, ...] = Field(description="ε by other accountants, under zero-out.")
-    zcdp_rho: Epsilon = Field(
+    zcdp_rho: Annotated[Epsilon, Shown("accounting", "ρ-zCDP, without the gain from sampling", "rho")] = Field(
         description="ρ of zero-concentrated privacy under zero-out, without the gain from sampling."
     )
-    epsilon: EpsilonByAdjacency = Field(description="ε at δ.")
-    curve: tuple[CurveRow, ...] = Field(min_length=1, description="ε at a few δ.")
-    steps: Steps = Field(description="How many steps, and why no more.")
+    curve: tuple[CurveRow, ...] = Field(description="ε at a few smaller δ.")
+    steps: Annotated[Steps, Shown("accounting", "{Step}s")] = Field(description="How many steps, and why no more.")
     parameters: Annotated[
         Annotated[Parameters, Tag("steps")] | Annotated[QueryParameters, Tag("queries")],
         Discriminator(_kind_of_parameters),
@@ -476,7 +508,6 @@ class Strength(Part):
 class Tradeoff(Part):
     """The best attack's true positive rate over its false positive rate; three lists of one length."""
 
-    adjacency: Adjacency = Field(description="The two worlds the attacker tells apart.")
     false_positive_rate: tuple[Probability, ...] = Field(
         description="Shares of those outside the data that are accused."
     )
@@ -489,9 +520,6 @@ class Tradeoff(Part):
 class EpsilonOverSteps(Part):
     """ε over the steps; two lists of one length."""
 
-    adjacency: Adjacency = Field(description="Under which adjacency.")
-    delta: Probability = Field(description="At which δ.")
-    target_epsilon: Positive | None = Field(description="The budget, or null.")
     steps: tuple[AtLeastOne, ...] = Field(description="Numbers of steps.")
     epsilon: tuple[NotNegative, ...] = Field(description="ε after each.")
 
@@ -506,17 +534,15 @@ class DeltasByAdjacency(_ByAdjacency):
 class EpsilonOverDelta(Part):
     """δ for each ε; lists of one length."""
 
-    delta_of_the_headline: Probability = Field(description="δ that is stated.")
-    epsilon_of_the_headline: NotNegative | None = Field(
-        description="ε that is stated; null without a step or without noise."
-    )
-    adjacency: Adjacency = Field(description="Adjacency of the headline.")
     epsilon: tuple[NotNegative, ...] = Field(description="Values of ε.")
     delta: DeltasByAdjacency = Field(description="The δ of each ε; null where it is too small to be resolved.")
 
 
 class Curves(Part):
-    """The values that the pictures are drawn from; lists are empty without a step or without noise."""
+    """The values that the pictures are drawn from, at the δ and under the adjacency of the statement.
+
+    Lists are empty without a step or without noise.
+    """
 
     tradeoff: Tradeoff = Field(description="The best attack's true positive rate over its false positive rate.")
     epsilon_over_steps: EpsilonOverSteps = Field(description="ε over the steps.")
@@ -546,6 +572,11 @@ class Run(Part):
     def code(self) -> str:
         """The version of dpllm that ran, with its commit, for people."""
         return version_words(self.version, self.commit, self.changed)
+
+    @property
+    def in_words(self) -> str:
+        """The start for people."""
+        return f"{self.run}: {self.started_at} with dpllm {self.code}; entropy: {self.entropy}"
 
 
 class QueryStart(Run):
@@ -597,30 +628,39 @@ class Checkable(Part):
         description="Command that computes ε from the parameters; null where one command has not room for them."
     )
     plan: AnyPlan = Field(description="Every number that the guarantee rests on, fixed before the run.")
-    plan_hash: Sha256 = Field(description="SHA-256 of the plan's fields.")
-    ledger_sha256: Sha256 = Field(
+    plan_hash: Annotated[Sha256, Shown("checkable", "Plan, SHA-256", "verbatim_code")] = Field(
+        description="SHA-256 of the plan's fields."
+    )
+    ledger_sha256: Annotated[Sha256, Shown("checkable", "Ledger, SHA-256", "verbatim_code")] = Field(
         description="SHA-256 of the ledger's file, without the lines at its end that name the report's files by hash."
     )
-    runs: tuple[
-        Annotated[
-            Annotated[Run, Tag("started")]
-            | Annotated[ResumedRun, Tag("resumed")]
-            | Annotated[QueryStart, Tag("queries")],
-            Discriminator(_kind_of_run),
+    runs: Annotated[
+        tuple[
+            Annotated[
+                Annotated[Run, Tag("started")]
+                | Annotated[ResumedRun, Tag("resumed")]
+                | Annotated[QueryStart, Tag("queries")],
+                Discriminator(_kind_of_run),
+            ],
+            ...,
         ],
-        ...,
+        Shown("checkable", "Starts"),
     ] = Field(min_length=1, description="Every start and resumption.")
-    ended: str | None = Field(description="Why the last run ended; null: it has not, or crashed.")
-    torn_lines: tuple[AtLeastOne, ...] = Field(
-        description="Lines of the ledger that a crash left incomplete, counted from 1."
+    ended: Annotated[str | None, Shown("checkable", "Ended", if_none="no")] = Field(
+        description="Why the last run ended; null: it has not, or crashed."
     )
+    torn_lines: Annotated[
+        tuple[AtLeastOne, ...], Shown("checkable", "Lines of the ledger torn by a crash", "or_none")
+    ] = Field(description="Lines of the ledger that a crash left incomplete, counted from 1.")
     diagnostics_not_covered: str = Field(
         description="Where counts of single steps are, which ε does not cover; the same text in every report."
     )
     commit: str | None = Field(description="Commit of dpllm that made the report; null: unknown.")
     changed: bool = Field(description="Whether that dpllm had changes that are in no commit.")
     machine: str = Field(description="Kind of processor that computed the numbers.")
-    versions: Versions = Field(description="Versions of the software; null: not installed.")
+    versions: Annotated[Versions, Shown("checkable", "Versions")] = Field(
+        description="Versions of the software; null: not installed."
+    )
 
     @property
     def code(self) -> str:

@@ -10,8 +10,8 @@ import hashlib
 import importlib.resources
 import math
 import re
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -23,12 +23,11 @@ from dpllm.config.files import write_file
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger
 from dpllm.privacy.rounding import format_delta, format_epsilon, format_percent, one_in, up, up_significant
 from dpllm.report.disclosures import UTILITY_FILE
-from dpllm.report.front import NO_TRAINER, bounds, unit_of
+from dpllm.report.front import bounds, method_of, thing_of, unit_of
 from dpllm.report.glossary import glossary
-from dpllm.report.models import SECTIONS, Parameters, PrivacyReport, QueryParameters
-from dpllm.report.query_front import method_of, thing_of
+from dpllm.report.kinds import Shown
+from dpllm.report.models import NOT_FILLED, SECTIONS, Parameters, PrivacyReport, QueryParameters
 
-NOT_FILLED = "**not filled in**"
 WHERE = "Type the commands in the folder in which this page is: the dot in them means that folder."
 EXACT = (
     "Sentences and tables above are rounded to two figures, to the safe side. From here on, the numbers are exact "
@@ -68,13 +67,13 @@ def template(name: str) -> jinja2.Template:
     )
     environment.filters.update(
         **{"epsilon": _epsilon, "delta": format_delta, "one_in": one_in, "chance": _chance, "share": _share},
-        **{"rho": _rho, "cell": _cell, "verbatim": _Verbatim, "width": _width, "code": _code, "ceiling": _ceiling},
+        **{"cell": _cell, "verbatim": _Verbatim, "width": _width, "code": _code, "ceiling": _ceiling},
         **{"command": _command, "words": _words, "percent": format_percent},
         **{"literal": lambda value: _Verbatim(repr(value))},
     )
     environment.globals.update(method_of=method_of)
     environment.globals.update(not_filled=NOT_FILLED, sections=SECTIONS, glossary=glossary(), utility_file=UTILITY_FILE)
-    environment.globals.update(where=WHERE, exact=EXACT, kept=KEPT, checkpoints=CHECKPOINTS, trained=NO_TRAINER)
+    environment.globals.update(where=WHERE, exact=EXACT, kept=KEPT, checkpoints=CHECKPOINTS)
     text = importlib.resources.files("dpllm").joinpath(f"report/templates/{name}").read_text(encoding="utf-8")
     return environment.from_string(text)
 
@@ -148,6 +147,11 @@ def shown_beside(report: PrivacyReport) -> dict[str, Any]:
         "bounds": [row for _, row in bounds(report.strength, statement.adjacency, unit_of(statement.unit))],
         "parameters": named,
         "thing": thing_of(report),
+        "rows": partial(rows_of, report),
+        "curve": [
+            (statement.delta, statement.epsilon_by_adjacency),
+            *((row.delta, row) for row in report.accounting.curve),
+        ],
         **(_TEXTS_OF_QUERIES if method_of(report) is not None else {}),
     }
 
@@ -163,6 +167,40 @@ def _of_queries(parameters: QueryParameters) -> list[tuple[str, Any]]:
         for name, value in fields
     ]
     return [*described[:3], *of_answers, *parameters.settings.items(), *described[3:]]
+
+
+_FORMS: dict[str, Callable[[Any], str]] = {
+    "": lambda value: "; ".join(map(_in_words, value)) if isinstance(value, tuple) else _in_words(value),
+    "number": lambda value: f"{value:g}",
+    "rho": lambda value: f"{value:.6g}" if math.isfinite(value) else "infinite",
+    "verbatim_code": lambda value: f"`{value}`",
+    "or_none": lambda value: ", ".join(map(str, value)) or "none",
+}
+
+
+def _in_words(value: Any) -> str:
+    return str(getattr(value, "in_words", value))
+
+
+def rows_of(report: PrivacyReport, section: str) -> list[tuple[str, str]]:
+    """Return the rows of a section: label and text of every value whose key has a `Shown` of this section.
+
+    Args:
+        report: made by `privacy_report`.
+        section: of `SECTIONS`.
+    """
+    thing, rows = thing_of(report), []
+    step = "step" if method_of(report) is None else "answer"
+    for part in (report.setting, report.definition, report.noted, report.accounting, report.checkable):
+        for name, field in type(part).model_fields.items():
+            for shown in field.metadata:
+                value = getattr(part, name)
+                if not isinstance(shown, Shown) or shown.section != section or value == ():
+                    continue
+                text = shown.if_none if value is None else _FORMS[shown.form](value)
+                if text is not None:
+                    rows.append((shown.label.format(thing=thing, step=step, Step=step.capitalize()), text))
+    return rows
 
 
 def _share(value: float) -> str:
@@ -224,7 +262,3 @@ def _chance(value: float) -> str:
 def _ceiling(value: float) -> float:
     """Return a number with four decimals, rounded up."""
     return float(up(value))
-
-
-def _rho(value: float) -> str:
-    return f"{value:.6g}" if math.isfinite(value) else "infinite"

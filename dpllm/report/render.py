@@ -12,10 +12,10 @@ from functools import lru_cache
 from typing import Any
 
 from dpllm.report.figures import plot_epsilon_curve, plot_epsilon_over_steps, plot_tradeoff
+from dpllm.report.front import method_of
 from dpllm.report.glossary import glossary, linked
 from dpllm.report.models import Curves
 from dpllm.report.pages import shown_beside, template
-from dpllm.report.query_front import method_of
 
 
 def render_markdown(report: Any) -> str:
@@ -46,26 +46,27 @@ def draw_figures(report: Any) -> dict[str, str]:
     Args:
         report: made by `privacy_report`.
     """
-    return dict(_drawn(report.curves))
+    return dict(
+        _drawn(report.curves, report.statement.delta, report.statement.epsilon, report.checkable.plan.target_epsilon)
+    )
 
 
 @lru_cache(maxsize=4)
-def _drawn(curves: Curves) -> dict[str, str]:
+def _drawn(curves: Curves, delta: float, epsilon: float, target_epsilon: float | None) -> dict[str, str]:
     """Draw the curves; the same ones are drawn once, since a report is written several times."""
     tradeoff, steps, deltas = curves.tradeoff, curves.epsilon_over_steps, curves.epsilon_over_delta
-    if deltas.epsilon_of_the_headline is None:
+    if not deltas.epsilon:
         return dict.fromkeys(FIGURES, "")
     found = {}
     for end, narrow in (("", False), ("_narrow", True)):
         found[f"tradeoff{end}"] = plot_tradeoff(
             tradeoff.false_positive_rate, tradeoff.true_positive_rate, tradeoff.from_epsilon_and_delta_alone, narrow
         )
-        stated = deltas.delta_of_the_headline, deltas.epsilon_of_the_headline
         found[f"epsilon_over_delta{end}"] = plot_epsilon_curve(
-            deltas.epsilon, dict(deltas.delta.items()), *stated, narrow
+            deltas.epsilon, dict(deltas.delta.items()), delta, epsilon, narrow
         )
         found[f"epsilon_over_steps{end}"] = (
-            plot_epsilon_over_steps(steps.steps, steps.epsilon, steps.target_epsilon, narrow) if steps.steps else ""
+            plot_epsilon_over_steps(steps.steps, steps.epsilon, target_epsilon, narrow) if steps.steps else ""
         )  # none of a selection, whose ε is that of all its runs
     return found
 

@@ -63,7 +63,7 @@ def standing_of(folder: str | Path) -> Standing:
     checks += [Check(*result) for result in release_checks(folder, contents)]
     if isinstance(plan, QueryPlan):
         return Standing("No model: the folder holds a release that is no training run.", False, tuple(checks))
-    if any(step != plan.event for step, _ in contents.history):
+    if plan.unplanned(contents) is not None:
         return Standing("No guarantee: the ledger charges steps of another plan.", False, tuple(checks))
     stated = stated_guarantee(plan, contents)
     checks.append(_stated(folder, stated.epsilon))

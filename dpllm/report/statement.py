@@ -4,6 +4,9 @@ Place in the flow: last. ε is computed from the ledger, so from what ran; the p
 values (`dpllm.report.models`) are written three times: as JSON for programs, and as Markdown and HTML for people. What
 a statement must say follows Ponomareva et al., "How to DP-fy ML" (JAIR 77, 2023). A point that only people can fill in
 is listed as open, and an open point is a reason not to release yet.
+
+A training run and a run of a method are filled in by the same functions; `dpllm.report.definition` has the words in
+which they differ.
 """
 
 from __future__ import annotations
@@ -13,31 +16,24 @@ import math
 import platform
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dpllm.config.versions import code_version, installed_version
-from dpllm.mechanism.events import Event, EventWords
+from dpllm.mechanism.events import EventWords
 from dpllm.mechanism.limits import ADJACENCIES
 from dpllm.privacy import accounting, comparison
 from dpllm.privacy.accounting import merge
+from dpllm.privacy.guarantee import Guarantee
 from dpllm.privacy.identity import COMPLETED, STOPPED_EARLY, lost_steps
 from dpllm.privacy.ledger import REPORT_FILE as JSON_FILE
 from dpllm.privacy.ledger import Ledger, LedgerContents, read_ledger
-from dpllm.privacy.query_plan import QueryPlan
+from dpllm.privacy.plan_parts import Plan
 from dpllm.privacy.risk import attack_risk
 from dpllm.privacy.rounding import format_delta, up
-from dpllm.privacy.stated import planned_steps, stated_history
+from dpllm.privacy.stated import planned_steps, stated_guarantee
 from dpllm.report.checklist import REFUTED, completed
 from dpllm.report.curves import curves
-from dpllm.report.definition import (
-    FEDERATED,
-    SECURE,
-    TRUSTED,
-    assumptions,
-    define,
-    event,
-    selection_points,
-)
+from dpllm.report.definition import FEDERATED, SECURE, TRUSTED, RunWords, run_words
 from dpllm.report.disclosures import DIAGNOSTICS
 from dpllm.report.front import factor_words
 from dpllm.report.models import (
@@ -49,7 +45,6 @@ from dpllm.report.models import (
     CurveRow,
     EpsilonByAdjacency,
     Findings,
-    Parameters,
     PrivacyReport,
     Setting,
     Settled,
@@ -59,15 +54,11 @@ from dpllm.report.models import (
     Versions,
 )
 from dpllm.report.pages import write_pages
-from dpllm.report.query_statement import Told, told_of_queries
 from dpllm.report.release_notes import ReleaseNotes as ReleaseNotes
 from dpllm.report.release_notes import notes_in as notes_in
 from dpllm.report.release_notes import notes_of as notes_of
 from dpllm.report.render import draw_figures, render_html
 from dpllm.report.render import render_markdown as render_markdown
-
-if TYPE_CHECKING:
-    from dpllm.privacy.plan import PrivacyPlan
 
 MARKDOWN_FILE = "privacy_report.md"
 HTML_FILE = "privacy_report.html"
@@ -79,14 +70,10 @@ _SETTINGS = {
     "that reads the records of all clients and is trusted; the release is protected",
 }
 """The value of the fact `FEDERATED`, if there is one, to the setting."""
-_CURVE_FACTORS = (1.0, 0.1, 0.01)
+_CURVE_FACTORS = (0.1, 0.01)
 
 
-def privacy_report(
-    plan: PrivacyPlan | QueryPlan,
-    ledger_contents: LedgerContents,
-    notes: ReleaseNotes | None = None,
-) -> PrivacyReport:
+def privacy_report(plan: Plan, ledger_contents: LedgerContents, notes: ReleaseNotes | None = None) -> PrivacyReport:
     """Return the privacy statement of what ran so far.
 
     Args:
@@ -95,37 +82,32 @@ def privacy_report(
         notes: what only people know. None: those points stay open.
 
     Raises:
-        ValueError: the ledger belongs to another plan, or charges steps that are not the plan's.
+        ValueError: the ledger belongs to another plan, or charges what the plan does not have; or people noted another
+            name of the data set.
     """
     contents, notes = ledger_contents, notes or ReleaseNotes()
     if any(run["plan_hash"] != plan.hash for run in contents.runs):
         raise ValueError(f"{contents.path} was written under another plan; report with the plan that lies beside it")
-    seeded = plan.seeded or contents.seeded
-    history = stated_history(plan, contents)
-    epsilons = EpsilonByAdjacency.model_validate(
-        {name: accounting.epsilon(history, plan.delta, name) for name in ADJACENCIES}
-    )
-    headline = epsilons.of(plan.adjacency)
-    told = (
-        told_of_queries(plan, contents, notes, epsilons)
-        if isinstance(plan, QueryPlan)
-        else _told(plan, contents, notes, epsilons)
-    )
+    if (wrong := plan.unplanned(contents)) is not None:
+        raise ValueError(
+            f"{contents.path} charges steps that the plan does not have: {wrong}. Restore both from a copy"
+        )
+    guarantee, words = stated_guarantee(plan, contents), run_words(plan, contents, notes)
     findings = Findings(
         format=FORMAT,
-        statement=told.statement,
+        statement=_statement(plan, contents, guarantee, words),
         setting=Setting(
             model=_SETTINGS.get(str(contents.notes.facts.get(FEDERATED, [""])[-1]))
-            or f"central differential privacy: {told.trusted} sees the data and is trusted; the release is protected",
+            or f"central differential privacy: {words.trusted} sees the data and is trusted; the release is protected",
             data_holder=notes.data_holder,
             audience=notes.audience,
         ),
-        definition=told.definition,
-        accounting=_accounting(plan, contents, epsilons, told),
-        strength=_strength(plan, contents, headline, seeded, notes.audit),
-        curves=curves(history, plan.delta, plan.adjacency, headline, plan.target_epsilon),
-        checkable=_checkable(plan, contents, told.command),
-        noted_open_points=(*contents.notes.open_points, *told.open_points),
+        definition=words.definition,
+        accounting=_accounting(plan, contents, guarantee, words),
+        strength=_strength(contents, guarantee, _is_seeded(plan, contents), notes.audit),
+        curves=curves(guarantee),
+        checkable=_checkable(plan, contents, guarantee),
+        noted_open_points=(*contents.notes.open_points, *words.open_points),
         settlements=tuple(
             Settled(point=line["point"], answer=line["statement"], by=line["by"], at=line["at"])
             for line in contents.notes.settled
@@ -139,7 +121,7 @@ def privacy_report(
 
 def write_report(
     output_dir: str | Path,
-    plan: PrivacyPlan | QueryPlan,
+    plan: Plan,
     ledger: Ledger | LedgerContents,
     notes: ReleaseNotes | None = None,
     *,
@@ -176,124 +158,98 @@ def json_text(report: PrivacyReport) -> str:
     return json.dumps(report.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _told(plan: PrivacyPlan, contents: LedgerContents, notes: ReleaseNotes, epsilons: EpsilonByAdjacency) -> Told:
-    """Return what a report says about a training run."""
-    if any(step != plan.event for step, _ in contents.history):
-        raise ValueError(f"{contents.path} charges steps that are not those of its plan; restore both from a copy")
-    of_selection = "that of the selection follows from Rényi divergences; " if plan.selection is not None else ""
-    return Told(
-        statement=_statement(plan, contents, epsilons, plan.seeded or contents.seeded),
-        trusted="the trainer",
-        definition=define(plan, contents, notes),
-        kind_of_accounting="privacy loss distributions (PLD), discretized pessimistically (connect the dots), composed "
-        f"by FFT; {of_selection}computed by dpllm.mechanism.pld and {accounting.TOOL}; tests compare both",
-        event=event(plan),
-        composition="all steps of all runs in the ledger, those lost in a crash included",
-        cross_checks=_cross_checks(stated_history(plan, contents), plan.delta),
-        steps=_steps(plan, contents),
-        parameters=_parameters(plan, contents),
-        assumptions=assumptions(plan, contents),
-        open_points=selection_points(plan, contents),
-        command=_command(plan, contents),
-    )
+def _is_seeded(plan: Plan, contents: LedgerContents) -> bool:
+    return plan.seeded or contents.seeded
 
 
-def _statement(plan: PrivacyPlan, contents: LedgerContents, epsilons: EpsilonByAdjacency, seeded: bool) -> Statement:
-    epsilon = epsilons.of(plan.adjacency)
-    unit = "record" if plan.unit == "sequence" else "user"
+def _statement(plan: Plan, contents: LedgerContents, guarantee: Guarantee, words: RunWords) -> Statement:
+    seeded, finite = _is_seeded(plan, contents), guarantee.is_finite
     if seeded:
-        words = (
+        text = (
             "NOT PRIVATE. Sampling and noise came from a fixed seed, which is for tests. Who knows the seed can remove "
             "the noise; the figures below would hold only with secret randomness."
         )
-    elif math.isinf(epsilon):
-        words = (
-            "NOT PRIVATE. ε is infinite: no noise was added, so nothing limits how much the model reveals about any "
-            f"one {unit}."
+    elif contents.num_steps == 0 and plan.num_steps > 0:
+        text = f"No {words.step} has been charged: {words.nothing_learnt}."
+    elif not finite:
+        text = (
+            "NOT PRIVATE. ε is infinite: no noise was added, so nothing limits how much the "
+            f"{words.thing} reveals about any one {guarantee.one_unit}."
         )
-    elif contents.num_steps == 0:
-        words = "No step has been charged: nothing has been learnt from the private data so far."
     else:
-        words = _guarantee(plan, epsilons, unit) + _about_the_stop(plan, contents)
+        text = _guarantee(guarantee, words) + _about_the_stop(plan, contents, words)
     return Statement(
-        private=not seeded and math.isfinite(epsilon),
-        words=words,
-        epsilon=epsilon,
-        delta=plan.delta,
-        adjacency=plan.adjacency,
-        epsilon_by_adjacency=epsilons,
-        unit=plan.unit,
+        private=not seeded and finite,
+        words=text,
+        epsilon=guarantee.epsilon,
+        delta=guarantee.delta,
+        adjacency=guarantee.adjacency,
+        epsilon_by_adjacency=EpsilonByAdjacency.model_validate(guarantee.by_adjacency),
+        unit=guarantee.unit,
     )
 
 
-def _guarantee(plan: PrivacyPlan, epsilons: EpsilonByAdjacency, unit: str) -> str:
+def _guarantee(guarantee: Guarantee, words: RunWords) -> str:
+    unit, delta, other = guarantee.one_unit, format_delta(guarantee.delta), guarantee.other
     changes = {"zero-out": "contributed nothing", "replace-one": f"been another {unit}"}
-    epsilon = epsilons.of(plan.adjacency)
-    other = "replace-one" if plan.adjacency == "zero-out" else "zero-out"
-    what = "The training"
-    if plan.selection is not None:
-        what = "The release of the best of a secret, random number of training runs"
-    value = f"ε = {up(epsilons.of(other))}" if math.isfinite(epsilons.of(other)) else "ε is infinite"
+    under_other = guarantee.under(other)
+    value = f"ε = {up(under_other)}" if math.isfinite(under_other) else "ε is infinite"
     return (
-        f"{what} satisfies (ε, δ)-differential privacy with ε = {up(epsilon)} and δ = {format_delta(plan.delta)} "
-        f"for every single {unit}. Whatever is released of the model would have come out almost as likely had any one "
-        f"{unit} {changes[plan.adjacency]}. The chance of any outcome changes at most by the factor "
-        f"{factor_words(epsilon)}, plus {format_delta(plan.delta)}. Had any one {unit} {changes[other]} "
-        f"({other} adjacency), {value} at the same δ."
+        f"{words.subject} satisfies (ε, δ)-differential privacy with ε = {up(guarantee.epsilon)} and δ = {delta} "
+        f"for every single {unit}. Whatever is released{words.of_what} would have come out almost as likely had any "
+        f"one {unit} {changes[guarantee.adjacency]}. The chance of any outcome changes at most by the factor "
+        f"{factor_words(guarantee.epsilon)}, plus {delta}. Had any one {unit} {changes[other]} ({other} adjacency), "
+        f"{value} at the same δ."
     )
 
 
-def _about_the_stop(plan: PrivacyPlan, contents: LedgerContents) -> str:
-    planned = planned_steps(plan, contents)
+def _about_the_stop(plan: Plan, contents: LedgerContents, words: RunWords) -> str:
+    planned, step = planned_steps(plan, contents), words.step
     if contents.num_steps >= planned:
         return ""
-    taken = f" {contents.num_steps} of {planned} planned steps were taken."
-    if contents.notes.stopped_independently and plan.selection is None:
-        return f"{taken} The figures are theirs: the stop was declared independent of the data and of the releases."
+    given = f" {contents.num_steps:,} of {planned:,} planned {step}s were {words.counted}."
+    if plan.stops_independently(contents):
+        return f"{given} The figures are theirs: the stop was declared independent of the data and of the {step}s."
     return (
-        f"{taken} The figures are those of all {planned}. They hold even if the stop, or the choice of this "
-        "checkpoint, depends on the data or on the releases of the run."
+        f"{given} The figures are those of all {planned:,}: the stop, or the choice of what is released, may depend on "
+        f"the data or on the {step}s of the run, and they hold in spite of that."
     )
 
 
-def _accounting(
-    plan: PrivacyPlan | QueryPlan, contents: LedgerContents, epsilons: EpsilonByAdjacency, told: Told
-) -> Accounting:
-    history = stated_history(plan, contents)
+def _accounting(plan: Plan, contents: LedgerContents, guarantee: Guarantee, words: RunWords) -> Accounting:
     budgets = (run.get("budget") for run in contents.runs)
     return Accounting(
-        kind=told.kind_of_accounting,
-        event=told.event,
+        kind="privacy loss distributions (PLD), discretized pessimistically (connect the dots), composed by FFT; "
+        f"{words.of_selection}computed by dpllm.mechanism.pld and {accounting.TOOL}; tests compare both",
+        event=words.event,
         tool=accounting.TOOL,
         tool_version=accounting.tool_version(),
-        discretization=accounting.discretization_used(history, plan.adjacency),
-        composition=told.composition,
+        discretization=accounting.discretization_used(guarantee.history, guarantee.adjacency),
+        composition=words.composition,
         budget=tuple(dict.fromkeys(BudgetEntry.model_validate(entry) for entry in budgets if entry)),
-        cross_checks=told.cross_checks,
-        zcdp_rho=comparison.zcdp_rho(history),
-        epsilon=epsilons,
-        curve=_curve(history, plan.delta),
-        steps=told.steps,
-        parameters=told.parameters,
-        assumptions=told.assumptions,
+        cross_checks=_cross_checks(guarantee),
+        zcdp_rho=comparison.zcdp_rho(guarantee.history),
+        curve=_curve(guarantee),
+        steps=_steps(plan, contents, guarantee, words),
+        parameters=words.parameters,
+        assumptions=words.assumptions,
     )
 
 
-def _curve(history: tuple[tuple[Event, int], ...], delta: float) -> tuple[CurveRow, ...]:
-    """Return ε at a few δ; one too small for so many steps is left out, unless it is that of the run."""
+def _curve(guarantee: Guarantee) -> tuple[CurveRow, ...]:
+    """Return ε at a few smaller δ; one too small for so many steps is left out."""
     rows = []
     for factor in _CURVE_FACTORS:
+        delta = guarantee.delta * factor
         try:
-            row = {name: accounting.epsilon(history, delta * factor, name) for name in ADJACENCIES}
+            row = {name: accounting.epsilon(guarantee.history, delta, name) for name in ADJACENCIES}
         except ValueError:
-            if factor == 1:
-                raise
             continue
-        rows.append(CurveRow.model_validate({"delta": delta * factor, **row}))
+        rows.append(CurveRow.model_validate({"delta": delta, **row}))
     return tuple(rows)
 
 
-def _reason(plan: PrivacyPlan | QueryPlan, contents: LedgerContents) -> str | None:
+def _reason(plan: Plan, contents: LedgerContents) -> str | None:
     """Return why the run ended; one with fewer steps than planned was not completed, whatever was written down."""
     early = contents.num_steps < planned_steps(plan, contents)
     if contents.end is not None and early and contents.end.startswith(COMPLETED):
@@ -301,10 +257,12 @@ def _reason(plan: PrivacyPlan | QueryPlan, contents: LedgerContents) -> str | No
     return contents.end
 
 
-def _steps(plan: PrivacyPlan, contents: LedgerContents) -> Steps:
+def _steps(plan: Plan, contents: LedgerContents, guarantee: Guarantee, words: RunWords) -> Steps:
+    """Return how many steps or answers, and why no more."""
     wanted, taken, planned = plan.num_steps_wanted or plan.num_steps, contents.num_steps, planned_steps(plan, contents)
+    step = words.step
     budget = (
-        f"{wanted} steps were asked for, and the target ε = {plan.target_epsilon:g} allows {plan.num_steps}; "
+        f"{wanted:,} {step}s were asked for, and the target ε = {plan.target_epsilon:g} allows {plan.num_steps:,}; "
         if plan.num_steps_wanted is not None and plan.target_epsilon is not None
         else ""
     )
@@ -313,88 +271,67 @@ def _steps(plan: PrivacyPlan, contents: LedgerContents) -> Steps:
     ended = (
         f"the run ended: {_reason(plan, contents)}" if contents.end is not None else "the run has not ended, or crashed"
     )
-    early = 0 < taken < planned
-    declared = contents.notes.stopped_independently and plan.selection is None
-    how = "taken: the stop was declared independent" if declared else "planned"
-    stated = f"; ε is stated for all steps {how}" if early else ""
+    how = f"{words.counted}: the stop was declared independent" if plan.stops_independently(contents) else "planned"
+    stated = f"; ε is stated for all {step}s {how}" if 0 < taken < planned else ""
     lost = lost_steps(contents)
     held = f"; the weights hold {taken - lost} of them, since {lost} were lost before a resume" if lost else ""
-    total = planned if plan.selection is not None else sum(count for _, count in stated_history(plan, contents))
+    own = sum(count for _, count in plan.stated_steps(contents))
+    total = planned if plan.selection is not None else own
     if total > max(planned, taken):
-        stated = f"; ε is stated for the {total} steps of the plan without a resume, which cost more"
+        stated = f"; ε is stated for the {total} {step}s of the plan without a resume, which cost more"
     return Steps(
         wanted=wanted,
         planned=planned,
         charged=taken,
         stated=total,
         torn_by_a_crash=contents.torn_steps,
-        words=f"{budget}{taken} of {plan.num_steps} planned steps were taken{held}; {resumed}{ended}{stated}",
+        words=f"{budget}{taken:,} of {plan.num_steps:,} planned {step}s were {words.counted}{held}; "
+        f"{resumed}{ended}{stated}",
     )
 
 
 @lru_cache(maxsize=8)
-def _cross_checks(history: tuple[tuple[Event, int], ...], delta: float) -> tuple[CrossCheck, ...]:
-    """Return ε under zero-out by other ways."""
-    plain = accounting.untruncated(history)
-    renyi = comparison.renyi_epsilon(history, delta)
-    rounds = [one for one, _ in merge(history) if (one.renyi_event is None) == (renyi is None)]
-    notes = dict.fromkeys(one.words().renyi for one in rounds)
-    return (
-        _by_dp_accounting(history, delta),
-        CrossCheck(
-            name="Rényi",
-            epsilon=renyi,
-            must_agree=False,
-            pld_of_the_same_steps=None if renyi is None else accounting.epsilon(plain, delta),
-            note="; ".join(notes) or EventWords.renyi,
-        ),
-    )
-
-
-def _by_dp_accounting(history: tuple[tuple[Event, int], ...], delta: float) -> CrossCheck:
-    """Return ε by dp_accounting's own accountant."""
+def _cross_checks(guarantee: Guarantee) -> tuple[CrossCheck, ...]:
+    """Return ε under zero-out by other ways, those that do not apply included; the events say which do."""
+    history, delta = guarantee.history, guarantee.delta
+    merged = merge(history)
+    ours, whole = accounting.epsilon(history, delta), accounting.untruncated(history)
+    library, library_note = None, ""
     try:
-        found, grid = comparison.fine_library_epsilon(history, delta)
-        note = f"by that library's own accountant, under zero-out, on the grid {grid:g}; it must agree within 1 %"
+        library, grid = comparison.fine_library_epsilon(history, delta)
+        library_note = f"by that library's own accountant, under zero-out, on the grid {grid:g}; it must agree to 1 %"
     except ValueError as error:
-        found, note = None, f"does not apply: {error}"
-    return CrossCheck(
-        name="PLD of dp_accounting",
-        epsilon=found,
-        must_agree=True,
-        pld_of_the_same_steps=None if found is None else accounting.epsilon(history, delta),
-        note=note,
+        library_note = f"does not apply: {error}"
+    renyi = comparison.renyi_epsilon(history, delta)
+    rounds = [one for one, _ in merged if (one.renyi_event is None) == (renyi is None)]
+    checks = [
+        ("PLD of dp_accounting", library, True, ours, library_note),
+        (
+            "Rényi",
+            renyi,
+            False,
+            accounting.epsilon(whole, delta),
+            "; ".join(dict.fromkeys(one.words().renyi for one in rounds)) or EventWords.renyi,
+        ),
+    ]
+    if merged and all(one.sampling_rate == 1 for one, _ in merged) and math.isfinite(comparison.zcdp_rho(history)):
+        note = "an upper bound, looser by nature, under zero-out (arXiv:1605.02065)"
+        checks.append(("zCDP", comparison.zcdp_epsilon(history, delta), False, ours, note))
+    return tuple(
+        CrossCheck(
+            name=name,
+            epsilon=found,
+            must_agree=must_agree,
+            pld_of_the_same_steps=None if found is None else same,
+            note=note,
+        )
+        for name, found, must_agree, same, note in checks
     )
 
 
-def _parameters(plan: PrivacyPlan, contents: LedgerContents) -> Parameters:
-    share = plan.delta * plan.num_units
-    return Parameters(
-        sampling=plan.sampling,
-        num_units=plan.num_units,
-        num_examples=plan.num_examples,
-        sampling_rate=plan.sampling_rate,
-        expected_batch_size=plan.expected_batch_size,
-        max_batch_size=plan.max_batch_size,
-        num_steps_planned=planned_steps(plan, contents),
-        num_steps_charged=contents.num_steps,
-        noise_multiplier=plan.noise_multiplier,
-        clip_norm=plan.clip_norm,
-        noise_stddev=plan.noise_stddev,
-        target_epsilon=plan.target_epsilon,
-        delta=plan.delta,
-        why_this_delta=f"δ = {format_delta(share)}/N. At 1/N, publishing one unit outright would pass; the usual "
-        "choice is at most 0.1/N",
-        max_rows_per_unit=plan.max_rows_per_unit,
-        rows_kept=plan.rows_kept,
-    )
-
-
-def _strength(
-    plan: PrivacyPlan | QueryPlan, contents: LedgerContents, epsilon: float, seeded: bool, audit: str | None
-) -> Strength:
-    risk = attack_risk(stated_history(plan, contents), plan.adjacency)
-    tier, words = _tier(epsilon, seeded)
+def _strength(contents: LedgerContents, guarantee: Guarantee, seeded: bool, audit: str | None) -> Strength:
+    risk = attack_risk(guarantee.history, guarantee.adjacency)
+    tier, words = _tier(guarantee.epsilon, seeded)
     return Strength(
         tier=tier,
         words=words,
@@ -430,9 +367,11 @@ def _tier(epsilon: float, seeded: bool) -> tuple[str, str]:
     )
 
 
-def _command(plan: PrivacyPlan, contents: LedgerContents) -> str | None:
+def _command(guarantee: Guarantee, plan: Plan) -> str | None:
     """Return the command that computes ε from the numbers alone; None where ``dpllm epsilon`` lacks the event."""
-    rounds = accounting.together(stated_history(plan, contents))
+    if plan.method is not None:  # of several kinds of answers, which one command has no options for
+        return None
+    rounds = accounting.together(guarantee.history)
     (one, _), *_ = rounds or merge(plan.history)
     words = one.words()
     if words.options is None:
@@ -440,17 +379,17 @@ def _command(plan: PrivacyPlan, contents: LedgerContents) -> str | None:
     steps = words.command_steps * sum(count for _, count in rounds)
     return (
         f"dpllm epsilon --noise-multiplier {one.noise_multiplier!r} --sampling-rate {one.sampling_rate!r} "
-        f"--steps {steps} --delta {plan.delta!r} {words.options} --adjacency {plan.adjacency}"
+        f"--steps {steps} --delta {guarantee.delta!r} {words.options} --adjacency {guarantee.adjacency}"
     )
 
 
-def _checkable(plan: PrivacyPlan | QueryPlan, contents: LedgerContents, command: str | None) -> Checkable:
+def _checkable(plan: Plan, contents: LedgerContents, guarantee: Guarantee) -> Checkable:
     code = code_version()
     return Checkable.model_validate(
         {
             "verify": "dpllm verify .",
             "recompute_from_the_ledger": "dpllm report .",
-            "recompute_from_the_numbers": command,
+            "recompute_from_the_numbers": _command(guarantee, plan),
             "plan": plan.to_dict(),
             "plan_hash": plan.hash,
             "ledger_sha256": contents.sha256,

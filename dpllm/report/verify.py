@@ -38,7 +38,6 @@ from dpllm.report.model_card import (
 )
 from dpllm.report.models import FORMAT, PrivacyReport, Versions, complaints, listed
 from dpllm.report.private_strings import check_strings
-from dpllm.report.query_statement import check_answers
 from dpllm.report.release_notes import written_by
 from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, ReleaseNotes, notes_of, privacy_report
 from dpllm.report.verify_release import missing_points, other_claims, release_checks, without_comments
@@ -234,21 +233,21 @@ def _ledger_checks(plan: PrivacyPlan | QueryPlan, contents: LedgerContents) -> l
         else "each run in it names the plan's hash",
     )
     if isinstance(plan, QueryPlan):
-        wrong = check_answers(plan, contents)
+        wrong = plan.unplanned(contents)
         words = wrong or f"{contents.num_steps:,} of {plan.num_steps:,} planned answers, with the plan's events"
         return [
             own,
             Check("each answer in the ledger is the plan's, and there are no more than planned", not wrong, words),
         ]
-    foreign = sum(count for step, count in contents.history if step != plan.event)
+    wrong = plan.unplanned(contents)
     taken, adapted = contents.num_steps, thresholds_found(plan, contents)
     return [
         *([] if adapted is None else [Check(_THRESHOLDS, *adapted)]),
         own,
         Check(
             "each step in the ledger is the plan's",
-            not foreign,
-            f"{foreign} steps have other numbers than the plan" if foreign else "same q, B_max, σ and C",
+            wrong is None,
+            wrong or "same q, B_max, σ and C",
         ),
         Check(
             "no more steps than planned",

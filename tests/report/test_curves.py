@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from dpllm.mechanism.events import Step
 from dpllm.privacy.accounting import epsilon
+from dpllm.privacy.guarantee import Guarantee
 from dpllm.report.curves import curves
 
 STEP = Step(num_units=1000, sampling_rate=0.02, max_batch_size=60, noise_multiplier=1.0)
@@ -16,8 +17,8 @@ DELTA = 1e-4
 
 
 def curves_of(history: tuple[tuple[Step, int], ...], adjacency: str = "zero-out") -> dict:
-    made = curves(history, DELTA, adjacency, epsilon(history, DELTA, adjacency), None)
-    return made.model_dump(mode="json", by_alias=True)
+    guarantee = Guarantee(history=history, delta=DELTA, adjacency=adjacency, unit="sequence")
+    return curves(guarantee).model_dump(mode="json", by_alias=True)
 
 
 @pytest.mark.parametrize("adjacency", ["zero-out", "replace-one"])
@@ -25,7 +26,7 @@ def test_epsilon_over_the_steps(adjacency: str) -> None:
     """Rising, from the first step to the headline, never below the finer number nor far above it."""
     history = ((STEP, 30), (Step(num_units=1000, sampling_rate=0.02, max_batch_size=60, noise_multiplier=2.0), 20))
     curve = curves_of(history, adjacency)["epsilon_over_steps"]
-    assert curve["steps"][0] == 1 and curve["steps"][-1] == 50 and curve["adjacency"] == adjacency
+    assert curve["steps"][0] == 1 and curve["steps"][-1] == 50
     assert curve["epsilon"] == sorted(curve["epsilon"])
     assert curve["epsilon"][-1] == epsilon(history, DELTA, adjacency)
     for steps, value in list(zip(curve["steps"], curve["epsilon"], strict=True))[:-1:4]:
@@ -41,7 +42,7 @@ def test_epsilon_over_delta() -> None:
     """δ falls as ε rises, for both adjacencies, and the headline lies on its curve."""
     history = ((STEP, 50),)
     curve = curves_of(history)["epsilon_over_delta"]
-    headline = curve["epsilon_of_the_headline"]
+    headline = epsilon(history, DELTA)
     for name in ("zero-out", "replace-one"):
         known = [value for value in curve["delta"][name] if value is not None]
         assert len(curve["delta"][name]) == len(curve["epsilon"]) and known == sorted(known, reverse=True)
@@ -69,7 +70,7 @@ def test_tradeoff_is_at_most_what_epsilon_alone_says() -> None:
 
 def test_a_curve_cannot_be_changed() -> None:
     """It is kept for the next report of the same run."""
-    made = curves(((STEP, 50),), DELTA, "zero-out", 1.0, None)
+    made = curves(Guarantee(history=((STEP, 50),), delta=DELTA, adjacency="zero-out", unit="sequence"))
     with pytest.raises(ValidationError, match="frozen"):
         made.tradeoff = made.tradeoff  # type: ignore[misc]
     assert isinstance(made.tradeoff.true_positive_rate, tuple)

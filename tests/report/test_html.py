@@ -102,7 +102,7 @@ def test_everything_of_the_report_is_on_the_page(page: str, report: PrivacyRepor
     lines += [item.what for item in report.definition.never_covered]
     lines += [report.checkable.plan_hash, report.checkable.ledger_sha256]
     lines += [report.checkable.verify, report.checkable.recompute_from_the_numbers]
-    lines += [format_epsilon(value) for _, value in report.accounting.epsilon.items()]
+    lines += [format_epsilon(value) for _, value in report.statement.epsilon_by_adjacency.items()]
     lines += [check.note for check in report.accounting.cross_checks]
     lines += ["training loss 3", report.checkable.diagnostics_not_covered]
     for line in lines:

@@ -104,7 +104,7 @@ def test_statement_and_numbers_are_those_of_the_report(tmp_path: Path) -> None:
     for item in report.definition.never_covered:
         assert f"- {item.what}: {item.advice}" in card.text
     assert "- training loss: written out 4 times" in card.text
-    for name, value in report.accounting.epsilon.items():
+    for name, value in report.statement.epsilon_by_adjacency.items():
         assert f"| {name} | {format_epsilon(value)} |" in card.text
     for name in ("privacy_report.md", "privacy_report.html", "privacy_report.json", PLAN_FILE, LEDGER_FILE):
         assert f"[`{name}`]({name})" in card.text and (tmp_path / name).is_file()

