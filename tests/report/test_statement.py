@@ -165,7 +165,9 @@ def test_curve_falls_as_delta_rises(tmp_path: Path) -> None:
     """The curve starts at the run's δ, and a smaller δ costs a larger ε."""
     report = report_of(tmp_path)
     curve = [report.statement.epsilon_by_adjacency, *report.accounting.curve]
-    assert report.statement.delta == 1e-4 and [row.delta for row in report.accounting.curve] == pytest.approx([1e-5, 1e-6])
+    assert report.statement.delta == 1e-4 and [row.delta for row in report.accounting.curve] == pytest.approx(
+        [1e-5, 1e-6]
+    )
     for values in ([row.zero_out for row in curve], [row.replace_one for row in curve]):
         assert values == sorted(values) and values[0] > 0
 
