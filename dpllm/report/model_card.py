@@ -40,8 +40,8 @@ from dpllm.privacy.rounding import up
 from dpllm.privacy.unfinished import settle_crashed
 from dpllm.report.checklist import SETTLE_OPTION, is_sampled
 from dpllm.report.definition import SELECTED
-from dpllm.report.front import method_of
-from dpllm.report.models import PlanOfQueries, PrivacyReport
+from dpllm.report.front import method_of, unit_of
+from dpllm.report.models import Plan, PlanOfQueries, PrivacyReport
 from dpllm.report.pages import part, template, write_pages
 from dpllm.report.release_notes import ReleaseNotes, require_own_words
 from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, notes_in, privacy_report, write_report
@@ -537,61 +537,69 @@ def _tags(earlier: Any, private: bool) -> list[str]:
     return [*own, *(tag for tag, base in named.items() if base is None or hub_id(base[1]))]
 
 
-def privacy_metadata(report: Any) -> dict[str, Any]:
+def privacy_metadata(report: PrivacyReport) -> dict[str, Any]:
     """Return the guarantee for programs; a run that is not private has an infinite ε, whatever would hold otherwise."""
-    statement, accounting = report.statement, report.accounting
-    parameters = accounting.parameters
-    private, plan = statement.private, report.checkable.plan
-    if isinstance(plan, PlanOfQueries):
-        return queries_metadata(report)
-    correlated = plan.noise != "independent"
-    discrete = plan.randomness == "discrete"
-    rounds = _rounds(report) if correlated or discrete else {}
+    statement, accounting, plan = report.statement, report.accounting, report.checkable.plan
 
     def number(value: float) -> float | str:
-        return float(up(value)) if private and math.isfinite(value) else "infinite"
+        return float(up(value)) if statement.private and math.isfinite(value) else "infinite"
 
+    mechanism, numbers = _of_answers(report, plan) if isinstance(plan, PlanOfQueries) else _of_training(report, plan)
     return {
-        "private": private,
+        "private": statement.private,
         "epsilon": number(statement.epsilon),
         "delta": statement.delta,
-        "unit": "record" if statement.unit == "sequence" else "user",
+        "unit": unit_of(statement.unit),
         "adjacency": statement.adjacency,
         "epsilon_by_adjacency": {name: number(value) for name, value in statement.epsilon_by_adjacency.items()},
-        "mechanism": accounting.event if correlated or discrete else _MECHANISM[parameters.sampling],
+        "mechanism": mechanism,
         "accountant": f"PLD, {accounting.tool} {accounting.tool_version}",
-        "noise_multiplier": parameters.noise_multiplier,
-        "sampling_rate" if is_sampled(report.checkable) else "share_of_units_in_a_step": parameters.sampling_rate,
-        "num_steps": accounting.steps.stated,
-        "num_units": parameters.num_units,
-        **rounds,
+        "num_units": plan.num_units,
+        **numbers,
+    }
+
+
+def _of_answers(report: PrivacyReport, plan: PlanOfQueries) -> tuple[str, dict[str, Any]]:
+    """Return the mechanism of a query run, and its numbers."""
+    together = {} if plan.after is None else {"together_with_the_model_of": plan.after["folder"]}
+    return f"{plan.method}: {report.accounting.event}", {"num_answers": report.accounting.steps.stated, **together}
+
+
+def _of_training(report: PrivacyReport, plan: Plan) -> tuple[str, dict[str, Any]]:
+    """Return the mechanism of a training, and its numbers."""
+    by_event = plan.noise != "independent" or plan.randomness == "discrete"
+    rate = "sampling_rate" if is_sampled(report.checkable) else "share_of_units_in_a_step"
+    return report.accounting.event if by_event else _MECHANISM[plan.sampling], {
+        "noise_multiplier": plan.noise_multiplier,
+        rate: plan.sampling_rate,
+        "num_steps": report.accounting.steps.stated,
+        **(_rounds(report, plan) if by_event else {}),
         **({} if plan.selection is None else {"best_of": plan.selection}),
     }
 
 
-def _rounds(report: Any) -> dict[str, Any]:
+def _rounds(report: PrivacyReport, plan: Plan) -> dict[str, Any]:
     """Return the options of correlated noise, and the numbers from which ε is recomputed: of rounds, not of steps.
 
     The noise multiplier of a round is given where it is not that of a step: if a run with BLT noise was resumed, its
     starts together cost one round with less noise.
     """
-    plan = report.checkable.plan
-    options = {} if isinstance(plan, PlanOfQueries) or isinstance(plan.noise, str) else plan.noise
+    options = {} if isinstance(plan.noise, str) else {name: at for name, at in plan.noise.items() if name != "kind"}
     if report.checkable.recompute_from_the_numbers is None:
-        return {name: value for name, value in options.items() if name != "kind"}
+        return options
     words = report.checkable.recompute_from_the_numbers.split()
     given = dict(zip(words[2::2], words[3::2], strict=False))
     of_group: dict[str, Any] = {"num_units_of_a_round": int(given["--num-units"])} if "--num-units" in given else {}
-    if (noise := float(given["--noise-multiplier"])) != report.accounting.parameters.noise_multiplier:
+    if (noise := float(given["--noise-multiplier"])) != plan.noise_multiplier:
         of_group["noise_multiplier_of_a_round"] = noise
     if "--discrete-sensitivity" in given:
         of_group["discrete_sensitivity"] = float(given["--discrete-sensitivity"])
     return {
-        **{name: value for name, value in options.items() if name != "kind"},
+        **options,
         "rounds": int(given["--steps"]),
         "sampling_rate_of_a_round": float(given["--sampling-rate"]),
         **of_group,
-        "max_batch_size": report.accounting.parameters.max_batch_size,
+        "max_batch_size": plan.max_batch_size,
     }
 
 
@@ -623,29 +631,3 @@ def own_lines(report: PrivacyReport, base: Any = None) -> set[str]:
     for name in (None, hub_id(base)):
         texts += [_part("title", report, base=name, adapter=adapter) for adapter in (False, True)]
     return {line.strip() for text in texts for line in text.split("\n")}
-
-
-def queries_metadata(report: Any) -> dict[str, Any]:
-    """Return the guarantee of a query run; one that is not private has an infinite ε.
-
-    Args:
-        report: of a query run.
-    """
-    statement, accounting, plan = report.statement, report.accounting, report.checkable.plan
-
-    def number(value: float) -> float | str:
-        return float(up(value)) if statement.private and math.isfinite(value) else "infinite"
-
-    return {
-        "private": statement.private,
-        "epsilon": number(statement.epsilon),
-        "delta": statement.delta,
-        "unit": "record" if statement.unit == "sequence" else "user",
-        "adjacency": statement.adjacency,
-        "epsilon_by_adjacency": {name: number(value) for name, value in statement.epsilon_by_adjacency.items()},
-        "mechanism": f"{plan.method}: {accounting.event}",
-        "accountant": f"PLD, {accounting.tool} {accounting.tool_version}",
-        "num_answers": accounting.steps.stated,
-        "num_units": accounting.parameters.num_units,
-        **({} if plan.after is None else {"together_with_the_model_of": plan.after["folder"]}),
-    }
