@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from dpllm.config import PRETRAINED_FOLDER
+from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE
 from dpllm.privacy import checkpoints
 from dpllm.privacy.identity import (
     check_checkpoint,
@@ -23,12 +23,13 @@ from dpllm.privacy.identity import (
     unnamed_weights,
 )
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerContents
+from dpllm.privacy.not_for_release import PRIVATE_FOLDER
 from dpllm.privacy.plan import PLAN_FILE
 
 _LISTED = 6
 _COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)  # of HTML, which nobody sees
 _CLAIM = re.compile(r"(?:ε|\bepsilon)\s*(?:=|:|≤|<=|of|is)\s*(\d+(?:\.\d+)?)", re.IGNORECASE)
-_KNOWN = (*checkpoints.DOCUMENTS, PLAN_FILE, LEDGER_FILE)
+_KNOWN = (*checkpoints.DOCUMENTS, PLAN_FILE, LEDGER_FILE, RECIPE_FILE, "training.png")
 _Result = tuple[str, bool | None, str]
 
 
@@ -47,6 +48,8 @@ def release_checks(folder: Path, contents: LedgerContents, queries: bool = False
         yield _public_start(folder, contents)
     if not queries:
         yield _steps(folder, contents)
+    if not (folder / checkpoints.MANIFEST_FILE).is_file():
+        yield _other_files(folder, contents)
     found = list(checkpoints_in(folder))
     if found:
         yield _checkpoints(folder / LEDGER_FILE, found)
@@ -68,13 +71,20 @@ def _weights(what: str, folder: Path, contents: LedgerContents) -> _Result:
     if named is None:
         return _unnamed(what, folder, contents)
     wrong = [f"{name} {difference}" for name, difference in checkpoints.differing(folder, named).items()]
-    weights, others = unnamed_weights(folder, named)
+    weights, _ = unnamed_weights(folder, named)
     wrong += [f"{name} may hold weights, and the ledger does not name it" for name in weights]
-    if wrong:
-        return what, False, _some(wrong)
-    beside = [name for name in others if name not in _KNOWN]
-    more = f"; not named by the ledger, and not covered by ε for that reason: {_some(beside)}" if beside else ""
-    return what, True, f"{len(named)} files as the ledger names them{more}"
+    return what, not wrong, _some(wrong) if wrong else f"{len(named)} files as the ledger names them"
+
+
+def _other_files(folder: Path, contents: LedgerContents) -> _Result:
+    """The result for files that neither dpllm wrote nor the ledger names: nobody can tell what is in them."""
+    what = "no other file lies in the folder"
+    own = {*_KNOWN, *(released_files(contents, folder) or {}), *(audit["file"] for audit in contents.notes.audits)}
+    _, others = unnamed_weights(folder, dict.fromkeys(own))
+    unknown = [name for name in others if name.split("/")[0] != PRIVATE_FOLDER]
+    if not unknown:
+        return what, True, f"but for those that dpllm wrote, and {PRIVATE_FOLDER}/, which is not for release"
+    return what, None, f"neither the ledger nor ε knows of {_some(unknown)}: look into them before a release"
 
 
 def _public_start(folder: Path, contents: LedgerContents) -> _Result:
