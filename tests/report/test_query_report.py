@@ -126,9 +126,9 @@ def test_a_ledger_restored_from_an_older_copy_is_found(folder: Path) -> None:
 
 @kills(
     "a ledger with more answers than the plan's is reported",
-    "dpllm/report/query_statement.py",
-    "        if count > planned[name, event]:",
-    "        if False:",
+    "dpllm/privacy/query_plan.py",
+    "            if count > planned[name, event]:",
+    "            if False:",
 )
 @pytest.mark.parametrize(
     ("edit", "words"), [(_more, "is charged 9 times, and the plan has 4"), (_other_event, "an event that the plan")]
