@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from dpllm.config import PrivacyConfig
 from dpllm.privacy.ledger import Ledger, read_ledger
 from dpllm.privacy.plan import make_plan
 from dpllm.privacy.rounding import format_epsilon
-from dpllm.report.models import SECTIONS, PrivacyReport
-from dpllm.report.pages import shown_beside
-from dpllm.report.render import draw_figures, render_html
+from dpllm.report.models import NOT_FILLED, SECTIONS, PrivacyReport
+from dpllm.report.pages import rows_of, shown_beside
+from dpllm.report.render import draw_figures, render_html, render_markdown
 from dpllm.report.statement import ReleaseNotes, privacy_report
 
 NOTES = ReleaseNotes(
@@ -147,3 +148,36 @@ def test_a_missing_picture_is_refused(report: PrivacyReport) -> None:
     """A page with a hole is not made."""
     with pytest.raises(ValueError, match="tradeoff"):
         render_html(report, {})
+
+
+def test_every_key_with_a_row_is_on_both_pages(page: str, report: PrivacyReport) -> None:
+    """Neither template names it: a key of the models that has a row is shown."""
+    words, markdown = " ".join(Page(page).words.split()), render_markdown(report)
+    shown = [row for section in SECTIONS for row in rows_of(report, section)]
+    assert len(shown) > 15 and len({label for label, _ in shown}) == len(shown)
+    for label, text in shown:
+        assert f"- {label}: {' '.join(text.split())}" in markdown, label
+        text = text.replace("`", "") if text != NOT_FILLED else "not filled in"
+        assert f"{label} {' '.join(text.split())}" in words, label
+
+
+def test_the_report_has_delta_once_beside_the_plan(tmp_path: Path) -> None:
+    """Pages, card and pictures read it from the statement, and ε under each adjacency as well."""
+    report = report_of(tmp_path, delta=3.7e-5)  # which no other number is
+
+    def leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
+        if isinstance(value, dict):
+            for name, one in value.items():
+                yield from leaves(one, f"{path}.{name}")
+        elif isinstance(value, list):
+            for number, one in enumerate(value):
+                yield from leaves(one, f"{path}[{number}]")
+        else:
+            yield path, value
+
+    plain = report.to_dict()
+    found = [path for path, value in leaves(plain) if value == report.statement.delta]
+    assert sorted(found) == [".checkable.plan.delta", ".statement.delta"]
+    stated = {path for path, value in leaves(plain) if value == report.statement.epsilon}
+    others = {path for path in stated if not path.startswith((".statement.", ".curves.", ".accounting.cross_checks"))}
+    assert others == set()
