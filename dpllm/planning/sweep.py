@@ -44,11 +44,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scipy import optimize, special
-
 from dpllm.mechanism.events import Step
 from dpllm.privacy.accounting import epsilon
-from dpllm.privacy.calibration import approximate_noise, calibrate, require_target
+from dpllm.privacy.calibration import least_noise, require_target
+from dpllm.privacy.gaussian import gaussian_distance
 from dpllm.privacy.rounding import format_delta, format_delta_limit
 
 NEARLY_BEST = 0.9
@@ -90,21 +89,19 @@ class Budget:
                 tenth of the time, leaves more than `TOLERANCE` of the target unused.
         """
 
-        def event_of(sigma: float) -> Step:
-            return Step(sampling_rate=batch_size / self.num_units, noise_multiplier=sigma)
+        def history(sigma: float) -> list[tuple[Step, int]]:
+            return [(Step(sampling_rate=batch_size / self.num_units, noise_multiplier=sigma), num_steps)]
 
-        def found(sigma: float) -> Noise:
-            return Noise(sigma, epsilon([(event_of(sigma), num_steps)], self.delta, self.adjacency))
+        def found(exact: bool) -> Noise:
+            sigma = least_noise(self.target, self.delta, history, self.adjacency, exact=exact)
+            return Noise(sigma, math.inf if sigma == math.inf else epsilon(history(sigma), self.delta, self.adjacency))
 
-        point = (self.target, self.delta, event_of, num_steps, self.adjacency)
         try:
-            sigma = math.inf if exact else approximate_noise(*point)
-            noise = found(sigma) if math.isfinite(sigma) else Noise(None, None)
-            if noise.epsilon is None or not self.target * (1 - TOLERANCE) <= noise.epsilon <= self.target:
-                noise = found(calibrate(*point))
+            noise = found(exact)
+            used = noise.epsilon if noise.epsilon is not None else math.inf
+            return noise if exact or self.target * (1 - TOLERANCE) <= used <= self.target else found(exact=True)
         except ValueError as error:
             return Noise(None, None, str(error))
-        return noise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -411,24 +408,6 @@ def equal_compute(points: Iterable[SweepPoint]) -> list[tuple[SweepPoint, ...]]:
         else:
             groups.append([point])
     return [tuple(sorted(group, key=lambda item: item.expected_batch_size)) for group in groups]
-
-
-def gaussian_distance(epsilon: float, delta: float) -> float:
-    """Return μ, the largest distance of two unit normals that are (ε, δ)-indistinguishable.
-
-    References: Balle, Wang, arXiv:1805.06530, theorem 5: δ = Φ(μ/2 - ε/μ) - exp(ε) Φ(-μ/2 - ε/μ).
-
-    >>> round(gaussian_distance(1.0, 1e-5), 3)
-    0.268
-    """
-
-    def excess(log_distance: float) -> float:
-        distance = math.exp(log_distance)
-        upper = float(special.log_ndtr(distance / 2 - epsilon / distance))
-        lower = epsilon + float(special.log_ndtr(-distance / 2 - epsilon / distance))
-        return upper + math.log(-math.expm1(min(lower - upper, -1e-300))) - math.log(delta)
-
-    return math.exp(float(optimize.brentq(excess, math.log(1e-12), math.log(1e6), xtol=1e-12)))
 
 
 def _check_budget(target_epsilon: float, delta: float, num_units: int, adjacency: str) -> None:

@@ -35,7 +35,7 @@ from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Draw, FixedBatch, Noise
 from dpllm.mechanism.workload import Workload
 from dpllm.planning.sweep import NEARLY_BEST, check_counts
-from dpllm.privacy.calibration import approximate_noise, require_target
+from dpllm.privacy.calibration import least_noise, require_target
 
 SHOWN = 12
 """Points of the table, beside those with independent noise and those without sampling."""
@@ -203,10 +203,10 @@ def _point(
 ) -> NoisePoint | None:
     """Return the point of a noise and a batch size; None if no σ reaches the target."""
 
-    def event_of(sigma: float) -> Event:
-        return noise.event(draw, sigma, 1.0)
+    def history(sigma: float) -> list[tuple[Event, int]]:
+        return [(noise.event(draw, sigma, 1.0), workload.num_steps)]
 
-    sigma = approximate_noise(target_epsilon, delta, event_of, workload.num_steps, adjacency)
+    sigma = least_noise(target_epsilon, delta, history, adjacency, exact=False)
     if math.isinf(sigma):
         return None
     options = spec_of(noise).to_plain()

@@ -270,7 +270,7 @@ def _accounting(
         event=told.event,
         tool=accounting.TOOL,
         tool_version=accounting.tool_version(),
-        discretization=accounting.discretization_used(history, plan.adjacency),
+        discretization=accounting.discretization_used(history, plan.adjacency, delta=plan.delta),
         composition=told.composition,
         budget=tuple(dict.fromkeys(BudgetEntry.model_validate(entry) for entry in budgets if entry)),
         cross_checks=told.cross_checks,

@@ -19,12 +19,12 @@ from dpllm.planning.sweep import (
     Cost,
     default_grid,
     equal_compute,
-    gaussian_distance,
     recommend,
     sweep,
 )
 from dpllm.privacy.accounting import DISCRETIZATION, epsilon
 from dpllm.privacy.calibration import calibrate_noise_multiplier
+from dpllm.privacy.gaussian import gaussian_distance
 
 SETTING = {
     "target_epsilon": 2.0,
