@@ -176,6 +176,7 @@ class BandedNoise:
 
     kind: ClassVar[str] = "banded"
     wants_total: ClassVar[bool] = False
+    is_sampled: ClassVar[bool] = True
     only_discrete: ClassVar[bool] = False
     max_entries: ClassVar[int | None] = None
     bands: int | Literal["auto"] = "auto"

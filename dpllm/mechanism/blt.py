@@ -166,6 +166,7 @@ class BltNoise:
 
     kind: ClassVar[str] = "blt"
     wants_total: ClassVar[bool] = False
+    is_sampled: ClassVar[bool] = False
     only_discrete: ClassVar[bool] = False
     max_entries: ClassVar[int | None] = None
     buffers: int | Literal["auto"] = "auto"

@@ -214,7 +214,7 @@ def divergences(event: dp_accounting.DpEvent) -> tuple[float, ...]:
 def _dominating(step: DiscreteStep, count: int, width: float) -> pld.LossPmf:
     found = [(order, count * one) for order, one in zip(ORDERS, divergences(step.dp_event()), strict=True)]
     sigma = step.noise_multiplier / step.sensitivity
-    for order in renyi.higher_orders(ORDERS, width):
+    for order in renyi.fine_orders(width):
         found.append((order, count * renyi.sampled_gaussian(step.sampling_rate, sigma, order)))
     finite = [(order, one) for order, one in found if 0 <= one < math.inf]
     log_delta = renyi.profile([order for order, _ in finite], [one for _, one in finite])

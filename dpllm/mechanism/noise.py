@@ -49,6 +49,7 @@ class IndependentNoise:
 
     kind: ClassVar[str] = "independent"
     wants_total: ClassVar[bool] = False
+    is_sampled: ClassVar[bool] = True
     only_discrete: ClassVar[bool] = False
     max_entries: ClassVar[int | None] = None
 

@@ -297,6 +297,8 @@ class Noise(Protocol):
     kind: ClassVar[str]
     wants_total: ClassVar[bool]
     """Whether the noise is added to complete sums, by one process for each entry, and not to a process's share."""
+    is_sampled: ClassVar[bool]
+    """Whether the units of a step are a random sample. False: they are visited in a public order."""
     only_discrete: ClassVar[bool]
     """Whether a recipe may name it only together with ``privacy.randomness=discrete``."""
     max_entries: ClassVar[int | None]

@@ -143,5 +143,5 @@ class Query(NeverTruncated):
 @lru_cache(maxsize=64)
 def discrete_losses(rho: float, width: float) -> pld.LossPmf:
     """Return the losses of answers whose divergence at each order α is at most αρ, the same in both directions."""
-    orders = (*ORDERS, *renyi.higher_orders(ORDERS, width))
+    orders = (*ORDERS, *renyi.fine_orders(width))
     return renyi.dominating(renyi.profile(orders, [order * rho for order in orders]), width)

@@ -54,18 +54,15 @@ def sampled_gaussian(sampling_rate: float, noise_multiplier: float, order: int) 
     return float(special.logsumexp(terms)) / (order - 1)
 
 
-def higher_orders(orders: Sequence[float], width: float) -> tuple[int, ...]:
-    """Return whole Rényi orders above given ones, as large as the small ε needs that has a grid finer than `WIDTH`.
+def fine_orders(width: float) -> tuple[int, ...]:
+    """Return whole Rényi orders for the small ε that has a grid finer than `WIDTH`; none for another grid.
 
-    The best order for an ε at a δ is near 2 log(1/δ)/ε, and an ε has a hundred widths or more.
+    The best order for an ε at a δ is below 2 log(1/δ)/ε, and an ε has a hundred to a few hundred widths.
     """
-    highest = min(0.35 / width, _MOST_ORDER) if width < WIDTH else 0.0
-    more: list[int] = []
-    at = max(orders) * _ORDER_RATIO
-    while at < highest * _ORDER_RATIO:
-        more.append(round(at))
-        at *= _ORDER_RATIO
-    return tuple(more)
+    if width >= WIDTH:
+        return ()
+    highest = min(0.35 / width, _MOST_ORDER)
+    return tuple(round(highest / _ORDER_RATIO**number) for number in range(20) if highest > 2 * _ORDER_RATIO**number)
 
 
 def profile(orders: Sequence[float], divergences: Sequence[float]) -> LogDelta:

@@ -237,7 +237,7 @@ def selected_run(selection: Selection, event: Event, num_steps: int) -> Selected
 def _profile(event: SelectedRun, width: float) -> renyi.LogDelta:
     """Return the function from ε >= 0 to log δ that follows from the Rényi divergences."""
     orders, found = _divergences(event.sampling_rate, event.noise_multiplier, *_of_runs(event))
-    more = renyi.higher_orders(ORDERS, width)
+    more = renyi.fine_orders(width)
     return renyi.profile((*orders, *more), (*found, *_at_high_orders(event, more)))
 
 

@@ -12,7 +12,8 @@ from dpllm.mechanism.catalogue import noise_of
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Draw, Spec
 from dpllm.mechanism.workload import Workload
-from dpllm.planning.sweep_bands import NoiseSweep, noise_rows, noise_text, recommend, sweep_noise
+from dpllm.planning.sweep import recommend
+from dpllm.planning.sweep_bands import NoiseSweep, noise_rows, noise_text, sweep_noise
 from dpllm.privacy.noise_choice import predicted_noise
 
 E2E = {"delta": 1e-6, "num_units": 42_061, "expected_batch_size": 1024, "compute": 1024 * 410}

@@ -65,12 +65,12 @@ def test_rows_drawn_singly_cost_what_another_accountant_says(target):
     """A mixture of Gaussians; only small ε, where the grid of 1e-4 was as coarse as the losses."""
 
     def steps(at):
-        return [(StepOfRows(sampling_rate=0.01, noise_multiplier=at, rows_per_unit=2), 100)]
+        return [(StepOfRows(sampling_rate=0.01, noise_multiplier=at, rows_per_unit=2), 20)]
 
     sigma = least_noise(target, DELTA, steps)
-    accountant = PLDAccountant(value_discretization_interval=target / 4000)
+    accountant = PLDAccountant(value_discretization_interval=target / 2000)
     chances = [0.99**2, 2 * 0.01 * 0.99, 0.01**2]
-    accountant.compose(dp_event.MixtureOfGaussiansDpEvent(sigma, [0, 1, 2], chances), 100)
+    accountant.compose(dp_event.MixtureOfGaussiansDpEvent(sigma, [0, 1, 2], chances), 20)
     assert accountant.get_epsilon(DELTA) == pytest.approx(target, rel=0.01)
 
 
@@ -92,29 +92,29 @@ def test_bounds_by_divergences_need_the_noise_of_their_best_order(event_of, targ
 
 @pytest.mark.parametrize("kind", ["logarithmic", "geometric", "poisson"])
 def test_a_selection_at_a_small_epsilon_costs_what_dp_accounting_says_at_high_orders(kind):
-    """Its own orders end at 1,024, which is too few for an ε of 0.02: it is given four more."""
-    event = selected_run(Selection(kind, 10), Step(sampling_rate=0.02, noise_multiplier=2000.0), 100)
-    orders = [100, 1500, 3000, 6000]
+    """Its own orders end at 1,024, which is too few for such an ε: it is given more."""
+    event = selected_run(Selection(kind, 10), Step(sampling_rate=0.02, noise_multiplier=100.0), 100)
+    orders = [int(order) for order in np.geomspace(150, 5000, 18)]
     accountant = rdp.RdpAccountant(orders, dp_accounting.NeighboringRelation.REPLACE_SPECIAL)
     accountant.compose(event.dp_event())
     theirs = accountant.get_epsilon(DELTA)
-    assert epsilon([(event, 1)], DELTA) == pytest.approx(theirs, rel=0.2)
-    assert epsilon([(event, 1)], DELTA) < theirs * 1.02
+    assert 0.01 < theirs < 0.05 and epsilon([(event, 1)], DELTA) == pytest.approx(theirs, rel=0.02)
 
 
 def histories():
     rng = np.random.default_rng(7)
-    for target in np.exp(rng.uniform(math.log(5e-4), math.log(300), 10)):
-        rate, count = float(rng.choice([0.002, 0.05, 1.0])), int(rng.integers(1, 300))
-        discrete = bool(rng.random() < 0.3) and target < 20
+    for target in np.exp(rng.uniform(math.log(5e-4), math.log(30), 6)):
+        rate, count = float(rng.choice([0.002, 0.05, 1.0])), int(rng.integers(1, 100))
+        discrete = bool(rng.random() < 0.3)
         made = DiscreteStep if discrete else Step
         more = {"sensitivity": 1.01} if discrete else {}
-        yield float(target), lambda at, m=made, q=rate, n=count, o=more: [
-            (m(sampling_rate=q, noise_multiplier=at, **o), n)
-        ]
+        yield (
+            float(target),
+            lambda at, m=made, q=rate, n=count, o=more: [(m(sampling_rate=q, noise_multiplier=at, **o), n)],
+        )
 
 
-@pytest.mark.parametrize(("target", "history_of"), histories())
+@pytest.mark.parametrize(("target", "history_of"), list(histories()))
 def test_the_noise_keeps_to_the_target_and_a_little_less_does_not(target, history_of):
     """Of any size, for Gaussian and discrete noise: ε of the very σ is at most the target."""
     sigma = least_noise(target, DELTA, history_of)
@@ -122,7 +122,7 @@ def test_the_noise_keeps_to_the_target_and_a_little_less_does_not(target, histor
     assert epsilon(history_of(sigma * 0.999), DELTA) > target
 
 
-@pytest.mark.parametrize("sigma", [0.3, 1.0, 40.0, 1000.0])
+@pytest.mark.parametrize("sigma", [1.0, 40.0, 1000.0])
 def test_the_grid_that_is_reported_gives_the_epsilon_that_is_reported(sigma):
     """On the scale of ε: finer for a small one; a grid that is asked for is used as it is."""
     steps = [(Step(sampling_rate=0.02, noise_multiplier=sigma), 500)]
