@@ -304,7 +304,10 @@ class Composition:
         """Return sums of masses from each grid point upwards, plain and times exp(-loss), from a reference loss."""
         losses = (self.lowest + np.arange(len(self.masses))) * self.width
         reference = float(losses[len(losses) // 2])
-        # Far below the reference, tilting back would overflow.
+        # Far below the reference, tilting back would overflow. The mean of the tilted losses is near the wanted ε.
+        mean = float(self.masses @ losses) / float(self.masses.sum())
+        if mean < reference - 300 / (self.tilt + 1):
+            reference = self.width * round(mean / self.width)
         first = int(np.searchsorted(losses, reference - 600 / (self.tilt + 1)))
         away = losses[first:] - reference
         plain = self.masses[first:] * np.exp(-self.tilt * away)

@@ -122,8 +122,8 @@ def require_target(target_epsilon: float) -> None:
         raise ValueError(f"target_epsilon must be above 0 and finite, got {target_epsilon}")
     if target_epsilon < DISCRETIZATION:
         raise ValueError(
-            f"target_epsilon={target_epsilon:g} is below {DISCRETIZATION:g}, the least ε that is stated of any run. "
-            f"Take {DISCRETIZATION:g} or more"
+            f"target_epsilon={target_epsilon:g} cannot be reached: {DISCRETIZATION:g} is the least ε that is stated of "
+            "any run. Take a larger one"
         )
     if target_epsilon > MAX_TARGET_EPSILON:
         raise ValueError(

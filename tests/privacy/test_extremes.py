@@ -17,7 +17,7 @@ from dpllm.mechanism.events import StepOfRows
 from dpllm.mechanism.query import Query
 from dpllm.mechanism.selection import Selection, selected_run
 from dpllm.methods.predict.token_draw import TokenDraw
-from dpllm.privacy.accounting import DISCRETIZATION, discretization_used
+from dpllm.privacy.accounting import DISCRETIZATION, delta_function, discretization_used
 from dpllm.privacy.calibration import calibrate, least_noise
 
 DELTA = 1e-6
@@ -60,7 +60,7 @@ def test_sampled_steps_cost_what_another_accountant_says(target):
     assert plan.epsilon <= target and accountant.get_epsilon(DELTA) == pytest.approx(target, rel=5e-3)
 
 
-@pytest.mark.parametrize("target", [0.01, 0.001])
+@pytest.mark.parametrize("target", [0.01])
 def test_rows_drawn_singly_cost_what_another_accountant_says(target):
     """A mixture of Gaussians; only small ε, where the grid of 1e-4 was as coarse as the losses."""
 
@@ -99,6 +99,14 @@ def test_a_selection_at_a_small_epsilon_costs_what_dp_accounting_says_at_high_or
     accountant.compose(event.dp_event())
     theirs = accountant.get_epsilon(DELTA)
     assert 0.01 < theirs < 0.05 and epsilon([(event, 1)], DELTA) == pytest.approx(theirs, rel=0.02)
+
+
+def test_a_large_epsilon_in_a_far_longer_range_of_losses_is_not_overstated():
+    """Four rows of one unit seldom meet in a step, and then its loss is 200: ε was overstated by two thirds."""
+    steps = [(StepOfRows(sampling_rate=0.005, noise_multiplier=0.2, rows_per_unit=4), 1500)]
+    found = epsilon(steps, DELTA)
+    at_once = delta_function(steps, discretization=1e-2, tilted=False)
+    assert 300 < found < 600 and at_once(found * 0.995) > DELTA > at_once(found * 1.005)
 
 
 def histories():
