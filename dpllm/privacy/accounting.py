@@ -202,6 +202,8 @@ def _on_its_scale(merged: _Merged, delta: float, adjacency: str) -> tuple[float,
         return finer * times <= discretization_used(merged, adjacency, width)
 
     width = DISCRETIZATION
+    if any(one.is_bare for one, _ in merged):
+        return math.inf, width
     if not fits(width, 2):  # it takes seconds, so it is worth a look whether a wider grid will do
         rough = computed(64 * width)
         while 2 * _MOST_WIDTHS * width <= rough < math.inf and width < 16 * DISCRETIZATION:

@@ -262,9 +262,9 @@ def least_noise(
     if reached > target_epsilon:
         alone = f", and what was released before alone costs ε = {format_epsilon(epsilon(before, delta, adjacency))}"
         raise ValueError(
-            f"target_epsilon={target_epsilon:g} cannot be reached at δ = {format_delta(delta)}: at a noise multiplier "
-            f"of {most:g} ε is still {format_epsilon(reached)}{alone if before else ''}. Take a larger target_epsilon, "
-            "fewer steps or answers, a smaller expected_batch_size, or a larger max_batch_size"
+            f"target_epsilon={target_epsilon:g} cannot be reached: at a noise multiplier of {most:g} and "
+            f"δ = {format_delta(delta)}, ε is still {format_epsilon(reached)}{alone if before else ''}. Take a "
+            "larger target_epsilon, fewer steps or answers, a smaller expected_batch_size, or a larger max_batch_size"
         )
     if any_would_do and full(least) <= target_epsilon:
         return least
@@ -295,7 +295,7 @@ def _enough(cost: Callable[[float], float], target_epsilon: float) -> tuple[floa
     most = _ENOUGH_NOISE[0]
     reached = cost(most)
     for more in _ENOUGH_NOISE[1:]:
-        if reached <= target_epsilon:
+        if reached <= target_epsilon or reached == math.inf:  # then no noise helps
             break
         try:
             most, reached = more, cost(more)
