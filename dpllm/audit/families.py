@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 
 import numpy as np
-from scipy import optimize, special
+from scipy import special
 
 from dpllm.mechanism.events import Round
 from dpllm.privacy.accounting import History, delta_function, epsilon, merge
+from dpllm.privacy.gaussian import gaussian_epsilon
 
 MOST_EPSILON = 50.0
 """No bound is stated above this ε; no audit of less than 10^20 canaries could show one."""
@@ -101,24 +102,6 @@ def gaussian_family(delta: float) -> Family:
         return Member(gaussian_epsilon(strength, delta), lambda tpr: float(special.ndtr(special.ndtri(tpr) - strength)))
 
     return Family("Gaussian", member, tolerance=1e-9)
-
-
-def gaussian_epsilon(mu: float, delta: float) -> float:
-    """Return ε at δ of a μ-Gaussian mechanism (Balle, Wang, arXiv:1805.06530, theorem 8)."""
-
-    def gap(at: float) -> float:
-        return _gaussian_delta(mu, at) - delta
-
-    if mu == 0 or gap(0.0) <= 0:
-        return 0.0
-    high = 1.0
-    while gap(high) > 0:
-        high *= 2
-    return float(optimize.brentq(gap, 0.0, high, xtol=1e-9))
-
-
-def _gaussian_delta(mu: float, at: float) -> float:
-    return float(special.ndtr(mu / 2 - at / mu) - math.exp(at + special.log_ndtr(-mu / 2 - at / mu)))
 
 
 def plan_family(history: History, delta: float) -> Family:

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import optimize, stats
+from scipy import stats
 
 from dpllm.audit.bounds import CONFIDENCE, Claim
-from dpllm.audit.families import gaussian_epsilon
 from dpllm.privacy.accounting import History, epsilon, merge
+from dpllm.privacy.gaussian import gaussian_distance
 from dpllm.privacy.rounding import up
 
 WEAKER = {"σ/√2": math.sqrt(2), "σ/2": 2.0}
@@ -81,9 +81,7 @@ def _mu_of(history: History, factor: float, delta: float) -> float:
     """Return μ of the Gaussian mechanism with the same ε at δ as the steps with less noise."""
     weaker = [(step.with_noise(step.noise_multiplier / factor), count) for step, count in merge(history)]
     wanted = epsilon(weaker, delta, "zero-out", 1e-3)
-    if wanted >= gaussian_epsilon(_STRONGEST, delta):
-        return _STRONGEST
-    return float(optimize.brentq(lambda mu: gaussian_epsilon(mu, delta) - wanted, 1e-9, _STRONGEST, xtol=1e-4))
+    return _STRONGEST if wanted == math.inf else min(_STRONGEST, gaussian_distance(wanted, delta))
 
 
 @dataclass(frozen=True)

@@ -43,14 +43,14 @@ def register(app: typer.Typer) -> None:
     app.command(epilog="Example: dpllm compose runs/first runs/second")(compose)
 
 
-def _method(history: History, adjacency: str) -> dict[str, Any]:
+def _method(history: History, delta: float, adjacency: str) -> dict[str, Any]:
     from dpllm.privacy import accounting
 
     return {
         "method": "PLD",
         "tool": accounting.TOOL,
         "tool_version": accounting.tool_version(),
-        "discretization": accounting.discretization_used(history, adjacency),
+        "discretization": accounting.discretization_used(history, adjacency, delta=delta),
     }
 
 
@@ -100,7 +100,7 @@ def _cost(run: _Steps, steps: int, delta: float, adjacency: str) -> tuple[Event,
         "delta": delta,
         "steps": steps,
         **numbers,
-        **_method(history, adjacency),
+        **_method(history, delta, adjacency),
     }
     rows = [
         ("ε, zero-out", format_epsilon(costs["zero-out"])),

@@ -176,9 +176,9 @@ class BandedNoise:
 
     kind: ClassVar[str] = "banded"
     wants_total: ClassVar[bool] = False
+    is_sampled: ClassVar[bool] = True
     only_discrete: ClassVar[bool] = False
     max_entries: ClassVar[int | None] = None
-    is_sampled: ClassVar[bool] = True
     bands: int | Literal["auto"] = "auto"
     strategy: Literal["geometric", "free"] | None = None
     ratio: float | None = None

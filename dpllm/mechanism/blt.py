@@ -166,9 +166,9 @@ class BltNoise:
 
     kind: ClassVar[str] = "blt"
     wants_total: ClassVar[bool] = False
+    is_sampled: ClassVar[bool] = False
     only_discrete: ClassVar[bool] = False
     max_entries: ClassVar[int | None] = None
-    is_sampled: ClassVar[bool] = False
     buffers: int | Literal["auto"] = "auto"
     decays: tuple[float, ...] | None = None
     weights: tuple[float, ...] | None = None

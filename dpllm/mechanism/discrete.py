@@ -145,6 +145,11 @@ class DiscreteStep(Numbers):
         return self._gaussian_rho(self.sensitivity)
 
     @property
+    def most_epsilon(self) -> float:
+        """The largest ε that follows from Rényi divergences."""
+        return renyi.HIGHEST
+
+    @property
     def library_gap(self) -> str | None:
         """dp_accounting has no discrete noise."""
         return "discrete noise; compare by zCDP"
@@ -167,8 +172,8 @@ class DiscreteStep(Numbers):
         return [(_dominating(self, count, width), 1)] * 2
 
     def grid(self, count: int, adjacency: str, width: float) -> float:
-        """Return the width of the grid: at least 0.001."""
-        return max(width, renyi.WIDTH)
+        """Return the width of the grid (`renyi.grid`)."""
+        return renyi.grid(width)
 
     def dp_event(self) -> dp_accounting.DpEvent:
         """Return the Gaussian event whose Rényi divergences at whole orders bound those of this one."""
@@ -204,6 +209,9 @@ def divergences(event: dp_accounting.DpEvent) -> tuple[float, ...]:
 @lru_cache(maxsize=32)
 def _dominating(step: DiscreteStep, count: int, width: float) -> pld.LossPmf:
     found = [(order, count * one) for order, one in zip(ORDERS, divergences(step.dp_event()), strict=True)]
+    sigma = step.noise_multiplier / step.sensitivity
+    for order in renyi.fine_orders(width):
+        found.append((order, count * renyi.sampled_gaussian(step.sampling_rate, sigma, order)))
     finite = [(order, one) for order, one in found if 0 <= one < math.inf]
     log_delta = renyi.profile([order for order, _ in finite], [one for _, one in finite])
     failure = count * step.failure

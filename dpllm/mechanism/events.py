@@ -108,6 +108,11 @@ class Round(Event, Protocol):
         ...
 
     @property
+    def most_epsilon(self) -> float:
+        """The largest ε that is computed for it, where only Rényi divergences are known; otherwise inf."""
+        ...
+
+    @property
     def library_gap(self) -> str | None:
         """What dp_accounting has no loss distribution of, and what to compare by; None: it has one of the event."""
         ...
@@ -226,6 +231,11 @@ class Numbers:
     @property
     def zcdp_rho(self) -> float:
         """No ρ is known, unless the event says otherwise."""
+        return math.inf
+
+    @property
+    def most_epsilon(self) -> float:
+        """No limit: the losses themselves are known, unless the event says otherwise."""
         return math.inf
 
     @property

@@ -49,9 +49,9 @@ class IndependentNoise:
 
     kind: ClassVar[str] = "independent"
     wants_total: ClassVar[bool] = False
+    is_sampled: ClassVar[bool] = True
     only_discrete: ClassVar[bool] = False
     max_entries: ClassVar[int | None] = None
-    is_sampled: ClassVar[bool] = True
 
     @property
     def tensors_kept(self) -> int:

@@ -85,8 +85,7 @@ def sampled_gaussian(
     mechanism = GaussianPrivacyLoss(noise_multiplier, sampling_prob=sampling_rate, adjacency_type=pair)
     reverse = GaussianPrivacyLoss(noise_multiplier, sampling_prob=sampling_rate, adjacency_type=REVERSE[pair])
     highest = math.ceil(_tail_start(mechanism, STEP_TAIL / weight, width) / width)
-    # The mass under P of losses below -(L + 1) is at most the δ of the reversed pair at L.
-    lowest = min(highest - 1, math.floor(-(_tail_start(reverse, STEP_TAIL / weight, width) + 1) / width))
+    lowest = min(highest - 1, math.floor(-(_tail_start(reverse, STEP_TAIL / weight, width) + _further(width)) / width))
     lowest = max(lowest, math.floor(mechanism.connect_dots_bounds().epsilon_lower / width))
     losses = np.arange(lowest, highest + 1) * width
     deltas = np.zeros_like(losses)
@@ -121,6 +120,15 @@ def _tail_start(mechanism: GaussianPrivacyLoss, tail: float, width: float) -> fl
         middle = (low + high) / 2
         low, high = (middle, high) if mechanism.get_delta_for_epsilon(middle) > tail else (low, middle)
     return high
+
+
+def _further(width: float) -> float:
+    """Return how much further than a loss L the lower tail is cut: the mass that this moves up is then negligible.
+
+    The mass under P of losses below -(L + 1) is at most the δ of the reversed pair at L, and of losses below -(L + x)
+    at most 1/x of it.
+    """
+    return min(1.0, 1e4 * width)
 
 
 def _connect_the_dots(deltas: NDArray[np.float64], lowest: int, width: float) -> LossPmf:
@@ -174,9 +182,8 @@ def sampled_rows(
     dropped = float(stats.binom.sf(counts[kept][-1], rows_per_unit, sampling_rate))
     mixed = _Mixture(noise_multiplier, counts[kept], stats.binom.logpmf(counts[kept], rows_per_unit, sampling_rate))
     highest = math.ceil(_last_above(lambda loss: mixed.delta(loss, pair) > STEP_TAIL, width) / width)
-    # The mass under P of losses below -(L + 1) is at most the δ of the reversed pair at L.
     reverse = _last_above(lambda loss: mixed.delta(loss, REVERSE[pair]) > STEP_TAIL, width)
-    lowest = min(highest - 1, math.floor(-(reverse + 1) / width))
+    lowest = min(highest - 1, math.floor(-(reverse + _further(width)) / width))
     if pair is AdjacencyType.REMOVE and math.isfinite(mixed.least):
         lowest = max(lowest, math.floor(mixed.least / width) - 1)
     deltas = mixed.delta(width * np.arange(lowest, highest + 1, dtype=np.float64), pair)
@@ -297,7 +304,10 @@ class Composition:
         """Return sums of masses from each grid point upwards, plain and times exp(-loss), from a reference loss."""
         losses = (self.lowest + np.arange(len(self.masses))) * self.width
         reference = float(losses[len(losses) // 2])
-        # Far below the reference, tilting back would overflow.
+        # Far below the reference, tilting back would overflow. The mean of the tilted losses is near the wanted ε.
+        mean = float(self.masses @ losses) / float(self.masses.sum())
+        if mean < reference - 300 / (self.tilt + 1):
+            reference = self.width * round(mean / self.width)
         first = int(np.searchsorted(losses, reference - 600 / (self.tilt + 1)))
         away = losses[first:] - reference
         plain = self.masses[first:] * np.exp(-self.tilt * away)

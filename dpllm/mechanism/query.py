@@ -79,6 +79,11 @@ class Query(NeverTruncated):
         return self._gaussian_rho(self.moves)
 
     @property
+    def most_epsilon(self) -> float:
+        """The largest ε that follows from Rényi divergences, for discrete noise."""
+        return renyi.HIGHEST if self.discrete else math.inf
+
+    @property
     def library_gap(self) -> str | None:
         """dp_accounting has no discrete noise."""
         return "discrete noise; compare by zCDP" if self.discrete else None
@@ -101,7 +106,7 @@ class Query(NeverTruncated):
     def grid(self, count: int, adjacency: str, width: float) -> float:
         """Return the finest grid, ``width`` or wider, on which the loss of ``count`` answers fits in memory."""
         if self.discrete:
-            return max(width, renyi.WIDTH)
+            return renyi.grid(width)
         return _grid(self._noise(adjacency) / math.sqrt(count), 1.0, 1, adjacency, width)
 
     def dp_event(self) -> dp_accounting.DpEvent:
@@ -138,4 +143,5 @@ class Query(NeverTruncated):
 @lru_cache(maxsize=64)
 def discrete_losses(rho: float, width: float) -> pld.LossPmf:
     """Return the losses of answers whose divergence at each order α is at most αρ, the same in both directions."""
-    return renyi.dominating(renyi.profile(ORDERS, [order * rho for order in ORDERS]), width)
+    orders = (*ORDERS, *renyi.fine_orders(width))
+    return renyi.dominating(renyi.profile(orders, [order * rho for order in orders]), width)

@@ -13,16 +13,56 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import special, stats
 
 from dpllm.mechanism import pld
 
 WIDTH = 1e-3
-"""The narrowest grid; a finer one changes ε by less than 1e-5."""
+"""The width of the grid for an ε of at least 0.1; a finer one changes ε by less than 1e-5."""
 HIGHEST = 600.0
 """The largest ε that follows from a bound: exp of it is a float, and a larger ε protects nobody."""
 
+_ORDER_RATIO, _MOST_ORDER = 1.2, 400_000.0
+
 LogDelta = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 """From ε >= 0, (n,), to log δ."""
+
+
+def grid(width: float) -> float:
+    """Return the width of the grid of losses where ``width`` is asked for: ten times it, and at most `WIDTH` if larger.
+
+    The loss of a bound has no noise to resolve, so a hundred widths up to ε are enough.
+
+    >>> grid(1e-4), grid(0.5e-6), grid(0.5)
+    (0.001, 5e-06, 0.5)
+    """
+    return max(width, min(WIDTH, 10 * width))
+
+
+def sampled_gaussian(sampling_rate: float, noise_multiplier: float, order: int) -> float:
+    """Return the Rényi divergence of a Poisson sampled Gaussian sum at a whole order (arXiv:1908.10530, section 3.3).
+
+    It is for the high orders, at which the library takes seconds.
+
+    >>> round(sampled_gaussian(1.0, 10.0, 4), 12)
+    0.02
+    """
+    if sampling_rate == 1:
+        return order / (2 * noise_multiplier**2)
+    number = np.arange(order + 1, dtype=np.float64)
+    terms = stats.binom.logpmf(number, order, sampling_rate) + number * (number - 1) / (2 * noise_multiplier**2)
+    return float(special.logsumexp(terms)) / (order - 1)
+
+
+def fine_orders(width: float) -> tuple[int, ...]:
+    """Return whole Rényi orders for the small ε that has a grid finer than `WIDTH`; none for another grid.
+
+    The best order for an ε at a δ is below 2 log(1/δ)/ε, and an ε has a hundred to a few hundred widths.
+    """
+    if width >= WIDTH:
+        return ()
+    highest = min(0.35 / width, _MOST_ORDER)
+    return tuple(round(highest / _ORDER_RATIO**number) for number in range(20) if highest > 2 * _ORDER_RATIO**number)
 
 
 def profile(orders: Sequence[float], divergences: Sequence[float]) -> LogDelta:
@@ -43,9 +83,9 @@ def profile(orders: Sequence[float], divergences: Sequence[float]) -> LogDelta:
     return log_delta
 
 
-def last(log_delta: LogDelta) -> float:
-    """Return an ε, at most 600, at which δ is negligible."""
-    highest = 1.0
+def last(log_delta: LogDelta, width: float = WIDTH) -> float:
+    """Return an ε, at most 600 and at least 1,000 widths, at which δ is negligible."""
+    highest = min(1.0, 1000 * width)
     while highest < HIGHEST and float(log_delta(np.array([highest]))[0]) > math.log(pld.STEP_TAIL):
         highest *= 1.1
     return min(highest, HIGHEST)
@@ -66,7 +106,7 @@ def dominating(
         width: the distance between two grid points.
         also: from ε to a δ that is added to the bound.
     """
-    furthest = last(log_delta)
+    furthest = last(log_delta, width)
     if float(log_delta(np.array([furthest]))[0]) >= 0:  # the bound is 1 everywhere; what remains costs no time
         return pld.LossPmf(width, 0, np.array([1e-300]), 1.0)
     count = max(2, math.ceil(furthest / width))

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
 import absl.logging
 import dp_accounting
+import numpy as np
 from dp_accounting import dp_event
 from scipy import optimize, stats
 
@@ -28,6 +30,8 @@ from dpllm.mechanism.parts import Spec
 
 KINDS = ("logarithmic", "geometric", "poisson")
 MAX_MEAN = 1000
+ORDERS = (*(1 + tenths / 10 for tenths in range(1, 100)), *range(11, 64), 128, 256, 512, 1024)
+"""The Rényi orders of a selection: the default of dp_accounting."""
 _SHAPES = {"logarithmic": 0.0, "geometric": 1.0, "poisson": math.inf}
 _MOST_BUCKETS = 30_000_000
 
@@ -159,6 +163,11 @@ class SelectedRun(NeverTruncated):
         return self.dp_event()
 
     @property
+    def most_epsilon(self) -> float:
+        """The largest ε that follows from Rényi divergences."""
+        return renyi.HIGHEST
+
+    @property
     def library_gap(self) -> str | None:
         """dp_accounting has no selection of runs."""
         return "a selection of runs; compare by Rényi accounting"
@@ -176,9 +185,9 @@ class SelectedRun(NeverTruncated):
         return [(_dominating(self, width), count)] * 2
 
     def grid(self, count: int, adjacency: str, width: float) -> float:
-        """Return the finest grid, ``width`` or wider, on which the loss fits in memory; at least 0.001."""
-        width = max(width, renyi.WIDTH)
-        while 4 * count * renyi.last(_profile(self)) / width > _MOST_BUCKETS:
+        """Return the finest grid, ``width`` or wider, on which the loss fits in memory (`renyi.grid`)."""
+        width = renyi.grid(width)
+        while 4 * count * renyi.last(_profile(self, width), width) / width > _MOST_BUCKETS:
             width *= 2
         return width
 
@@ -237,9 +246,39 @@ def selected_run(selection: Selection, event: Event, num_steps: int) -> Selected
     )
 
 
-def _profile(event: SelectedRun) -> renyi.LogDelta:
+def _profile(event: SelectedRun, width: float) -> renyi.LogDelta:
     """Return the function from ε >= 0 to log δ that follows from the Rényi divergences."""
-    return renyi.profile(*_divergences(event.sampling_rate, event.noise_multiplier, *_of_runs(event)))
+    orders, found = _divergences(event.sampling_rate, event.noise_multiplier, *_of_runs(event))
+    more = renyi.fine_orders(width)
+    return renyi.profile((*orders, *more), (*found, *_at_high_orders(event, more)))
+
+
+def _at_high_orders(event: SelectedRun, orders: Sequence[int]) -> list[float]:
+    """Return the divergences of the selection at whole orders (arXiv:2110.03620, theorems 2 and 6).
+
+    With R(α) of one run and K of mean m: R(α) + log(m)/(α-1) + (1+η) ((1-1/α') R(α') - log(γ)/α') for every α', where
+    K is negative binomial of shape η; where it is Poisson, R(α) + log(m)/(α-1) + m δ', for a run that is
+    (log(1 + 1/(α-1)), δ')-private.
+    """
+    if not orders:
+        return []
+    step, count = event.one_run
+    one = [count * renyi.sampled_gaussian(step.sampling_rate, step.noise_multiplier, order) for order in orders]
+    mean = event.mean_runs
+    if event.runs == "poisson":
+        log_delta = renyi.profile(orders, one)(np.array([math.log1p(1 / (order - 1)) for order in orders]))
+        more = mean * np.exp(log_delta)
+    else:
+        log_gamma = 0.0
+        if mean > 1:
+            log_gamma = -math.log(mean) if event.runs == "geometric" else math.log1p(-_logarithmic(mean))
+        shape = event.selection.shape
+        best = min((1 - 1 / order) * value - log_gamma / order for order, value in zip(orders, one, strict=True))
+        more = np.full(len(orders), (1 + shape) * best)
+    return [
+        value + math.log(mean) / (order - 1) + float(extra)
+        for order, value, extra in zip(orders, one, more, strict=True)
+    ]
 
 
 def _of_runs(event: SelectedRun) -> tuple[Any, ...]:
@@ -254,7 +293,7 @@ def _divergences(
     from dp_accounting import rdp
 
     event = SelectedRun(sampling_rate=rate, noise_multiplier=sigma, num_rounds=num_rounds, runs=runs, mean_runs=mean)
-    accountant = rdp.RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_SPECIAL)
+    accountant = rdp.RdpAccountant(ORDERS, neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_SPECIAL)
     verbosity = absl.logging.get_verbosity()
     absl.logging.set_verbosity(absl.logging.ERROR)  # an order whose series does not converge is left out
     try:
@@ -272,4 +311,4 @@ def _divergences(
 @lru_cache(maxsize=16)
 def _dominating(event: SelectedRun, width: float) -> pld.LossPmf:
     """Return the loss of one selection, the same in both directions."""
-    return renyi.dominating(_profile(event), width)
+    return renyi.dominating(_profile(event, width), width)

@@ -42,13 +42,12 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from scipy import optimize, special
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from dpllm.mechanism.events import Step
 from dpllm.privacy.accounting import epsilon
-from dpllm.privacy.calibration import approximate_noise, calibrate, require_target
+from dpllm.privacy.calibration import least_noise, require_target
+from dpllm.privacy.gaussian import gaussian_distance
 from dpllm.privacy.rounding import format_delta, format_delta_limit
 
 NEARLY_BEST = 0.9
@@ -59,6 +58,63 @@ TOLERANCE = 0.01
 
 _SAME_COMPUTE = 0.05
 _ADJACENCIES = {"zero-out": 1.0, "replace-one": 2.0}  # largest change of the sum by one unit, in clip norms
+
+
+class Point(Protocol):
+    """One way to spend a budget, as far as the rule looks at it."""
+
+    @property
+    def expected_batch_size(self) -> int:
+        """B."""
+        ...
+
+    @property
+    def num_steps(self) -> int:
+        """T."""
+        ...
+
+    @property
+    def tensors_kept(self) -> int:
+        """How many tensors of the gradient's size are kept between two steps."""
+        ...
+
+    @property
+    def recommended(self) -> bool:
+        """Whether the rule takes it."""
+        ...
+
+    def noise_over_signal(self, gradient_rms: float) -> float:
+        """Return noise over signal in the released weights, up to a factor that all points share; inf without σ."""
+        ...
+
+
+P = TypeVar("P", bound=Point)
+
+
+def recommend(points: Iterable[P], min_steps: int = 1, gradient_rms: float = 0.0) -> P:
+    """Return the point of the smallest batch within 10 % of the least noise; of several, the least memory.
+
+    Args:
+        points: points of one compute.
+        min_steps: points with fewer steps are left out.
+        gradient_rms: r.
+
+    Raises:
+        ValueError: no point has a σ and enough steps.
+    """
+    usable = _usable(points, min_steps)
+    if not usable:
+        raise ValueError(
+            f"no point of this compute both reaches the target and takes at least min_steps={min_steps} steps. "
+            "Add smaller batches to the grid, raise the compute, or lower min_steps"
+        )
+    enough = min(point.noise_over_signal(gradient_rms) for point in usable) / NEARLY_BEST
+    nearly_best = [point for point in usable if point.noise_over_signal(gradient_rms) <= enough]
+    return min(nearly_best, key=lambda point: (point.expected_batch_size, point.tensors_kept))
+
+
+def _usable(points: Iterable[P], min_steps: int) -> list[P]:
+    return [point for point in points if point.num_steps >= min_steps and point.noise_over_signal(0.0) < math.inf]
 
 
 @dataclass(frozen=True)
@@ -72,13 +128,30 @@ class Noise:
 
 @dataclass(frozen=True)
 class Budget:
-    """The ε and δ that a run may cost, and the number of its units."""
+    """The ε and δ that a run may cost, and the number of its units.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
 
     target: float
     """The ε that the whole run may cost."""
     delta: float
     num_units: int
     adjacency: str
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        check_counts(None, "num_units", [self.num_units])
+        require_target(self.target)
+        if not 0 < self.delta * self.num_units < 1:
+            raise ValueError(
+                f"delta must be above 0 and below 1/N = {format_delta_limit(1 / self.num_units)} for "
+                f"N={self.num_units} units, got {format_delta(self.delta)}. Take "
+                f"1/(10 N) = {format_delta_limit(1 / (10 * self.num_units))}"
+            )
+        if self.adjacency not in _ADJACENCIES:
+            raise ValueError(f"adjacency must be one of {', '.join(_ADJACENCIES)}, got {self.adjacency!r}")
 
     def least_noise(self, batch_size: int, num_steps: int, exact: bool = False) -> Noise:
         """Return the least σ of a point without truncation; with a reason instead if none is found.
@@ -90,21 +163,19 @@ class Budget:
                 tenth of the time, leaves more than `TOLERANCE` of the target unused.
         """
 
-        def event_of(sigma: float) -> Step:
-            return Step(sampling_rate=batch_size / self.num_units, noise_multiplier=sigma)
+        def history(sigma: float) -> list[tuple[Step, int]]:
+            return [(Step(sampling_rate=batch_size / self.num_units, noise_multiplier=sigma), num_steps)]
 
-        def found(sigma: float) -> Noise:
-            return Noise(sigma, epsilon([(event_of(sigma), num_steps)], self.delta, self.adjacency))
+        def found(exact: bool) -> Noise:
+            sigma = least_noise(self.target, self.delta, history, self.adjacency, exact=exact)
+            return Noise(sigma, math.inf if sigma == math.inf else epsilon(history(sigma), self.delta, self.adjacency))
 
-        point = (self.target, self.delta, event_of, num_steps, self.adjacency)
         try:
-            sigma = math.inf if exact else approximate_noise(*point)
-            noise = found(sigma) if math.isfinite(sigma) else Noise(None, None)
-            if noise.epsilon is None or not self.target * (1 - TOLERANCE) <= noise.epsilon <= self.target:
-                noise = found(calibrate(*point))
+            noise = found(exact)
+            used = noise.epsilon if noise.epsilon is not None else math.inf
+            return noise if exact or self.target * (1 - TOLERANCE) <= used <= self.target else found(exact=True)
         except ValueError as error:
             return Noise(None, None, str(error))
-        return noise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +280,12 @@ class SweepPoint:
     recommended: bool = False
     reason: str | None = None
     """Why there is no σ; None if there is one."""
+    tensors_kept: ClassVar[int] = 0
+
+    def noise_over_signal(self, gradient_rms: float) -> float:
+        """Return √(((σ/b)² + r²) / T), or inf without a σ."""
+        ratio = math.inf if self.noise is None else self.noise.noise_to_batch_ratio
+        return math.hypot(ratio, gradient_rms) / math.sqrt(self.num_steps)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, the figures of noise and compute beside the others."""
@@ -231,8 +308,8 @@ class WhatIf:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sweep:
-    """A grid of points of one privacy budget, and the recommended one. Made by `sweep`."""
+class Spending(Generic[P]):
+    """Points of one privacy budget, one of which is recommended."""
 
     target_epsilon: float
     delta: float
@@ -240,23 +317,31 @@ class Sweep:
     adjacency: str
     compute: int
     """K, the expected units (b T) that the recommendation may use."""
+    points: tuple[P, ...]
+
+    @property
+    def recommended(self) -> P:
+        """The recommended point."""
+        return next(point for point in self.points if point.recommended)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep(Spending[SweepPoint]):
+    """A grid of points with independent noise, by batch size and steps. Made by `sweep`.
+
+    It has the points of the line of compute K that are not in the grid as well.
+    """
+
     compute_name: str
     """Source of K."""
     gradient_rms: float
     """r; 0 when unknown."""
     full_batch_signal_to_noise: float
     """N μ, or N μ/2 under replace-one."""
-    points: tuple[SweepPoint, ...]
-    """By batch size and steps: the grid, and the points of the line of compute K that are not in it."""
     reason: str
     """Reason for the recommended point, in words."""
     assumptions: tuple[str, ...]
     what_if: tuple[WhatIf, ...]
-
-    @property
-    def recommended(self) -> SweepPoint:
-        """The recommended point."""
-        return next(point for point in self.points if point.recommended)
 
     @property
     def line(self) -> tuple[SweepPoint, ...]:
@@ -328,7 +413,7 @@ def sweep(
     (2048, 100)
     """
     batches, steps = sorted(set(expected_batch_sizes)), sorted(set(step_counts))
-    _check_budget(target_epsilon, delta, num_units, adjacency)
+    budget = Budget(target_epsilon, delta, num_units, adjacency)
     check_counts(num_units, "expected_batch_size", batches)
     check_counts(None, "num_steps", steps)
     _check_rule(min_steps, gradient_rms)
@@ -336,7 +421,6 @@ def sweep(
     examples, compute_name = _compute(compute, batches, steps)
     line = _line(examples, batches, steps)
     full_batch = num_units * gaussian_distance(target_epsilon, delta) / _ADJACENCIES[adjacency]
-    budget = Budget(target_epsilon, delta, num_units, adjacency)
     sizes = sorted({(b, t) for b in batches for t in steps} | set(line))
     found = {at: budget.least_noise(*at) for at in sizes}
 
@@ -368,38 +452,6 @@ def sweep(
     )
 
 
-def recommend(line: Iterable[SweepPoint], min_steps: int = 1, gradient_rms: float = 0.0) -> SweepPoint:
-    """Return the point of the smallest batch that is within 10 % of the best of the line; see the module's rule.
-
-    Args:
-        line: points of one compute.
-        min_steps: points with fewer steps are left out.
-        gradient_rms: r.
-
-    Raises:
-        ValueError: no point has a σ and enough steps.
-    """
-    usable = _usable(line, min_steps)
-    if not usable:
-        raise ValueError(
-            f"no point of this compute both reaches the target and takes at least min_steps={min_steps} steps. "
-            "Add smaller batches to the grid, raise the compute, or lower min_steps"
-        )
-    enough = NEARLY_BEST * max(_score(point, gradient_rms) for point in usable)
-    nearly_best = (point for point in usable if _score(point, gradient_rms) >= enough)
-    return min(nearly_best, key=lambda point: point.expected_batch_size)
-
-
-def _usable(line: Iterable[SweepPoint], min_steps: int) -> list[SweepPoint]:
-    return [point for point in line if point.noise is not None and point.num_steps >= min_steps]
-
-
-def _score(point: SweepPoint, gradient_rms: float) -> float:
-    """Return √(T / ((σ/b)² + r²))."""
-    ratio = math.inf if point.noise is None else point.noise.noise_to_batch_ratio
-    return math.sqrt(point.num_steps) / math.hypot(ratio, gradient_rms)
-
-
 def equal_compute(points: Iterable[SweepPoint]) -> list[tuple[SweepPoint, ...]]:
     """Return the points that have a σ in groups of equal b T (within 5 %), by compute, each group by batch size."""
     groups: list[list[SweepPoint]] = []
@@ -411,36 +463,6 @@ def equal_compute(points: Iterable[SweepPoint]) -> list[tuple[SweepPoint, ...]]:
         else:
             groups.append([point])
     return [tuple(sorted(group, key=lambda item: item.expected_batch_size)) for group in groups]
-
-
-def gaussian_distance(epsilon: float, delta: float) -> float:
-    """Return μ, the largest distance of two unit normals that are (ε, δ)-indistinguishable.
-
-    References: Balle, Wang, arXiv:1805.06530, theorem 5: δ = Φ(μ/2 - ε/μ) - exp(ε) Φ(-μ/2 - ε/μ).
-
-    >>> round(gaussian_distance(1.0, 1e-5), 3)
-    0.268
-    """
-
-    def excess(log_distance: float) -> float:
-        distance = math.exp(log_distance)
-        upper = float(special.log_ndtr(distance / 2 - epsilon / distance))
-        lower = epsilon + float(special.log_ndtr(-distance / 2 - epsilon / distance))
-        return upper + math.log(-math.expm1(min(lower - upper, -1e-300))) - math.log(delta)
-
-    return math.exp(float(optimize.brentq(excess, math.log(1e-12), math.log(1e6), xtol=1e-12)))
-
-
-def _check_budget(target_epsilon: float, delta: float, num_units: int, adjacency: str) -> None:
-    check_counts(None, "num_units", [num_units])
-    require_target(target_epsilon)
-    if not 0 < delta * num_units < 1:
-        raise ValueError(
-            f"delta must be above 0 and below 1/N = {format_delta_limit(1 / num_units)} for N={num_units} units, "
-            f"got {format_delta(delta)}. Take 1/(10 N) = {format_delta_limit(1 / (10 * num_units))}"
-        )
-    if adjacency not in _ADJACENCIES:
-        raise ValueError(f"adjacency must be one of {', '.join(_ADJACENCIES)}, got {adjacency!r}")
 
 
 def _check_reachable(points: Sequence[SweepPoint]) -> None:
@@ -546,8 +568,8 @@ def _what_if(budget: Budget, b: int, t: int, now: Noise) -> tuple[WhatIf, ...]:
 def _reason(line: Sequence[SweepPoint], chosen: SweepPoint, gradient_rms: float, asked: tuple[int, str, int]) -> str:
     examples, compute_name, min_steps = asked
     usable = _usable(line, min_steps)
-    best = max(usable, key=lambda point: _score(point, gradient_rms))
-    share = _score(chosen, gradient_rms) / _score(best, gradient_rms)
+    best = min(usable, key=lambda point: point.noise_over_signal(gradient_rms))
+    share = best.noise_over_signal(gradient_rms) / chosen.noise_over_signal(gradient_rms)
     measure = "√(effective steps)" if gradient_rms else "cumulative signal-to-noise ratio"
     least = f"; at least {min_steps:,} steps" if min_steps > 1 else ""
     words = [f"The compute is {compute_name}: {examples:,} examples, split in {len(usable)} ways{least}."]

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +34,8 @@ from dpllm.mechanism.events import Event
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Draw, Noise
 from dpllm.mechanism.workload import Workload
-from dpllm.planning.sweep import NEARLY_BEST, check_counts
-from dpllm.privacy.calibration import approximate_noise, require_target
+from dpllm.planning.sweep import Budget, Spending, check_counts, recommend
+from dpllm.privacy.calibration import least_noise
 
 SHOWN = 12
 """Points of the table, beside those with independent noise and those without sampling."""
@@ -65,23 +65,14 @@ class NoisePoint:
     """Whether units are drawn at random. False: they are visited in a fixed order."""
     recommended: bool = False
 
+    def noise_over_signal(self, gradient_rms: float) -> float:
+        """Return the predicted noise; the size of the gradient is not looked at."""
+        return self.predicted_noise
+
 
 @dataclass(frozen=True, kw_only=True)
-class NoiseSweep:
+class NoiseSweep(Spending[NoisePoint]):
     """The points of one budget and one compute, the least noise first."""
-
-    target_epsilon: float
-    delta: float
-    num_units: int
-    adjacency: str
-    compute: int
-    """K = b T, the expected units of all steps."""
-    points: tuple[NoisePoint, ...]
-
-    @property
-    def recommended(self) -> NoisePoint:
-        """The recommended point."""
-        return next(point for point in self.points if point.recommended)
 
     @property
     def independent(self) -> tuple[NoisePoint, ...]:
@@ -109,14 +100,6 @@ class NoiseSweep:
             "recommended_with_independent_noise": dataclasses.asdict(self.recommended_independent),
             "recommended_without_sampling": None if fixed is None else dataclasses.asdict(fixed),
         }
-
-
-def recommend(points: Iterable[NoisePoint]) -> NoisePoint:
-    """Return the point of the smallest batch within 10 % of the least noise; of several, the least memory."""
-    usable = list(points)
-    enough = min(point.predicted_noise for point in usable) / NEARLY_BEST
-    nearly_best = [point for point in usable if point.predicted_noise <= enough]
-    return min(nearly_best, key=lambda point: (point.expected_batch_size, point.tensors_kept))
 
 
 def sweep_noise(
@@ -150,7 +133,7 @@ def sweep_noise(
     Raises:
         ValueError: a number is out of range, or no point reaches the target.
     """
-    require_target(target_epsilon)
+    budget = Budget(target_epsilon, delta, num_units, adjacency)
     check_counts(num_units, "expected_batch_size", [*expected_batch_sizes, expected_batch_size])
     check_counts(None, "min_steps", [min_steps])
     if compute < min_steps * expected_batch_size:
@@ -167,10 +150,10 @@ def sweep_noise(
         draw = Draw(num_units=num_units, population=num_units, expected_batch_size=size, max_batch_size=num_units)
         workload = workload_of(steps)
         for one in _noises(noise, draw, workload):
-            point = _point(one, draw, workload, target_epsilon, delta, adjacency)
+            point = _point(one, draw, workload, budget)
             if point is not None:
                 found.append(point)
-                if size == expected_batch_size and isinstance(one, IndependentNoise):
+                if size == expected_batch_size and point.options == IndependentNoise.kind:
                     reference = point.predicted_noise
     if not math.isfinite(reference):
         raise ValueError(
@@ -198,15 +181,13 @@ def sweep_noise(
     )
 
 
-def _point(
-    noise: Noise, draw: Draw, workload: Workload, target_epsilon: float, delta: float, adjacency: str
-) -> NoisePoint | None:
+def _point(noise: Noise, draw: Draw, workload: Workload, budget: Budget) -> NoisePoint | None:
     """Return the point of a noise and a batch size; None if no σ reaches the target."""
 
-    def event_of(sigma: float) -> Event:
-        return noise.event(draw, sigma, 1.0)
+    def history(sigma: float) -> list[tuple[Event, int]]:
+        return [(noise.event(draw, sigma, 1.0), workload.num_steps)]
 
-    sigma = approximate_noise(target_epsilon, delta, event_of, workload.num_steps, adjacency)
+    sigma = least_noise(budget.target, budget.delta, history, budget.adjacency, exact=False)
     if math.isinf(sigma):
         return None
     options = spec_of(noise).to_plain()
@@ -231,7 +212,7 @@ def _noises(noise: Noise, draw: Draw, workload: Workload) -> list[Noise]:
             one.sampler(draw)
     except ValueError:  # the groups are smaller than a batch
         candidates = []
-    fixed = [] if not noise.is_sampled else BltNoise().candidates(draw, workload)
+    fixed = BltNoise().candidates(draw, workload) if noise.is_sampled else []
     return [IndependentNoise(), *candidates, *fixed]
 
 

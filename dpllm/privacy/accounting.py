@@ -27,7 +27,8 @@ from dpllm.mechanism.parts import Mechanism
 from dpllm.privacy.rounding import format_delta
 
 DISCRETIZATION = 1e-4
-"""Width of the grid of privacy losses on which ε is reported."""
+"""Width of the grid of privacy losses on which an ε between 0.1 and 100 is reported, and the least ε that is stated."""
+_LEAST_WIDTHS, _MOST_WIDTHS = 1000, 500_000  # of an ε, on the grid that follows its scale
 TOOL = "dp_accounting"
 
 
@@ -41,15 +42,17 @@ History = Sequence[tuple[Event | Mechanism | dp_accounting.DpEvent, int]]
 _Merged = tuple[tuple[Round, int], ...]
 
 
-def epsilon(
-    history: History, delta: float, adjacency: str = "zero-out", discretization: float = DISCRETIZATION
-) -> float:
+def epsilon(history: History, delta: float, adjacency: str = "zero-out", discretization: float | None = None) -> float:
     """Return the ε for which the history is (ε, δ)-differentially private.
 
     Guarantee: an upper bound. The discretization rounds privacy losses up. The composition is tilted towards the
     wanted ε, so that its rounding errors are small compared with δ, and they are added to δ
-    (`dpllm.mechanism.pld.Composition`). After a step the result is never 0: an ε below the grid width is returned as
-    the grid width. Repeated calls on a growing history are cheap, because the distribution of one step is cached.
+    (`dpllm.mechanism.pld.Composition`). After a step the result is never 0: an ε below `DISCRETIZATION` is returned as
+    that number. Repeated calls on a growing history are cheap, because the distribution of one step is cached.
+
+    The grid follows the scale of ε, since losses as small as a grid step are rounded up to several times their size: an
+    ε below 0.1 is computed again on finer grids until it has 1,000 widths or they would need too much memory, and one
+    above 100 on a grid of which it has at least 500,000 widths, where a finer one would take seconds.
 
     Under replace-one, units of several rows drawn singly (`StepOfRows`) have no distribution of their own.
     Replacing a unit is removing one and adding another, so ε there is twice an ε' of zero-out whose δ', times
@@ -59,7 +62,8 @@ def epsilon(
         history: (event, count) pairs, of events, mechanisms, or events of dp_accounting; counts of 0 are allowed.
         delta: δ, between 0 and 1.
         adjacency: "zero-out" or "replace-one".
-        discretization: width of the grid of privacy losses. `discretization_used` says when a wider one was needed.
+        discretization: width of the grid of privacy losses, which is then the least ε that is returned. None: it
+            follows the scale of ε. `discretization_used` says which width was used.
 
     Returns:
         ε; 0.0 for a history without steps; inf when a step has no noise, or no ε holds at this δ.
@@ -76,7 +80,7 @@ def epsilon(
 
 
 def epsilon_curve(
-    history: History, deltas: Iterable[float], adjacency: str = "zero-out", discretization: float = DISCRETIZATION
+    history: History, deltas: Iterable[float], adjacency: str = "zero-out", discretization: float | None = None
 ) -> list[tuple[float, float]]:
     """Return (δ, ε) pairs of one history; see `epsilon`."""
     merged = merge(history)
@@ -175,28 +179,68 @@ def _steps(what: Event | Mechanism | dp_accounting.DpEvent, count: int) -> list[
     return [(what, num_steps)]
 
 
+def _epsilon(merged: _Merged, delta: float, adjacency: str, discretization: float | None) -> float:
+    _check(merged, delta, adjacency)
+    if not merged:
+        return 0.0
+    if discretization is None:
+        return max(_on_its_scale(merged, delta, adjacency)[0], DISCRETIZATION)
+    width = discretization_used(merged, adjacency, discretization)
+    return max(_on_a_grid(merged, delta, adjacency, width), width)
+
+
 @lru_cache(maxsize=256)
-def _epsilon(merged: _Merged, delta: float, adjacency: str, discretization: float) -> float:
+def _on_its_scale(merged: _Merged, delta: float, adjacency: str) -> tuple[float, float]:
+    """Return ε, without a floor, on the grid that follows its scale, and the width of this grid as it was asked for."""
+
+    def computed(width: float) -> float:
+        return _on_a_grid(merged, delta, adjacency, discretization_used(merged, adjacency, width))
+
+    def fits(width: float, times: int) -> bool:
+        """Return whether a grid that is finer by a factor would fit in memory as well."""
+        finer = discretization_used(merged, adjacency, width / times)
+        return finer * times <= discretization_used(merged, adjacency, width)
+
+    width = DISCRETIZATION
+    if any(one.is_bare for one, _ in merged):
+        return math.inf, width
+    if not fits(width, 2):  # it takes seconds, so it is worth a look whether a wider grid will do
+        rough = computed(64 * width)
+        while 2 * _MOST_WIDTHS * width <= rough < math.inf and width < 16 * DISCRETIZATION:
+            width *= 2
+    found = computed(width)
+    while DISCRETIZATION < found < _LEAST_WIDTHS * width:
+        halvings = math.ceil(math.log2(4 * _LEAST_WIDTHS * width / found))  # two more, since this ε is too large
+        while halvings and not (fits(width, 2**halvings) and fits(width / 2**halvings, 8)):
+            halvings -= 1
+        if not halvings:
+            break
+        width /= 2**halvings
+        found = min(found, computed(width))
+    return found, width
+
+
+def _check(merged: _Merged, delta: float, adjacency: str) -> None:
     if not 0 < delta < 1:
         raise ValueError(f"delta must be between 0 and 1, got {delta}")
     _check_adjacency(adjacency)
-    if not merged:
-        return 0.0
-    if any(one.is_bare for one, _ in merged):
-        return math.inf
     num_steps = sum(count for _, count in merged)
-    if num_steps * pld.STEP_TAIL > delta / 100:
+    if num_steps * pld.STEP_TAIL > delta / 100 and not any(one.is_bare for one, _ in merged):
         raise ValueError(
             f"delta={format_delta(delta)} cannot be certified over {num_steps} steps: the mass cut off their "
             f"tails may be up to {format_delta(num_steps * pld.STEP_TAIL)}. Take a larger delta; a delta below "
             f"{format_delta(num_steps * pld.STEP_TAIL * 100)} protects nobody better"
         )
-    width = discretization_used(merged, adjacency, discretization)
+
+
+@lru_cache(maxsize=256)
+def _on_a_grid(merged: _Merged, delta: float, adjacency: str, width: float) -> float:
+    """Return ε on a grid that fits in memory; it may be 0."""
+    if any(one.is_bare for one, _ in merged):
+        return math.inf
     if _by_group_privacy(merged, adjacency):
-        value = 2 * _epsilon_of_half(merged, delta, width)
-    else:
-        value = _tilted_epsilon(_parts(merged, adjacency, width), delta)
-    return max(value, width)
+        return 2 * _epsilon_of_half(merged, delta, width)
+    return _tilted_epsilon(_parts(merged, adjacency, width), delta)
 
 
 def _tilted_epsilon(directions: list[list[tuple[pld.LossPmf, int]]], delta: float) -> float:
@@ -308,10 +352,24 @@ def _parts(merged: _Merged, adjacency: str, discretization: float) -> list[list[
     return [list(direction) for direction in zip(*of_rounds, strict=True)]
 
 
-def discretization_used(history: History, adjacency: str = "zero-out", discretization: float = DISCRETIZATION) -> float:
-    """Return the grid width that is used when `discretization` is requested.
+def discretization_used(
+    history: History,
+    adjacency: str = "zero-out",
+    discretization: float = DISCRETIZATION,
+    delta: float | None = None,
+) -> float:
+    """Return the grid width that is used when `discretization` is requested, or for the ε at a δ.
 
     It is the requested width, unless σ is so small that a grid this fine would not fit into memory. Then the width is
     doubled until the grid fits. A wider grid gives a larger ε, never a smaller one.
+
+    Args:
+        history: (event, count) pairs.
+        adjacency: "zero-out" or "replace-one".
+        discretization: the requested width.
+        delta: δ of an `epsilon` whose grid follows its scale; the request is then what that scale asks for.
     """
-    return max((one.grid(count, adjacency, discretization) for one, count in merge(history)), default=discretization)
+    merged = merge(history)
+    if delta is not None and merged:
+        discretization = _on_its_scale(merged, delta, adjacency)[1]
+    return max((one.grid(count, adjacency, discretization) for one, count in merged), default=discretization)

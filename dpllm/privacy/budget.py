@@ -96,9 +96,9 @@ class Budget:
         """ε of all entries composed."""
         return self.cost(self.history)
 
-    def cost(self, history: History, discretization: float = accounting.DISCRETIZATION) -> float:
+    def cost(self, history: History) -> float:
         """Return ε of a history at the file's δ and adjacency."""
-        return accounting.epsilon(history, self.delta, self.adjacency, discretization)
+        return accounting.epsilon(history, self.delta, self.adjacency)
 
     @property
     def remaining_words(self) -> str:

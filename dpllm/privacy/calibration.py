@@ -1,24 +1,26 @@
 """Find the noise and the number of steps for a target ε, and a bound on the batch that costs no ε.
 
-Place in the flow: between the accounting, which it calls repeatedly, and the plan.
+Place in the flow: between the accounting, which it calls repeatedly, and the plan. `least_noise` is the only search for
+a noise multiplier: training runs, query runs after a release, selections among runs, sweeps and the choice of a noise
+use it with their own function from σ to a history.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
-from dpllm.mechanism import renyi
-from dpllm.mechanism.events import Event, chance_to_enter, dp_sgd
-from dpllm.mechanism.limits import MAX_TARGET_EPSILON, MIN_NOISE
+from dpllm.mechanism.events import Event, Round, chance_to_enter, dp_sgd
+from dpllm.mechanism.limits import MAX_NOISE, MAX_TARGET_EPSILON, MIN_NOISE
 from dpllm.mechanism.sampling import default_max_batch_size
 from dpllm.privacy.accounting import DISCRETIZATION, History, epsilon, merge, untruncated
-from dpllm.privacy.rounding import format_epsilon
+from dpllm.privacy.rounding import format_delta, format_epsilon
 
 _COARSE = 1e-3
 _TRUNCATION_COST = 1e-3
-_MOST_NOISE = 1000.0
+_SMALL, _LARGE = 0.1, 100.0  # an ε outside has another grid than `DISCRETIZATION`
+_ENOUGH_NOISE = (1e3, 1e5, MAX_NOISE)  # tried in turn, since less noise has an ε that is sooner computed
 
 
 def steps_within(
@@ -46,11 +48,11 @@ def steps_within(
     1051
     """
 
-    def keeps(number: int, discretization: float = DISCRETIZATION) -> bool:
+    def keeps(number: int, discretization: float | None = None) -> bool:
         steps = [*before, (step, number)]
         return number == 0 or epsilon(steps, delta, adjacency, discretization) <= target_epsilon
 
-    def bisect(fits: int, exceeds: int, discretization: float) -> int:
+    def bisect(fits: int, exceeds: int, discretization: float | None = None) -> int:
         while exceeds - fits > 1:
             middle = (fits + exceeds) // 2
             fits, exceeds = (middle, exceeds) if keeps(middle, discretization) else (fits, middle)
@@ -65,7 +67,7 @@ def steps_within(
     fits, stride = max(fits, near), 1
     while fits + stride < exceeds and keeps(fits + stride):
         fits, stride = fits + stride, 2 * stride
-    return bisect(fits, min(exceeds, fits + stride), DISCRETIZATION)
+    return bisect(fits, min(exceeds, fits + stride))
 
 
 def choose_max_batch_size(
@@ -78,7 +80,8 @@ def choose_max_batch_size(
 ) -> int:
     """Return the smallest max_batch_size among b + 7 sqrt(b), b + 8 sqrt(b), ... that costs no ε.
 
-    It costs no ε when ε is less than 1e-3 above that of the same run without truncation, at a coarse discretization.
+    It costs no ε when ε is less than 1e-3 above that of the same run without truncation, at a coarse discretization;
+    where ε is below 0.1, when it is less than a hundredth of it above.
 
     Args:
         expected_batch_size: b.
@@ -91,9 +94,14 @@ def choose_max_batch_size(
     size = default_max_batch_size(expected_batch_size, num_units)
     if event_of(size).noise_multiplier == 0:
         return size
-    plain = epsilon(untruncated([(event_of(size), num_steps)]), delta, adjacency, _COARSE)
+    width: float | None = _COARSE
+    plain, most = epsilon(untruncated([(event_of(size), num_steps)]), delta, adjacency, width), _TRUNCATION_COST
+    if plain < _SMALL:
+        width = None
+        plain = epsilon(untruncated([(event_of(size), num_steps)]), delta, adjacency)
+        most = plain / 100
     while size < num_units and math.isfinite(plain):
-        if epsilon([(event_of(size), num_steps)], delta, adjacency, _COARSE) < plain + _TRUNCATION_COST:
+        if epsilon([(event_of(size), num_steps)], delta, adjacency, width) < plain + most:
             break
         size = min(num_units, size + math.ceil(math.sqrt(expected_batch_size)))
     return size
@@ -106,16 +114,21 @@ def require_target(target_epsilon: float) -> None:
         target_epsilon: ε.
 
     Raises:
-        ValueError: it is not above 0, not finite, or too large to be calibrated within seconds.
+        ValueError: it is not above 0, not finite, below the least ε that is stated, or above `MAX_TARGET_EPSILON`.
 
     >>> require_target(8.0)
     """
     if not 0 < target_epsilon < math.inf:
         raise ValueError(f"target_epsilon must be above 0 and finite, got {target_epsilon}")
+    if target_epsilon < DISCRETIZATION:
+        raise ValueError(
+            f"target_epsilon={target_epsilon:g} cannot be reached: {DISCRETIZATION:g} is the least ε that is stated of "
+            "any run. Take a larger one"
+        )
     if target_epsilon > MAX_TARGET_EPSILON:
         raise ValueError(
-            f"target_epsilon must be at most {MAX_TARGET_EPSILON:g}, got {target_epsilon:g}: calibrating noise to a "
-            "larger ε takes too long, and such an ε protects nobody. Take one below 10"
+            f"target_epsilon must be at most {MAX_TARGET_EPSILON:g}, got {target_epsilon:g}: such an ε protects "
+            "nobody. Take one below 10"
         )
 
 
@@ -129,7 +142,7 @@ def calibrate_noise_multiplier(
     adjacency: str = "zero-out",
     rows_per_unit: int = 1,
 ) -> float:
-    """Return the smallest noise multiplier, to a relative 1e-4, with which the run costs at most `target_epsilon`.
+    """Return the noise multiplier of `least_noise` for steps of DP-SGD.
 
     Guarantee: `epsilon` of the run with the result, at the same δ and adjacency, never exceeds the target.
 
@@ -170,7 +183,7 @@ def calibrate(
     num_steps: int,
     adjacency: str = "zero-out",
 ) -> float:
-    """Return the smallest noise multiplier, to a relative 1e-4, with which equal steps cost at most a target.
+    """Return the noise multiplier of `least_noise` for equal steps.
 
     Guarantee: `epsilon` of the steps with the result, at the same δ and adjacency, never exceeds the target.
 
@@ -184,117 +197,161 @@ def calibrate(
     Raises:
         ValueError: no noise multiplier reaches the target; the message gives the smallest ε that is reachable.
     """
-    require_target(target_epsilon)
     if num_steps < 1:
         raise ValueError(f"num_steps must be at least 1, got {num_steps}")
-    cost = _cost_of(event_of, num_steps, delta, adjacency)
-    exact = partial(cost, True, DISCRETIZATION)
-    _check_reachable(target_epsilon, exact)
-    rounds = merge([(event_of(1.0), num_steps)])
-    least = MIN_NOISE * max(one.moves for one, _ in rounds)
-    if chance_to_enter(rounds) <= delta and exact(least) <= target_epsilon:
-        return least  # any noise would do
-    if target_epsilon > renyi.HIGHEST and exact(least) == math.inf:
+    return least_noise(target_epsilon, delta, lambda sigma: [(event_of(sigma), num_steps)], adjacency)
+
+
+def least_noise(
+    target_epsilon: float,
+    delta: float,
+    history_of: Callable[[float], History],
+    adjacency: str = "zero-out",
+    *,
+    before: History = (),
+    exact: bool = True,
+) -> float:
+    """Return the smallest noise multiplier with which a history costs at most a target ε.
+
+    Guarantee: ε was computed with the result itself, as `epsilon` does, and is at most the target. It is at least
+    (1 - 4e-4) times the target, unless ε jumps over it or the smallest noise multiplier that there is suffices.
+    Without `exact` there is no guarantee.
+
+    Args:
+        target_epsilon: the ε of the history and of `before` together.
+        delta: δ.
+        history_of: a function from σ to the history; its ε falls as σ rises.
+        adjacency: "zero-out" or "replace-one".
+        before: what has been released before, whose ε does not depend on σ.
+        exact: False: σ to about 0.2 %, without truncation, in a tenth of the time, to compare mechanisms; inf where no
+            noise reaches the target.
+
+    Raises:
+        ValueError: the target is out of range, or (`exact`) no noise multiplier reaches it; the message gives the
+            smallest ε that is reachable.
+
+    >>> from dpllm import Step
+    >>> steps = lambda sigma: [(Step(sampling_rate=0.0244, noise_multiplier=sigma), 410)]
+    >>> [round(least_noise(8.0, 1e-5, steps, exact=exact), 2) for exact in (True, False)]
+    [0.68, 0.68]
+    """
+    try:
+        require_target(target_epsilon)
+    except ValueError:
+        if exact or not 0 < target_epsilon < DISCRETIZATION:
+            raise
+        return math.inf
+
+    def cost(truncated: bool, discretization: float | None, sigma: float) -> float:
+        history: History = [*before, *history_of(sigma)]
+        return epsilon(history if truncated else untruncated(history), delta, adjacency, discretization)
+
+    rounds = merge(history_of(1.0))
+    least = MIN_NOISE * max(one.moves for one, _ in rounds) * (1 + 1e-12)
+    any_would_do = chance_to_enter(rounds) <= delta
+    if not exact:
+        coarse = target_epsilon >= _SMALL and cost(False, _COARSE, _ENOUGH_NOISE[0]) < target_epsilon / 10
+        quick = partial(cost, False, _COARSE if coarse else None)  # else the target is finer than the coarse grid
+        most, reached = _enough(quick, target_epsilon)
+        if reached > target_epsilon or any_would_do:
+            return math.inf if reached > target_epsilon else least
+        return solve(quick, target_epsilon, 1.0, tolerance=2e-3, within=(least, most))
+    _require_computed(target_epsilon, rounds, adjacency)
+    full = partial(cost, True, None)
+    most, reached = _enough(full, target_epsilon)
+    if reached > target_epsilon:
+        alone = f", and what was released before alone costs ε = {format_epsilon(epsilon(before, delta, adjacency))}"
         raise ValueError(
-            f"target_epsilon={target_epsilon:g} is above {renyi.HIGHEST:g}, the largest ε that is computed from Rényi "
-            "divergences (discrete noise, or a selection among runs). Take one below 10: such an ε protects nobody"
+            f"target_epsilon={target_epsilon:g} cannot be reached: at a noise multiplier of {most:g} and "
+            f"δ = {format_delta(delta)}, ε is still {format_epsilon(reached)}{alone if before else ''}. Take a "
+            "larger target_epsilon, fewer steps or answers, a smaller expected_batch_size, or a larger max_batch_size"
         )
-    # The exact cost takes seconds when σ is small. A cheap cost has nearly the same shape. So σ is found on the cheap
-    # cost, the small gap between the two is measured there, and this is repeated until the exact cost meets the target.
-    cheap: Callable[[float], float] = partial(cost, False, DISCRETIZATION)
-    start, gap = 1.0, 0.0
-    if cost(True, _COARSE, _MOST_NOISE) < target_epsilon / 2:  # else the target is finer than the coarse grid
-        start = solve(partial(cost, False, _COARSE), target_epsilon, start, tolerance=0.02)
-        gap = cost(True, _COARSE, start) - cost(False, _COARSE, start)
+    if any_would_do and full(least) <= target_epsilon:
+        return least
+    # The full cost takes seconds when σ is small. A cheap cost has nearly the same shape. So σ is found on the cheap
+    # cost, the small gap between the two is measured there, and this is repeated until the full cost meets the target.
+    wide = _COARSE * max(1.0, target_epsilon / _LARGE)
+    cheap: Callable[[float], float] = partial(cost, False, wide if target_epsilon >= _LARGE else None)
+    sigma, gap, within = 1.0, 0.0, (least, most)
+    if target_epsilon >= _SMALL and cost(True, wide, most) < target_epsilon / 2:  # else finer than the coarse grid
+        sigma = solve(partial(cost, False, wide), target_epsilon, sigma, tolerance=0.02, within=within)
+        gap = cost(True, wide, sigma) - cost(False, wide, sigma)
         if gap > 0.02 * target_epsilon:  # truncation adds to ε; then only the truncated cost has the right shape
-            cheap, gap = partial(cost, True, _COARSE), 0.0
-    sigma = start
+            cheap, gap = partial(cost, True, wide), 0.0
     for _ in range(12):
         aim = target_epsilon * (1 - 3e-5)
-        sigma = solve(lambda s, gap=gap: cheap(s) + gap, aim, sigma, tolerance=1e-4)  # type: ignore[misc]
-        reached = exact(sigma)
+        sigma = solve(lambda s, gap=gap: cheap(s) + gap, aim, sigma, 1e-4, within)  # type: ignore[misc]
+        reached = full(sigma)
         if target_epsilon * (1 - 4e-4) <= reached <= target_epsilon:
             return sigma
         gap = reached - cheap(sigma)
         if not math.isfinite(gap):
             break
-    return solve(exact, target_epsilon, sigma, tolerance=1e-4)
+    return solve(full, target_epsilon, sigma, tolerance=1e-4, within=within)
 
 
-def approximate_noise(
-    target_epsilon: float,
-    delta: float,
-    event_of: Callable[[float], Event],
-    num_steps: int,
-    adjacency: str = "zero-out",
-) -> float:
-    """Return the noise multiplier of `calibrate` to about 0.2 %, without truncation; inf if none reaches the target.
-
-    It serves to compare mechanisms, and gives no guarantee. It takes a tenth of the time.
-
-    Args:
-        target_epsilon: the ε that all steps may cost.
-        delta: δ.
-        event_of: a function from σ to the event of a step.
-        num_steps: T.
-        adjacency: "zero-out" or "replace-one".
-
-    >>> from dpllm import Step
-    >>> round(approximate_noise(8, 1e-5, lambda sigma: Step(sampling_rate=0.0244, noise_multiplier=sigma), 410), 2)
-    0.68
-    """
-    require_target(target_epsilon)
-    cost = partial(_cost_of(event_of, num_steps, delta, adjacency), False)
-    coarse = cost(_COARSE, _MOST_NOISE) < target_epsilon / 10  # else the target is finer than the coarse grid
-    width = _COARSE if coarse else DISCRETIZATION
-    if cost(width, _MOST_NOISE) > target_epsilon:
-        return math.inf
-    if chance_to_enter(merge([(event_of(1.0), num_steps)])) <= delta:
-        return MIN_NOISE  # any noise would do
-    return solve(partial(cost, width), target_epsilon, 1.0, tolerance=2e-3)
+def _enough(cost: Callable[[float], float], target_epsilon: float) -> tuple[float, float]:
+    """Return a noise multiplier that keeps to the target and its ε; if none does, the largest that there is."""
+    most = _ENOUGH_NOISE[0]
+    reached = cost(most)
+    for more in _ENOUGH_NOISE[1:]:
+        if reached <= target_epsilon or reached == math.inf:  # then no noise helps
+            break
+        try:
+            most, reached = more, cost(more)
+        except ValueError:  # a number that follows from σ is then out of range
+            break
+    return most, reached
 
 
-def _cost_of(
-    event_of: Callable[[float], Event], num_steps: int, delta: float, adjacency: str
-) -> Callable[[bool, float, float], float]:
-    """Return ε as a function of whether truncation counts, the width of the grid, and σ."""
-
-    def cost(truncated: bool, discretization: float, sigma: float) -> float:
-        history: History = [(event_of(sigma), num_steps)]
-        return epsilon(history if truncated else untruncated(history), delta, adjacency, discretization)
-
-    return cost
-
-
-def _check_reachable(target_epsilon: float, exact: Callable[[float], float]) -> None:
-    """Raise when even a noise multiplier of 1000 costs more than the target."""
-    least = exact(_MOST_NOISE)
-    if least > target_epsilon:
+def _require_computed(target_epsilon: float, rounds: Sequence[tuple[Round, int]], adjacency: str) -> None:
+    """Refuse a target above every ε that is computed for these rounds."""
+    by_group_privacy = not all(one.has_pair(adjacency) for one, _ in rounds)
+    largest = sum(one.most_epsilon for one, _ in rounds) * (2 if by_group_privacy else 1)
+    if target_epsilon > largest:
         raise ValueError(
-            f"target_epsilon={target_epsilon:g} cannot be reached: at a noise multiplier of {_MOST_NOISE:g} the run "
-            f"still costs ε = {format_epsilon(least)}. Take fewer steps, a smaller expected_batch_size, or a larger "
-            "max_batch_size"
+            f"target_epsilon={target_epsilon:g} is above {largest:g}, the largest ε that is computed from Rényi "
+            "divergences (discrete noise, a token draw, or a selection among runs). Take one below 10: such an ε "
+            "protects nobody"
         )
 
 
-def solve(cost: Callable[[float], float], target: float, start: float, tolerance: float) -> float:
+def solve(
+    cost: Callable[[float], float],
+    target: float,
+    start: float,
+    tolerance: float,
+    within: tuple[float, float] = (0.0, math.inf),
+) -> float:
     """Return a σ whose cost is in [target * (1 - tolerance), target], for a cost that falls as σ rises.
 
     Secant steps in log σ and log ε, where the curve is almost straight, kept inside a bracket.
+
+    Args:
+        cost: ε as a function of σ.
+        target: ε.
+        start: a σ.
+        tolerance: relative, of ε.
+        within: the least σ, returned if it costs less than the target, and the most, returned if it costs more.
     """
     aim = math.log(target * (1 - tolerance / 2))
     low, high = -math.inf, math.inf  # log σ: too little noise, enough noise
+    narrow = 1e-9  # of a bracket around a jump of ε
+    ends = [math.log(end) if end else -math.inf for end in within]
     points: list[tuple[float, float]] = []
     at = math.log(start)
     for _ in range(200):
+        at = min(max(at, ends[0]), ends[1])
         value = cost(math.exp(at))
-        if target * (1 - tolerance) <= value <= target or (value <= target and high - low < 1e-9):
+        if target * (1 - tolerance) <= value <= target or (value <= target and high - low < narrow):
+            return math.exp(at)
+        if at == ends[0 if value <= target else 1]:
             return math.exp(at)
         low, high = (at, high) if value > target else (low, at)
         if 0 < value < math.inf:
             points = [*points[-1:], (at, math.log(value))]
         elif value == math.inf:
-            points = []
+            points, narrow = [], tolerance
         slope = -1.5
         if len(points) == 2 and points[0][0] != points[1][0]:
             slope = min(-0.2, (points[1][1] - points[0][1]) / (points[1][0] - points[0][0]))
@@ -302,6 +359,6 @@ def solve(cost: Callable[[float], float], target: float, start: float, tolerance
         at = at + min(1.5, max(-1.5, step))
         if not low < at < high:
             at = (low + high) / 2 if math.isfinite(low + high) else (low + 0.7 if high == math.inf else high - 0.7)
-        if high - low < 1e-9:
+        if high - low < narrow:
             at = high
     raise ArithmeticError(f"no noise multiplier found for a cost of {target}: the cost does not fall as noise rises")

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dpllm.mechanism.events import Event
 from dpllm.mechanism.limits import MAX_TARGET_EPSILON
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Draw, Noise
 from dpllm.mechanism.workload import Workload
-from dpllm.privacy.calibration import approximate_noise
+from dpllm.privacy.calibration import least_noise
 
 if TYPE_CHECKING:
     from dpllm.privacy.plan import PrivacyPlan
@@ -104,11 +103,9 @@ def predicted_noise(
 
 def _calibrated(noise: Noise, draw: Draw, target: float, num_steps: int, delta: float, adjacency: str) -> float:
     """Return σ to 0.2 %; inf if none reaches the target."""
-
-    def event_of(sigma: float) -> Event:
-        return noise.event(draw, sigma, 1.0)
-
-    return approximate_noise(target, delta, event_of, num_steps, adjacency)
+    return least_noise(
+        target, delta, lambda sigma: [(noise.event(draw, sigma, 1.0), num_steps)], adjacency, exact=False
+    )
 
 
 @dataclass(frozen=True)
@@ -157,7 +154,7 @@ def prediction(plan: PrivacyPlan, workload: Workload) -> Prediction | None:
     mechanism, target = plan.mechanism, plan.epsilon_under(plan.adjacency)
     if plan.selection is not None:  # its ε is not that of one run
         return None
-    if isinstance(mechanism.noise, IndependentNoise) or not 0 < target <= MAX_TARGET_EPSILON:
+    if not mechanism.noise.tensors_kept or not 0 < target <= MAX_TARGET_EPSILON:
         return None
     alone, sigma = IndependentNoise(), mechanism.gradient_noise_multiplier
     independent = _calibrated(alone, mechanism.draw, target, plan.num_steps, plan.delta, plan.adjacency)

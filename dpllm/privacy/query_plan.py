@@ -9,9 +9,8 @@ both together.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,12 @@ from dpllm.mechanism.catalogue import from_fields, to_fields
 from dpllm.mechanism.events import Event
 from dpllm.mechanism.limits import MAX_STEPS, RANDOMNESS
 from dpllm.mechanism.several import Several
-from dpllm.privacy.accounting import DISCRETIZATION, epsilon, merge
-from dpllm.privacy.calibration import require_target, solve
+from dpllm.privacy.accounting import merge
 from dpllm.privacy.ledger_reader import LedgerContents
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.privacy.plan_parts import PLAN_FILE, PLAN_FORMAT, Plan, read_plan_file
 from dpllm.privacy.release_words import release_words, require_release
-from dpllm.privacy.rounding import format_delta, format_epsilon
 
-_MOST_NOISE, _COARSE = 1e5, 1e-3
 History = tuple[tuple[Event, int], ...]
 Value = str | int | float | bool
 
@@ -271,49 +267,6 @@ def training_plan(folder: str | Path, purpose: str) -> PrivacyPlan:
             "which have no steps. Give the folder of the training run"
         )
     return plan
-
-
-def calibrated(
-    target_epsilon: float,
-    delta: float,
-    history_of: Callable[[float], Sequence[tuple[Event, int]]],
-    *,
-    adjacency: str = "zero-out",
-    after: PriorRelease | None = None,
-) -> float:
-    """Return the smallest σ, to about 1e-4, with which a query run and the release before it cost at most a target ε.
-
-    Guarantee: the ε of `history_of` at the result, with the prior release, is at most the target.
-
-    Args:
-        target_epsilon: ε of all together.
-        delta: δ.
-        history_of: from σ to the history of the query run; its ε falls as σ rises.
-        adjacency: "zero-out" or "replace-one".
-        after: the released run on which this one builds.
-
-    Raises:
-        ValueError: the target is out of range, or no σ keeps to it, as when the prior release alone costs as much.
-
-    >>> from dpllm.mechanism.query import Query
-    >>> sigma = calibrated(1.0, 1e-5, lambda sigma: [(Query(noise_multiplier=sigma), 4)])
-    >>> round(sigma, 2)
-    7.46
-    """
-    require_target(target_epsilon)
-    before = () if after is None else after.history
-
-    def cost(sigma: float, width: float = DISCRETIZATION) -> float:
-        return epsilon([*before, *history_of(sigma)], delta, adjacency, width)
-
-    if cost(_MOST_NOISE) > target_epsilon:
-        alone = f" The run before it alone costs ε = {format_epsilon(epsilon(before, delta, adjacency))}."
-        raise ValueError(
-            f"no noise keeps these answers within ε = {target_epsilon:g} at δ = {format_delta(delta)}."
-            f"{alone if before else ''} Take a larger target_epsilon, or fewer answers"
-        )
-    start = solve(partial(cost, width=_COARSE), target_epsilon, 1.0, tolerance=0.02) if target_epsilon > 0.1 else 1.0
-    return solve(cost, target_epsilon, start, tolerance=1e-4)
 
 
 def _same_people(plan: QueryPlan, after: PriorRelease | None) -> dict[str, bool]:

@@ -224,7 +224,7 @@ def _accounting(plan: Plan, contents: LedgerContents, guarantee: Guarantee, word
         event=words.event,
         tool=accounting.TOOL,
         tool_version=accounting.tool_version(),
-        discretization=accounting.discretization_used(guarantee.history, guarantee.adjacency),
+        discretization=accounting.discretization_used(guarantee.history, guarantee.adjacency, delta=guarantee.delta),
         composition=words.composition,
         budget=tuple(dict.fromkeys(BudgetEntry.model_validate(entry) for entry in budgets if entry)),
         cross_checks=_cross_checks(guarantee),

@@ -12,7 +12,8 @@ from dpllm.mechanism.catalogue import noise_of
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Draw, Spec
 from dpllm.mechanism.workload import Workload
-from dpllm.planning.sweep_bands import NoiseSweep, noise_rows, noise_text, recommend, sweep_noise
+from dpllm.planning.sweep import recommend
+from dpllm.planning.sweep_bands import NoiseSweep, noise_rows, noise_text, sweep_noise
 from dpllm.privacy.noise_choice import predicted_noise
 
 E2E = {"delta": 1e-6, "num_units": 42_061, "expected_batch_size": 1024, "compute": 1024 * 410}
@@ -138,8 +139,8 @@ def test_a_fixed_order_is_shown_and_recommended_only_where_the_recipe_has_it():
 def test_a_fixed_order_that_reaches_no_target_is_no_point(monkeypatch):
     """It is left out of the table; a recipe that asks for it gets an error."""
     monkeypatch.setattr(
-        "dpllm.planning.sweep_bands.approximate_noise",
-        lambda target, delta, event_of, steps, adjacency: math.inf if event_of(1.0).kind == "blt" else 1.0,
+        "dpllm.planning.sweep_bands.least_noise",
+        lambda target, delta, history, adjacency, exact: math.inf if history(1.0)[0][0].kind == "blt" else 1.0,
     )
     made = swept(noise=BandedNoise(4), expected_batch_sizes=[1024])
     assert made.recommended_without_sampling is None and "Without sampling" not in noise_text(made)

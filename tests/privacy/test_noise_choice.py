@@ -11,13 +11,18 @@ from dpllm.mechanism.parts import Draw
 from dpllm.mechanism.strategies import best_ratio, coefficients
 from dpllm.mechanism.workload import Workload
 from dpllm.privacy import noise_choice
-from dpllm.privacy.calibration import approximate_noise, calibrate
+from dpllm.privacy.calibration import calibrate, least_noise
 from dpllm.privacy.noise_choice import NEARLY_LEAST, nearly_least, predicted_noise, prediction
 from dpllm.privacy.plan import PrivacyPlan, format_plan, make_plan
 
 N, B, T, DELTA = 600, 50, 40, 1e-4
 LINEAR = Workload.released([(T - step) / T for step in range(T)], 0.9)
 DRAW = Draw(num_units=N, population=N, expected_batch_size=B, max_batch_size=N)
+
+
+def approximate_noise(epsilon, delta, event_of, num_steps):
+    """The quick search of `least_noise`."""
+    return least_noise(epsilon, delta, lambda sigma: [(event_of(sigma), num_steps)], exact=False)
 
 
 def plan_of(noise, workload=LINEAR, **change):
@@ -167,7 +172,7 @@ def test_the_prediction_compares_with_independent_noise_at_the_same_epsilon():
 
 def test_no_candidate_that_reaches_the_target(monkeypatch):
     """The calibration then says which ε is reachable."""
-    monkeypatch.setattr(noise_choice, "approximate_noise", lambda *args: math.inf)
+    monkeypatch.setattr(noise_choice, "least_noise", lambda *args, **options: math.inf)
     monkeypatch.setattr("dpllm.privacy.plan.calibrate", lambda *args: (_ for _ in ()).throw(ValueError("unreachable")))
     with pytest.raises(ValueError, match="unreachable"):
         plan_of("banded")

@@ -13,9 +13,10 @@ import pytest
 from dpllm.mechanism.query import Query
 from dpllm.methods.queries.planned import prior_release
 from dpllm.privacy.accounting import epsilon
+from dpllm.privacy.calibration import least_noise
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerError
 from dpllm.privacy.plan import PLAN_FILE
-from dpllm.privacy.query_plan import Charge, QueryPlan, calibrated, load_plan, training_plan
+from dpllm.privacy.query_plan import Charge, QueryPlan, load_plan, training_plan
 from tests.methods.queries.making import DELTA, OTHER, UNITS, VOTE, query_plan, train
 from tests.mutations import kills
 
@@ -144,14 +145,16 @@ def test_calibrated_noise_keeps_to_the_target(tmp_path: Path) -> None:
         return epsilon([*prior, (Query(noise_multiplier=sigma), 3)], DELTA)
 
     for target, prior in ((0.5, None), (alone + 0.3, after)):
-        sigma = calibrated(target, DELTA, lambda at: [(Query(noise_multiplier=at), 3)], after=prior)
+        sigma = least_noise(
+            target, DELTA, lambda at: [(Query(noise_multiplier=at), 3)], before=() if prior is None else prior.history
+        )
         before = () if prior is None else prior.history
         assert cost(sigma, before) <= target < cost(sigma * (1 - 1e-3), before)
     with pytest.raises(ValueError, match="alone costs"):
-        calibrated(alone / 2, DELTA, lambda at: [(Query(noise_multiplier=at), 3)], after=after)
+        least_noise(alone / 2, DELTA, lambda at: [(Query(noise_multiplier=at), 3)], before=after.history)
     for target in (0.0, math.nan, 1e9):
         with pytest.raises(ValueError, match="target_epsilon"):
-            calibrated(target, DELTA, lambda at: [(Query(noise_multiplier=at), 3)])
+            least_noise(target, DELTA, lambda at: [(Query(noise_multiplier=at), 3)])
 
 
 def test_only_a_finished_private_run_is_a_prior_release(tmp_path: Path) -> None:

@@ -10,11 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dpllm.config import ConfigError
-from dpllm.mechanism.limits import MAX_NOISE, MIN_NOISE
 from dpllm.methods.predict.scores import Scoring
 from dpllm.methods.predict.section import PredictedTokens
-from dpllm.methods.predict.token_draw import TokenDraw, rho_within
-from dpllm.privacy.accounting import epsilon
+from dpllm.methods.predict.token_draw import TokenDraw
 
 _ORDER = {
     "invisible-ink": ("clip", "group_size", "temperature"),
@@ -127,36 +125,6 @@ def plan_tokens(tokens: PredictedTokens, num_units: int, noise_for: Callable[[in
             if texts_of_group == tokens.texts:
                 raise
     raise AssertionError("there is one text at least")
-
-
-def noise_within(target_epsilon: float, delta: float, adjacency: str, tokens: int) -> float:
-    """Return about the smallest noise multiplier of a token with which this many tokens keep to a target ε.
-
-    Guarantee: their ε is at most the target.
-
-    Args:
-        target_epsilon: ε of all of them.
-        delta: δ.
-        adjacency: "zero-out" or "replace-one".
-        tokens: that are charged to a unit.
-
-    Raises:
-        ConfigError: no noise is enough.
-
-    >>> round(noise_within(0.9, 1e-6, "zero-out", 100), 2)
-    50.0
-    """
-    one = TokenDraw(noise_multiplier=1.0).rho(adjacency)
-    noise = math.sqrt(tokens * one / rho_within(target_epsilon, delta))
-    noise, more = max(MIN_NOISE, noise), 1e-6
-    while noise <= MAX_NOISE:
-        if epsilon([(TokenDraw(noise_multiplier=noise), tokens)], delta, adjacency) <= target_epsilon:
-            return noise
-        noise, more = noise * (1 + more), 2 * more
-    raise ConfigError(
-        f"no noise keeps {tokens:,} tokens within ε = {target_epsilon:g} at this δ: take a larger target_epsilon, or "
-        "fewer tokens"
-    )
 
 
 def _rounded(value: float, how: Callable[[float], int]) -> float:

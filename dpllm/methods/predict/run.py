@@ -19,11 +19,13 @@ from dpllm.data.units import Int64Array
 from dpllm.methods.predict.groups import secret_groups
 from dpllm.methods.predict.inputs import PrivateRecords, load_public_model, model_section, read_records
 from dpllm.methods.predict.model import require_independent_rows, require_memory
-from dpllm.methods.predict.plan import TokenPlan, noise_within, plan_tokens
+from dpllm.methods.predict.plan import TokenPlan, plan_tokens
 from dpllm.methods.predict.sampler import GroupSampler, TextLimits
 from dpllm.methods.predict.section import PredictConfig
+from dpllm.methods.predict.token_draw import TokenDraw
 from dpllm.methods.queries.planned import QueryCommand, begin_from, plan_with
 from dpllm.methods.queries.run import QueryRun
+from dpllm.privacy.calibration import least_noise
 from dpllm.privacy.query_plan import QueryPlan, Value
 from dpllm.training.screen import Phases
 
@@ -53,7 +55,12 @@ def tokens_of(recipe: QueryRecipe, num_units: int) -> TokenPlan:
         if privacy.noise_multiplier is not None:
             return privacy.noise_multiplier
         assert privacy.target_epsilon is not None  # the section has one of the two
-        return noise_within(privacy.target_epsilon, privacy.delta_for(num_units), privacy.adjacency, tokens)
+        return least_noise(
+            privacy.target_epsilon,
+            privacy.delta_for(num_units),
+            lambda noise: [(TokenDraw(noise_multiplier=noise), tokens)],
+            privacy.adjacency,
+        )
 
     return plan_tokens(_options(recipe), num_units, noise_for)
 

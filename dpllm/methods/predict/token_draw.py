@@ -48,7 +48,6 @@ import dp_accounting
 import numpy as np
 from dp_accounting import dp_event
 from numpy.typing import NDArray
-from scipy import optimize
 
 from dpllm.mechanism import pld, renyi
 from dpllm.mechanism.events import EventWords, NeverTruncated, Round
@@ -98,6 +97,11 @@ class TokenDraw(NeverTruncated):
         return self.rho()
 
     @property
+    def most_epsilon(self) -> float:
+        """The largest ε that follows from Rényi divergences."""
+        return renyi.HIGHEST
+
+    @property
     def library_gap(self) -> str | None:
         """dp_accounting has no token draw."""
         return "a token draw; compare by zCDP"
@@ -115,8 +119,8 @@ class TokenDraw(NeverTruncated):
         return [(_dominating(count * self.rho(adjacency), width), 1)] * (1 if adjacency == "replace-one" else 2)
 
     def grid(self, count: int, adjacency: str, width: float) -> float:
-        """Return the width of the grid: at least 0.001."""
-        return max(width, renyi.WIDTH)
+        """Return the width of the grid (`renyi.grid`)."""
+        return renyi.grid(width)
 
     def dp_event(self) -> dp_accounting.DpEvent:
         """Return the event in dp_accounting's terms."""
@@ -133,20 +137,6 @@ class TokenDraw(NeverTruncated):
             options="",
             is_sampled=False,
         )
-
-
-def rho_within(epsilon: float, delta: float) -> float:
-    """Return about the largest ρ with which (ε, δ) holds; the accounting's grid makes ε of it larger by about 1e-5.
-
-    >>> round(rho_within(0.9, 1e-6), 5)
-    0.02
-    """
-
-    def excess(log_rho: float) -> float:
-        return float(_log_delta(math.exp(log_rho), np.array([epsilon]))[0]) - math.log(delta)
-
-    low, high = math.log(1e-24), math.log(1e6)
-    return math.exp(low if excess(low) > 0 else optimize.brentq(excess, low, high, xtol=1e-12))
 
 
 @lru_cache(maxsize=32)

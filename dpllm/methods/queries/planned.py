@@ -14,9 +14,10 @@ from typing import Any
 from dpllm.config.query_recipe import QueryRecipe
 from dpllm.mechanism.events import Event
 from dpllm.methods.queries.run import QueryRun
+from dpllm.privacy.calibration import least_noise
 from dpllm.privacy.compose import check_run
 from dpllm.privacy.ledger import LEDGER_FILE, is_being_written, read_ledger, require_own_file
-from dpllm.privacy.query_plan import Charge, PriorRelease, QueryPlan, Value, calibrated, training_plan
+from dpllm.privacy.query_plan import Charge, PriorRelease, QueryPlan, Value, training_plan
 from dpllm.privacy.release_words import release_words
 from dpllm.privacy.rounding import format_delta, format_epsilon
 from dpllm.privacy.stated import stated_history
@@ -108,11 +109,11 @@ def plan_from(
     sigma = privacy.noise_multiplier
     if sigma is None:
         assert privacy.target_epsilon is not None
-        sigma = calibrated(
+        sigma = least_noise(
             privacy.target_epsilon,
             delta,
             lambda at: [(event, count) for _, event, count in charges_of(at)],
-            adjacency=privacy.adjacency,
+            privacy.adjacency,
         )
     return plan_with(recipe, method, num_units, charges_of(sigma), settings=settings, randomness=randomness)
 

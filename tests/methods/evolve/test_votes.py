@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dpllm.config import ConfigError
 from dpllm.methods.evolve.votes import exact_votes, nearest, noisy_votes, votes_charge
 from dpllm.privacy.accounting import epsilon
-from dpllm.privacy.query_plan import calibrated
+from dpllm.privacy.calibration import least_noise
 from tests.mutations import kills
 
 
@@ -97,7 +97,7 @@ def test_sigma_is_the_published_one(target, sigma):
         charge = votes_charge(sigma, 10)
         return [(charge.event, charge.count)]
 
-    found = calibrated(target, delta, history)
+    found = least_noise(target, delta, history)
     assert found == pytest.approx(sigma, abs=0.006)
     # The same by the closed form of one Gaussian with σ/√T (Balle and Wang, arXiv:1805.06530).
     assert epsilon(history(found), delta) == pytest.approx(target, rel=1e-4)
