@@ -8,7 +8,8 @@ signature: it guards against accidents, and against edits by someone who does no
 
 Kinds of lines: "run" (a process started or resumed), "step", "charge" (answers of a query run), "disclosure" (something
 that depends on the private data was written out, and ε does not cover it), "fact" (a fact of the run for the report),
-"open point" (a reason not to release before people have settled it), "settled" (what people checked about such a
+"score" (of the model on public held-out records, by which `dpllm tune` compares runs), "open point" (a reason not to
+release before people have settled it), "settled" (what people checked about such a
 reason, who, and when), "public start" (the files of the public training at the start of the run, by hash), "released"
 (the files of a saved model, by hash), "audit" (the verdict of an audit), "pages" (the files of the report and the model
 card, by hash), "rate" (the learning rates from the update after a step on), "adopted" (people declared this copy of the
@@ -20,6 +21,7 @@ write of their own. The ledger is published, so counts of single steps that depe
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -34,6 +36,7 @@ from typing import Any, Protocol
 import filelock
 
 from dpllm.config.files import naming, sync_folder
+from dpllm.config.tasks import Score
 from dpllm.config.versions import code_version
 from dpllm.mechanism.catalogue import to_fields
 from dpllm.mechanism.events import Event
@@ -277,6 +280,16 @@ class Ledger:
         name, value = _one_line("fact's name", name), _fact_value(name, value)
         if self._notes.add_fact(name, value):
             self._append({"kind": "fact", "name": name, "value": value})
+
+    def append_score(self, score: Score, value: float) -> None:
+        """Note the score of the model on public held-out records, not rounded; nothing if it is not finite.
+
+        Args:
+            score: of the model's task.
+            value: it depends on the private data only through the model, so ε covers it.
+        """
+        if math.isfinite(value):
+            self._append({"kind": "score", **dataclasses.asdict(score), "value": float(value)})
 
     def append_open_point(self, text: str) -> None:
         """Note a reason not to release before people have settled it. A known text is not written again.

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dpllm.config.tasks import Score
 from dpllm.config.versions import has_format, other_format, version_words
 from dpllm.mechanism.catalogue import from_fields
 from dpllm.mechanism.events import Event
@@ -54,6 +55,7 @@ _OTHER_KINDS = (
     "adopted",
     "pages",
     "rate",
+    "score",
     "recovered",
     "end",
 )
@@ -124,6 +126,8 @@ class LedgerNotes:
     """Clip thresholds of the steps whose lines carry one, in their order: those of a clipping that adapts."""
     rates: list[tuple[int, str]] = field(default_factory=list)
     """Learning rates: the number of a step, and the rates from its update on, until another entry follows."""
+    score: tuple[Score, float] | None = None
+    """The last score of the model on public held-out records, and its value; None: none was measured."""
     begun_at: list[int] = field(default_factory=list)
     """For each start or resume, the number of thresholds before it."""
     answers: dict[tuple[str, Event], int] = field(default_factory=dict)
@@ -422,6 +426,8 @@ class LedgerReader:
             contents.notes.pages |= {str(name): str(digest) for name, digest in entry["files"].items()}
         elif kind == "rate":
             contents.notes.rates.append((int(entry["step"]), str(entry["rate"])))
+        elif kind == "score":
+            contents.notes.score = (Score(entry["name"], entry["larger_is_better"]), float(entry["value"]))
         elif kind == "adopted":
             contents.notes.file = (entry["run"], entry["file"])
         elif kind == "end":

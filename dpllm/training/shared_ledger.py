@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dpllm.config.tasks import Score
 from dpllm.engines.processes import Processes
 from dpllm.mechanism.events import Event
 from dpllm.privacy.budget import BudgetError, charge, check_entry, mark, new_entry_id, read_budget, settle
@@ -313,6 +314,11 @@ class SharedLedger:
         """Do as `Ledger.append_fact` on rank 0; other ranks write nothing."""
         if self._ledger is not None:
             self._ledger.append_fact(name, value)
+
+    def append_score(self, score: Score, value: float) -> None:
+        """Do as `Ledger.append_score` on rank 0; other ranks write nothing."""
+        if self._ledger is not None:
+            self._ledger.append_score(score, value)
 
     def note_rate(self, rate: str) -> None:
         """Do as `Ledger.note_rate` on rank 0; other ranks write nothing."""

@@ -56,7 +56,7 @@ from dpllm.report.disclosures import HELD_OUT
 from dpllm.report.release_notes import keep_utility
 from dpllm.report.statement import MARKDOWN_FILE, write_report
 from dpllm.training.arguments import training_arguments
-from dpllm.training.evaluation import Measurement
+from dpllm.training.evaluation import Measurement, figure_words
 from dpllm.training.finetune import Start, add_sources, console, evaluated, noted, public_start, show
 from dpllm.training.held_out import HeldOut, HeldOutRows
 from dpllm.training.ledger_notes import PrivateSources, note_data, note_units
@@ -341,11 +341,13 @@ class Server:
     ) -> None:
         """Save the model with plan, ledger, report and card."""
         phases.begin("saving", "the model with its plan, ledger, report and card")
-        figures = self._figures(before, after)
+        figures = figure_words(before, after)
         public = self._recipe.data.eval_is_public
         if figures and not public:
             ledger.append_disclosure(HELD_OUT, len(figures))
             keep_utility(self.folder, figures)
+        elif after is not None:
+            ledger.append_score(after.score, after.value)
         files = snapshot(self.folder)
         needed = bytes_to_write(self.model, self._args, 0, merges=False)
         until_there_is_room(lambda: self._save(self.folder), self.folder, needed, self._save)
@@ -362,21 +364,13 @@ class Server:
         self.model.save_pretrained(folder, state_dict=state)
         self._start.tokenizer.save_pretrained(folder)
 
-    def _figures(self, before: Measurement | None, after: Measurement | None) -> dict[str, str]:
-        found = {"before": before, "after": after}
-        return {
-            f"held-out {name} {when}": f"{value:.4g}"
-            for when, measured in found.items()
-            for name, value in (measured.figures.items() if measured else ())
-        }
-
     def _show(self, ledger: SharedLedger, before: Measurement | None, after: Measurement | None, given_up: int) -> None:
         plan, value = (
             self._plan,
             format_epsilon(accounting.epsilon(ledger.history, self._plan.delta, self._plan.adjacency)),
         )
         rows = [
-            *self._figures(before, after).items(),
+            *figure_words(before, after).items(),
             ("guarantee", f"ε = {value} at δ = {format_delta(plan.delta)}, {plan.adjacency} adjacency"),
             ("unit of privacy", f"one client of {plan.num_units:,}"),
             ("rounds", f"{ledger.num_steps} of {plan.num_steps} charged, {given_up} given up"),
