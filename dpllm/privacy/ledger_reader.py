@@ -195,6 +195,11 @@ class LedgerContents:
         return sum(count for _, count in self.history)
 
     @property
+    def answers_end_independently(self) -> bool:
+        """Whether a query run's stop was declared independent, and no torn line may be a charge that is not named."""
+        return self.notes.stopped_independently and not self.torn_steps
+
+    @property
     def seeded(self) -> bool:
         """Whether any run used a fixed seed; then nothing in the ledger is private."""
         return any(run["entropy"] not in ENTROPY.values() for run in self.runs)

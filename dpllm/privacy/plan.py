@@ -48,6 +48,11 @@ class Plan:
         """The history from which ε is computed."""
         raise NotImplementedError
 
+    @property
+    def reserved(self) -> tuple[Event, int]:
+        """The event that the entry in a budget reserves, and how often."""
+        raise NotImplementedError
+
     @cached_property
     def epsilon(self) -> float:
         """ε of the whole history under the plan's adjacency; inf without noise."""
@@ -183,6 +188,11 @@ class PrivacyPlan(PlannedNoise, PlannedDraw, Plan):
         if self.selection is None:
             return self.history_of_run
         return [(selected_run(Selection.of(self.selection), self.event, self.num_steps), 1)]
+
+    @property
+    def reserved(self) -> tuple[Event, int]:
+        """All steps of the run, or the one selection among such runs."""
+        return (self.event, self.num_steps) if self.selection is None else self.history[0]
 
     @property
     def history_of_run(self) -> list[tuple[Event, int]]:

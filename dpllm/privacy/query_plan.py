@@ -175,6 +175,11 @@ class QueryPlan(PlannedUnit, Plan):
         return Several.of(self.own_history)
 
     @property
+    def reserved(self) -> tuple[Event, int]:
+        """All charges of this run as one event."""
+        return self.event, 1
+
+    @property
     def num_steps(self) -> int:
         """The number of answers that may be charged."""
         return sum(charge.count for charge in self.charges)

@@ -56,7 +56,7 @@ def stated_answers(plan: QueryPlan, contents: LedgerContents) -> tuple[tuple[Eve
     """
     if contents.num_steps == 0:
         return ()
-    if contents.notes.stopped_independently and not contents.torn_steps:
+    if contents.answers_end_independently:
         return tuple(contents.history)
     return tuple(plan.own_history)
 

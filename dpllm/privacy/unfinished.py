@@ -28,7 +28,6 @@ from dpllm.privacy.ledger import (
     read_ledger,
     require_own_file,
 )
-from dpllm.privacy.query_budget import settle_queries
 from dpllm.privacy.writer import known_writer
 
 
@@ -137,11 +136,8 @@ def settle_crashed(path: str | Path, folder: str | Path, independent: bool = Fal
         with Ledger.annotate(ledger) as opened:
             opened.append_end(f"crashed; declared independent of the data and of the {what}", independent=True)
         contents = read_ledger(ledger)
-    if answers:
-        settle_queries(path, entry.id, contents)
-    else:
-        keep = early and not contents.notes.stopped_independently
-        settle(path, entry.id, contents.num_steps, contents.head, keep_reserved=keep)
+    keep = not contents.answers_end_independently if answers else early and not contents.notes.stopped_independently
+    settle(path, entry.id, contents.history, contents.head, keep_reserved=keep)
     return contents.num_steps
 
 

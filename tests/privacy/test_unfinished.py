@@ -110,7 +110,7 @@ from tests.privacy.test_unfinished import plan
 from tests.methods.queries.making import query_plan
 
 folder, kind, moment = Path(sys.argv[1]), *sys.argv[2:]
-module, name = (run, "charge_queries") if kind == "answers" else (shared_ledger, "charge")
+module, name = (run if kind == "answers" else shared_ledger, "charge")
 whole = getattr(module, name)
 
 def killed(*args):

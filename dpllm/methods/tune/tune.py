@@ -34,7 +34,7 @@ from dpllm.mechanism.selection import Selection
 from dpllm.methods.tune import RECORD_FILE, RELEASED_FOLDER
 from dpllm.methods.tune.record import DrawnRun, Record, TuningError, create_record, open_record
 from dpllm.methods.tune.search import Search, overrides_of
-from dpllm.privacy.budget import BudgetError, charge_selection, entry_of, mark, read_budget, settle
+from dpllm.privacy.budget import BudgetError, charge, entry_of, mark, read_budget, settle
 from dpllm.privacy.identity import is_finished
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, is_being_written, read_ledger
 from dpllm.privacy.ledger_reader import LedgerHead
@@ -248,7 +248,7 @@ def _draw(tuning: Tuning, draws: SystemDraws, path: Path) -> None:
         assert tuning.plan.dataset is not None  # the configuration requires it with a budget file
         entry = {
             "file": str(Path(budget).expanduser().resolve()),
-            "entry": charge_selection(budget, tuning.plan, tuning.plan.dataset),
+            "entry": charge(budget, tuning.plan, tuning.plan.dataset, of_all_runs=True),
         }
     count = draws.number_of_runs(tuning.search.selection)
     runs = [DrawnRun(secrets.token_hex(8), draws.below(len(tuning.recipes))) for _ in range(count)]
