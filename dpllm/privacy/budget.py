@@ -28,7 +28,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -243,7 +243,11 @@ def mark(path: str | Path, entry_id: str, head: LedgerHead) -> None:
 
 
 def settle(
-    path: str | Path, entry_id: str, charged: int | History, head: LedgerHead | None = None, keep_reserved: bool = False
+    path: str | Path,
+    entry_id: str,
+    charged: int | Sequence[tuple[Event, int]],
+    head: LedgerHead | None = None,
+    keep_reserved: bool = False,
 ) -> None:
     """Replace the reservation of a run that has ended by what its ledger charges.
 
@@ -270,7 +274,9 @@ def settle(
         put(_with_entry(budget, replace(settled, head=entry.head if head is None else head.to_dict())))
 
 
-def _settled_steps(path: str | Path, entry: Entry, charged: int | History, keep_reserved: bool) -> Entry:
+def _settled_steps(
+    path: str | Path, entry: Entry, charged: int | Sequence[tuple[Event, int]], keep_reserved: bool
+) -> Entry:
     """Return the entry with the steps that were charged."""
     if not isinstance(charged, int) and any(event != entry.step for event, _ in charged):
         raise BudgetError(
@@ -288,7 +294,9 @@ def _settled_steps(path: str | Path, entry: Entry, charged: int | History, keep_
     return replace(entry, steps_charged=None if keep_reserved else int(taken), steps_before=int(taken))
 
 
-def _settled_answers(path: str | Path, entry: Entry, planned: Several, charged: History, keep_reserved: bool) -> Entry:
+def _settled_answers(
+    path: str | Path, entry: Entry, planned: Several, charged: Sequence[tuple[Event, int]], keep_reserved: bool
+) -> Entry:
     """Return the entry with the answers that were charged as one event; its steps are 0 or 1."""
     if not charged and entry.steps_before == 0:
         return replace(entry, steps_charged=0)

@@ -19,6 +19,7 @@ from dpllm.config.tasks import Score
 from dpllm.config.versions import has_format, other_format, version_words
 from dpllm.mechanism.catalogue import from_fields
 from dpllm.mechanism.events import Event
+from dpllm.privacy.chained_file import CHAIN_LENGTH, CHAIN_START, chained_lines, lines_of
 
 ENTROPY_SYSTEM = "operating system"
 ENTROPY_SEEDED = "fixed seed (NOT PRIVATE)"
@@ -37,9 +38,6 @@ OLD_COUNTS = (
 )
 """The open point of a ledger with such lines."""
 
-CHAIN_START = hashlib.sha256(b"dpllm privacy ledger, format 1").hexdigest()[:16]
-_CHAIN_LENGTH = 16
-_SUFFIX_LENGTH = len(', "chain": ""}') + _CHAIN_LENGTH
 _STEP_START = '{"kind": "step", "step": '
 _RATE, _THRESHOLD = '"rate": "', '"threshold": '
 _OTHER_KINDS = (
@@ -95,7 +93,7 @@ class LedgerHead:
         """
         if isinstance(values, Mapping):
             chain, num_steps = values.get("chain"), values.get("num_steps")
-            if isinstance(chain, str) and len(chain) == _CHAIN_LENGTH and isinstance(num_steps, int) and num_steps >= 0:
+            if isinstance(chain, str) and len(chain) == CHAIN_LENGTH and isinstance(num_steps, int) and num_steps >= 0:
                 return cls(chain, num_steps)
         raise LedgerError(f"{values!r} is not a place in a ledger. Restore the file that it was read from")
 
@@ -225,11 +223,6 @@ def count_step(history: list[tuple[Event, int]], step: Event, begins: bool, time
         history.append((step, times))
 
 
-def file_hash(run: str, identity: str) -> str:
-    """Return a keyed hash of a file's inode, which shows whether a ledger is still the file that the run wrote."""
-    return hashlib.sha256(f"{run}:{identity}".encode()).hexdigest()[:_CHAIN_LENGTH]
-
-
 def steps_at(path: str | Path, chain: str) -> int | None:
     """Return the number of steps that a ledger charges up to the line of this hash; None if no line has the hash.
 
@@ -285,11 +278,7 @@ class LedgerReader:
         self.torn_tail: tuple[int, bool] | None = None
         self._running = False
         self._steps_by_text: dict[str, Event] = {}
-        # A byte outside ASCII can only come from damage; its replacement matches no hash.
-        lines = data.decode("ascii", errors="replace").split("\n")
-        if lines[-1] == "":
-            lines.pop()
-        self.num_lines = len(lines)
+        lines = lines_of(data)
         self.num_bytes = len(data)
         self.contents.sha256 = hashlib.sha256(_without_pages_at_the_end(data)).hexdigest()
         try:
@@ -309,13 +298,11 @@ class LedgerReader:
     def _read(self, lines: list[str]) -> None:
         # The step number is kept here: counting the history again for each line would take quadratic time.
         self._num_steps = 0
-        for number, line in enumerate(lines, start=1):
-            body = line[:-_SUFFIX_LENGTH] + "}"
-            chain = next_chain(self.chain, body)
-            if line[-_SUFFIX_LENGTH:] != f', "chain": "{chain}"}}':
+        for number, line, body, chain, whole in chained_lines(lines):
+            self.chain = chain
+            if not whole:
                 self._take_damaged(number, line, lines)
                 continue
-            self.chain = chain
             if body.startswith(_STEP_START):
                 self._take_step(number, body)
             else:
@@ -451,8 +438,3 @@ def _without_pages_at_the_end(data: bytes) -> bytes:
     while lines and lines[-1].startswith(_PAGES_START.encode("ascii")) and lines[-1].endswith(b"\n"):
         lines.pop()
     return b"".join(lines)
-
-
-def next_chain(chain: str, body: str) -> str:
-    """Return the hash of a line and of all lines before it; ``chain`` is the hash of the line before."""
-    return hashlib.sha256(f"{chain}{body}".encode("utf-8", errors="replace")).hexdigest()[:_CHAIN_LENGTH]

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dpllm.mechanism.several import Several
-from dpllm.privacy import locks
 from dpllm.privacy.budget import BudgetError, entry_of, read_budget, require_own_ledger, settle
 from dpllm.privacy.budget_entry import Entry
+from dpllm.privacy.chained_file import is_at, lock
 from dpllm.privacy.ledger import (
     LEDGER_FILE,
     REPORT_FILE,
@@ -164,7 +164,7 @@ def _locked(path: Path) -> Iterator[bool]:
         yield False
         return
     try:
-        yield locks.lock(descriptor) and path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
+        yield lock(descriptor) and is_at(descriptor, path)
     finally:
         os.close(descriptor)
 
