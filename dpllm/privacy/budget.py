@@ -45,13 +45,11 @@ from dpllm.mechanism.limits import ADJACENCIES, MAX_TARGET_EPSILON
 from dpllm.mechanism.several import Several
 from dpllm.privacy import accounting
 from dpllm.privacy.accounting import History, merge
-from dpllm.privacy.budget_entry import Entry
 from dpllm.privacy.budget_lock import BudgetError as BudgetError
 from dpllm.privacy.budget_lock import locked
 from dpllm.privacy.calibration import steps_within
-from dpllm.privacy.identity import require_prefix
 from dpllm.privacy.ledger import LedgerError, read_ledger
-from dpllm.privacy.ledger_reader import LedgerHead
+from dpllm.privacy.ledger_reader import LedgerHead, require_prefix
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.privacy.query_plan import QueryPlan
 from dpllm.privacy.rounding import down, format_delta, format_delta_limit, format_epsilon
@@ -59,6 +57,53 @@ from dpllm.privacy.rounding import down, format_delta, format_delta_limit, forma
 _FORMAT = 1
 AnyPlan = PrivacyPlan | QueryPlan
 _HEAD = ("dataset", "unit", "unit_column", "num_units", "adjacency", "epsilon", "delta", "shared_people")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """The charge of one run."""
+
+    id: str
+    """Random, in hexadecimal; also written in the run's ledger."""
+    plan_hash: str
+    step: Event
+    steps_reserved: int
+    """Steps of all starts together: T of the plan, or the number that the last resume allows."""
+    steps_charged: int | None
+    """Steps that the run's ledger charges, once it has ended. None: the reservation counts."""
+    steps_before: int
+    """Steps known to have run; no later settlement may be lower."""
+    charged_at: str
+    """Time of the first charge, UTC."""
+    segments: tuple[int, ...] = ()
+    """Steps of each start before the last one, for events whose resume costs more than going on (`Event.restarts`)."""
+    steps_planned: int | None = None
+    """T of the plan, where a resume allows another number. None: as many as are reserved."""
+    head: dict[str, Any] | None = None
+    """The place in the run's ledger (`LedgerHead`) at the last start, resumption, save or end. None: not begun."""
+
+    def __post_init__(self) -> None:
+        """Check the counts and the head."""
+        counts = {"steps_reserved": self.steps_reserved, "steps_before": self.steps_before}
+        counts |= {"steps_charged": self.steps_charged or 0, "steps_planned": self.steps_planned or 0}
+        for name, count in counts.items():
+            integer(name, count, 0)
+        object.__setattr__(self, "segments", tuple(integer("segments", count, 1) for count in self.segments))
+        if self.head is not None:
+            LedgerHead.of(self.head)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that count against the budget."""
+        return self.steps_reserved if self.steps_charged is None else self.steps_charged
+
+    @property
+    def history(self) -> list[tuple[Event, int]]:
+        """The steps that count, by start: those whose ε the run's report states (`dpllm.privacy.stated`)."""
+        taken = (*self.segments, max(0, self.num_steps - sum(self.segments)))
+        if self.num_steps < self.steps_reserved:  # the stop was declared independent
+            return accounting.of_starts(self.step, taken)
+        return accounting.of_starts(self.step, taken, self.steps_planned or self.steps_reserved)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -550,7 +595,7 @@ def entry_of(budget: Budget, entry_id: str) -> Entry:
 
 
 def new_entry_id() -> str:
-    """Return the id of an entry that a ledger names before its run charges (`dpllm.privacy.unfinished.charging`)."""
+    """Return the id of an entry that a ledger names before its run charges (`dpllm.privacy.run_folder.charging`)."""
     return secrets.token_hex(8)
 
 

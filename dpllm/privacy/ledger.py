@@ -16,7 +16,7 @@ card, by hash), "rate" (the learning rates from the update after a step on), "ad
 file to be the ledger), "recovered" (a crash left the line before incomplete), "end". The line of each start names the
 commit of dpllm that ran. The line of a step also holds learning rates that changed before it, so that they need no
 write of their own. The ledger is published, so counts of single steps that depend on private rows are in another file
-(`dpllm.privacy.not_for_release`).
+(`dpllm.privacy.private_folder`).
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ from dpllm.privacy.ledger_reader import ENTROPY_SYSTEM as ENTROPY_SYSTEM
 from dpllm.privacy.ledger_reader import LedgerContents as LedgerContents
 from dpllm.privacy.ledger_reader import LedgerError as LedgerError
 from dpllm.privacy.ledger_reader import read_ledger as read_ledger
-from dpllm.privacy.not_for_release import append_diagnostic
-from dpllm.privacy.writer import is_own_process, known_writer
+from dpllm.privacy.private_folder import append_diagnostic, is_own_process, known_writer
 
 LEDGER_FILE = "privacy_ledger.jsonl"
 REPORT_FILE = "privacy_report.json"
@@ -459,7 +458,7 @@ def require_own_file(contents: LedgerContents) -> None:
     ext4 gives the inode of a deleted file to the next file. File systems that number files differently at each mount
     (some FUSE ones) also require `dpllm verify --adopt`. A file that was overwritten in place by an older copy is found
     by the run's report (`refuse_lost_lines`), by its budget, or by the checkpoint that is resumed, if the copy is older
-    (`dpllm.privacy.identity`).
+    (`dpllm.privacy.run_folder`).
 
     Raises:
         LedgerError: it is a copy.

@@ -244,6 +244,32 @@ def read_ledger(path: str | Path) -> LedgerContents:
     return LedgerReader(Path(path)).contents
 
 
+def require_prefix(ledger: str | Path, head: LedgerHead, owner: str) -> None:
+    """Make sure that a ledger contains a head.
+
+    Args:
+        ledger: the file.
+        head: a head that a checkpoint or a budget recorded.
+        owner: its owner, for the error: "The checkpoint runs/a/checkpoint-5".
+
+    Raises:
+        LedgerError: it does not contain the head.
+    """
+    if steps_at(ledger, head.chain) == head.num_steps:
+        return
+    charged = read_ledger(ledger).num_steps
+    if head.num_steps > charged:
+        raise LedgerError(
+            f"{owner} holds {head.num_steps} steps, {ledger} charges {charged}: it is not the ledger of that run, or "
+            "it was cut or restored from an older copy. Replace it by the run's own latest ledger"
+        )
+    raise LedgerError(
+        f"{owner} belongs to another ledger than {ledger}: it comes from another run, or from a copy of this folder "
+        "that was resumed separately, and its steps are not charged here. Resume from a checkpoint of this folder's "
+        "run, or in the folder that made this checkpoint"
+    )
+
+
 def noted_before(path: str | Path, fact: str) -> tuple[bool, Any]:
     """Return whether the file holds a run with steps, and what it noted last as this fact (None: nothing).
 

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from dpllm.config.files import write_file
 from dpllm.privacy.ledger import LedgerError, read_ledger
-from dpllm.privacy.not_for_release import private_path
+from dpllm.privacy.private_folder import private_path
 
 KEY_FILE = "not_for_release/data_key.txt"
 """Relative to the run's folder; readable by its owner only."""

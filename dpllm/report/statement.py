@@ -24,12 +24,12 @@ from dpllm.mechanism.parts import FixedBatch
 from dpllm.mechanism.selection import SelectedRun
 from dpllm.privacy import accounting, comparison
 from dpllm.privacy.accounting import merge
-from dpllm.privacy.identity import COMPLETED, STOPPED_EARLY, lost_steps
 from dpllm.privacy.ledger import REPORT_FILE as JSON_FILE
 from dpllm.privacy.ledger import Ledger, LedgerContents, read_ledger
 from dpllm.privacy.query_plan import QueryPlan
 from dpllm.privacy.risk import attack_risk
 from dpllm.privacy.rounding import format_delta, up
+from dpllm.privacy.run_folder import COMPLETED, STOPPED_EARLY, lost_steps
 from dpllm.privacy.stated import planned_steps, stated_history
 from dpllm.report.checklist import REFUTED, completed
 from dpllm.report.curves import curves

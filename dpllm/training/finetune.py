@@ -59,11 +59,10 @@ from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
 from dpllm.models.model_argument import name_classes
 from dpllm.models.start_files import START_FILES, refuse_other_start, start_files
 from dpllm.privacy.budget import require_room
-from dpllm.privacy.identity import lost_steps
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PrivacyPlan, format_plan
 from dpllm.privacy.rounding import format_delta, format_epsilon
-from dpllm.privacy.unfinished import is_used
+from dpllm.privacy.run_folder import is_used, lost_steps
 from dpllm.report.disclosures import HELD_OUT
 from dpllm.report.figures import plot_training
 from dpllm.report.release_notes import ReleaseNotes, keep_utility

@@ -18,7 +18,7 @@ import pytest
 from dpllm.mechanism.events import Step
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import ENTROPY_SEEDED, ENTROPY_SYSTEM, Ledger, LedgerError, is_being_written, read_ledger
-from dpllm.privacy.not_for_release import read_diagnostics
+from dpllm.privacy.private_folder import read_diagnostics
 from tests.mutations import kills
 
 STEP = Step(num_units=1000, sampling_rate=0.02, max_batch_size=52, noise_multiplier=1.0, clip_norm=0.5)

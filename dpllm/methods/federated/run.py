@@ -46,11 +46,10 @@ from dpllm.models.load import load_base_model, prepare_model
 from dpllm.models.starting_point import check_start
 from dpllm.privacy import accounting
 from dpllm.privacy.budget import require_room
-from dpllm.privacy.identity import COMPLETED, note_release, snapshot
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PrivacyPlan, format_plan, make_plan
 from dpllm.privacy.rounding import format_delta, format_epsilon
-from dpllm.privacy.unfinished import is_used
+from dpllm.privacy.run_folder import COMPLETED, is_used, note_release, snapshot
 from dpllm.report.definition import FEDERATED, SECURE, TRUSTED, WHO_SEES
 from dpllm.report.disclosures import HELD_OUT
 from dpllm.report.release_notes import keep_utility

@@ -24,13 +24,11 @@ from dpllm.data.units import UnitIndex
 from dpllm.methods.queries.randomness import Randomness
 from dpllm.privacy import checkpoints
 from dpllm.privacy.budget import charge, new_entry_id, read_budget, settle
-from dpllm.privacy.identity import COMPLETED, STOPPED_EARLY
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerError, read_ledger
-from dpllm.privacy.not_for_release import PRIVATE_FOLDER, private_path
 from dpllm.privacy.plan import PLAN_FILE
+from dpllm.privacy.private_folder import PRIVATE_FOLDER, note_writer, private_path
 from dpllm.privacy.query_plan import QueryPlan
-from dpllm.privacy.unfinished import charging, is_used, make_way
-from dpllm.privacy.writer import note_writer
+from dpllm.privacy.run_folder import COMPLETED, STOPPED_EARLY, charging, is_used, make_way
 from dpllm.report.model_card import write_release_card
 from dpllm.report.release_notes import ReleaseNotes
 from dpllm.report.statement import write_report

@@ -35,11 +35,11 @@ from dpllm.methods.tune import RECORD_FILE, RELEASED_FOLDER
 from dpllm.methods.tune.record import DrawnRun, Record, TuningError, create_record, open_record
 from dpllm.methods.tune.search import Search, overrides_of
 from dpllm.privacy.budget import BudgetError, charge, entry_of, mark, read_budget, settle
-from dpllm.privacy.identity import is_finished
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, is_being_written, read_ledger
 from dpllm.privacy.ledger_reader import LedgerHead
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
-from dpllm.privacy.writer import known_writer
+from dpllm.privacy.private_folder import known_writer
+from dpllm.privacy.run_folder import is_finished
 from dpllm.report.definition import SELECTED
 from dpllm.report.model_card import note_selected
 from dpllm.report.publishing import files_to_publish

@@ -22,8 +22,8 @@ from dpllm.privacy.compose import compose
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerError, read_ledger
 from dpllm.privacy.plan import PLAN_FILE
 from dpllm.privacy.query_plan import Charge
+from dpllm.privacy.run_folder import settle_crashed
 from dpllm.privacy.stated import stated_history
-from dpllm.privacy.unfinished import settle_crashed
 from dpllm.report.verify import verify
 from tests.methods.queries.making import DELTA, OTHER, VOTE, budget_in, query_plan, train
 from tests.mutations import kills
