@@ -4,8 +4,8 @@ Place in the flow: below `dpllm.privacy.budget`. The lock file is never deleted.
 locked it last, and the number and the hash of the last write of the budget. A budget that was restored from an older
 copy (git, a backup) lacks the runs that were charged since then: it has a lower number, and is refused.
 
-Only the call of the system is filelock's (`lock_descriptor`). The class `FileLock` keeps its descriptor to itself, so no
-note can be written under the lock; it refuses a lock file that another user made, which needs only to be read; and on a
+Only the call of the system is filelock's (`lock_descriptor`). The class `FileLock` keeps its descriptor to itself, so
+no note can be written under the lock. It refuses a lock file that another user made, which needs only to be read. On a
 file system without locks it takes a file in their place, which outlives a process that dies.
 """
 

@@ -223,10 +223,10 @@ class TestVerify:
         assert "every run that was drawn has ended" in failures(verify_tuning(copied))
 
     def test_a_lost_folder_of_a_run_is_found(self, copied):
-        """Its score has no report any more."""
+        """Its score has no ledger any more."""
         record = read_record(copied / RECORD_FILE)
         shutil.rmtree(record.folder_of(1 - record.selected))
-        assert "each score is that of its run's report" in failures(verify_tuning(copied))
+        assert "each score is that of its run's ledger" in failures(verify_tuning(copied))
 
     def test_another_model_in_the_place_of_the_selected_one_is_found(self, copied):
         """The released ledger must be the selected run's."""
