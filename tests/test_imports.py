@@ -33,7 +33,7 @@ import dpllm
 {EVERY_MODULE}
 from dpllm.training.signals import STOPPING
 assert STOPPING == (signal.SIGINT, signal.SIGTERM)
-from dpllm.privacy.locks import fcntl
+from dpllm.privacy.chained_file import fcntl
 assert fcntl is None
 os._exit(0)  # the rest of this process needs what is missing now
 """

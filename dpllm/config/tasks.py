@@ -6,10 +6,36 @@ in `dpllm.models.losses`, and a way from records to labels in `dpllm.data.tokeni
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dpllm.config.formats.catalogue import formats_for
+
+
+@dataclass(frozen=True)
+class Score:
+    """The figure by which two models of a task are compared."""
+
+    name: str
+    """In words."""
+    larger_is_better: bool
+
+    def merit(self, value: float) -> float | None:
+        """Return a value of this figure such that larger is better; None if it is not finite.
+
+        >>> PERPLEXITY.merit(20.0)
+        -20.0
+        """
+        if not math.isfinite(value):
+            return None
+        return value if self.larger_is_better else -value
+
+
+PERPLEXITY = Score("perplexity", larger_is_better=False)
+"""exp of the mean loss per target token."""
+ACCURACY = Score("accuracy", larger_is_better=True)
+SQUARED_ERROR = Score("mean squared error", larger_is_better=False)
 
 
 @dataclass(frozen=True)
@@ -24,6 +50,7 @@ class Task:
         labels: of a row: "text" (token ids), "tokens" (one number for each token), "span" (marks at the tokens of an
             answer), "class" (one number) or "numbers" (one for each output).
         problem_type: in the model's configuration, where it chooses the task of a class with a head; None: not needed.
+        score: by which models are compared on held-out records; None: there is none, so `dpllm tune` refuses the task.
     """
 
     auto_class: str
@@ -32,6 +59,7 @@ class Task:
     pipeline_tag: str
     labels: str
     problem_type: str | None = None
+    score: Score | None = None
 
     @property
     def needs_labels(self) -> bool:
@@ -56,21 +84,27 @@ TASKS: Mapping[str, Task] = {
     "causal_lm": Task(
         *("AutoModelForCausalLM", "CAUSAL_LM", "CAUSAL_LM", "text-generation"),
         labels="text",
+        score=PERPLEXITY,
     ),
     "seq2seq_lm": Task(
         *("AutoModelForSeq2SeqLM", "SEQ_TO_SEQ_CAUSAL_LM", "SEQ_2_SEQ_LM", "text-generation"),
         labels="text",
+        score=PERPLEXITY,
     ),
-    "sequence_classification": Task(*_SEQUENCE, labels="class"),
-    "multi_label_classification": Task(*_SEQUENCE, labels="numbers", problem_type="multi_label_classification"),
-    "regression": Task(*_SEQUENCE, labels="numbers", problem_type="regression"),
+    "sequence_classification": Task(*_SEQUENCE, labels="class", score=ACCURACY),
+    "multi_label_classification": Task(
+        *_SEQUENCE, labels="numbers", problem_type="multi_label_classification", score=ACCURACY
+    ),
+    "regression": Task(*_SEQUENCE, labels="numbers", problem_type="regression", score=SQUARED_ERROR),
     "token_classification": Task(
         *("AutoModelForTokenClassification", "TOKEN_CLASSIFICATION", "TOKEN_CLS", "token-classification"),
         labels="tokens",
+        score=ACCURACY,
     ),
     "question_answering": Task(
         *("AutoModelForQuestionAnswering", "QUESTION_ANSWERING", "QUESTION_ANS", "question-answering"),
         labels="span",
+        score=ACCURACY,
     ),
 }
 """Values of ``model.task``."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dpllm.engines.zero_checkpoint import divides_parameters, is_zero_checkpoint
 from dpllm.privacy.checkpoints import CheckpointError, made_by
-from dpllm.privacy.identity import steps_of_weights
+from dpllm.privacy.run_folder import steps_of_weights
 
 SINGLE, DDP, FSDP2, ZERO1, ZERO2, ZERO3 = CONFIGS = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3")
 """The engines."""

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from dpllm.engines.checksums import Checksum, values
 from dpllm.engines.processes import Processes
-from dpllm.privacy.identity import RunName
 from dpllm.privacy.ledger import LedgerError
+from dpllm.privacy.run_folder import RunName
 
 _FEWEST = 16  # entries of a tensor that can be recognised: shorter ones may be equal by chance
 _RUNS: list[RunWeights] = []

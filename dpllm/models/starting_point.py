@@ -27,8 +27,8 @@ from dpllm.models.quantization import calibration_points
 from dpllm.models.run_weights import earlier_run, runs_below, runs_that_trained
 from dpllm.models.start_files import folder_of, trace_of_training
 from dpllm.models.start_weights import edited_weights, loaded_parts
-from dpllm.privacy.identity import RunName, run_in
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
+from dpllm.privacy.run_folder import RunName, run_in
 from dpllm.report.model_card import CARD_FILE
 
 DATA_DRIVEN_INIT = ("eva", "corda", "lora_ga")

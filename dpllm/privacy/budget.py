@@ -8,7 +8,7 @@ at any time, and a run that would exceed it does not start.
     create_budget("chats.budget.json", dataset="chats", epsilon=8.0, delta=1e-6, unit="user", num_units=50_000, ...)
     entry = charge("chats.budget.json", plan, dataset="chats")     # before training, or BudgetError
     check_entry("chats.budget.json", entry, plan)                  # before the run is resumed, or BudgetError
-    settle("chats.budget.json", entry, num_steps=ledger.num_steps) # after it has ended
+    settle("chats.budget.json", entry, ledger.num_steps)           # after it has ended
 
 The file is changed under a lock (``<name>.lock`` beside it, which is never deleted) and replaced atomically and
 durably. It carries a hash of its contents against accidents and careless edits; the hash is not a signature. An older
@@ -28,7 +28,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -42,21 +42,68 @@ from dpllm.config.versions import has_format, other_format
 from dpllm.mechanism.catalogue import from_fields, to_fields
 from dpllm.mechanism.events import Event
 from dpllm.mechanism.limits import ADJACENCIES, MAX_TARGET_EPSILON
+from dpllm.mechanism.several import Several
 from dpllm.privacy import accounting
-from dpllm.privacy.accounting import History
-from dpllm.privacy.budget_entry import Entry
+from dpllm.privacy.accounting import History, merge
 from dpllm.privacy.budget_lock import BudgetError as BudgetError
 from dpllm.privacy.budget_lock import locked
 from dpllm.privacy.calibration import steps_within
-from dpllm.privacy.identity import require_prefix
 from dpllm.privacy.ledger import LedgerError, read_ledger
-from dpllm.privacy.ledger_reader import LedgerHead
+from dpllm.privacy.ledger_reader import LedgerHead, require_prefix
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.privacy.query_plan import QueryPlan
 from dpllm.privacy.rounding import down, format_delta, format_delta_limit, format_epsilon
 
 _FORMAT = 1
+AnyPlan = PrivacyPlan | QueryPlan
 _HEAD = ("dataset", "unit", "unit_column", "num_units", "adjacency", "epsilon", "delta", "shared_people")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """The charge of one run."""
+
+    id: str
+    """Random, in hexadecimal; also written in the run's ledger."""
+    plan_hash: str
+    step: Event
+    steps_reserved: int
+    """Steps of all starts together: T of the plan, or the number that the last resume allows."""
+    steps_charged: int | None
+    """Steps that the run's ledger charges, once it has ended. None: the reservation counts."""
+    steps_before: int
+    """Steps known to have run; no later settlement may be lower."""
+    charged_at: str
+    """Time of the first charge, UTC."""
+    segments: tuple[int, ...] = ()
+    """Steps of each start before the last one, for events whose resume costs more than going on (`Event.restarts`)."""
+    steps_planned: int | None = None
+    """T of the plan, where a resume allows another number. None: as many as are reserved."""
+    head: dict[str, Any] | None = None
+    """The place in the run's ledger (`LedgerHead`) at the last start, resumption, save or end. None: not begun."""
+
+    def __post_init__(self) -> None:
+        """Check the counts and the head."""
+        counts = {"steps_reserved": self.steps_reserved, "steps_before": self.steps_before}
+        counts |= {"steps_charged": self.steps_charged or 0, "steps_planned": self.steps_planned or 0}
+        for name, count in counts.items():
+            integer(name, count, 0)
+        object.__setattr__(self, "segments", tuple(integer("segments", count, 1) for count in self.segments))
+        if self.head is not None:
+            LedgerHead.of(self.head)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that count against the budget."""
+        return self.steps_reserved if self.steps_charged is None else self.steps_charged
+
+    @property
+    def history(self) -> list[tuple[Event, int]]:
+        """The steps that count, by start: those whose ε the run's report states (`dpllm.privacy.stated`)."""
+        taken = (*self.segments, max(0, self.num_steps - sum(self.segments)))
+        if self.num_steps < self.steps_reserved:  # the stop was declared independent
+            return accounting.of_starts(self.step, taken)
+        return accounting.of_starts(self.step, taken, self.steps_planned or self.steps_reserved)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,17 +228,25 @@ def create_budget(
     return budget
 
 
-def charge(path: str | Path, plan: PrivacyPlan, dataset: str, entry_id: str | None = None) -> str:
-    """Reserve all planned steps of a run, before it trains.
+def charge(
+    path: str | Path, plan: AnyPlan, dataset: str, entry_id: str | None = None, *, of_all_runs: bool = False
+) -> str:
+    """Reserve all that a plan may take: before a run trains, or before its first answer.
 
-    Guarantee: when the call returns, the entry is on the disk, and all entries composed cost at most the budget. Two
-    runs that charge at the same time are charged one after the other.
+    A training run reserves its planned steps, a query run all its planned answers as one event, and a private tuning
+    the release of the best of all its runs as one event. A run that builds on a released model states the ε of both;
+    the budget counts that release once: by its own entry, or else by one that is added here.
+
+    Guarantee: when the call returns, the entry is on the disk, and all entries composed, with the release on which the
+    run builds, cost at most the budget. Two runs that charge at the same time are charged one after the other.
 
     Args:
         path: the budget file.
         plan: the plan of the run.
-        dataset: public name of the data set that the run trains on.
+        dataset: public name of the data set that the run is about.
         entry_id: of `new_entry_id`, if the run's ledger names the entry already. None: a new one.
+        of_all_runs: the entry is of all runs of a tuning together (`PrivacyPlan.selection`), whose plan needs this. It
+            stays charged, however the tuning ends.
 
     Returns:
         The id of the entry.
@@ -199,45 +254,22 @@ def charge(path: str | Path, plan: PrivacyPlan, dataset: str, entry_id: str | No
     Raises:
         BudgetError: the run would exceed the budget, is not private, or uses other data than the file's.
     """
-    _check_private(plan)
-    with changing(path) as (budget, put):
-        check_data(budget, plan, dataset)
-        _check_fits(budget, plan.event, plan.num_steps)
-        entry = new_entry(plan, plan.event, plan.num_steps, entry_id)
-        put((*budget.entries, entry))
+    _check_private(plan, of_all_runs)
+    with _changing(path) as (budget, put):
+        _check_data(budget, plan, dataset)
+        prior = _prior_entry(budget, plan)
+        entry = _new_entry(plan, entry_id)
+        _check_fits(budget, prior, entry)
+        put((*budget.entries, *prior, entry))
     return entry.id
 
 
-def charge_selection(path: str | Path, plan: PrivacyPlan, dataset: str) -> str:
-    """Reserve a private tuning, before its first run: the release of the best of all its runs, as one event.
-
-    Args:
-        path: the budget file.
-        plan: the plan of its runs (`PrivacyPlan.selection`).
-        dataset: public name of the data set.
-
-    Returns:
-        The id of the entry. It stays charged, however the tuning ends.
-
-    Raises:
-        BudgetError: as `charge`.
-    """
-    _check_private(plan, as_selection=True)
-    ((selected, count),) = plan.history
-    with changing(path) as (budget, put):
-        check_data(budget, plan, dataset)
-        _check_fits(budget, selected, count)
-        entry = new_entry(plan, selected, count)
-        put((*budget.entries, entry))
-    return entry.id
-
-
-def require_room(path: str | Path, plan: PrivacyPlan, dataset: str) -> None:
+def require_room(path: str | Path, plan: AnyPlan, dataset: str) -> None:
     """Raise the errors that `charge` would raise now, and charge nothing: for a run that has other work to do first."""
     _check_private(plan)
     budget = read_budget(path)
-    check_data(budget, plan, dataset)
-    _check_fits(budget, plan.event, plan.num_steps)
+    _check_data(budget, plan, dataset)
+    _check_fits(budget, _prior_entry(budget, plan), _new_entry(plan))
 
 
 def mark(path: str | Path, entry_id: str, head: LedgerHead) -> None:
@@ -251,41 +283,77 @@ def mark(path: str | Path, entry_id: str, head: LedgerHead) -> None:
     Raises:
         BudgetError: the entry is not in the file.
     """
-    with changing(path) as (budget, put):
-        put(with_entry(budget, replace(entry_of(budget, entry_id), head=head.to_dict())))
+    with _changing(path) as (budget, put):
+        put(_with_entry(budget, replace(entry_of(budget, entry_id), head=head.to_dict())))
 
 
 def settle(
-    path: str | Path, entry_id: str, num_steps: int, head: LedgerHead | None = None, keep_reserved: bool = False
+    path: str | Path,
+    entry_id: str,
+    charged: int | Sequence[tuple[Event, int]],
+    head: LedgerHead | None = None,
+    keep_reserved: bool = False,
 ) -> None:
-    """Replace the reservation of a run that has ended by the steps that its ledger charges.
+    """Replace the reservation of a run that has ended by what its ledger charges.
 
-    May be called again, with the same number of steps or more. The steps that ran are recorded even when another run
-    has since taken the ε that this run left; the budget then shows more spent than allowed.
+    May be called again, with the same or more. What was taken is recorded even when another run has since taken the ε
+    that this run left; the budget then shows more spent than allowed.
 
     Args:
         path: the budget file.
         entry_id: the id that `charge` returned.
-        num_steps: the steps in the run's ledger, all its resumptions included.
+        charged: the steps in the run's ledger, all its resumptions included; of a query run the history there.
         head: the last head of the run's ledger.
-        keep_reserved: whether the planned steps stay charged, because the run was stopped early and its stop may depend
-            on the data or on its releases.
+        keep_reserved: whether all that was planned stays charged, because the run was stopped early and its stop may
+            depend on the data or on its releases. Nothing stays charged of a query run without an answer.
 
     Raises:
-        BudgetError: the entry is not in the file, or the number is below an earlier one or above the reservation.
+        BudgetError: the entry is not in the file, or less was charged before, or more is charged than it reserved.
     """
-    integer("num_steps", num_steps, -(2**63))
-    with changing(path) as (budget, put):
+    with _changing(path) as (budget, put):
         entry = entry_of(budget, entry_id)
-        if not entry.steps_before <= num_steps <= entry.steps_reserved:
-            raise BudgetError(
-                f"entry {entry_id} of {path} reserved {entry.steps_reserved} steps, of which {entry.steps_before} were "
-                f"already charged; it cannot be settled with {num_steps}. Settle it with the number of steps in the "
-                "run's ledger"
-            )
-        charged = None if keep_reserved else int(num_steps)
-        there = entry.head if head is None else head.to_dict()
-        put(with_entry(budget, replace(entry, steps_charged=charged, steps_before=int(num_steps), head=there)))
+        if isinstance(entry.step, Several) and not isinstance(charged, int):
+            settled = _settled_answers(path, entry, entry.step, charged, keep_reserved)
+        else:
+            settled = _settled_steps(path, entry, charged, keep_reserved)
+        put(_with_entry(budget, replace(settled, head=entry.head if head is None else head.to_dict())))
+
+
+def _settled_steps(
+    path: str | Path, entry: Entry, charged: int | Sequence[tuple[Event, int]], keep_reserved: bool
+) -> Entry:
+    """Return the entry with the steps that were charged."""
+    if not isinstance(charged, int) and any(event != entry.step for event, _ in charged):
+        raise BudgetError(
+            f"entry {entry.id} of {path} is that of a training run, and these charges are of another. Settle it with "
+            "the run's own ledger"
+        )
+    taken = charged if isinstance(charged, int) else sum(count for _, count in charged)
+    integer("charged", taken, -(2**63))
+    if not entry.steps_before <= taken <= entry.steps_reserved:
+        raise BudgetError(
+            f"entry {entry.id} of {path} reserved {entry.steps_reserved} steps, of which {entry.steps_before} were "
+            f"already charged; it cannot be settled with {taken}. Settle it with the number of steps in the run's "
+            "ledger"
+        )
+    return replace(entry, steps_charged=None if keep_reserved else int(taken), steps_before=int(taken))
+
+
+def _settled_answers(
+    path: str | Path, entry: Entry, planned: Several, charged: Sequence[tuple[Event, int]], keep_reserved: bool
+) -> Entry:
+    """Return the entry with the answers that were charged as one event; its steps are 0 or 1."""
+    if not charged and entry.steps_before == 0:
+        return replace(entry, steps_charged=0)
+    if keep_reserved:
+        return replace(entry, steps_charged=1, steps_before=1)
+    taken, reserved = Several.of(charged), dict(planned.parts)
+    if any(count > reserved.get(event, 0) for event, count in taken.parts):
+        raise BudgetError(
+            f"entry {entry.id} of {path} reserved less than the run's ledger charges; it cannot be settled so. Restore "
+            "the latest copy of the file"
+        )
+    return replace(entry, step=taken, steps_charged=1, steps_before=1)
 
 
 def check_entry(
@@ -314,7 +382,7 @@ def check_entry(
         BudgetError: the entry is not in the file or belongs to another plan, other runs have taken the ε that this run
             left when it was settled, or the run was resumed in another copy of the folder.
     """
-    with changing(path) as (budget, put):
+    with _changing(path) as (budget, put):
         entry = entry_of(budget, entry_id)
         if entry.plan_hash != plan.hash:
             raise BudgetError(
@@ -330,7 +398,7 @@ def check_entry(
         segments = _segments(entry, ledger)
         again = replace(entry, steps_charged=None, steps_reserved=reserved, steps_planned=planned, segments=segments)
         _check_resumed(budget, others, again)
-        put(with_entry(budget, replace(again, head=entry.head if go_on is None else go_on().to_dict())))
+        put(_with_entry(budget, replace(again, head=entry.head if go_on is None else go_on().to_dict())))
 
 
 def _segments(entry: Entry, ledger: str | Path | None) -> tuple[int, ...]:
@@ -414,16 +482,16 @@ def budget_rows(budget: Budget) -> list[tuple[str, str]]:
     return rows
 
 
-def _check_private(plan: PrivacyPlan, as_selection: bool = False) -> None:
-    if plan.selection is not None and not as_selection:
+def _check_private(plan: AnyPlan, of_all_runs: bool = False) -> None:
+    if plan.selection is not None and not of_all_runs:
         raise BudgetError("a run of a selection is charged by `dpllm tune` for all runs together. Start it with that")
     if plan.seeded:
         raise BudgetError("a run with a fixed seed is not private, so no budget covers it. Remove privacy.seed")
-    if plan.noise_multiplier == 0:
+    if isinstance(plan, PrivacyPlan) and plan.noise_multiplier == 0:
         raise BudgetError("a run without noise is not private, so no budget covers it. Set a target_epsilon")
 
 
-def check_data(budget: Budget, plan: PrivacyPlan | QueryPlan, dataset: str) -> None:
+def _check_data(budget: Budget, plan: AnyPlan, dataset: str) -> None:
     """Raise unless the file and the run describe the same units of the same data."""
     pairs = [("dataset", budget.dataset, dataset)]
     if plan.dataset is not None:
@@ -450,35 +518,59 @@ def _check_resumed(budget: Budget, others: tuple[Entry, ...], entry: Entry) -> N
     total = budget.cost([*taken, *entry.history])
     if total > budget.epsilon:
         raise BudgetError(
-            f"{allowance(budget, others, taken)}. Resumed, this run would by itself cost "
+            f"{_allowance(budget, others, taken)}. Resumed, this run would by itself cost "
             f"ε = {format_epsilon(budget.cost(entry.history))} over {entry.steps_reserved} steps, "
             f"{sum(entry.segments)} taken before among them, and bring the total to ε = {format_epsilon(total)}. "
             "Release the model of its last checkpoint, whose ε its report states"
         )
 
 
-def _check_fits(budget: Budget, step: Event, num_steps: int) -> None:
-    """Raise unless the runs so far and these steps of a new run cost at most the budget."""
-    taken = budget.history
-    total = budget.cost([*taken, (step, num_steps)])
+def _prior_entry(budget: Budget, plan: AnyPlan) -> tuple[Entry, ...]:
+    """Return the entry to add for the release on which a run builds; none if the file holds it already."""
+    after = plan.after if isinstance(plan, QueryPlan) else None
+    if after is None or not after.history:
+        return ()
+    wanted, ids = merge(after.history), (after.run, None if after.budget is None else after.budget[1])
+    for entry in budget.entries:
+        if entry.id in ids and entry.plan_hash == after.plan_hash:
+            held = dict(merge(entry.history))
+            if all(held.get(one, 0) >= count for one, count in wanted):
+                return ()
+    added = _new_entry(plan, after.run)
+    return (replace(added, step=Several.of(wanted), plan_hash=after.plan_hash, steps_charged=1, steps_before=1),)
+
+
+def _check_fits(budget: Budget, prior: tuple[Entry, ...], entry: Entry) -> None:
+    """Raise unless all entries, the release on which the run builds and the run together cost at most the budget."""
+    taken, own = budget.history, [part for one in (*prior, entry) for part in one.history]
+    total = budget.cost([*taken, *own])
     if total <= budget.epsilon:
         return
-    allowed = steps_within(budget.epsilon, budget.delta, step, num_steps, budget.adjacency, taken)
+    built = ", with the release on which it builds, which the file does not hold yet," if prior else ""
+    if isinstance(entry.step, Several):
+        over, instead = "", ". Take more noise or fewer answers (a smaller target_epsilon), or use other data"
+    else:
+        over, instead = f" over {entry.num_steps} steps", f"; {_steps_left(budget, entry)}"
+    raise BudgetError(
+        f"{_allowance(budget, budget.entries, taken)}. This run would by itself{built} cost "
+        f"ε = {format_epsilon(budget.cost(own))}{over}, and bring the total to ε = {format_epsilon(total)}{instead}"
+    )
+
+
+def _steps_left(budget: Budget, entry: Entry) -> str:
+    """Return how many of a run's steps a budget allows, and what to do, for an error."""
+    step, taken = entry.step, budget.history
+    allowed = steps_within(budget.epsilon, budget.delta, step, entry.num_steps, budget.adjacency, taken)
+    if not allowed:
+        return "none of its steps fits. Take more noise or a smaller expected_batch_size, or train on other data"
     left = budget.cost([*taken, (step, allowed)])
-    instead = (
+    return (
         f"{allowed} of its steps still fit, which would bring the total to ε = {format_epsilon(left)}. Take {allowed} "
         "steps, or more noise"
-        if allowed
-        else "none of its steps fits. Take more noise or a smaller expected_batch_size, or train on other data"
-    )
-    raise BudgetError(
-        f"{allowance(budget, budget.entries, taken)}. This run would by itself cost "
-        f"ε = {format_epsilon(budget.cost([(step, num_steps)]))} over {num_steps} steps, and bring the total to "
-        f"ε = {format_epsilon(total)}; {instead}"
     )
 
 
-def allowance(budget: Budget, others: tuple[Entry, ...], taken: History) -> str:
+def _allowance(budget: Budget, others: tuple[Entry, ...], taken: History) -> str:
     """Return what a budget allows and what is spent of it, for an error."""
     return (
         f"{budget.path} allows ε = {down(budget.epsilon)} at δ = {format_delta(budget.delta)} ({budget.adjacency}) for "
@@ -503,12 +595,13 @@ def entry_of(budget: Budget, entry_id: str) -> Entry:
 
 
 def new_entry_id() -> str:
-    """Return the id of an entry that a ledger names before its run charges (`dpllm.privacy.unfinished.charging`)."""
+    """Return the id of an entry that a ledger names before its run charges (`dpllm.privacy.run_folder.charging`)."""
     return secrets.token_hex(8)
 
 
-def new_entry(plan: PrivacyPlan | QueryPlan, step: Event, count: int, entry_id: str | None = None) -> Entry:
-    """Return an entry that reserves events of a plan."""
+def _new_entry(plan: AnyPlan, entry_id: str | None = None) -> Entry:
+    """Return an entry that reserves what a plan may take."""
+    step, count = plan.reserved
     return Entry(
         id=entry_id or new_entry_id(),
         plan_hash=plan.hash,
@@ -520,7 +613,7 @@ def new_entry(plan: PrivacyPlan | QueryPlan, step: Event, count: int, entry_id: 
     )
 
 
-def with_entry(budget: Budget, changed: Entry) -> tuple[Entry, ...]:
+def _with_entry(budget: Budget, changed: Entry) -> tuple[Entry, ...]:
     """Return the entries of a budget, with another one in the place of that with the same id."""
     return tuple(changed if entry.id == changed.id else entry for entry in budget.entries)
 
@@ -538,7 +631,7 @@ def _real(path: str | Path) -> Path:
 
 
 @contextlib.contextmanager
-def changing(path: str | Path) -> Iterator[tuple[Budget, Callable[[tuple[Entry, ...]], None]]]:
+def _changing(path: str | Path) -> Iterator[tuple[Budget, Callable[[tuple[Entry, ...]], None]]]:
     """Lock the file, and yield its contents and the function that replaces its entries."""
     real = _real(path)
     if not real.exists():

@@ -3,6 +3,10 @@
 Place in the flow: below `dpllm.privacy.budget`. The lock file is never deleted. It holds the name of the process that
 locked it last, and the number and the hash of the last write of the budget. A budget that was restored from an older
 copy (git, a backup) lacks the runs that were charged since then: it has a lower number, and is refused.
+
+Only the call of the system is filelock's (`lock_descriptor`). The class `FileLock` keeps its descriptor to itself, so
+no note can be written under the lock. It refuses a lock file that another user made, which needs only to be read. On a
+file system without locks it takes a file in their place, which outlives a process that dies.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import filelock
+
+from dpllm.privacy.chained_file import is_at
 
 _LOCK_PATIENCE, _LOCK_LIMIT = 2.0, 600.0  # seconds
 _MOST = 4096  # bytes of the lock file
@@ -65,7 +71,7 @@ class BudgetLock:
         Raises:
             BudgetError: the lock file was removed, so another process may have made a new one.
         """
-        if not _is_at(self.descriptor, self.path):
+        if not is_at(self.descriptor, self.path):
             raise BudgetError(
                 f"{self.path} was removed while it was locked, so another process may be writing {self.budget}, which "
                 "this process has not changed. Do not remove the lock file, and start again"
@@ -84,7 +90,7 @@ def locked(budget: Path) -> Iterator[BudgetLock]:
         descriptor = _opened(path, budget)
         try:
             _wait_for_lock(descriptor, budget)
-            if _is_at(descriptor, path):
+            if is_at(descriptor, path):
                 yield BudgetLock(budget, path, descriptor)
                 return
         finally:
@@ -104,15 +110,6 @@ def _opened(path: Path, budget: Path) -> int:
         ) from error
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
-    """Return whether a descriptor belongs to the file of this name."""
-    own = os.fstat(descriptor)
-    with contextlib.suppress(OSError):
-        there = os.stat(path)
-        return (own.st_dev, own.st_ino) == (there.st_dev, there.st_ino)
-    return False
-
-
 def _wait_for_lock(descriptor: int, budget: Path) -> None:
     """Take the lock. After a wait of two seconds, print the name of its holder; after ten minutes, give up.
 
@@ -120,31 +117,27 @@ def _wait_for_lock(descriptor: int, budget: Path) -> None:
         BudgetError: another process has held it for all that time, or the file system has no locks.
     """
     began, told = time.monotonic(), False
-    while not _try_lock(descriptor, budget):
-        waited = time.monotonic() - began
-        holder = "another process"
-        with contextlib.suppress(OSError):  # Windows lets only the holder read it
-            holder = _lines(descriptor)[0].strip() or holder
-        if waited > _LOCK_LIMIT:
-            raise BudgetError(
-                f"{budget} has been locked by {holder} for {waited:.0f} s. End that process if it hangs, and start "
-                "again"
-            )
-        if waited > _LOCK_PATIENCE and not told:
-            told = True
-            print(f"waiting for {budget}, which is locked by {holder}", file=sys.stderr, flush=True)
-        time.sleep(0.05)
-    _put(descriptor, None)
-
-
-def _try_lock(descriptor: int, budget: Path) -> bool:
     try:
-        return filelock.lock_descriptor(descriptor, blocking=False)
+        while not filelock.lock_descriptor(descriptor, blocking=False):
+            waited = time.monotonic() - began
+            holder = "another process"
+            with contextlib.suppress(OSError):  # Windows lets only the holder read it
+                holder = _lines(descriptor)[0].strip() or holder
+            if waited > _LOCK_LIMIT:
+                raise BudgetError(
+                    f"{budget} has been locked by {holder} for {waited:.0f} s. End that process if it hangs, and start "
+                    "again"
+                )
+            if waited > _LOCK_PATIENCE and not told:
+                told = True
+                print(f"waiting for {budget}, which is locked by {holder}", file=sys.stderr, flush=True)
+            time.sleep(0.05)
     except OSError as error:  # ENOSYS, ENOLCK, EOPNOTSUPP of network file systems
         raise BudgetError(
             f"{budget} cannot be locked ({error.strerror}), so another run could charge it at the same time. Move it "
             "to a file system with locks that hold on all machines (Lustre: mount it with -o flock; NFS: version 4)"
         ) from error
+    _put(descriptor, None)
 
 
 def _lines(descriptor: int) -> list[str]:

@@ -160,7 +160,7 @@ def publish(
             free its space.
         final: ``output_dir/checkpoint-<step>``, on the same file system.
         hash_whole_up_to: bytes.
-        ledger: the head of the run's ledger, for the manifest (`dpllm.privacy.identity`).
+        ledger: the head of the run's ledger, for the manifest (`dpllm.privacy.run_folder`).
         made_by: the number of processes, the class of their engine and, if it is known, the accelerate config that
             selects it ("zero3"), for the manifest.
 

@@ -8,18 +8,20 @@ signature: it guards against accidents, and against edits by someone who does no
 
 Kinds of lines: "run" (a process started or resumed), "step", "charge" (answers of a query run), "disclosure" (something
 that depends on the private data was written out, and ε does not cover it), "fact" (a fact of the run for the report),
-"open point" (a reason not to release before people have settled it), "settled" (what people checked about such a
+"score" (of the model on public held-out records, by which `dpllm tune` compares runs), "open point" (a reason not to
+release before people have settled it), "settled" (what people checked about such a
 reason, who, and when), "public start" (the files of the public training at the start of the run, by hash), "released"
 (the files of a saved model, by hash), "audit" (the verdict of an audit), "pages" (the files of the report and the model
 card, by hash), "rate" (the learning rates from the update after a step on), "adopted" (people declared this copy of the
 file to be the ledger), "recovered" (a crash left the line before incomplete), "end". The line of each start names the
 commit of dpllm that ran. The line of a step also holds learning rates that changed before it, so that they need no
 write of their own. The ledger is published, so counts of single steps that depend on private rows are in another file
-(`dpllm.privacy.not_for_release`).
+(`dpllm.privacy.private_folder`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -28,33 +30,26 @@ import secrets
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
-import filelock
-
-from dpllm.config.files import naming, sync_folder
+from dpllm.config.tasks import Score
 from dpllm.config.versions import code_version
 from dpllm.mechanism.catalogue import to_fields
 from dpllm.mechanism.events import Event
-from dpllm.privacy import locks
+from dpllm.privacy.chained_file import ChainedFile, is_copy, is_locked
 from dpllm.privacy.ledger_reader import (
-    CHAIN_START,
     ENTROPY,
     LEDGER_FORMAT,
     LedgerHead,
     LedgerNotes,
     LedgerReader,
-    file_hash,
-    next_chain,
 )
 from dpllm.privacy.ledger_reader import ENTROPY_SEEDED as ENTROPY_SEEDED
 from dpllm.privacy.ledger_reader import ENTROPY_SYSTEM as ENTROPY_SYSTEM
 from dpllm.privacy.ledger_reader import LedgerContents as LedgerContents
 from dpllm.privacy.ledger_reader import LedgerError as LedgerError
 from dpllm.privacy.ledger_reader import read_ledger as read_ledger
-from dpllm.privacy.not_for_release import append_diagnostic
-from dpllm.privacy.writer import is_own_process, known_writer
+from dpllm.privacy.private_folder import append_diagnostic, is_own_process, known_writer
 
 LEDGER_FILE = "privacy_ledger.jsonl"
 REPORT_FILE = "privacy_report.json"
@@ -71,24 +66,21 @@ class _Plan(Protocol):
     def randomness(self) -> str: ...
 
 
-class Ledger:
+class Ledger(ChainedFile):
     """A ledger open for appending; made by `create` or `open`.
 
     Guarantee: when an ``append_*`` call returns, its line is on the disk.
     """
 
-    def __init__(self, path: Path, descriptor: int, reader: LedgerReader | None = None) -> None:
-        """Take over an open file and its contents; use `create` or `open`."""
-        self.path = path
-        self._descriptor: int | None = descriptor
-        self._chain = CHAIN_START if reader is None else reader.chain
-        self._num_steps = 0 if reader is None else reader.contents.num_steps
-        self._size = 0 if reader is None else reader.num_bytes  # bytes that the file must have
-        # The notes already in the file, so that none is written twice.
-        self._notes = LedgerNotes() if reader is None else reader.contents.notes
+    error = LedgerError
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        """Take over an open and locked file; use `create` or `open`."""
+        super().__init__(path, descriptor)
+        self._num_steps = 0
+        self._notes = LedgerNotes()  # already in the file, so that none is written twice
         self.steps_planned: int | None = None  # of all starts together, where a resume allows fewer than the plan
         self._running = False
-        self._torn = False
         self._rate: str | None = None  # of updates since the last step, and not yet written
 
     @classmethod
@@ -108,15 +100,12 @@ class Ledger:
         """
         path = Path(path)
         try:
-            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_APPEND, 0o644)
+            ledger = cls.make(path)
         except FileExistsError as error:
             raise LedgerError(
                 f"{path} is the ledger of an earlier run, and its steps stay charged. Resume that run, or choose an "
                 "empty output folder"
             ) from error
-        _lock(path, descriptor)
-        sync_folder(path.parent)
-        ledger = cls(path, descriptor)
         ledger._append_run(plan, public, budget)
         return ledger
 
@@ -161,23 +150,26 @@ class Ledger:
 
     @classmethod
     def _continued(cls, path: Path) -> Ledger:
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_APPEND)
-        except OSError as error:
-            raise LedgerError(f"{path} cannot be opened for writing ({error.strerror})") from error
-        _lock(path, descriptor)
-        reader = LedgerReader(path)  # after the lock: from here on nobody else appends
-        ledger = cls(path, descriptor, reader)
+        ledger = cls.take(path)
+        reader = LedgerReader(path)
+        ledger.go_on(reader.chain, reader.num_bytes)
+        ledger._num_steps, ledger._notes = reader.contents.num_steps, reader.contents.notes
         if not reader.ends_with_newline:
             ledger._write(b"\n")
         if reader.torn_tail is not None:
-            ledger._append({"kind": "recovered", "line": reader.torn_tail[0], "charged": reader.torn_tail[1]})
+            ledger.append({"kind": "recovered", "line": reader.torn_tail[0], "charged": reader.torn_tail[1]})
         return ledger
 
-    @property
-    def is_open(self) -> bool:
-        """Whether lines can be appended."""
-        return self._descriptor is not None
+    @staticmethod
+    def is_locked_words(path: Path) -> str:
+        """Return the error for a ledger that another run writes."""
+        remedy = "Wait for that run to end, or stop it"
+        if is_own_process(path.parent):
+            remedy = 'It is a run of this process: call finish("failed") on it, or start Python again'
+        return (
+            f"{path} is being written by another run now{known_writer(path.parent)}; the steps of both runs would be "
+            f"mixed in one ledger. {remedy}"
+        )
 
     @property
     def num_steps(self) -> int:
@@ -206,7 +198,7 @@ class Ledger:
             raise LedgerError(f"step {step_number} cannot be charged: the run in {self.path} has ended")
         adapted = {} if threshold is None else {"threshold": threshold}
         rate = {} if self._rate is None else {"rate": self._rate}
-        self._append({"kind": "step", "step": step_number, **rate, **adapted, **to_fields(step)})
+        self.append({"kind": "step", "step": step_number, **rate, **adapted, **to_fields(step)})
         self._rate_is_written()
         self._num_steps += 1
 
@@ -226,7 +218,7 @@ class Ledger:
     def write_rate(self) -> None:
         """Write the learning rates that were noted last, before weights are saved."""
         if self._rate is not None:
-            self._append({"kind": "rate", "step": self._num_steps, "rate": self._rate})
+            self.append({"kind": "rate", "step": self._num_steps, "rate": self._rate})
             self._rate_is_written()
 
     def _rate_is_written(self) -> None:
@@ -250,14 +242,14 @@ class Ledger:
             raise LedgerError(f"{name!r} cannot be charged: the run in {self.path} has ended")
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(f"{name!r} is charged a whole number of times, at least once, got {count!r}")
-        self._append({"kind": "charge", "name": name, "count": count, **to_fields(event)})
+        self.append({"kind": "charge", "name": name, "count": count, **to_fields(event)})
         self._num_steps += count
 
     def append_disclosure(self, what: str, count: int = 1) -> None:
         """Note that something was written out that depends on the private data and that ε does not cover."""
         if count < 1:
             raise ValueError(f"a disclosure counts at least 1, got {count}")
-        self._append({"kind": "disclosure", "what": what, "count": int(count)})
+        self.append({"kind": "disclosure", "what": what, "count": int(count)})
 
     def append_diagnostic(self, what: str, count: int = 1) -> None:
         """Count something worth knowing, such as units whose gradient was not finite, in a file not for release."""
@@ -276,7 +268,17 @@ class Ledger:
         """
         name, value = _one_line("fact's name", name), _fact_value(name, value)
         if self._notes.add_fact(name, value):
-            self._append({"kind": "fact", "name": name, "value": value})
+            self.append({"kind": "fact", "name": name, "value": value})
+
+    def append_score(self, score: Score, value: float) -> None:
+        """Note the score of the model on public held-out records, not rounded; nothing if it is not finite.
+
+        Args:
+            score: of the model's task.
+            value: it depends on the private data only through the model, so ε covers it.
+        """
+        if math.isfinite(value):
+            self.append({"kind": "score", **dataclasses.asdict(score), "value": float(value)})
 
     def append_open_point(self, text: str) -> None:
         """Note a reason not to release before people have settled it. A known text is not written again.
@@ -289,7 +291,7 @@ class Ledger:
         """
         text = _one_line("open point", text)
         if self._notes.add_open_point(text):
-            self._append({"kind": "open point", "text": text})
+            self.append({"kind": "open point", "text": text})
 
     def append_settled(self, point: str, statement: str, by: str) -> None:
         """Note that people settled an open point of the report, with today's date.
@@ -302,7 +304,7 @@ class Ledger:
         Raises:
             ValueError: one of them is empty.
         """
-        self._append(
+        self.append(
             {
                 "kind": "settled",
                 "point": _one_line("settled point", point),
@@ -319,11 +321,11 @@ class Ledger:
             folder: name of the model's folder, without its path.
             files: name in the folder to {"size", "hashed", "sha256"} (`dpllm.privacy.checkpoints.seal`).
         """
-        self._append({"kind": "released", "folder": folder, "files": {name: dict(files[name]) for name in files}})
+        self.append({"kind": "released", "folder": folder, "files": {name: dict(files[name]) for name in files}})
 
     def append_public_start(self, files: Mapping[str, Mapping[str, Any]]) -> None:
         """Note the files of the public training at the start of the run, in the form of `append_released`."""
-        self._append({"kind": "public start", "files": {name: dict(files[name]) for name in files}})
+        self.append({"kind": "public start", "files": {name: dict(files[name]) for name in files}})
 
     def append_audit(self, file: str, sha256: str, summary: str) -> None:
         """Note the verdict of an audit of the run's model, which the report then shows.
@@ -333,9 +335,7 @@ class Ledger:
             sha256: hash of that file.
             summary: the verdict in words, for the report.
         """
-        self._append(
-            {"kind": "audit", "file": file, "sha256": sha256, "summary": _one_line("audit's summary", summary)}
-        )
+        self.append({"kind": "audit", "file": file, "sha256": sha256, "summary": _one_line("audit's summary", summary)})
 
     def append_pages(self, files: Mapping[str, str]) -> None:
         """Note the files of the report, or the card, by hash, so that `dpllm verify` can check them.
@@ -347,13 +347,13 @@ class Ledger:
         """
         new = {name: digest for name, digest in files.items() if self._notes.pages.get(name) != digest}
         if new:
-            self._append({"kind": "pages", "files": new})
+            self.append({"kind": "pages", "files": new})
             self._notes.pages |= new
 
     def append_adopted(self) -> None:
         """Note that people declared this copy of the file to be the run's ledger; see `require_own_file`."""
         run = secrets.token_hex(8)
-        self._append({"kind": "adopted", "run": run, "file": file_hash(run, self._identity())})
+        self.append({"kind": "adopted", "run": run, "file": self.identity(run)})
 
     def append_end(self, reason: str, independent: bool = False) -> None:
         """Note why the run ended; afterwards no step can be charged until the ledger is opened again.
@@ -364,26 +364,14 @@ class Ledger:
                 the stated ε that of the steps taken, if they are fewer than planned.
         """
         self.write_rate()
-        self._append({"kind": "end", "reason": reason, **({"independent": True} if independent else {})})
+        self.append({"kind": "end", "reason": reason, **({"independent": True} if independent else {})})
         self._running = False
-        assert self._descriptor is not None
-        filelock.unlock_descriptor(self._descriptor)
+        self.unlock()
 
-    def close(self) -> None:
-        """Close the file; nothing can be appended afterwards."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def __enter__(self) -> Ledger:
-        """Return the ledger itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close the file."""
-        self.close()
+    def append(self, entry: Mapping[str, Any]) -> None:
+        """Append a line as `ChainedFile.append`, after those that other programs added."""
+        self._take_notes_of_others()
+        super().append(entry)
 
     def require_intact(self) -> None:
         """Make sure that the file under the ledger's name is the file that this run writes, and that it is complete.
@@ -392,53 +380,44 @@ class Ledger:
             LedgerError: it was replaced, removed, cut, or written by another process. If it was replaced, the lines of
                 this run are saved beside it.
         """
-        if self._descriptor is None:
-            raise LedgerError(f"{self.path} is closed")
         self._take_notes_of_others()
-        own = os.fstat(self._descriptor)
-        try:
-            there = os.stat(self.path)
-        except FileNotFoundError:
-            there = None
-        if there is None or (there.st_dev, there.st_ino) != (own.st_dev, own.st_ino):
-            what = "removed" if there is None else "replaced by another file"
-            raise LedgerError(
-                f"{self.path} was {what} during the run, so the steps of this run would not be charged there. Its "
-                f"{self._num_steps} charged steps are saved in {self._rescue()}: rename that file to "
-                f"{self.path.name}, and resume"
-            )
-        if own.st_size != self._size:
-            last = known_writer(self.path.parent)
-            raise LedgerError(
-                f"{self.path} has {own.st_size} bytes, but this run wrote or read {self._size}: another process wrote "
-                f"to it or cut it{f'; the run that started last is the one{last}' if last else ''}. Make sure that "
-                "only one run writes in the folder, restore the file from a copy, and resume"
-            )
+        super().require_intact()
+
+    def _moved_words(self, what: str) -> str:
+        return (
+            f"{self.path} was {what} during the run, so the steps of this run would not be charged there. Its "
+            f"{self._num_steps} charged steps are saved in {self._rescue()}: rename that file to {self.path.name}, and "
+            "resume"
+        )
+
+    def _changed_words(self, size: int) -> str:
+        last = known_writer(self.path.parent)
+        return (
+            f"{self.path} has {size} bytes, but this run wrote or read {self._size}: another process wrote to it or "
+            f"cut it{f'; the run that started last is the one{last}' if last else ''}. Make sure that only one run "
+            "writes in the folder, restore the file from a copy, and resume"
+        )
 
     def _take_notes_of_others(self) -> None:
         """Continue after lines that were added when the run had ended and that charge nothing (`annotate`).
 
         An audit adds its verdict, and people settle open points, while a program still holds the trainer of the run.
         """
-        if self._descriptor is None or self._running or os.fstat(self._descriptor).st_size <= self._size:
+        if self._running or os.fstat(self._open).st_size <= self._size:
             return
         try:
             reader = LedgerReader(self.path, wanted=self._chain)
         except LedgerError:  # the size tells below that the file is not the one that this run wrote
             return
         if reader.steps_at_wanted == reader.contents.num_steps == self._num_steps and not reader.torn_tail:
-            self._chain, self._size, self._notes = reader.chain, reader.num_bytes, reader.contents.notes
+            self.go_on(reader.chain, reader.num_bytes)
+            self._notes = reader.contents.notes
 
     def _rescue(self) -> Path:
         """Save the lines of a file that was removed or replaced."""
-        assert self._descriptor is not None
         path = self.path.with_name(f"{self.path.name}.{self._chain}")
-        path.write_bytes(os.pread(self._descriptor, self._size, 0))
+        path.write_bytes(os.pread(self._open, self._size, 0))
         return path
-
-    def _identity(self) -> str:
-        assert self._descriptor is not None
-        return locks.identities(self._descriptor)[-1]
 
     def _append_run(
         self,
@@ -449,7 +428,7 @@ class Ledger:
     ) -> None:
         run, code = secrets.token_hex(8), code_version()
         self.steps_planned = steps_allowed
-        self._append(
+        self.append(
             {
                 "kind": "run",
                 "run": run,
@@ -461,36 +440,11 @@ class Ledger:
                 "public": list(public),
                 "planned_step": to_fields(plan.event),
                 "budget": dict(budget) if budget else None,
-                "file": file_hash(run, self._identity()),
+                "file": self.identity(run),
                 **({} if steps_allowed is None else {"num_steps": steps_allowed}),
             }
         )
         self._running = True
-
-    def _append(self, entry: dict[str, Any]) -> None:
-        body = json.dumps(entry, allow_nan=False)
-        self._take_notes_of_others()
-        chain = next_chain(self._chain, body)
-        self._write(f'{body[:-1]}, "chain": "{chain}"}}\n'.encode("ascii"))
-        self._chain = chain
-
-    def _write(self, data: bytes) -> None:
-        if self._descriptor is None:
-            raise LedgerError(f"{self.path} is closed")
-        if self._torn:
-            raise LedgerError(
-                f"{self.path} could not be written before, and may end in half a line. No further step is charged to "
-                "it: free space on the disk, or mend the disk, and resume the run, which repairs the file"
-            )
-        self.require_intact()
-        self._torn = True  # until it is known to be on the disk
-        view = memoryview(data)
-        with naming(self.path):
-            while view:
-                view = view[os.write(self._descriptor, view) :]
-            os.fsync(self._descriptor)
-        self._size += len(data)
-        self._torn = False
 
 
 def require_own_file(contents: LedgerContents) -> None:
@@ -504,15 +458,12 @@ def require_own_file(contents: LedgerContents) -> None:
     ext4 gives the inode of a deleted file to the next file. File systems that number files differently at each mount
     (some FUSE ones) also require `dpllm verify --adopt`. A file that was overwritten in place by an older copy is found
     by the run's report (`refuse_lost_lines`), by its budget, or by the checkpoint that is resumed, if the copy is older
-    (`dpllm.privacy.identity`).
+    (`dpllm.privacy.run_folder`).
 
     Raises:
         LedgerError: it is a copy.
     """
-    run, noted = contents.notes.file
-    with open(contents.path, "rb") as file:
-        possible = {file_hash(run, identity) for identity in locks.identities(file.fileno())}
-    if noted not in possible:
+    if is_copy(contents.path, *contents.notes.file):
         raise LedgerError(
             f"{contents.path} is a copy of the file that the run wrote, or was restored from one. If two copies are "
             "resumed, each states only the ε of its own steps. Resume in the original folder; if that folder is gone "
@@ -561,37 +512,9 @@ def is_being_written(path: str | Path) -> bool:
     """
     try:
         with open(path, "rb") as file:
-            return locks.is_locked(file.fileno())
+            return is_locked(file.fileno())
     except OSError as error:
         raise LedgerError(f"{path} cannot be read ({error.strerror})") from error
-
-
-def _lock(path: Path, descriptor: int) -> None:
-    """Keep other processes from appending until the run ends; the system releases the lock when the process dies.
-
-    Raises:
-        LedgerError: another process is writing it, or its file system has no locks. The descriptor is closed.
-    """
-    try:
-        held = locks.lock(descriptor)
-    except OSError as error:  # ENOSYS, ENOLCK, EOPNOTSUPP of network file systems
-        os.close(descriptor)
-        if path.stat().st_size == 0:  # made by this call
-            path.unlink()
-        raise LedgerError(
-            f"{path} cannot be locked ({error.strerror}), so another run could write it at the same time. Set "
-            "train.output_dir to a file system with locks that hold on all machines (Lustre: mount it with -o flock; "
-            "NFS: version 4)"
-        ) from error
-    if not held:
-        os.close(descriptor)
-        remedy = "Wait for that run to end, or stop it"
-        if is_own_process(path.parent):
-            remedy = 'It is a run of this process: call finish("failed") on it, or start Python again'
-        raise LedgerError(
-            f"{path} is being written by another run now{known_writer(path.parent)}; the steps of both runs would be "
-            f"mixed in one ledger. {remedy}"
-        )
 
 
 def _one_line(what: str, text: str) -> str:

@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dpllm.config.tasks import Score
 from dpllm.config.versions import has_format, other_format, version_words
 from dpllm.mechanism.catalogue import from_fields
 from dpllm.mechanism.events import Event
+from dpllm.privacy.chained_file import CHAIN_LENGTH, CHAIN_START, chained_lines, lines_of
 
 ENTROPY_SYSTEM = "operating system"
 ENTROPY_SEEDED = "fixed seed (NOT PRIVATE)"
@@ -36,9 +38,6 @@ OLD_COUNTS = (
 )
 """The open point of a ledger with such lines."""
 
-CHAIN_START = hashlib.sha256(b"dpllm privacy ledger, format 1").hexdigest()[:16]
-_CHAIN_LENGTH = 16
-_SUFFIX_LENGTH = len(', "chain": ""}') + _CHAIN_LENGTH
 _STEP_START = '{"kind": "step", "step": '
 _RATE, _THRESHOLD = '"rate": "', '"threshold": '
 _OTHER_KINDS = (
@@ -54,6 +53,7 @@ _OTHER_KINDS = (
     "adopted",
     "pages",
     "rate",
+    "score",
     "recovered",
     "end",
 )
@@ -93,7 +93,7 @@ class LedgerHead:
         """
         if isinstance(values, Mapping):
             chain, num_steps = values.get("chain"), values.get("num_steps")
-            if isinstance(chain, str) and len(chain) == _CHAIN_LENGTH and isinstance(num_steps, int) and num_steps >= 0:
+            if isinstance(chain, str) and len(chain) == CHAIN_LENGTH and isinstance(num_steps, int) and num_steps >= 0:
                 return cls(chain, num_steps)
         raise LedgerError(f"{values!r} is not a place in a ledger. Restore the file that it was read from")
 
@@ -124,6 +124,8 @@ class LedgerNotes:
     """Clip thresholds of the steps whose lines carry one, in their order: those of a clipping that adapts."""
     rates: list[tuple[int, str]] = field(default_factory=list)
     """Learning rates: the number of a step, and the rates from its update on, until another entry follows."""
+    score: tuple[Score, float] | None = None
+    """The last score of the model on public held-out records, and its value; None: none was measured."""
     begun_at: list[int] = field(default_factory=list)
     """For each start or resume, the number of thresholds before it."""
     answers: dict[tuple[str, Event], int] = field(default_factory=dict)
@@ -191,6 +193,11 @@ class LedgerContents:
         return sum(count for _, count in self.history)
 
     @property
+    def answers_end_independently(self) -> bool:
+        """Whether a query run's stop was declared independent, and no torn line may be a charge that is not named."""
+        return self.notes.stopped_independently and not self.torn_steps
+
+    @property
     def seeded(self) -> bool:
         """Whether any run used a fixed seed; then nothing in the ledger is private."""
         return any(run["entropy"] not in ENTROPY.values() for run in self.runs)
@@ -216,11 +223,6 @@ def count_step(history: list[tuple[Event, int]], step: Event, begins: bool, time
         history.append((step, times))
 
 
-def file_hash(run: str, identity: str) -> str:
-    """Return a keyed hash of a file's inode, which shows whether a ledger is still the file that the run wrote."""
-    return hashlib.sha256(f"{run}:{identity}".encode()).hexdigest()[:_CHAIN_LENGTH]
-
-
 def steps_at(path: str | Path, chain: str) -> int | None:
     """Return the number of steps that a ledger charges up to the line of this hash; None if no line has the hash.
 
@@ -240,6 +242,32 @@ def read_ledger(path: str | Path) -> LedgerContents:
         LedgerError: the file is missing, or a line was edited, lost, moved or added; the message gives its number.
     """
     return LedgerReader(Path(path)).contents
+
+
+def require_prefix(ledger: str | Path, head: LedgerHead, owner: str) -> None:
+    """Make sure that a ledger contains a head.
+
+    Args:
+        ledger: the file.
+        head: a head that a checkpoint or a budget recorded.
+        owner: its owner, for the error: "The checkpoint runs/a/checkpoint-5".
+
+    Raises:
+        LedgerError: it does not contain the head.
+    """
+    if steps_at(ledger, head.chain) == head.num_steps:
+        return
+    charged = read_ledger(ledger).num_steps
+    if head.num_steps > charged:
+        raise LedgerError(
+            f"{owner} holds {head.num_steps} steps, {ledger} charges {charged}: it is not the ledger of that run, or "
+            "it was cut or restored from an older copy. Replace it by the run's own latest ledger"
+        )
+    raise LedgerError(
+        f"{owner} belongs to another ledger than {ledger}: it comes from another run, or from a copy of this folder "
+        "that was resumed separately, and its steps are not charged here. Resume from a checkpoint of this folder's "
+        "run, or in the folder that made this checkpoint"
+    )
 
 
 def noted_before(path: str | Path, fact: str) -> tuple[bool, Any]:
@@ -276,11 +304,7 @@ class LedgerReader:
         self.torn_tail: tuple[int, bool] | None = None
         self._running = False
         self._steps_by_text: dict[str, Event] = {}
-        # A byte outside ASCII can only come from damage; its replacement matches no hash.
-        lines = data.decode("ascii", errors="replace").split("\n")
-        if lines[-1] == "":
-            lines.pop()
-        self.num_lines = len(lines)
+        lines = lines_of(data)
         self.num_bytes = len(data)
         self.contents.sha256 = hashlib.sha256(_without_pages_at_the_end(data)).hexdigest()
         try:
@@ -300,13 +324,11 @@ class LedgerReader:
     def _read(self, lines: list[str]) -> None:
         # The step number is kept here: counting the history again for each line would take quadratic time.
         self._num_steps = 0
-        for number, line in enumerate(lines, start=1):
-            body = line[:-_SUFFIX_LENGTH] + "}"
-            chain = next_chain(self.chain, body)
-            if line[-_SUFFIX_LENGTH:] != f', "chain": "{chain}"}}':
+        for number, line, body, chain, whole in chained_lines(lines):
+            self.chain = chain
+            if not whole:
                 self._take_damaged(number, line, lines)
                 continue
-            self.chain = chain
             if body.startswith(_STEP_START):
                 self._take_step(number, body)
             else:
@@ -422,6 +444,8 @@ class LedgerReader:
             contents.notes.pages |= {str(name): str(digest) for name, digest in entry["files"].items()}
         elif kind == "rate":
             contents.notes.rates.append((int(entry["step"]), str(entry["rate"])))
+        elif kind == "score":
+            contents.notes.score = (Score(entry["name"], entry["larger_is_better"]), float(entry["value"]))
         elif kind == "adopted":
             contents.notes.file = (entry["run"], entry["file"])
         elif kind == "end":
@@ -440,8 +464,3 @@ def _without_pages_at_the_end(data: bytes) -> bytes:
     while lines and lines[-1].startswith(_PAGES_START.encode("ascii")) and lines[-1].endswith(b"\n"):
         lines.pop()
     return b"".join(lines)
-
-
-def next_chain(chain: str, body: str) -> str:
-    """Return the hash of a line and of all lines before it; ``chain`` is the hash of the line before."""
-    return hashlib.sha256(f"{chain}{body}".encode("utf-8", errors="replace")).hexdigest()[:_CHAIN_LENGTH]

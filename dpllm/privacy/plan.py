@@ -124,6 +124,11 @@ class PrivacyPlan(PlannedNoise, PlannedDraw, Plan):
         return [(selected_run(Selection.of(self.selection), self.event, self.num_steps), 1)]
 
     @property
+    def reserved(self) -> tuple[Event, int]:
+        """All steps of the run, or the one selection among such runs."""
+        return (self.event, self.num_steps) if self.selection is None else self.history[0]
+
+    @property
     def history_of_run(self) -> list[tuple[Event, int]]:
         """The history that is charged for all planned steps of this run."""
         return self.mechanism.history(self.num_steps)

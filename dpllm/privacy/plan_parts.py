@@ -232,6 +232,11 @@ class Plan(PlannedUnit):
         raise NotImplementedError
 
     @property
+    def reserved(self) -> tuple[Event, int]:
+        """The event that the entry in a budget reserves, and how often."""
+        raise NotImplementedError
+
+    @property
     def own_history(self) -> list[tuple[Event, int]]:
         """All that this run may charge, or the release of which it is a part."""
         raise NotImplementedError

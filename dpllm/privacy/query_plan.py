@@ -157,6 +157,11 @@ class QueryPlan(Plan):
         return Several.of(self.own_history)
 
     @property
+    def reserved(self) -> tuple[Event, int]:
+        """All charges of this run as one event."""
+        return self.event, 1
+
+    @property
     def num_steps(self) -> int:
         """The number of answers that may be charged."""
         return sum(charge.count for charge in self.charges)
@@ -190,7 +195,7 @@ class QueryPlan(Plan):
 
     def stops_independently(self, contents: LedgerContents) -> bool:
         """Return whether the stop was declared independent, and no line may have been any charge, torn by a crash."""
-        return contents.notes.stopped_independently and not contents.torn_steps
+        return contents.answers_end_independently
 
     def unplanned(self, contents: LedgerContents) -> str | None:
         """Return an answer of a ledger that the plan does not have, or not as often."""

@@ -17,9 +17,9 @@ from typing import Protocol
 
 from dpllm.config.files import write_file
 from dpllm.privacy.ledger import LedgerError, read_ledger
-from dpllm.privacy.not_for_release import private_path
+from dpllm.privacy.private_folder import PRIVATE_FOLDER, private_path
 
-KEY_FILE = "not_for_release/data_key.txt"
+KEY_FILE = f"{PRIVATE_FOLDER}/data_key.txt"
 """Relative to the run's folder; readable by its owner only."""
 DIGEST = "digest of the training rows, under a key that is not released"
 """Name of the fact in ledger and report."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dpllm.privacy.not_for_release import DIAGNOSTICS_FILE
+from dpllm.privacy.private_folder import DIAGNOSTICS_FILE
 
 TRAINING_LOSS = "training loss (mean of a logging interval)"
 FINAL_LOSS = "training loss (mean of the run)"

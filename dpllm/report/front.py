@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from dpllm.privacy.identity import LOST_STEPS
 from dpllm.privacy.release_words import ReleaseWords, release_words
 from dpllm.privacy.rounding import format_percent, one_in, up_significant
+from dpllm.privacy.run_folder import LOST_STEPS
 from dpllm.report.definition import REFUTED, TRAINED_MODEL
 from dpllm.report.disclosures import in_plain_words
 from dpllm.report.models import (
@@ -217,7 +217,7 @@ def _when(findings: Findings) -> str:
 
 
 def _lost(findings: Findings) -> int:
-    """Return the charged steps that the weights do not hold (`dpllm.privacy.identity.lost_steps`)."""
+    """Return the charged steps that the weights do not hold (`dpllm.privacy.run_folder.lost_steps`)."""
     found = [fact.values[-1] for fact in findings.definition.facts if fact.name == LOST_STEPS]
     return int(str(found[-1]).split(" ")[0]) if found else 0
 

@@ -32,12 +32,11 @@ from dpllm.config import TASKS, nearest
 from dpllm.config.files import write_file
 from dpllm.config.hub import license_metadata
 from dpllm.privacy.checkpoints import MANIFEST_FILE
-from dpllm.privacy.identity import adopt
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerContents, read_ledger, refuse_lost_lines
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.query_plan import QueryPlan, load_plan
 from dpllm.privacy.rounding import up
-from dpllm.privacy.unfinished import settle_crashed
+from dpllm.privacy.run_folder import adopt, settle_crashed
 from dpllm.report.checklist import SETTLE_OPTION, is_sampled
 from dpllm.report.definition import SELECTED
 from dpllm.report.front import method_of, unit_of
@@ -307,14 +306,14 @@ def add_disclosure(folder: str | Path, what: str) -> None:
 
 
 def adopt_run(folder: str | Path) -> int:
-    """Adopt the copy of a run's folder (see `identity.adopt`), and write its report and card again if it has them.
+    """Adopt the copy of a run's folder (see `run_folder.adopt`), and write its report and card again if it has them.
 
     Returns:
         The steps that its ledger charges.
 
     Raises:
-        ValueError: as `dpllm.privacy.identity.adopt`; or the folder has a report and no plan, or its report is damaged.
-            Nothing is adopted then.
+        ValueError: as `dpllm.privacy.run_folder.adopt`; or the folder has a report and no plan, or its report is
+            damaged. Nothing is adopted then.
     """
     folder = Path(folder)
     with _rewritten(folder) if _has_report(folder) else contextlib.nullcontext():

@@ -26,7 +26,7 @@ from typing import Any
 from dpllm.config.files import write_file
 from dpllm.privacy.ledger import LEDGER_FILE
 from dpllm.privacy.ledger import REPORT_FILE as JSON_FILE
-from dpllm.privacy.not_for_release import PRIVATE_FOLDER, private_path
+from dpllm.privacy.private_folder import PRIVATE_FOLDER, private_path
 
 STRINGS_FILE = f"{PRIVATE_FOLDER}/private_strings.json"
 """Relative to the run's folder: keyed hashes of the strings."""

@@ -22,11 +22,11 @@ from huggingface_hub import HfApi
 from dpllm.config import ConfigError
 from dpllm.mechanism.averages import LAST_FOLDER
 from dpllm.privacy import checkpoints
-from dpllm.privacy.identity import names_exactly, released_files
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PLAN_FILE
 from dpllm.privacy.query_plan import QueryPlan, load_plan
 from dpllm.privacy.release_words import release_words
+from dpllm.privacy.run_folder import names_exactly, released_files
 from dpllm.report.checklist import REFUTED
 from dpllm.report.model_card import CARD_FILE, add_released, hub_id, metadata_in
 from dpllm.report.pages import in_folder

@@ -14,7 +14,7 @@ from typing import Any
 from dpllm.config.files import write_file
 from dpllm.config.versions import has_format, other_format, version_words
 from dpllm.privacy.ledger import REPORT_FILE as JSON_FILE
-from dpllm.privacy.not_for_release import private_path
+from dpllm.privacy.private_folder import private_path
 from dpllm.report.disclosures import UTILITY_FILE
 from dpllm.report.models import FORMAT, Noted
 

@@ -24,12 +24,12 @@ from dpllm.mechanism.limits import ADJACENCIES
 from dpllm.privacy import accounting, comparison
 from dpllm.privacy.accounting import merge
 from dpllm.privacy.guarantee import Guarantee
-from dpllm.privacy.identity import COMPLETED, STOPPED_EARLY, lost_steps
 from dpllm.privacy.ledger import REPORT_FILE as JSON_FILE
 from dpllm.privacy.ledger import Ledger, LedgerContents, read_ledger
 from dpllm.privacy.plan_parts import Plan
 from dpllm.privacy.risk import attack_risk
 from dpllm.privacy.rounding import format_delta, up
+from dpllm.privacy.run_folder import COMPLETED, STOPPED_EARLY, lost_steps
 from dpllm.privacy.stated import planned_steps, stated_guarantee
 from dpllm.report.checklist import REFUTED, completed
 from dpllm.report.curves import curves

@@ -13,7 +13,10 @@ from pathlib import Path
 
 from dpllm.config import PRETRAINED_FOLDER, RECIPE_FILE
 from dpllm.privacy import checkpoints
-from dpllm.privacy.identity import (
+from dpllm.privacy.ledger import LEDGER_FILE, LedgerContents
+from dpllm.privacy.plan import PLAN_FILE
+from dpllm.privacy.private_folder import PRIVATE_FOLDER
+from dpllm.privacy.run_folder import (
     check_checkpoint,
     checkpoints_in,
     public_start_differences,
@@ -22,9 +25,6 @@ from dpllm.privacy.identity import (
     unnamed_in_checkpoint,
     unnamed_weights,
 )
-from dpllm.privacy.ledger import LEDGER_FILE, LedgerContents
-from dpllm.privacy.not_for_release import PRIVATE_FOLDER
-from dpllm.privacy.plan import PLAN_FILE
 
 _LISTED = 6
 _COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)  # of HTML, which nobody sees

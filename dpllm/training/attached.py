@@ -27,8 +27,8 @@ from dpllm.models.quantization import BASE_STORED_AS, make_ready, stored_as
 from dpllm.models.run_weights import RunWeights
 from dpllm.models.starting_point import check_start
 from dpllm.models.tasks import trained_words
-from dpllm.privacy.identity import RunName, run_in
 from dpllm.privacy.plan import PrivacyPlan
+from dpllm.privacy.run_folder import RunName, run_in
 from dpllm.report.definition import RELEASED_WEIGHTS, TRAINED_MODEL
 from dpllm.training.averaging import Averaging
 from dpllm.training.checks import agreement

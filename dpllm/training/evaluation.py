@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dpllm.config.metrics import METRICS
-from dpllm.config.tasks import labels_of
+from dpllm.config.tasks import PERPLEXITY, SQUARED_ERROR, TASKS, Score, labels_of
 from dpllm.data.labels import END, IGNORE, START
 from dpllm.data.records import DataError
 from dpllm.data.rows import RowCollator
@@ -31,10 +31,10 @@ from dpllm.models.tasks import row_loss_of
 class Measurement:
     """One figure for a whole data set."""
 
-    name: str
-    """"perplexity" (exp of the mean loss per target token) or "accuracy"."""
+    score: Score
+    """What is measured: the score of the model's task."""
     value: float
-    """The figure."""
+    """The score, not rounded."""
     loss: float
     """Mean loss in nats: per target token, or per record for a classifier."""
     row_loss: float
@@ -43,9 +43,23 @@ class Measurement:
     """Further figures that the recipe asked for: name to value."""
 
     @property
+    def name(self) -> str:
+        """Name of the score."""
+        return self.score.name
+
+    @property
     def figures(self) -> dict[str, float]:
         """All figures: name to value."""
         return {self.name: self.value, **self.more}
+
+
+def figure_words(before: Measurement | None, after: Measurement | None) -> dict[str, str]:
+    """Return the figures before and after the private steps for people: name to four digits."""
+    return {
+        f"held-out {name} {when}": f"{value:.4g}"
+        for when, measured in (("before", before), ("after", after))
+        for name, value in (measured.figures.items() if measured else ())
+    }
 
 
 @torch.no_grad()
@@ -74,8 +88,11 @@ def measure(
         macro_f1: also compute the mean of the F1 of the classes, for a model that chooses classes.
 
     Raises:
-        DataError: there is no row, or no target in any.
+        DataError: there is no row, no target in any, or the task has no score.
     """
+    compared_by = TASKS[collator.task].score
+    if compared_by is None:
+        raise DataError(f"held-out rows of the task {collator.task!r} have no score: give its line in TASKS one")
     order = np.argsort([-len(ids) for ids in rows["input_ids"]], kind="stable")
 
     def score(inputs: dict[str, Any]) -> Sequence[float]:
@@ -90,13 +107,13 @@ def measure(
     loss, row_loss, correct, count, *counted = found
     if count == 0:
         raise DataError("no held-out row has a target, so nothing can be measured: give rows with labels")
-    name, value = "perplexity", _exp(loss / count)
-    if collator.task == "regression":
-        name, value = "mean squared error", loss / count
-    elif labels_of(collator.task) != "text":
-        name, value = "accuracy", correct / count
+    value = correct / count
+    if compared_by == PERPLEXITY:
+        value = _exp(loss / count)
+    elif compared_by == SQUARED_ERROR:
+        value = loss / count
     more = {METRICS["macro_f1"].title: mean_f1(counted)} if macro_f1 else {}
-    return Measurement(name=name, value=value, loss=loss / count, row_loss=row_loss / len(rows), more=more)
+    return Measurement(score=compared_by, value=value, loss=loss / count, row_loss=row_loss / len(rows), more=more)
 
 
 def sums_over(

@@ -59,16 +59,15 @@ from dpllm.models.load import load_base_model, load_tokenizer, prepare_model
 from dpllm.models.model_argument import name_classes
 from dpllm.models.start_files import START_FILES, refuse_other_start, start_files
 from dpllm.privacy.budget import require_room
-from dpllm.privacy.identity import lost_steps
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PrivacyPlan, format_plan
-from dpllm.privacy.unfinished import is_used
+from dpllm.privacy.run_folder import is_used, lost_steps
 from dpllm.report.disclosures import HELD_OUT
 from dpllm.report.figures import plot_training
 from dpllm.report.release_notes import ReleaseNotes, keep_utility
 from dpllm.training import trl_recipe
 from dpllm.training.arguments import find_deepspeed_config, plan_for, training_arguments
-from dpllm.training.evaluation import Measurement
+from dpllm.training.evaluation import Measurement, figure_words
 from dpllm.training.held_out import HeldOut, HeldOutRows
 from dpllm.training.ledger_notes import OWN_TOKENIZER, PrivateSources
 from dpllm.training.pair_losses import HeldOutPairs
@@ -474,15 +473,11 @@ def finish(
 
     # Measurements on private records are on the screen, in the picture and in a file that is not for release. The
     # report counts them. It prints those on public records only, and no duration, which depends on the private records.
-    found = {"before": before, "after": after}
-    utility = {
-        f"held-out {name} {when}": f"{value:.4g}"
-        for when, measured in found.items()
-        for name, value in (measured.figures.items() if measured else ())
-    }
-    public = recipe.data.eval_is_public
+    utility, public = figure_words(before, after), recipe.data.eval_is_public
     if utility and not public:
         trainer.disclose(HELD_OUT, len(utility))
+    elif after is not None and trainer.ledger is not None:
+        trainer.ledger.append_score(after.score, after.value)
     hardware = str(args.device) if args.world_size == 1 else f"{args.world_size} processes, {args.device.type}"
     kept = {**({} if public else utility), "seconds in all": round(time.monotonic() - began)}
     if args.should_save:

@@ -29,8 +29,8 @@ from dpllm.engines.processes import Processes
 from dpllm.models.model_argument import names_of_classes
 from dpllm.models.tasks import task_of
 from dpllm.privacy.ledger import Ledger
-from dpllm.privacy.not_for_release import DATA_FILES_FILE, private_path
 from dpllm.privacy.plan import PrivacyPlan
+from dpllm.privacy.private_folder import DATA_FILES_FILE, private_path
 from dpllm.report.definition import CLASS_NAMES, DECLARED_NAMES, OTHER_NAMES, PREPROCESSING, RECORDS_ARE, UNITS_MADE_OF
 from dpllm.report.private_strings import FILE, ID, PrivateStrings
 from dpllm.training.shared_ledger import SharedLedger

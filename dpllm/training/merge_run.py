@@ -22,9 +22,9 @@ from dpllm.models.start_files import refuse_other_start
 from dpllm.models.starting_point import refuse_private_start
 from dpllm.models.writing import also_end_with, saved_ends
 from dpllm.privacy import checkpoints
-from dpllm.privacy.identity import is_finished, released_files
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
+from dpllm.privacy.run_folder import is_finished, released_files
 from dpllm.report.model_card import add_released
 from dpllm.report.statement import notes_in, write_report
 from dpllm.report.verify import verify

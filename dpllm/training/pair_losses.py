@@ -20,11 +20,14 @@ from datasets.utils import tqdm
 from torch import Tensor, nn
 
 from dpllm.config import ConfigError
+from dpllm.config.tasks import Score
 from dpllm.data.preferences import LOG_PROBS, PairCollator
 from dpllm.engines.processes import Processes
 from dpllm.models.preference import PairLoss, answer_tokens, pair_log_probs
 from dpllm.training.choose_clipper import in_mode
 from dpllm.training.evaluation import Measurement, sums_over
+
+PREFERENCE_ACCURACY = Score("preference accuracy", larger_is_better=True)
 
 
 class PairLosses:
@@ -153,7 +156,7 @@ class HeldOutPairs:
         order = np.argsort([-len(ids) for ids in self._rows["chosen_input_ids"]], kind="stable")
         loss, hits = sums_over(model, self._rows, order, self._collator, score, _PAIRS, processes, moved)
         mean = loss / self.size
-        return Measurement(name="preference accuracy", value=hits / self.size, loss=mean, row_loss=mean)
+        return Measurement(score=PREFERENCE_ACCURACY, value=hits / self.size, loss=mean, row_loss=mean)
 
 
 @contextlib.contextmanager

@@ -24,9 +24,9 @@ from dpllm.config import ConfigError
 from dpllm.engines.engine_pairs import Setup, Way, way_to_load
 from dpllm.engines.processes import Processes
 from dpllm.privacy.checkpoints import CheckpointError, differing, latest_whole, verify
-from dpllm.privacy.identity import check_checkpoint, ended_as_planned, steps_of_weights
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerContents, is_being_written, read_ledger, require_own_file
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
+from dpllm.privacy.run_folder import check_checkpoint, ended_as_planned, steps_of_weights
 from dpllm.privacy.stated import steps_allowed
 
 logger = logging.get_logger(__name__)
@@ -94,7 +94,7 @@ def _to_continue(folder: Path) -> Path | None:
             "train.output_dir to another folder for another run"
         )
     if not ledger.num_steps:
-        return None  # a new run may replace it (`dpllm.privacy.unfinished`)
+        return None  # a new run may replace it (`dpllm.privacy.run_folder`)
     if checkpoint is not None:
         return checkpoint
     last = f"; {passed_over[0][0].name} is not whole ({passed_over[0][1].rstrip('.')})" if passed_over else ""

@@ -38,11 +38,11 @@ from dpllm.mechanism.regenerated import stream_of
 from dpllm.mechanism.sampling import seeded_rng
 from dpllm.models.run_weights import RunWeights, note_changes, refuse_other_weights, sums_of_trained
 from dpllm.models.starting_point import edited_start, takes_metrics
-from dpllm.privacy.identity import COMPLETED, note_own_release, snapshot
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.privacy.ledger_reader import LedgerHead
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.privacy.rounding import format_epsilon
+from dpllm.privacy.run_folder import COMPLETED, note_own_release, snapshot
 from dpllm.report.statement import write_report
 from dpllm.training.attached import Attached, RunOptions, attach
 from dpllm.training.averaging import Averaging, refuse_other_average

@@ -8,17 +8,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dpllm.config.tasks import Score
 from dpllm.engines.processes import Processes
 from dpllm.mechanism.events import Event
 from dpllm.privacy.budget import BudgetError, charge, check_entry, mark, new_entry_id, read_budget, settle
-from dpllm.privacy.identity import COMPLETED, STOPPED_EARLY, note_public_start, require_prefix, require_public_start
 from dpllm.privacy.ledger import Ledger, LedgerError, read_ledger
-from dpllm.privacy.ledger_reader import LedgerHead, count_step
+from dpllm.privacy.ledger_reader import LedgerHead, count_step, require_prefix
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
+from dpllm.privacy.private_folder import note_writer
+from dpllm.privacy.run_folder import (
+    COMPLETED,
+    STOPPED_EARLY,
+    charging,
+    make_way,
+    note_public_start,
+    require_public_start,
+)
 from dpllm.privacy.same_rows import compare_rows, remember_records, remember_rows
 from dpllm.privacy.stated import planned_steps, stated_starts, steps_allowed, taken_starts
-from dpllm.privacy.unfinished import charging, make_way
-from dpllm.privacy.writer import note_writer
 from dpllm.training.adaptive_threshold import Threshold
 
 NOT_SETTLED = (
@@ -84,7 +91,7 @@ class SharedLedger:
     ) -> SharedLedger:
         """Start the ledger of a new run, with the plan beside it, and charge the data set's budget if there is one.
 
-        The ledger of a run that failed before its first step is replaced (`dpllm.privacy.unfinished`).
+        The ledger of a run that failed before its first step is replaced (`dpllm.privacy.run_folder`).
 
         Raises:
             LedgerError: the file exists.
@@ -248,7 +255,7 @@ class SharedLedger:
         return self._head
 
     def require_prefix(self, head: LedgerHead, owner: str) -> None:
-        """Do as `dpllm.privacy.identity.require_prefix`, with the same result on all processes, called together."""
+        """Do as `dpllm.privacy.ledger_reader.require_prefix`, with one result on all processes, called together."""
         self._processes.from_main(lambda: require_prefix(self.path, head, owner))
 
     def mark(self) -> LedgerHead:
@@ -313,6 +320,11 @@ class SharedLedger:
         """Do as `Ledger.append_fact` on rank 0; other ranks write nothing."""
         if self._ledger is not None:
             self._ledger.append_fact(name, value)
+
+    def append_score(self, score: Score, value: float) -> None:
+        """Do as `Ledger.append_score` on rank 0; other ranks write nothing."""
+        if self._ledger is not None:
+            self._ledger.append_score(score, value)
 
     def note_rate(self, rate: str) -> None:
         """Do as `Ledger.note_rate` on rank 0; other ranks write nothing."""

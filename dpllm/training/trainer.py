@@ -49,7 +49,9 @@ from dpllm.models.starting_point import check_start, edited_start, refuse_change
 from dpllm.models.tasks import RowLoss, default_row_loss, task_of
 from dpllm.models.writing import also_end_with, complete_generation_config
 from dpllm.privacy.checkpoints import discard_start
-from dpllm.privacy.identity import (
+from dpllm.privacy.ledger import read_ledger
+from dpllm.privacy.private_folder import DIAGNOSTICS_FILE
+from dpllm.privacy.run_folder import (
     COMPLETED,
     LOST_STEPS,
     STOPPED_AT_BUDGET,
@@ -57,8 +59,6 @@ from dpllm.privacy.identity import (
     lost_steps,
     steps_of_weights,
 )
-from dpllm.privacy.ledger import read_ledger
-from dpllm.privacy.not_for_release import DIAGNOSTICS_FILE
 from dpllm.report.model_card import has_card
 from dpllm.report.statement import ReleaseNotes
 from dpllm.training.advice import advice

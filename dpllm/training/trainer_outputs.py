@@ -56,10 +56,10 @@ from dpllm.privacy.checkpoints import (
     staging_folder,
 )
 from dpllm.privacy.guarantee import Guarantee
-from dpllm.privacy.identity import note_release, refuse_other_run, snapshot
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
 from dpllm.privacy.rounding import epsilon_to_log
+from dpllm.privacy.run_folder import note_release, refuse_other_run, snapshot
 from dpllm.report.disclosures import (
     DESTINATIONS,
     EVALUATION_DURING,

@@ -31,7 +31,7 @@ from dpllm.models.inputs import default_collator, refuse_other_padding, refuse_p
 from dpllm.models.tasks import task_of
 from dpllm.privacy.ledger import LEDGER_FILE
 from dpllm.privacy.plan import PrivacyPlan
-from dpllm.privacy.unfinished import is_used
+from dpllm.privacy.run_folder import is_used
 from dpllm.training.argument_table import Argument
 from dpllm.training.arguments import checked_arguments, plan_for
 from dpllm.training.averaging import refuse_other_average

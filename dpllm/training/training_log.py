@@ -18,7 +18,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerState
 
 from dpllm.privacy.checkpoints import CheckpointError
-from dpllm.privacy.not_for_release import private_path
+from dpllm.privacy.private_folder import private_path
 from dpllm.report.disclosures import LOG_FILE, ON_PRIVATE_ROWS
 
 _PUBLIC_ENTRIES = ("step", "epoch", "learning_rate", "epsilon")

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from dpllm.cli.program import app
 from dpllm.config import ConfigError, load_recipe
 from dpllm.models.start_files import START_FILES, start_files
-from dpllm.privacy.identity import is_finished
 from dpllm.privacy.ledger import read_ledger
+from dpllm.privacy.run_folder import is_finished
 from dpllm.report.model_card import add_notes, adopt_run, write_model_card
 from dpllm.report.publishing import GUARANTEE_FILES
 from dpllm.report.verify import verify

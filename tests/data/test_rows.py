@@ -25,8 +25,8 @@ from dpllm.data.rows import (
 )
 from dpllm.mechanism.sampling import seeded_rng
 from dpllm.privacy.ledger import Ledger, read_ledger
-from dpllm.privacy.not_for_release import DATA_FILES_FILE
 from dpllm.privacy.plan import make_plan
+from dpllm.privacy.private_folder import DATA_FILES_FILE
 from dpllm.report.definition import define
 from dpllm.report.release_notes import ReleaseNotes
 from dpllm.training.ledger_notes import note_data, note_units

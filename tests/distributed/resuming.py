@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM, TrainerCallback
 from dpllm import DPTrainer
 from dpllm.engines.optimizers import innermost
 from dpllm.engines.processes import Processes
-from dpllm.privacy.identity import adopt
+from dpllm.privacy.run_folder import adopt
 from dpllm.report.verify import verify
 from dpllm.training.arguments import training_arguments
 from tests.conftest import tiny_llama_config

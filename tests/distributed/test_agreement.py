@@ -5,7 +5,7 @@ import torch
 
 from dpllm.engines.processes import Processes
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
-from dpllm.privacy.not_for_release import read_diagnostics
+from dpllm.privacy.private_folder import read_diagnostics
 from dpllm.training.evaluation import measure
 from dpllm.training.run import PrivateRun
 from tests.distributed import world

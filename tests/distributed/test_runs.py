@@ -21,8 +21,8 @@ from dpllm.data.rows import RowCollator, load_train_and_eval, tokenize_records
 from dpllm.mechanism.discrete import ORDERS
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.checkpoints import latest_whole, verify
-from dpllm.privacy.identity import adopt
 from dpllm.privacy.ledger import read_ledger
+from dpllm.privacy.run_folder import adopt
 from dpllm.report.verify import verify as verify_report
 from dpllm.training.evaluation import measure
 from dpllm.training.held_out import HeldOut, HeldOutRows

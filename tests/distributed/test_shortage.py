@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dpllm.privacy.not_for_release import read_diagnostics
+from dpllm.privacy.private_folder import read_diagnostics
 from tests.distributed import world
 from tests.distributed.shortage import LIMITS, STEPS
 

@@ -41,8 +41,8 @@ from dpllm.privacy.budget_lock import locked
 from dpllm.privacy.ledger import Ledger, LedgerError, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan, make_plan
 from dpllm.privacy.rounding import format_epsilon
+from dpllm.privacy.run_folder import is_used, settle_crashed
 from dpllm.privacy.stated import stated_history
-from dpllm.privacy.unfinished import is_used, settle_crashed
 from dpllm.report.model_card import CARD_FILE, metadata_in, write_model_card
 from dpllm.report.statement import JSON_FILE, ReleaseNotes, write_report
 from dpllm.report.verify import verify
@@ -80,8 +80,8 @@ def test_new_budget_reads_back(path: Path) -> None:
 @kills(
     "the budget of the data set is not asked",
     "dpllm/privacy/budget.py",
-    "        _check_fits(budget, plan.event, plan.num_steps)\n        entry = ",
-    "        entry = ",
+    "        _check_fits(budget, prior, entry)\n        put(",
+    "        put(",
 )
 def test_runs_are_charged_until_the_budget_is_exhausted(path: Path) -> None:
     """Two runs fit, composed; the third is refused and leaves the file as it was; one as short as was said fits."""

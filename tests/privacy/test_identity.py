@@ -1,4 +1,4 @@
-"""Tests of dpllm.privacy.identity: files that belong to a ledger, and files that do not."""
+"""Tests of dpllm.privacy.run_folder: files that belong to a ledger, and files that do not."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from dpllm.config import PRETRAINED_FOLDER
 from dpllm.engines.processes import Processes
 from dpllm.privacy.budget import BudgetError, create_budget, read_budget
 from dpllm.privacy.checkpoints import checkpoint_folder, prepare_staging, publish
-from dpllm.privacy.identity import ADOPTED, check_checkpoint, is_finished, note_release, snapshot
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.privacy.plan import PLAN_FILE
+from dpllm.privacy.run_folder import ADOPTED, check_checkpoint, is_finished, note_release, snapshot
 from dpllm.report.verify import verify
 from dpllm.training.shared_ledger import SharedLedger
 from tests.engines.test_guard import plan_of
@@ -48,7 +48,7 @@ def resume(folder: Path, budget: Path | None = None) -> SharedLedger:
 
 @kills(
     "a checkpoint's place in the ledger is not compared",
-    "dpllm/privacy/identity.py",
+    "dpllm/privacy/ledger_reader.py",
     "    if steps_at(ledger, head.chain) == head.num_steps:\n",
     "    if True:\n",
 )

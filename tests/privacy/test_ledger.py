@@ -18,7 +18,7 @@ import pytest
 from dpllm.mechanism.events import Step
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import ENTROPY_SEEDED, ENTROPY_SYSTEM, Ledger, LedgerError, is_being_written, read_ledger
-from dpllm.privacy.not_for_release import read_diagnostics
+from dpllm.privacy.private_folder import read_diagnostics
 from tests.mutations import kills
 
 STEP = Step(num_units=1000, sampling_rate=0.02, max_batch_size=52, noise_multiplier=1.0, clip_norm=0.5)
@@ -331,8 +331,8 @@ def test_facts_and_open_points_are_noted_once(path: Path) -> None:
     "the last learning rate is lost",
     "dpllm/privacy/ledger.py",
     """        self.write_rate()
-        self._append({"kind": "end",""",
-    """        self._append({"kind": "end",""",
+        self.append({"kind": "end",""",
+    """        self.append({"kind": "end",""",
 )
 def test_each_change_of_the_learning_rates_is_written_with_the_next_line(
     path: Path, monkeypatch: pytest.MonkeyPatch
@@ -445,7 +445,12 @@ def test_a_ledger_that_another_process_writes_or_cuts_is_an_error(path: Path) ->
             ledger.append_step(1, PLAN.event)
 
 
-@kills("a copied ledger goes on", "dpllm/privacy/ledger.py", "    if noted not in possible:\n", "    if False:\n")
+@kills(
+    "a copied ledger goes on",
+    "dpllm/privacy/ledger.py",
+    "    if is_copy(contents.path, *contents.notes.file):\n",
+    "    if False:\n",
+)
 def test_a_copied_ledger_is_not_continued_unless_adopted(path: Path) -> None:
     """Two copies that both go on would each state the ε of their own steps."""
     write(path, 2, end=None)
@@ -524,7 +529,7 @@ def test_a_file_system_without_locks_is_refused(path: Path, monkeypatch: pytest.
 def test_a_system_whose_locks_hide_a_file_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Windows: the package can be imported there, and no run begins unlocked."""
     write(path, 1, end=None)
-    monkeypatch.setattr("dpllm.privacy.locks.fcntl", None)
+    monkeypatch.setattr("dpllm.privacy.chained_file.fcntl", None)
     for use in (lambda: Ledger.annotate(path), lambda: Ledger.create(path.with_name("new.jsonl"), PLAN)):
         with pytest.raises(LedgerError, match="macOS"):
             use()

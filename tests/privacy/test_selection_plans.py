@@ -14,7 +14,7 @@ from dpllm.audit.result import allowed_rates
 from dpllm.config import ConfigError, PrivacyConfig
 from dpllm.mechanism.parts import Spec
 from dpllm.privacy.accounting import epsilon
-from dpllm.privacy.budget import BudgetError, charge, charge_selection, create_budget, read_budget, require_room, settle
+from dpllm.privacy.budget import BudgetError, charge, create_budget, read_budget, require_room, settle
 from dpllm.privacy.ledger import Ledger, read_ledger
 from dpllm.privacy.plan import PrivacyPlan, format_plan, make_plan
 from dpllm.privacy.stated import claimed_history, stated_history, steps_allowed
@@ -149,14 +149,14 @@ def test_a_budget_is_charged_for_the_selection(tmp_path):
     for refused in (charge, require_room):
         with pytest.raises(BudgetError, match="dpllm tune"):
             refused(path, plan, "d")
-    entry = charge_selection(path, plan, "d")
+    entry = charge(path, plan, "d", of_all_runs=True)
     assert read_budget(path).spent == pytest.approx(plan.epsilon, rel=1e-9)
     settle(path, entry, 1)
     assert read_budget(path).spent == pytest.approx(plan.epsilon, rel=1e-9)
     with pytest.raises(BudgetError, match="other data"):
-        charge_selection(path, plan, "other")
+        charge(path, plan, "other", of_all_runs=True)
     with pytest.raises(BudgetError, match="budget covers"):
-        charge_selection(path, dataclasses.replace(plan, noise_multiplier=0.0), "d")
+        charge(path, dataclasses.replace(plan, noise_multiplier=0.0), "d", of_all_runs=True)
 
 
 def test_an_audit_holds_the_model_to_the_claim_of_the_selection(tmp_path):

@@ -300,7 +300,7 @@ def test_a_budget_without_room_for_the_plan_refuses_a_resume_that_would_be_cheap
 
 @kills(
     "the budget of a run that a resume cuts short counts the steps that it may take",
-    "dpllm/privacy/budget_entry.py",
+    "dpllm/privacy/budget.py",
     "taken, self.steps_planned or self.steps_reserved)",
     "taken)",
 )

@@ -15,11 +15,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, TrainerC
 from dpllm.config import PrivacyConfig
 from dpllm.engines.processes import Processes
 from dpllm.methods.queries.run import QueryRun
-from dpllm.privacy import unfinished
+from dpllm.privacy import run_folder
 from dpllm.privacy.budget import BudgetError, create_budget, read_budget
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
 from dpllm.privacy.plan import PrivacyPlan, make_plan
-from dpllm.privacy.unfinished import is_used, settle_crashed
+from dpllm.privacy.run_folder import is_used, settle_crashed
 from dpllm.report.statement import write_report
 from dpllm.training.shared_ledger import SharedLedger
 from tests.conftest import tiny_llama_config
@@ -64,7 +64,7 @@ def test_a_failure_before_the_first_step_gives_back_what_was_reserved(tmp_path: 
 
 @kills(
     "of two new runs in a folder, one removes the ledger of the other",
-    "dpllm/privacy/unfinished.py",
+    "dpllm/privacy/run_folder.py",
     "    with _locked(path) as held:",
     "    path.unlink(missing_ok=True)\n    with _locked(path) as held:",
 )
@@ -72,19 +72,19 @@ def test_of_two_new_runs_one_removes_the_unused_ledger(tmp_path: Path, monkeypat
     """The other found it unused, too, and must not remove the ledger that the first one made in its place."""
     path = tmp_path / "run" / LEDGER_FILE
     SharedLedger.create(path, plan(), Processes()).close()
-    found = unfinished._unused(path)
-    assert unfinished.make_way(path, None) == {} and not path.exists()
+    found = run_folder._unused(path)
+    assert run_folder.make_way(path, None) == {} and not path.exists()
     first = SharedLedger.create(path, plan(), Processes())
     first.append_step(0, plan().event)
-    monkeypatch.setattr(unfinished, "_unused", lambda _: found)  # as the other one saw it before
+    monkeypatch.setattr(run_folder, "_unused", lambda _: found)  # as the other one saw it before
     for closed in (False, True):
         if closed:
             first.close()
-        assert unfinished.make_way(path, None) == {} and read_ledger(path).num_steps == 1
+        assert run_folder.make_way(path, None) == {} and read_ledger(path).num_steps == 1
     path.unlink()
     real = Path.exists
     monkeypatch.setattr(Path, "exists", lambda one: one == path or real(one))  # removed after it was looked at
-    assert unfinished.make_way(path, None) == {}
+    assert run_folder.make_way(path, None) == {}
 
 
 def test_a_crash_before_the_first_step_leaves_a_folder_that_can_be_used(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ from tests.privacy.test_unfinished import plan
 from tests.methods.queries.making import query_plan
 
 folder, kind, moment = Path(sys.argv[1]), *sys.argv[2:]
-module, name = (run, "charge_queries") if kind == "answers" else (shared_ledger, "charge")
+module, name = (run if kind == "answers" else shared_ledger, "charge")
 whole = getattr(module, name)
 
 def killed(*args):

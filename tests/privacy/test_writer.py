@@ -6,9 +6,9 @@ import socket
 
 import pytest
 
-from dpllm.privacy.identity import adopt
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError
-from dpllm.privacy.writer import WRITER_FILE, known_writer
+from dpllm.privacy.private_folder import WRITER_FILE, known_writer
+from dpllm.privacy.run_folder import adopt
 from tests.privacy.test_identity import PLAN, begin, resume
 
 
@@ -30,7 +30,7 @@ def test_a_writer_that_no_lock_stopped_is_named_by_the_first_one(tmp_path, monke
     """Locks that hold on one machine only: the first run finds the other's lines, and its note."""
     begin(tmp_path, 1)
     first = resume(tmp_path)
-    monkeypatch.setattr("dpllm.privacy.ledger._lock", lambda path, descriptor: None)
+    monkeypatch.setattr("dpllm.privacy.chained_file.lock", lambda descriptor: True)
     monkeypatch.setattr("socket.gethostname", lambda: "node-b")
     resume(tmp_path).close()
     with pytest.raises(LedgerError, match="node-b"):

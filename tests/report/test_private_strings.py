@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dpllm.privacy.not_for_release import PRIVATE_FOLDER
+from dpllm.privacy.private_folder import PRIVATE_FOLDER
 from dpllm.report.private_strings import FEW, FILE, ID, LABEL, STRINGS_FILE, PrivateStrings, check_strings
 
 RARE = "Creutzfeldt-Jakob (Anna K.)"

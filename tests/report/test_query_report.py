@@ -15,8 +15,8 @@ from dpllm.cli.program import app
 from dpllm.mechanism.query import Query
 from dpllm.methods.queries.planned import prior_release
 from dpllm.methods.queries.run import QueryRun
+from dpllm.privacy.chained_file import CHAIN_START, next_chain
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
-from dpllm.privacy.ledger_reader import CHAIN_START, next_chain
 from dpllm.privacy.plan import PLAN_FILE
 from dpllm.privacy.query_plan import Charge, QueryPlan
 from dpllm.privacy.release_words import release_words

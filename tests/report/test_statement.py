@@ -16,8 +16,8 @@ from dpllm.config import PrivacyConfig
 from dpllm.mechanism.events import Step
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.ledger import Ledger, LedgerContents, LedgerError, read_ledger
-from dpllm.privacy.not_for_release import read_diagnostics
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan, make_plan
+from dpllm.privacy.private_folder import read_diagnostics
 from dpllm.report.disclosures import DESTINATIONS, TRAINING_LOSS, receivers
 from dpllm.report.models import SECTIONS, BudgetEntry, PrivacyReport, WrittenOut, complaints, report_schema
 from dpllm.report.pages import shown_beside

@@ -20,10 +20,10 @@ from dpllm.config import PRETRAINED_FOLDER, PrivacyConfig
 from dpllm.config.versions import CodeVersion, code_version, version_words
 from dpllm.methods.queries.planned import prior_release
 from dpllm.privacy.checkpoints import checkpoint_folder, latest_whole, prepare_staging, publish
-from dpllm.privacy.identity import ADOPTED, adopt, note_release, snapshot
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerError, read_ledger
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan, make_plan
 from dpllm.privacy.rounding import up
+from dpllm.privacy.run_folder import ADOPTED, adopt, note_release, snapshot
 from dpllm.report.checklist import completed
 from dpllm.report.model_card import CARD_FILE, add_audit, add_notes, adopt_run, write_model_card
 from dpllm.report.models import PrivacyReport

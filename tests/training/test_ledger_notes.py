@@ -21,7 +21,7 @@ from transformers import (
 
 from dpllm import DPDPOTrainer, DPSFTTrainer, DPTrainer, per_sequence_loss
 from dpllm.privacy.ledger import read_ledger
-from dpllm.privacy.not_for_release import PRIVATE_FOLDER
+from dpllm.privacy.private_folder import PRIVATE_FOLDER
 from dpllm.report.disclosures import EVALUATION_OUTSIDE
 from dpllm.report.model_card import add_notes, settle
 from dpllm.report.publishing import PublishError, published_files, require_publishable

@@ -8,8 +8,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
 from dpllm.privacy.checkpoints import CheckpointError, latest_whole, verify
-from dpllm.privacy.identity import lost_steps
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
+from dpllm.privacy.run_folder import lost_steps
 from dpllm.report.verify import verify as verify_report
 from dpllm.training.resume import run_so_far
 from dpllm.training.trainer import WhenAttached

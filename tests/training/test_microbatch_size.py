@@ -10,7 +10,7 @@ from torch import nn
 
 from dpllm import GhostClipper
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
-from dpllm.privacy.not_for_release import read_diagnostics
+from dpllm.privacy.private_folder import read_diagnostics
 from dpllm.training import run as private_run
 from dpllm.training.microbatch_size import (
     TOKENS_WITHOUT_MEASURE,

@@ -23,8 +23,8 @@ from dpllm.mechanism.noise import IndependentStream
 from dpllm.mechanism.sampling import seeded_rng
 from dpllm.privacy.budget import create_budget, read_budget
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, read_ledger
-from dpllm.privacy.not_for_release import read_diagnostics
 from dpllm.privacy.plan import PrivacyPlan, make_plan
+from dpllm.privacy.private_folder import read_diagnostics
 from dpllm.report.verify import verify
 from dpllm.training.checks.watch import WatchError
 from dpllm.training.draws import DrawError

@@ -7,8 +7,8 @@ import pytest
 from dpllm.engines.processes import Processes
 from dpllm.privacy.budget import BudgetError, create_budget, read_budget
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerError, read_ledger
-from dpllm.privacy.not_for_release import read_diagnostics
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
+from dpllm.privacy.private_folder import read_diagnostics
 from dpllm.training.shared_ledger import SharedLedger
 from tests.engines.test_guard import plan_of
 

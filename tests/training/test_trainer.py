@@ -35,11 +35,11 @@ from dpllm.engines import EngineError
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.budget import BudgetError, create_budget, read_budget
 from dpllm.privacy.checkpoints import STAGING_FOLDER, CheckpointError, verify
-from dpllm.privacy.identity import adopt
 from dpllm.privacy.ledger import LedgerError, read_ledger
-from dpllm.privacy.not_for_release import read_diagnostics
 from dpllm.privacy.plan import PrivacyPlan
+from dpllm.privacy.private_folder import read_diagnostics
 from dpllm.privacy.rounding import format_epsilon
+from dpllm.privacy.run_folder import adopt
 from dpllm.report.verify import verify as verify_folder
 from tests.conftest import tiny_llama_config
 

@@ -5,7 +5,7 @@ import torch
 
 from dpllm.config import ConfigError
 from dpllm.ghost import NormMethod
-from dpllm.privacy.not_for_release import read_diagnostics
+from dpllm.privacy.private_folder import read_diagnostics
 from tests.training.test_trainer import arguments, privacy, trainer, update_of
 
 pytestmark = pytest.mark.usefixtures("rows_not_compared")

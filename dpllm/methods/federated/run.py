@@ -45,16 +45,15 @@ from dpllm.methods.federated.transport import Clients, DroppingOut, InMemory
 from dpllm.models.load import load_base_model, prepare_model
 from dpllm.models.starting_point import check_start
 from dpllm.privacy.budget import require_room
-from dpllm.privacy.identity import COMPLETED, note_release, snapshot
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PrivacyPlan, format_plan, make_plan
-from dpllm.privacy.unfinished import is_used
+from dpllm.privacy.run_folder import COMPLETED, is_used, note_release, snapshot
 from dpllm.report.definition import FEDERATED, SECURE, TRUSTED, WHO_SEES
 from dpllm.report.disclosures import HELD_OUT
 from dpllm.report.release_notes import keep_utility
 from dpllm.report.statement import MARKDOWN_FILE, write_report
 from dpllm.training.arguments import training_arguments
-from dpllm.training.evaluation import Measurement
+from dpllm.training.evaluation import Measurement, figure_words
 from dpllm.training.finetune import Start, add_sources, console, evaluated, noted, public_start, show
 from dpllm.training.held_out import HeldOut, HeldOutRows
 from dpllm.training.ledger_notes import PrivateSources, note_data, note_units
@@ -339,11 +338,13 @@ class Server:
     ) -> None:
         """Save the model with plan, ledger, report and card."""
         phases.begin("saving", "the model with its plan, ledger, report and card")
-        figures = self._figures(before, after)
+        figures = figure_words(before, after)
         public = self._recipe.data.eval_is_public
         if figures and not public:
             ledger.append_disclosure(HELD_OUT, len(figures))
             keep_utility(self.folder, figures)
+        elif after is not None:
+            ledger.append_score(after.score, after.value)
         files = snapshot(self.folder)
         needed = bytes_to_write(self.model, self._args, 0, merges=False)
         until_there_is_room(lambda: self._save(self.folder), self.folder, needed, self._save)
@@ -360,18 +361,10 @@ class Server:
         self.model.save_pretrained(folder, state_dict=state)
         self._start.tokenizer.save_pretrained(folder)
 
-    def _figures(self, before: Measurement | None, after: Measurement | None) -> dict[str, str]:
-        found = {"before": before, "after": after}
-        return {
-            f"held-out {name} {when}": f"{value:.4g}"
-            for when, measured in found.items()
-            for name, value in (measured.figures.items() if measured else ())
-        }
-
     def _show(self, ledger: SharedLedger, before: Measurement | None, after: Measurement | None, given_up: int) -> None:
         plan = self._plan
         rows = [
-            *self._figures(before, after).items(),
+            *figure_words(before, after).items(),
             ("guarantee", str(plan.guarantee.of(ledger.history))),
             ("unit of privacy", f"one client of {plan.num_units:,}"),
             ("rounds", f"{ledger.num_steps} of {plan.num_steps} charged, {given_up} given up"),

@@ -23,15 +23,12 @@ from dpllm.config.files import write_file
 from dpllm.data.units import UnitIndex
 from dpllm.methods.queries.randomness import Randomness
 from dpllm.privacy import checkpoints
-from dpllm.privacy.budget import new_entry_id, read_budget
-from dpllm.privacy.identity import COMPLETED, STOPPED_EARLY
+from dpllm.privacy.budget import charge, new_entry_id, read_budget, settle
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerError, read_ledger
-from dpllm.privacy.not_for_release import PRIVATE_FOLDER, private_path
 from dpllm.privacy.plan import PLAN_FILE
-from dpllm.privacy.query_budget import charge_queries, settle_queries
+from dpllm.privacy.private_folder import PRIVATE_FOLDER, note_writer, private_path
 from dpllm.privacy.query_plan import QueryPlan
-from dpllm.privacy.unfinished import charging, is_used, make_way
-from dpllm.privacy.writer import note_writer
+from dpllm.privacy.run_folder import COMPLETED, STOPPED_EARLY, charging, is_used, make_way
 from dpllm.report.model_card import write_release_card
 from dpllm.report.release_notes import ReleaseNotes
 from dpllm.report.statement import write_report
@@ -119,7 +116,7 @@ class QueryRun:
         ledger = Ledger.create(path, plan, budget=named)
         if entry is not None:
             with charging(ledger, *entry):
-                charge_queries(entry[0], plan, str(dataset), entry[1])
+                charge(entry[0], plan, str(dataset), entry[1])
         for what, count in written_out.items():
             ledger.append_disclosure(what, count)
         plan.save(folder / PLAN_FILE)
@@ -239,7 +236,8 @@ class QueryRun:
         self._ledger.close()
         contents = read_ledger(self._ledger.path)
         if self._entry is not None:
-            settle_queries(*self._entry, contents)
+            keep = not contents.answers_end_independently
+            settle(*self._entry, contents.history, contents.head, keep_reserved=keep)
         write_release_card(self.folder, write_report(self.folder, self.plan, contents, self._notes))
 
     def __enter__(self) -> QueryRun:

@@ -29,7 +29,7 @@ from dpllm.methods.synthesize.filters import words_of
 from dpllm.methods.synthesize.overlap import Overlap, overlap
 from dpllm.methods.synthesize.texts import LabelledTexts
 from dpllm.privacy.ledger import LEDGER_FILE
-from dpllm.privacy.not_for_release import private_path
+from dpllm.privacy.private_folder import private_path
 from dpllm.report.model_card import add_disclosure
 
 if TYPE_CHECKING:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dpllm.privacy.private_folder import PRIVATE_FOLDER
 from dpllm.registry import Method, MethodFolder
 
-PRIVATE_FOLDER = "not_for_release"
 RECORD_FILE = f"{PRIVATE_FOLDER}/tuning.jsonl"
 """Relative to the tuning's folder; readable by its owner only."""
 RELEASED_FOLDER = "released"

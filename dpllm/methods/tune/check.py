@@ -60,7 +60,7 @@ def _complete(record: Record) -> Check:
 
 
 def _scores(record: Record) -> Check:
-    what = "each score is that of its run's report"
+    what = "each score is that of its run's ledger"
     wrong = []
     for number, score in record.scores.items():
         if score is None:

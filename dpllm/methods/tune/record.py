@@ -4,9 +4,8 @@ Place in the flow: written before the first run, and after each. It is private: 
 while the number of runs stays secret. The draws are on the disk before any run begins, and are taken again after a
 restart. Drawing them again until they please would make the stated ε untrue.
 
-One JSON object per line; each carries a hash of itself and of all lines before it, as a ledger does
-(`dpllm.privacy.ledger`). The hash is not a signature. If the tuning is charged to a budget, the entry there holds the
-hash of the draws, so that they cannot be replaced.
+It is a chained file, as a ledger is (`dpllm.privacy.chained_file`). If the tuning is charged to a budget, the entry
+there holds the hash of the draws, so that they cannot be replaced.
 """
 
 from __future__ import annotations
@@ -20,12 +19,22 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.config.files import sync_folder
-from dpllm.privacy import locks
-from dpllm.privacy.ledger_reader import CHAIN_START, file_hash, next_chain
+from dpllm.privacy.chained_file import CHAIN_START, ChainedFile, chained_lines, is_copy, lines_of
 
 
 class TuningError(ValueError):
     """Error: the files of a tuning contradict each other, or were edited."""
+
+
+class RecordFile(ChainedFile):
+    """The file of a record, open for appending."""
+
+    error = TuningError
+
+    @staticmethod
+    def is_locked_words(path: Path) -> str:
+        """Return the error for a record that another process continues."""
+        return f"{path} is being written by another tuning now: wait for its end"
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,10 @@ class Record:
     """Whether all runs have ended and the best was chosen."""
     chain: str = ""
     """Hash over all lines."""
+    size: int = 0
+    """Bytes of all whole lines."""
+    file: RecordFile | None = field(default=None, compare=False)
+    """Open and locked while the tuning is continued (`open_record`); None: each line is appended under its own lock."""
 
     @property
     def runs(self) -> list[DrawnRun]:
@@ -84,11 +97,14 @@ class Record:
         self.selected, self.is_decided = number, True
 
     def _append(self, entry: Mapping[str, Any]) -> None:
-        line, self.chain = _line(self.chain, entry)
-        with open(self.path, "a", encoding="ascii") as file:
-            file.write(line + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        file = self.file or RecordFile.take(self.path)
+        file.go_on(self.chain, self.size)
+        try:
+            file.append(entry)
+        finally:
+            if self.file is None:
+                file.close()
+        self.chain, self.size = file.chain, file.size
 
 
 def create_record(path: Path, draws: Mapping[str, Any], runs: Sequence[DrawnRun]) -> Record:
@@ -107,13 +123,8 @@ def create_record(path: Path, draws: Mapping[str, Any], runs: Sequence[DrawnRun]
     name = secrets.token_hex(8)
     drawn = [{"folder": run.folder, "candidate": run.candidate} for run in runs]
     try:
-        with os.fdopen(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
-            identity = {"id": name, "file": file_hash(name, locks.identities(file.fileno())[-1])}
-            entry = {"kind": "drawn", **identity, **draws, "runs": drawn}
-            line, _ = _line(CHAIN_START, entry)
-            file.write(line + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        with RecordFile.make(half, 0o600) as file:
+            file.append({"kind": "drawn", "id": name, "file": file.identity(name), **draws, "runs": drawn})
         os.link(half, path)  # unlike a rename, it fails if the file exists
     except FileExistsError as error:
         raise TuningError(f"{path} exists: the draws of a tuning are never made again") from error
@@ -130,25 +141,19 @@ def read_record(path: Path) -> Record:
         TuningError: the file cannot be read, or a line was edited, lost, moved or added.
     """
     try:
-        text = path.read_text(encoding="ascii")
-    except (OSError, UnicodeDecodeError) as error:
+        data = path.read_bytes()
+    except OSError as error:
         raise TuningError(f"{path} cannot be read ({error}): restore it; without it the draws are unknown") from error
-    lines = text[: text.rfind("\n") + 1].splitlines()
-    entries, chain, hashes = [], CHAIN_START, []
-    for number, line in enumerate(lines, start=1):
-        try:
-            entry = json.loads(line)
-            given = entry.pop("chain")
-            due, chain = _line(chain, entry)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _edited(path, number) from error
-        if line != due or given != chain:
-            raise _edited(path, number)
-        entries.append(entry)
-        hashes.append(chain)
+    size = data.rfind(b"\n") + 1
+    entries, chain, first = [], CHAIN_START, ""
+    for line in chained_lines(lines_of(data[:size])):
+        if not line.whole:
+            raise _edited(path, line.number)
+        entries.append(json.loads(line.body))
+        chain, first = line.chain, first or line.chain
     if not entries or entries[0].get("kind") != "drawn":
         raise _edited(path, 1)
-    record = Record(path=path, draws=entries[0], draws_hash=hashes[0], chain=chain)
+    record = Record(path=path, draws=entries[0], draws_hash=first, chain=chain, size=size)
     for number, entry in enumerate(entries[1:], start=2):
         _take(record, number, entry)
     return record
@@ -167,39 +172,30 @@ def _take(record: Record, number: int, entry: Mapping[str, Any]) -> None:
         raise _edited(record.path, number)
 
 
-def open_record(path: Path) -> tuple[Record, Any]:
+def open_record(path: Path) -> tuple[Record, RecordFile]:
     """Read a record and lock it for this process, before a tuning is continued.
 
     Returns:
-        The record, and an open file whose lock lasts until it is closed.
+        The record, and its file, whose lock lasts until it is closed.
 
     Raises:
         TuningError: it was edited, is a copy, or another process continues this tuning.
     """
-    file = open(path, "r+b")  # noqa: SIM115 - the caller closes it
+    file = RecordFile.take(path)
     try:
-        if not locks.lock(file.fileno()):
-            raise TuningError(f"{path} is being written by another tuning now: wait for its end")
         record = read_record(path)
-        possible = [file_hash(record.draws["id"], identity) for identity in locks.identities(file.fileno())]
-        if record.draws["file"] not in possible:
+        if is_copy(path, record.draws["id"], record.draws["file"]):
             raise TuningError(
                 f"{path} is a copy of the file that the tuning wrote, or was restored from one. A tuning that goes on "
                 "in two places releases two selections, and states the ε of one. Continue in the original folder, or "
                 "begin another tuning, which is charged separately"
             )
-        data = path.read_bytes()
-        file.truncate(data.rfind(b"\n") + 1)  # what a crash left of a line
+        file.cut(record.size)  # what a crash left of a line
     except BaseException:
         file.close()
         raise
+    record.file = file
     return record, file
-
-
-def _line(chain: str, entry: Mapping[str, Any]) -> tuple[str, str]:
-    body = json.dumps(entry)
-    after = next_chain(chain, body)
-    return f'{body[:-1]}, "chain": "{after}"}}', after
 
 
 def _edited(path: Path, number: int) -> TuningError:

@@ -27,29 +27,27 @@ from typing import Any
 
 from dpllm.config import PRETRAINED_FOLDER, ConfigError, Recipe, load_recipe, save_recipe
 from dpllm.config.recipe import recipe_to_dict, refuse_trainer
+from dpllm.config.tasks import TASKS
 from dpllm.data.rows import load_train_and_eval, unit_index_of
 from dpllm.mechanism.catalogue import to_fields
 from dpllm.mechanism.selection import Selection
 from dpllm.methods.tune import RECORD_FILE, RELEASED_FOLDER
 from dpllm.methods.tune.record import DrawnRun, Record, TuningError, create_record, open_record
 from dpllm.methods.tune.search import Search, overrides_of
-from dpllm.privacy.budget import BudgetError, charge_selection, entry_of, mark, read_budget, settle
-from dpllm.privacy.identity import is_finished
+from dpllm.privacy.budget import BudgetError, charge, entry_of, mark, read_budget, settle
 from dpllm.privacy.ledger import LEDGER_FILE, LedgerError, is_being_written, read_ledger
 from dpllm.privacy.ledger_reader import LedgerHead
 from dpllm.privacy.plan import PLAN_FILE, PrivacyPlan
-from dpllm.privacy.writer import known_writer
+from dpllm.privacy.private_folder import known_writer
+from dpllm.privacy.run_folder import is_finished
 from dpllm.report.definition import SELECTED
 from dpllm.report.model_card import note_selected
 from dpllm.report.publishing import files_to_publish
-from dpllm.report.statement import JSON_FILE
 from dpllm.report.verify import verify
 from dpllm.training.arguments import plan_for, training_arguments
 from dpllm.training.preflight import check_recipe, to_plan
 
 _PARTIAL = f"{RELEASED_FOLDER}.partial"
-SCORES = {"held-out perplexity after": -1, "held-out accuracy after": 1, "held-out mean squared error after": -1}
-"""The figures by which runs are compared, one for each kind of task, and whether more is better."""
 Runner = Callable[[Path, Path], int]
 """Train a recipe (a file), write its output to a log file, and return the exit code."""
 Tell = Callable[[str], None]
@@ -192,7 +190,6 @@ def score_in(folder: Path, selected: Mapping[str, Any]) -> float | None:
         if not is_finished(folder):
             return None
         plan, contents = PrivacyPlan.load(folder / PLAN_FILE), read_ledger(folder / LEDGER_FILE)
-        utility = json.loads((folder / JSON_FILE).read_text(encoding="utf-8"))["utility"] or {}
     except (LedgerError, OSError, ValueError, KeyError, TypeError):
         return None
     if selected_fields(plan) != selected:
@@ -200,18 +197,21 @@ def score_in(folder: Path, selected: Mapping[str, Any]) -> float | None:
             f"{folder} was trained under another plan than this tuning accounts for: its data or settings changed "
             "meanwhile. Restore them, or release nothing of this tuning; it stays charged"
         )
-    if contents.num_steps != plan.num_steps:
+    if contents.num_steps != plan.num_steps or contents.notes.score is None:
         return None
-    for name, sign in SCORES.items():
-        if name in utility:
-            value = float(utility[name])
-            return sign * value if math.isfinite(value) else None
-    return None
+    score, value = contents.notes.score
+    return score.merit(value)
 
 
 def _check(recipe: Recipe) -> None:
     """Refuse a recipe whose runs cannot be compared or kept together privately."""
     refuse_trainer(recipe, "dpllm tune")
+    if TASKS[recipe.model.task].score is None:
+        scored = ", ".join(name for name, task in TASKS.items() if task.score is not None)
+        raise ConfigError(
+            f"model.task={recipe.model.task} has no score by which a tuning could compare its runs. Tune a recipe of "
+            f"another task ({scored})"
+        )
     if recipe.privacy.selection is not None:
         raise ConfigError("privacy.selection is set by `dpllm tune` from the search file: leave it out of the recipe")
     if not recipe.data.eval_is_public:
@@ -248,7 +248,7 @@ def _draw(tuning: Tuning, draws: SystemDraws, path: Path) -> None:
         assert tuning.plan.dataset is not None  # the configuration requires it with a budget file
         entry = {
             "file": str(Path(budget).expanduser().resolve()),
-            "entry": charge_selection(budget, tuning.plan, tuning.plan.dataset),
+            "entry": charge(budget, tuning.plan, tuning.plan.dataset, of_all_runs=True),
         }
     count = draws.number_of_runs(tuning.search.selection)
     runs = [DrawnRun(secrets.token_hex(8), draws.below(len(tuning.recipes))) for _ in range(count)]

@@ -17,14 +17,13 @@ from dpllm.methods.queries.planned import prior_release
 from dpllm.methods.queries.randomness import Randomness
 from dpllm.methods.queries.run import QueryRun
 from dpllm.privacy.accounting import epsilon
-from dpllm.privacy.budget import BudgetError, budget_rows, read_budget, settle
+from dpllm.privacy.budget import BudgetError, budget_rows, charge, read_budget, settle
 from dpllm.privacy.compose import compose
 from dpllm.privacy.ledger import LEDGER_FILE, Ledger, LedgerError, read_ledger
 from dpllm.privacy.plan import PLAN_FILE
-from dpllm.privacy.query_budget import charge_queries, settle_queries
 from dpllm.privacy.query_plan import Charge
+from dpllm.privacy.run_folder import settle_crashed
 from dpllm.privacy.stated import stated_history
-from dpllm.privacy.unfinished import settle_crashed
 from dpllm.report.verify import verify
 from tests.methods.queries.making import DELTA, OTHER, VOTE, budget_in, query_plan, train
 from tests.mutations import kills
@@ -152,14 +151,14 @@ def test_what_a_run_without_answers_wrote_out_is_listed_by_the_run_in_its_place(
 
 @kills(
     "the answers of a query run are charged to no budget",
-    "dpllm/privacy/query_budget.py",
+    "dpllm/privacy/budget.py",
     "        put((*budget.entries, *prior, entry))",
     "        put((*budget.entries, *prior))",
 )
 @kills(
     "a query run that stopped early states the answers that it gave",
     "dpllm/privacy/stated.py",
-    "    if contents.notes.stopped_independently and not contents.torn_steps:",
+    "    if contents.answers_end_independently:",
     "    if True:",
 )
 def test_the_whole_plan_is_charged_to_the_budget_before_the_first_answer(tmp_path: Path) -> None:
@@ -195,7 +194,7 @@ def test_a_budget_that_is_too_small_refuses_the_run(tmp_path: Path) -> None:
     with pytest.raises(BudgetError, match="would by itself"):
         QueryRun.begin(tmp_path / "two", query_plan(), dataset="chats", budget=budget)
     with pytest.raises(BudgetError, match="Take more"):
-        charge_queries(budget, query_plan(), "chats")
+        charge(budget, query_plan(), "chats")
     assert budget.read_bytes() == before and not (tmp_path / "two" / LEDGER_FILE).exists()
 
 
@@ -206,7 +205,7 @@ def test_two_runs_at_the_same_time_do_not_both_fit(tmp_path: Path) -> None:
 
     def begin(number: int) -> None:
         try:
-            found.append(charge_queries(budget, query_plan(), "chats"))
+            found.append(charge(budget, query_plan(), "chats"))
         except BudgetError:
             found.append("")
 
@@ -244,7 +243,7 @@ def test_a_run_names_the_data_set_of_its_plan(tmp_path: Path) -> None:
 
 @kills(
     "the model that a query run builds on is not in the budget",
-    "dpllm/privacy/query_budget.py",
+    "dpllm/privacy/budget.py",
     "        prior = _prior_entry(budget, plan)",
     "        prior = ()",
 )
@@ -302,14 +301,14 @@ def test_an_entry_is_not_settled_with_more_than_it_reserved(tmp_path: Path) -> N
     """Nor as a training run's, nor from another run's ledger."""
     budget, plan = budget_in(tmp_path), query_plan()
     small = query_plan(charges=(Charge(name="votes", event=VOTE, count=1),))
-    entry = charge_queries(budget, small, "chats")
+    entry = charge(budget, small, "chats")
     asked(tmp_path / "run", 2, 0, independent=True)
     with pytest.raises(BudgetError, match="reserved less"):
-        settle_queries(budget, entry, read_ledger(tmp_path / "run" / LEDGER_FILE))
+        settle(budget, entry, read_ledger(tmp_path / "run" / LEDGER_FILE).history)
     train(tmp_path / "trained", budget, **FULL)
     trained = read_budget(budget).entries[-1]
     with pytest.raises(BudgetError, match="is that of a training run"):
-        settle_queries(budget, trained.id, read_ledger(tmp_path / "run" / LEDGER_FILE))
+        settle(budget, trained.id, read_ledger(tmp_path / "run" / LEDGER_FILE).history)
     with pytest.raises(BudgetError, match="cannot be settled"):
         settle(budget, entry, 2)
     assert plan.num_steps == 6

@@ -99,8 +99,8 @@ def test_a_torn_last_line_is_left_out(record):
 @kills(
     "a copy of a tuning's record is continued",
     "dpllm/methods/tune/record.py",
-    'if record.draws["file"] not in possible:',
-    "if not possible:",
+    'if is_copy(path, record.draws["id"], record.draws["file"]):',
+    "if False:",
 )
 def test_a_copy_is_not_continued(record, tmp_path):
     """Two continuations would release two selections."""

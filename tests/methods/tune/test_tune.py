@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dpllm.config import ConfigError
+from dpllm.config.tasks import SQUARED_ERROR, TASKS
 from dpllm.mechanism.selection import Selection
 from dpllm.methods.tune import RECORD_FILE
 from dpllm.methods.tune.check import verify_tuning
@@ -221,10 +223,10 @@ class TestVerify:
         assert "every run that was drawn has ended" in failures(verify_tuning(copied))
 
     def test_a_lost_folder_of_a_run_is_found(self, copied):
-        """Its score has no report any more."""
+        """Its score has no ledger any more."""
         record = read_record(copied / RECORD_FILE)
         shutil.rmtree(record.folder_of(1 - record.selected))
-        assert "each score is that of its run's report" in failures(verify_tuning(copied))
+        assert "each score is that of its run's ledger" in failures(verify_tuning(copied))
 
     def test_another_model_in_the_place_of_the_selected_one_is_found(self, copied):
         """The released ledger must be the selected run's."""
@@ -395,6 +397,21 @@ def test_the_runs_of_a_regression_are_compared_by_their_squared_error(
     released = tune(tuning, trained, lambda line: None, Draws(2))
     record = read_record(tuning.folder / RECORD_FILE)
     found = {number: json.loads((record.folder_of(number) / "privacy_report.json").read_text()) for number in (0, 1)}
-    errors = {number: float(one["utility"]["held-out mean squared error after"]) for number, one in found.items()}
-    assert record.scores == {number: -error for number, error in errors.items()}
-    assert released is not None and errors[record.selected] == min(errors.values())
+    errors = {number: one["utility"]["held-out mean squared error after"] for number, one in found.items()}
+    scores = {number: read_ledger(record.folder_of(number) / LEDGER_FILE).notes.score for number in (0, 1)}
+    assert record.scores == {number: -value for number, (_, value) in scores.items()}
+    assert errors == {number: f"{value:.4g}" for number, (_, value) in scores.items()}
+    assert all(score == SQUARED_ERROR and value != float(errors[number]) for number, (score, value) in scores.items())
+    assert released is not None and record.scores[record.selected] == max(record.scores.values())
+    assert verify_tuning(tuning.folder).ok
+
+
+def test_a_task_without_a_score_is_refused_before_anything_is_trained_or_charged(
+    recipe_file: Path, search: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every task has one; a new one without is refused by name."""
+    assert all(task.score is not None for task in TASKS.values())
+    bare = dataclasses.replace(TASKS["causal_lm"], score=None)
+    monkeypatch.setitem(TASKS, "causal_lm", bare)
+    with pytest.raises(ConfigError, match=r"model\.task=causal_lm has no score"):
+        prepare(recipe_file, [], load_search(search))
