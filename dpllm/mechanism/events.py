@@ -60,6 +60,11 @@ class Event(Protocol):
         """Whether it is one release of several complete runs, which has no ε before all of them have ended."""
         ...
 
+    @property
+    def answers(self) -> tuple[tuple[Event, int], ...] | None:
+        """All kinds of private answers that it stands for, with their counts; None: it is a step of a training."""
+        ...
+
     def rounds(self, num_steps: int) -> list[tuple[Round, int]]:
         """Return the rounds of ``num_steps`` consecutive steps, the first of which is the first of a run or resume."""
         ...
@@ -217,6 +222,11 @@ class Numbers:
     def is_selection(self) -> bool:
         """A step is part of one run."""
         return False
+
+    @property
+    def answers(self) -> tuple[tuple[Event, int], ...] | None:
+        """None: it is one step."""
+        return None
 
     @property
     def untruncated(self) -> Step | None:

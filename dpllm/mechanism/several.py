@@ -70,6 +70,11 @@ class Several:
         return False
 
     @property
+    def answers(self) -> tuple[tuple[Event, int], ...]:
+        """The parts."""
+        return self.parts
+
+    @property
     def is_selection(self) -> bool:
         """Each answer has an ε of its own."""
         return False

@@ -312,8 +312,8 @@ def settle(
     """
     with _changing(path) as (budget, put):
         entry = entry_of(budget, entry_id)
-        if isinstance(entry.step, Several) and not isinstance(charged, int):
-            settled = _settled_answers(path, entry, entry.step, charged, keep_reserved)
+        if entry.step.answers is not None and not isinstance(charged, int):
+            settled = _settled_answers(path, entry, dict(entry.step.answers), charged, keep_reserved)
         else:
             settled = _settled_steps(path, entry, charged, keep_reserved)
         put(_with_entry(budget, replace(settled, head=entry.head if head is None else head.to_dict())))
@@ -340,14 +340,18 @@ def _settled_steps(
 
 
 def _settled_answers(
-    path: str | Path, entry: Entry, planned: Several, charged: Sequence[tuple[Event, int]], keep_reserved: bool
+    path: str | Path,
+    entry: Entry,
+    reserved: dict[Event, int],
+    charged: Sequence[tuple[Event, int]],
+    keep_reserved: bool,
 ) -> Entry:
     """Return the entry with the answers that were charged as one event; its steps are 0 or 1."""
     if not charged and entry.steps_before == 0:
         return replace(entry, steps_charged=0)
     if keep_reserved:
         return replace(entry, steps_charged=1, steps_before=1)
-    taken, reserved = Several.of(charged), dict(planned.parts)
+    taken = Several.of(charged)
     if any(count > reserved.get(event, 0) for event, count in taken.parts):
         raise BudgetError(
             f"entry {entry.id} of {path} reserved less than the run's ledger charges; it cannot be settled so. Restore "
@@ -547,7 +551,7 @@ def _check_fits(budget: Budget, prior: tuple[Entry, ...], entry: Entry) -> None:
     if total <= budget.epsilon:
         return
     built = ", with the release on which it builds, which the file does not hold yet," if prior else ""
-    if isinstance(entry.step, Several):
+    if entry.step.answers is not None:
         over, instead = "", ". Take more noise or fewer answers (a smaller target_epsilon), or use other data"
     else:
         over, instead = f" over {entry.num_steps} steps", f"; {_steps_left(budget, entry)}"

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dpllm.config import PRETRAINED_FOLDER
-from dpllm.mechanism.several import Several
 from dpllm.privacy import checkpoints
 from dpllm.privacy.budget import BudgetError, Entry, entry_of, read_budget, require_own_ledger, settle
 from dpllm.privacy.chained_file import is_at, lock
@@ -503,8 +502,8 @@ def settle_crashed(path: str | Path, folder: str | Path, independent: bool = Fal
     if entry is None:
         return 0
     require_own_file(contents)  # a copy that was made before the crash holds fewer steps than were taken
-    answers = isinstance(entry.step, Several)
-    planned = sum(count for _, count in entry.step.parts) if isinstance(entry.step, Several) else entry.steps_reserved
+    answers = entry.step.answers is not None
+    planned = entry.steps_reserved if entry.step.answers is None else sum(count for _, count in entry.step.answers)
     early = 0 < contents.num_steps < planned
     if early and independent and not contents.notes.stopped_independently:
         what = "answers" if answers else "releases"

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from dpllm.config import ConfigError, PrivacyConfig
 from dpllm.engines.processes import Processes
 from dpllm.mechanism.generators import NoiseSource
-from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Spec
 from dpllm.mechanism.sampling import secret_rng
 from dpllm.methods.federated.distributed import DistributedStep
@@ -159,7 +158,7 @@ class Rounds:
         self._shares = Shares.of(plan) if is_secure(plan) else None
         self._draws = Draws(plan, ledger, Processes(), plan.mechanism.sampler.steps(secret_rng()))
         self._noise = None
-        if isinstance(plan.mechanism.noise, IndependentNoise) and self._shares is None:
+        if not plan.mechanism.noise.tensors_kept and self._shares is None:
             self._noise = plan.mechanism.noise.stream(NoiseSource(randomness=plan.randomness), plan.num_steps)
 
     def take(self) -> bool:
