@@ -30,6 +30,8 @@ from dpllm.report.models_front import SECTIONS
 from dpllm.report.models_plan import QueryParameters
 from dpllm.report.query_front import method_of, thing_of
 
+CHECK_FILE = "check_epsilon.py"
+"""The verifier that travels with the report, as it is in this folder: it computes ε without dpllm."""
 NOT_FILLED = "**not filled in**"
 WHERE = "Type the commands in the folder in which this page is: the dot in them means that folder."
 EXACT = (
@@ -91,6 +93,11 @@ def part(name: str, block: str, **context: Any) -> str:
     """
     page = template(name)
     return "".join(page.blocks[block](page.new_context(context))).strip()
+
+
+def check_text() -> str:
+    """Return the text of `CHECK_FILE`."""
+    return importlib.resources.files("dpllm").joinpath(f"report/{CHECK_FILE}").read_text(encoding="utf-8")
 
 
 def write_pages(folder: str | Path, texts: Mapping[str, str], ledger: Any = None) -> None:
