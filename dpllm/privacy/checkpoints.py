@@ -37,7 +37,7 @@ from typing import Any
 from dpllm.config.files import naming, sync_folder, write_file
 
 MANIFEST_FILE = "checkpoint_manifest.json"
-DOCUMENTS = ("README.md", "privacy_report.json", "privacy_report.md", "privacy_report.html")
+DOCUMENTS = ("README.md", "privacy_report.json", "privacy_report.md", "privacy_report.html", "check_epsilon.py")
 """Files that are rewritten when people add a note; `dpllm.report.verify` checks them against the ledger."""
 STAGING_FOLDER = "_staging"
 

@@ -28,6 +28,8 @@ from dpllm.report.glossary import glossary
 from dpllm.report.kinds import Shown
 from dpllm.report.models import NOT_FILLED, SECTIONS, Parameters, PrivacyReport, QueryParameters
 
+CHECK_FILE = "check_epsilon.py"
+"""The verifier that travels with the report, as it is in this folder: it computes ε without dpllm."""
 WHERE = "Type the commands in the folder in which this page is: the dot in them means that folder."
 EXACT = (
     "Sentences and tables above are rounded to two figures, to the safe side. From here on, the numbers are exact "
@@ -88,6 +90,11 @@ def part(name: str, block: str, **context: Any) -> str:
     """
     page = template(name)
     return "".join(page.blocks[block](page.new_context(context))).strip()
+
+
+def check_text() -> str:
+    """Return the text of `CHECK_FILE`."""
+    return importlib.resources.files("dpllm").joinpath(f"report/{CHECK_FILE}").read_text(encoding="utf-8")
 
 
 def write_pages(folder: str | Path, texts: Mapping[str, str], ledger: Any = None) -> None:

@@ -29,14 +29,14 @@ from dpllm.privacy.release_words import release_words
 from dpllm.privacy.run_folder import names_exactly, released_files
 from dpllm.report.checklist import REFUTED
 from dpllm.report.model_card import CARD_FILE, add_released, hub_id, metadata_in
-from dpllm.report.pages import in_folder
+from dpllm.report.pages import CHECK_FILE, in_folder
 from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE
 from dpllm.report.verify import verify
 
 AUDIT_FILE = "audit.json"
-GUARANTEE_FILES = (CARD_FILE, MARKDOWN_FILE, HTML_FILE, JSON_FILE, PLAN_FILE, LEDGER_FILE)
-"""The card, the report and the plan and the ledger that anyone can verify them with. A ledger holds the steps, their
-public parameters, and counts of what was written out; it holds no loss and no realised batch size."""
+GUARANTEE_FILES = (CARD_FILE, MARKDOWN_FILE, HTML_FILE, JSON_FILE, PLAN_FILE, LEDGER_FILE, CHECK_FILE)
+"""The card, the report and the plan, the ledger and the verifier that anyone can verify them with. A ledger holds the
+steps, their public parameters, and counts of what was written out; it holds no loss and no realised batch size."""
 
 _MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json")
 _ADAPTER_FILES = (

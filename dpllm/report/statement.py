@@ -53,7 +53,7 @@ from dpllm.report.models import (
     Strength,
     Versions,
 )
-from dpllm.report.pages import write_pages
+from dpllm.report.pages import CHECK_FILE, check_text, write_pages
 from dpllm.report.release_notes import ReleaseNotes as ReleaseNotes
 from dpllm.report.release_notes import notes_in as notes_in
 from dpllm.report.release_notes import notes_of as notes_of
@@ -127,7 +127,7 @@ def write_report(
     *,
     opened: Any = None,
 ) -> PrivacyReport:
-    """Write ``privacy_report.json``, ``.md`` and ``.html`` into a folder, and return the report.
+    """Write ``privacy_report.json``, ``.md``, ``.html`` and `CHECK_FILE` into a folder, and return the report.
 
     Their hashes are written into the ledger of the folder (`dpllm.report.pages.write_pages`).
 
@@ -147,6 +147,7 @@ def write_report(
         JSON_FILE: json_text(report),
         MARKDOWN_FILE: render_markdown(report),
         HTML_FILE: render_html(report, draw_figures(report)),
+        CHECK_FILE: check_text(),
     }
     own = ledger if isinstance(ledger, Ledger) and ledger.is_open else None
     write_pages(output_dir, files, own if opened is None else opened)

@@ -15,7 +15,7 @@ import json
 import math
 import platform
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from dpllm.report.model_card import (
     privacy_metadata,
 )
 from dpllm.report.models import FORMAT, PrivacyReport, Versions, complaints, listed
+from dpllm.report.pages import CHECK_FILE
 from dpllm.report.private_strings import check_strings
 from dpllm.report.release_notes import written_by
 from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, ReleaseNotes, notes_of, privacy_report
@@ -148,6 +149,7 @@ def verify(folder: str | Path) -> Verification:
             with contextlib.suppress(ValueError):  # a number just out of its range, which the schema's check named
                 due = PrivacyReport.read(recorded)
     checks += [_hash_check(folder / name, contents) for name in (JSON_FILE, MARKDOWN_FILE, HTML_FILE)]
+    checks.append(_verifier_check(folder / CHECK_FILE, contents))
     if (folder / CARD_FILE).is_file():
         checks.append(_card_check(folder / CARD_FILE, due, contents, same_code))
     return Verification(folder, tuple(checks))
@@ -461,6 +463,15 @@ def _hash_check(path: Path, contents: LedgerContents | None) -> Check:
         hashes = f"its SHA-256 is {digest[:12]}, and the ledger names {written[:12]}"
         return Check(what, False, f"{hashes}: it was edited, or lines of the ledger were cut off. Restore both")
     return Check(what, True, f"SHA-256 {digest[:12]}")
+
+
+def _verifier_check(path: Path, contents: LedgerContents | None) -> Check:
+    """Compare the verifier beside the report with the hash in the ledger, and say how it is run."""
+    if contents is not None and path.name not in contents.notes.pages and not path.exists():
+        return Check(f"{path.name} is as dpllm wrote it", None, "an earlier version wrote the report, and no such file")
+    found = _hash_check(path, contents)
+    how = f"it computes ε again without dpllm: run `python {path.name}` in the folder"
+    return replace(found, detail=f"{found.detail}; {how}") if found.passed else found
 
 
 def _card_check(path: Path, due: PrivacyReport | None, contents: LedgerContents | None, same_code: bool) -> Check:

@@ -27,7 +27,7 @@ from dpllm.privacy.run_folder import ADOPTED, adopt, note_release, snapshot
 from dpllm.report.checklist import completed
 from dpllm.report.model_card import CARD_FILE, add_audit, add_notes, adopt_run, write_model_card
 from dpllm.report.models import PrivacyReport
-from dpllm.report.pages import write_pages
+from dpllm.report.pages import CHECK_FILE, write_pages
 from dpllm.report.statement import (
     HTML_FILE,
     JSON_FILE,
@@ -42,7 +42,7 @@ from tests.mutations import kills
 
 NUM_STEPS = 6
 CARD = f"{CARD_FILE} has the guarantee and the open points of the report"
-PAGES = {name: f"{name} is as dpllm wrote it" for name in (JSON_FILE, MARKDOWN_FILE, HTML_FILE)}
+PAGES = {name: f"{name} is as dpllm wrote it" for name in (JSON_FILE, MARKDOWN_FILE, HTML_FILE, CHECK_FILE)}
 VERSION = "report and ledger were written by this version of dpllm"
 NO_MODEL = (
     "the model's files are those that were saved",
@@ -594,7 +594,7 @@ def test_a_folder_that_is_adopted_agrees_with_its_ledger(released: Path) -> None
 
 def test_a_folder_without_a_report_gets_none_when_it_is_adopted(run: Path) -> None:
     """A run that crashed before it wrote one is only adopted."""
-    for name in (JSON_FILE, MARKDOWN_FILE, HTML_FILE, CARD_FILE):
+    for name in (JSON_FILE, MARKDOWN_FILE, HTML_FILE, CHECK_FILE, CARD_FILE):
         (run / name).unlink()
     assert adopt_run(run) == NUM_STEPS
     assert sorted(path.name for path in run.iterdir()) == sorted([LEDGER_FILE, PLAN_FILE])

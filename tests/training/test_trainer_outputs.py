@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("rows_not_compared")
 
 GUARANTEE = {
     *("README.md", "privacy_report.md", "privacy_report.html", "privacy_report.json"),
-    *("privacy_plan.json", "privacy_ledger.jsonl"),
+    *("privacy_plan.json", "privacy_ledger.jsonl", "check_epsilon.py"),
 }
 PRIVATE = {
     "audit_attacks.json": "{}",
