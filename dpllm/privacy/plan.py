@@ -345,35 +345,35 @@ def _noise_and_bound(
 
 def format_plan(plan: PrivacyPlan) -> list[tuple[str, str]]:
     """Return the plan as (name, value) rows for people."""
-    by_example = plan.sampling == "example"
-    drawn = "rows" if by_example else "units"
-    rows = [
+    by_example, guarantee = plan.sampling == "example", plan.guarantee
+    rows: list[tuple[str, str] | None] = [
+        ("NOT PRIVATE", "a fixed seed makes sampling and noise predictable") if plan.seeded else None,
         ("unit of privacy", plan.unit if plan.unit == "sequence" else f"user (column {plan.unit_column})"),
+        None
+        if plan.max_rows_per_unit is None
+        else ("rows of one user at most", f"{plan.max_rows_per_unit} ({plan.rows_kept})"),
         ("units N", f"{plan.num_units:,}"),
+        ("rows, each drawn and clipped by itself", f"{plan.num_examples:,}") if by_example else None,
         _rate_shown(plan),
-        (f"{drawn} per step: expected b, at most", f"{plan.expected_batch_size:,}, {plan.max_batch_size:,}"),
+        (
+            f"{'rows' if by_example else 'units'} per step: expected b, at most",
+            f"{plan.expected_batch_size:,}, {plan.max_batch_size:,}",
+        ),
         ("steps T", f"{plan.num_steps:,}"),
+        None
+        if plan.num_steps_wanted is None
+        else ("steps asked for, more than the budget allows", f"{plan.num_steps_wanted:,}"),
         ("noise multiplier σ", f"{plan.noise_multiplier:.6g}"),
         ("clip norm C", f"{plan.clip_norm:g}"),
         *_parts_shown(plan),
         _noise_shown(plan),
-        ("δ", format_delta(plan.delta)),
+        ("δ", format_delta(guarantee.delta)),
         *_selection_shown(plan),
-        ("ε, zero-out", format_epsilon(plan.epsilon_under("zero-out"))),
-        ("ε, replace-one", format_epsilon(plan.epsilon_under("replace-one"))),
-        ("adjacency of the headline", plan.adjacency),
+        *((f"ε, {adjacency}", format_epsilon(value)) for adjacency, value in guarantee.by_adjacency.items()),
+        ("adjacency of the headline", guarantee.adjacency),
+        None if plan.randomness == "os" else ("randomness of the noise", plan.randomness),
     ]
-    if plan.max_rows_per_unit is not None:
-        rows.insert(1, ("rows of one user at most", f"{plan.max_rows_per_unit} ({plan.rows_kept})"))
-    if by_example:
-        rows.insert(3, ("rows, each drawn and clipped by itself", f"{plan.num_examples:,}"))
-    if plan.num_steps_wanted is not None:
-        rows.insert(-7, ("steps asked for, more than the budget allows", f"{plan.num_steps_wanted:,}"))
-    if plan.randomness != "os":
-        rows.append(("randomness of the noise", plan.randomness))
-    if plan.seeded:
-        rows.insert(0, ("NOT PRIVATE", "a fixed seed makes sampling and noise predictable"))
-    return rows
+    return [row for row in rows if row is not None]
 
 
 def _selection_shown(plan: PrivacyPlan) -> list[tuple[str, str]]:

@@ -242,8 +242,8 @@ def changed(name: str, value: Any) -> Callable[[list[dict[str, Any]]], list[dict
 
 
 def lowered(report: dict[str, Any]) -> None:
-    for values in (report["statement"]["epsilon_by_adjacency"],):
-        values.update({name: 0.97 * value for name, value in values.items()})
+    values = report["statement"]["epsilon_by_adjacency"]
+    values.update({name: 0.97 * value for name, value in values.items()})
     report["statement"]["epsilon"] *= 0.97
 
 
