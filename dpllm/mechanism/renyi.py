@@ -33,7 +33,7 @@ def grid(width: float) -> float:
 
     The loss of a bound has no noise to resolve, so a hundred widths up to ε are enough.
 
-    >>> grid(1e-4), grid(0.5e-6), grid(0.5)
+    >>> grid(1e-4), round(grid(0.5e-6), 9), grid(0.5)
     (0.001, 5e-06, 0.5)
     """
     return max(width, min(WIDTH, 10 * width))

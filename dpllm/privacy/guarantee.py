@@ -24,7 +24,7 @@ class Guarantee:
     >>> from dpllm import Step
     >>> steps = [(Step(sampling_rate=0.02, noise_multiplier=1.0), 1500)]
     >>> str(Guarantee(history=steps, delta=1e-5, adjacency="zero-out", unit="user"))
-    'ε = 4.8143 at δ = 1e-05 (zero-out)'
+    'ε = 4.8137 at δ = 1e-05 (zero-out)'
     """
 
     history: History

@@ -91,9 +91,9 @@ def test_a_truncated_plan_is_refused():
 
 @kills(
     "a run of a selection states its own cost",
-    "dpllm/privacy/stated.py",
-    "if plan.selection is not None and contents.num_steps:",
-    "if plan.selection is None and contents.num_steps < 0:",
+    "dpllm/privacy/plan.py",
+    "if self.selection is not None and contents.num_steps:",
+    "if self.selection is None and contents.num_steps < 0:",
 )
 @kills(
     "a run that no tuning selected has no open point",

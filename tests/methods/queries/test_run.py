@@ -157,9 +157,9 @@ def test_what_a_run_without_answers_wrote_out_is_listed_by_the_run_in_its_place(
 )
 @kills(
     "a query run that stopped early states the answers that it gave",
-    "dpllm/privacy/stated.py",
-    "    if contents.answers_end_independently:",
-    "    if True:",
+    "dpllm/privacy/query_plan.py",
+    "contents.history if self.stops_independently(contents) else self.own_history",
+    "contents.history",
 )
 def test_the_whole_plan_is_charged_to_the_budget_before_the_first_answer(tmp_path: Path) -> None:
     """It stays charged after a stop that may follow from the answers, and after an error."""
