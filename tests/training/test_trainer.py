@@ -116,7 +116,7 @@ def test_a_run_leaves_model_plan_ledger_and_a_report_whose_epsilon_is_the_ledger
         assert all((folder / name).exists() for name in FILES) and verify_folder(folder).ok
         assert read_ledger(folder / FILES[1]).num_steps == steps and PrivacyPlan.load(folder / FILES[0]) == run.plan
         report = json.loads((folder / FILES[3]).read_text())
-        assert report["accounting"]["epsilon"]["zero-out"] == run.plan.epsilon
+        assert report["statement"]["epsilon_by_adjacency"]["zero-out"] == run.plan.epsilon
         assert format_epsilon(run.plan.epsilon) in (folder / "README.md").read_text()
     assert not (tmp_path / STAGING_FOLDER / "checkpoint-4").exists()
 
