@@ -23,7 +23,7 @@ from dpllm.cli.suggesting import (
     SuggestOptions,
     run_suggest,
 )
-from dpllm.cli.sweeping import UTILIZATION, Setting, run_noise_sweep, run_sweep
+from dpllm.cli.sweeping import UTILIZATION, Setting, SweepOptions, run_sweep
 from dpllm.config import ConfigError, Recipe, load_recipe
 from dpllm.config.query_recipe import method_in
 
@@ -134,11 +134,11 @@ def plan(
     options = SuggestOptions(rehearse, public, around, rehearsal_steps, output, num_units)
     of_setting = (expected_batch_size, steps, epsilon, delta, tokens_per_unit)
     alone = any(number is not None for number in (*of_setting, None if suggest else num_units))
-    sweeping = _SweepOptions(
+    sweeping = SweepOptions(
         batch_sizes, step_counts, compute, min_steps, gradient_rms, tokens_per_second, peak_tflops, picture
     )
     _refuse_combinations(
-        memory, sweep, suggest, alone or sweeping != _SweepOptions(), engine is not None, gpus is not None
+        memory, sweep, suggest, alone or sweeping != SweepOptions(), engine is not None, gpus is not None
     )
     if not suggest:
         options.refuse_without_suggest()
@@ -153,7 +153,7 @@ def plan(
             delta=delta,
             tokens_per_unit=tokens_per_unit,
         )
-        sweeping.run(setting, gpus, as_json)
+        run_sweep(setting, sweeping, gpus, as_json)
         return
     if alone:
         raise ValueError("--num-units and the other numbers replace a recipe: override the recipe's values instead")
@@ -179,46 +179,23 @@ def plan(
         _show_plan(recipe, _plan_of(loaded), as_json)
 
 
-@dataclasses.dataclass(frozen=True)
-class _SweepOptions:
-    """The options of --sweep, with their defaults."""
+def _sweep_recipe(path: Path, recipe: Recipe, options: SweepOptions, gpus: int | None, as_json: bool) -> None:
+    from dpllm.mechanism.catalogue import noise_of
+    from dpllm.mechanism.parts import Spec
+    from dpllm.training.arguments import training_arguments
+    from dpllm.training.preflight import to_plan
+    from dpllm.training.workload import workload_of
 
-    batch_sizes: str | None = None
-    step_counts: str | None = None
-    compute: str = "recipe"
-    min_steps: int | None = None
-    gradient_rms: float = 0.0
-    tokens_per_second: float | None = None
-    peak_tflops: float | None = None
-    picture: Path | None = None
-
-    def fewest_steps(self, num_steps: int) -> int:
-        """Return the smallest number of steps: half of the run's without an option."""
-        return -(-num_steps // 2) if self.min_steps is None else self.min_steps
-
-    def run(self, setting: Setting, gpus: int | None, as_json: bool) -> None:
-        """Sweep runs with independent noise."""
-        rule = {"min_steps": self.fewest_steps(setting.num_steps), "gradient_rms": self.gradient_rms}
-        time = (self.tokens_per_second, self.peak_tflops, gpus or 1)
-        run_sweep(setting, self.batch_sizes, self.step_counts, self.compute, rule, *time, self.picture, as_json)
-
-
-def _sweep_recipe(path: Path, recipe: Recipe, options: _SweepOptions, gpus: int | None, as_json: bool) -> None:
     made = _plan_of(recipe).plan
     if made.selection is not None:
         raise ValueError("--sweep compares single runs: leave privacy.selection out, or --sweep")
     setting = Setting.of_recipe(path, recipe, made, with_flops=options.peak_tflops is not None)
-    if made.noise.kind == "independent":
-        options.run(setting, gpus, as_json)
+    noise = noise_of(Spec.of(recipe.privacy.noise))
+    if not noise.tensors_kept:
+        run_sweep(setting, options, gpus, as_json)
         return
-    time = (options.tokens_per_second, options.peak_tflops)
-    if any((options.step_counts, options.gradient_rms, *time, options.picture)):
-        raise ValueError(
-            "a sweep of correlated noise takes --batch-sizes, --compute and --min-steps, and not the other "
-            "options of a sweep: omit them, or set privacy.noise=independent"
-        )
-    fewest = options.fewest_steps(setting.num_steps)
-    _sweep_noise(setting, recipe, options.batch_sizes, options.compute, fewest, as_json)
+    arguments, average = training_arguments(to_plan(recipe.train)), recipe.train.get("average")
+    run_sweep(setting, options, gpus, as_json, noise, lambda steps: workload_of(arguments, steps, average))
 
 
 def _refuse_combinations(
@@ -295,22 +272,6 @@ def _plan_of(recipe: Recipe) -> _Planned:
         rate=rate,
         rates=rate_values(rule, computed),
         folder=str(arguments.output_dir),
-    )
-
-
-def _sweep_noise(
-    setting: Setting, recipe: Recipe, batch_sizes: str | None, compute: str, min_steps: int, as_json: bool
-) -> None:
-    from dpllm.mechanism.catalogue import noise_of
-    from dpllm.mechanism.parts import Spec
-    from dpllm.training.arguments import training_arguments
-    from dpllm.training.preflight import to_plan
-    from dpllm.training.workload import workload_of
-
-    average = recipe.train.get("average")
-    arguments, noise = training_arguments(to_plan(recipe.train)), noise_of(Spec.of(recipe.privacy.noise))
-    run_noise_sweep(
-        setting, noise, lambda steps: workload_of(arguments, steps, average), batch_sizes, compute, min_steps, as_json
     )
 
 

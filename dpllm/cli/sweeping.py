@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -106,45 +106,86 @@ def _flops_per_token(recipe: Recipe) -> float:
     return 4.0 * shape.total + 2.0 * shape.trainable
 
 
+@dataclass(frozen=True)
+class SweepOptions:
+    """The options of --sweep, with their defaults."""
+
+    batch_sizes: str | None = None
+    step_counts: str | None = None
+    compute: str = "recipe"
+    min_steps: int | None = None
+    gradient_rms: float = 0.0
+    tokens_per_second: float | None = None
+    peak_tflops: float | None = None
+    picture: Path | None = None
+
+    def refuse_with_correlated_noise(self) -> None:
+        """Refuse the options that belong to independent noise.
+
+        Raises:
+            ValueError: one of them is given.
+        """
+        time = (self.tokens_per_second, self.peak_tflops)
+        if any((self.step_counts, self.gradient_rms, *time, self.picture)):
+            raise ValueError(
+                "a sweep of correlated noise takes --batch-sizes, --compute and --min-steps, and not the other "
+                "options of a sweep: omit them, or set privacy.noise=independent"
+            )
+        if self.compute != "recipe" and not self.compute.isdecimal():
+            raise ValueError(f"--compute={self.compute} is for independent noise: give recipe, or a number of units")
+
+
 def run_sweep(
     setting: Setting,
-    batch_sizes: str | None,
-    step_counts: str | None,
-    compute: str,
-    rule: Mapping[str, Any],
-    tokens_per_second: float | None,
-    peak_tflops: float | None,
-    gpus: int,
-    picture: Path | None,
+    options: SweepOptions,
+    gpus: int | None,
     as_json: bool,
+    noise: Noise | None = None,
+    workload_of: Callable[[int], Workload] | None = None,
 ) -> None:
-    """Calibrate the grid, print it with the recommendation, and draw it."""
+    """Calibrate the points, print them with the recommendation, and draw them.
+
+    Args:
+        setting: the numbers of the run.
+        options: those of the command line. Without a smallest number of steps, it is half of the run's.
+        gpus: their number; None: 1.
+        as_json: whether to print JSON.
+        noise: correlated noise, which is compared with independent noise; None: a grid of independent noise alone.
+        workload_of: with it, a function from T to the workload of a run of T steps.
+    """
+    from dpllm.mechanism.noise import IndependentNoise
     from dpllm.planning.sweep import Cost, default_grid, sweep
     from dpllm.planning.sweep_figure import plot_sweep
     from dpllm.planning.sweep_text import recommendation_text, sweep_rows
     from dpllm.privacy.rounding import format_delta
 
     batches, steps = default_grid(setting.expected_batch_size, setting.num_steps, setting.num_units)
-    estimated = peak_tflops is not None
-    if estimated and setting.flops_per_token is None:
+    peak, picture = options.peak_tflops, options.picture
+    if peak is not None and setting.flops_per_token is None:
         raise ValueError("--peak-tflops needs a recipe, because the compute depends on its model. Give a recipe")
+    if noise is not None:
+        options.refuse_with_correlated_noise()
     made = sweep(
         target_epsilon=setting.target_epsilon,
         delta=setting.delta,
         num_units=setting.num_units,
-        expected_batch_sizes=_counts("--batch-sizes", batch_sizes) or batches,
-        step_counts=_counts("--step-counts", step_counts) or steps,
+        expected_batch_sizes=_counts("--batch-sizes", options.batch_sizes) or batches,
+        step_counts=None if noise is not None else _counts("--step-counts", options.step_counts) or steps,
         adjacency=setting.adjacency,
-        compute=_compute(compute, setting),
-        **rule,
+        compute=_compute(options.compute, setting),
+        min_steps=-(-setting.num_steps // 2) if options.min_steps is None else options.min_steps,
+        gradient_rms=options.gradient_rms,
         cost=Cost(
             tokens_per_unit=setting.tokens_per_unit,
-            tokens_per_second=tokens_per_second,
-            flops_per_token=setting.flops_per_token if estimated else None,
-            peak_flops=None if peak_tflops is None else peak_tflops * 1e12,
-            utilization=UTILIZATION if estimated else None,
-            gpus=gpus,
+            tokens_per_second=options.tokens_per_second,
+            flops_per_token=None if peak is None else setting.flops_per_token,
+            peak_flops=None if peak is None else peak * 1e12,
+            utilization=None if peak is None else UTILIZATION,
+            gpus=gpus or 1,
         ),
+        noise=IndependentNoise() if noise is None else noise,
+        workload_of=workload_of,
+        expected_batch_size=None if noise is None else setting.expected_batch_size,
     )
     if picture is not None:
         plot_sweep(made, picture)
@@ -154,61 +195,11 @@ def run_sweep(
     head, rows = sweep_rows(made)
     guarantee = f"ε = {setting.target_epsilon:g} at δ = {format_delta(setting.delta)}"
     title = f"Ways to spend {guarantee} on {setting.num_units:,} units"
-    show_table(head, rows, title)
+    show_table(head, rows, title, left=(0,) if noise is None else (0, 2))
     console = Console(highlight=False, markup=False)
     console.print(f"\n{recommendation_text(made)}")
     if picture is not None:
         console.print(f"\nPicture: {picture}", soft_wrap=True)
-
-
-def run_noise_sweep(
-    setting: Setting,
-    noise: Noise,
-    workload_of: Callable[[int], Workload],
-    batch_sizes: str | None,
-    compute: str,
-    min_steps: int,
-    as_json: bool,
-) -> None:
-    """Rank batch sizes, steps and the noises of a recipe by their predicted noise, and print the recommendation.
-
-    Args:
-        setting: the numbers of the recipe.
-        noise: `privacy.noise` of the recipe.
-        workload_of: a function from T to the workload of a run of T steps.
-        batch_sizes: values separated by commas; None: around the recipe's.
-        compute: "recipe", or a number of units.
-        min_steps: the smallest number of steps.
-        as_json: whether to print JSON.
-    """
-    from dpllm.planning.sweep import default_grid
-    from dpllm.planning.sweep_bands import noise_rows, noise_text, sweep_noise
-    from dpllm.privacy.rounding import format_delta
-
-    units = _compute(compute, setting)
-    if not isinstance(units, int):
-        raise ValueError(f"--compute={compute} is for independent noise: give recipe, or a number of units")
-    made = sweep_noise(
-        noise=noise,
-        workload_of=workload_of,
-        target_epsilon=setting.target_epsilon,
-        delta=setting.delta,
-        num_units=setting.num_units,
-        expected_batch_size=setting.expected_batch_size,
-        expected_batch_sizes=_counts("--batch-sizes", batch_sizes)
-        or default_grid(setting.expected_batch_size, setting.num_steps, setting.num_units)[0],
-        compute=units,
-        adjacency=setting.adjacency,
-        min_steps=min_steps,
-    )
-    if as_json:
-        show_json({"setting": setting.name, **made.to_dict()})
-        return
-    head, rows = noise_rows(made)
-    guarantee = f"ε = {setting.target_epsilon:g} at δ = {format_delta(setting.delta)}"
-    title = f"Ways to spend {guarantee} on {setting.num_units:,} units"
-    show_table(head, rows, title, left=(0, 2))
-    Console(highlight=False, markup=False).print(f"\n{noise_text(made)}")
 
 
 def _compute(text: str, setting: Setting) -> int | str:

@@ -49,11 +49,9 @@ def draw_sweep(sweep: Sweep) -> Figure:
         _style(panel, sweep)
     _draw_noise(left, sweep, computes)
     _draw_signal(right, sweep, computes)
-    figure.suptitle(
-        f"ε = {sweep.target_epsilon:g} at δ = {format_delta(sweep.delta)}, {sweep.adjacency} adjacency, "
-        f"N = {sweep.num_units:,}",
-        fontsize=11,
-    )
+    budget = sweep.budget
+    guarantee = f"ε = {budget.target_epsilon:g} at δ = {format_delta(budget.delta)}"
+    figure.suptitle(f"{guarantee}, {budget.adjacency} adjacency, N = {budget.num_units:,}", fontsize=11)
     return figure
 
 
@@ -62,7 +60,7 @@ def _draw_noise(panel: Axes, sweep: Sweep, computes: list[tuple[SweepPoint, ...]
         panel.plot(*_xy(points, "noise_to_batch_ratio"), "--", color=GREY, linewidth=0.8, alpha=0.7, zorder=1)
     rows: dict[int, list[SweepPoint]] = {}
     for point in sweep.points:
-        if point.noise is not None:
+        if point.noise_multiplier is not None:
             rows.setdefault(point.num_steps, []).append(point)
     # A number of steps that only the line of the recommendation has is a point there, no line of its own.
     drawn = {steps: points for steps, points in sorted(rows.items()) if len(points) > 1 or not points[0].on_line}
@@ -86,8 +84,8 @@ def _draw_signal(panel: Axes, sweep: Sweep, computes: list[tuple[SweepPoint, ...
             continue
         x, y = _xy(points, "share_of_full_batch")
         panel.plot(x, y, ".--", color=GREY, linewidth=0.9, alpha=0.8)
-        panel.annotate(format_tokens(points[-1].compute.examples), (x[-1], y[-1]), **_beside(6, 0), color=GREY)
-    line = [point for point in sweep.line if point.noise is not None]
+        panel.annotate(format_tokens(points[-1].examples), (x[-1], y[-1]), **_beside(6, 0), color=GREY)
+    line = [point for point in sweep.line if point.noise_multiplier is not None]
     x, y = _xy(line, "share_of_full_batch")
     label = f"b·T = {format_tokens(sweep.compute)} examples, in T steps"
     panel.plot(x, y, "o-", color=BLUE, linewidth=2.2, markersize=5, zorder=4, label=label)
@@ -124,7 +122,7 @@ def _style(panel: Axes, sweep: Sweep) -> None:
 
 
 def _xy(points: list[SweepPoint] | tuple[SweepPoint, ...], name: str) -> tuple[list[int], list[float]]:
-    return [point.expected_batch_size for point in points], [getattr(point.noise, name) for point in points]
+    return [point.expected_batch_size for point in points], [getattr(point, name) for point in points]
 
 
 def _beside(right: int, up: int, align: str = "left") -> dict[str, Any]:

@@ -5,77 +5,77 @@ Place in the flow: after `dpllm.planning.sweep`; nothing is computed here. Print
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from dpllm.planning.sweep import Sweep, SweepPoint
 from dpllm.privacy.rounding import format_delta, format_epsilon, up_significant
 
 MARK = "→"
 """Marks the recommended row."""
 
+SHOWN = 12
+"""Rows of compared noises, beside those with independent noise and those without sampling."""
+
 
 def sweep_rows(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
-    """Return the header and one row of text for each point; columns that are empty for all points are left out.
+    """Return the header and rows of text; columns that are empty for all points are left out.
 
-    The first column holds `MARK` at the recommended point and "·" at the others of its compute.
+    With independent noise alone there is a row for each point. Where noises are compared, the rows are those of the
+    least noise, the recommended point, and all points with independent noise or a fixed order; they have their rank.
+    The first column holds `MARK` at the recommended point, and "·" at the others of its compute if there is a grid.
     """
-    columns = [
-        ("", True),
-        ("b", True),
-        ("steps T", True),
-        ("σ", True),
-        ("σ/b", True),
-        ("of full batch", True),
-        ("effective steps", sweep.gradient_rms > 0),
-        ("ε", True),
-        ("epochs", True),
-        ("tokens", sweep.points[0].compute.tokens is not None),
-        ("time", sweep.points[0].compute.seconds is not None),
-    ]
-    rows = [[cell for cell, (_, shown) in zip(_cells(point), columns, strict=True) if shown] for point in sweep.points]
-    return [name for name, shown in columns if shown], rows
+    alone, first = not sweep.correlated, sweep.points[0]
+    grid = any(not point.on_line for point in sweep.points)
 
+    def of(name: str, words: Callable[[Any], str]) -> Callable[[SweepPoint], str]:
+        """Return a cell that is empty where the value is None."""
+        return lambda point: "" if (value := getattr(point, name)) is None else words(value)
 
-def _cells(point: SweepPoint) -> list[str]:
-    noise, compute = point.noise, point.compute
-    shown = ["none", "", "", "", ""]
-    if noise is not None:
-        shown = [
-            up_significant(noise.noise_multiplier),
-            f"{noise.noise_to_batch_ratio:.3g}",
-            f"{100 * noise.share_of_full_batch:.3g} %",
-            "" if noise.effective_steps is None else f"{noise.effective_steps:,.3g}",
-            format_epsilon(noise.epsilon),
-        ]
-    return [
-        MARK if point.recommended else "·" if point.on_line else "",
-        f"{point.expected_batch_size:,}",
-        f"{point.num_steps:,}",
-        *shown,
-        f"{compute.epochs:.3g}",
-        "" if compute.tokens is None else format_tokens(compute.tokens),
-        "" if compute.seconds is None else format_duration(compute.seconds),
+    def mark(point: SweepPoint) -> str:
+        return MARK if point.recommended else "·" if point.on_line and (grid or alone) else ""
+
+    def sigma(point: SweepPoint) -> str:
+        return "none" if point.noise_multiplier is None else up_significant(point.noise_multiplier)
+
+    ranks = {id(point): f"{rank}" for rank, point in enumerate(sweep.points, 1)}
+    columns: list[tuple[str, bool, Callable[[SweepPoint], str]]] = [
+        ("", True, mark),
+        ("rank", not alone, lambda point: ranks[id(point)]),
+        ("noise", not alone, of("noise", str)),
+        ("b", True, of("expected_batch_size", "{:,}".format)),
+        ("steps T", True, of("num_steps", "{:,}".format)),
+        ("σ", True, sigma),
+        ("σ/b", alone, of("noise_to_batch_ratio", "{:.3g}".format)),
+        ("of full batch", alone, of("share_of_full_batch", lambda share: f"{100 * share:.3g} %")),
+        ("effective steps", sweep.gradient_rms > 0, of("effective_steps", "{:,.3g}".format)),
+        ("ε", alone, of("epsilon", format_epsilon)),
+        ("epochs", alone, of("epochs", "{:.3g}".format)),
+        ("tokens", alone and first.tokens is not None, of("tokens", format_tokens)),
+        ("time", alone and first.seconds is not None, of("seconds", format_duration)),
+        ("predicted noise", not alone, of("relative", "{:.3f}".format)),
+        ("tensors kept", not alone, of("tensors_kept", str)),
+        ("units", not alone, lambda point: "sampled" if point.sampled else "fixed order"),
     ]
+    points = [
+        point
+        for rank, point in enumerate(sweep.points, 1)
+        if rank <= SHOWN or point.recommended or not point.tensors_kept or not point.sampled
+    ]
+    columns = [column for column in columns if column[1]]
+    return [name for name, *_ in columns], [[cell(point) for *_, cell in columns] for point in points]
 
 
 def recommendation_text(sweep: Sweep) -> str:
-    """Return the recommendation as short paragraphs: the point, its reason, its noise, and its assumptions."""
-    point, noise, compute = sweep.recommended, sweep.recommended.noise, sweep.recommended.compute
-    assert noise is not None
-    cost = [f"{compute.epochs:.3g} epochs"]
-    if compute.tokens is not None:
-        cost.append(f"{format_tokens(compute.tokens)} tokens")
-    if compute.seconds is not None:
-        cost.append(f"about {format_duration(compute.seconds)}")
+    """Return the recommendation as short paragraphs: the point, its reason, its noise, and its assumptions.
+
+    Where noises are compared, it names the point with independent noise, and the one without sampling, too.
+    """
     paragraphs = [
-        f"Recommended: {point.num_steps:,} steps of {point.expected_batch_size:,} units each ({', '.join(cost)}). "
-        f"σ = {up_significant(noise.noise_multiplier)} keeps ε at {format_epsilon(noise.epsilon)} for "
-        f"δ = {format_delta(sweep.delta)}, {sweep.adjacency} adjacency.",
-        f"Why: {sweep.reason}",
-        f"The noise on the averaged gradient is {noise.noise_to_batch_ratio:.3g} clip norms in every entry. All steps "
-        f"together reach {100 * noise.share_of_full_batch:.3g} % of the signal-to-noise ratio that full batches "
-        f"would reach with this budget and these data. {_what_if(sweep)}",
+        *(_noise_compared(sweep) if sweep.correlated else _noise_alone(sweep)),
         "Assumed: " + " ".join(f"({number}) {text}" for number, text in enumerate(sweep.assumptions, 1)),
     ]
-    missing = [other for other in sweep.points if other.noise is None]
+    missing = [point for point in sweep.points if point.noise_multiplier is None]
     if missing:
         first = missing[0]
         paragraphs.append(
@@ -85,12 +85,57 @@ def recommendation_text(sweep: Sweep) -> str:
     return "\n\n".join(paragraphs)
 
 
-def _what_if(sweep: Sweep) -> str:
+def _size(point: SweepPoint) -> str:
+    return f"{point.num_steps:,} steps of {point.expected_batch_size:,} units"
+
+
+def _noise_alone(sweep: Sweep) -> list[str]:
+    point = sweep.recommended
+    assert point.noise_multiplier is not None and point.epsilon is not None and point.share_of_full_batch is not None
+    cost = [f"{point.epochs:.3g} epochs"]
+    if point.tokens is not None:
+        cost.append(f"{format_tokens(point.tokens)} tokens")
+    if point.seconds is not None:
+        cost.append(f"about {format_duration(point.seconds)}")
     changes = [
-        f"{change.change}: times {change.factor:.2f}" if change.factor is not None else f"{change.change}: impossible"
+        f"{change.change}: {'impossible' if change.factor is None else f'times {change.factor:.2f}'}"
         for change in sweep.what_if
     ]
-    return f"Changes of that noise: {'; '.join(changes)}."
+    return [
+        f"Recommended: {_size(point)} each ({', '.join(cost)}). "
+        f"σ = {up_significant(point.noise_multiplier)} keeps ε at {format_epsilon(point.epsilon)} for "
+        f"δ = {format_delta(sweep.budget.delta)}, {sweep.budget.adjacency} adjacency.",
+        f"Why: {sweep.reason}",
+        f"The noise on the averaged gradient is {point.noise_to_batch_ratio:.3g} clip norms in every entry. All steps "
+        f"together reach {100 * point.share_of_full_batch:.3g} % of the signal-to-noise ratio that full batches "
+        f"would reach with this budget and these data. Changes of that noise: {'; '.join(changes)}.",
+    ]
+
+
+def _noise_compared(sweep: Sweep) -> list[str]:
+    chosen, plain, fixed = sweep.recommended, sweep.recommended_independent, sweep.recommended_without_sampling
+    texts = [
+        f"Recommended: {_size(chosen)} with privacy.noise={_override(chosen.options)}. The predicted noise is "
+        f"{chosen.relative:.3f} of that of the recipe's batch size with independent noise.",
+        f"With independent noise: {_size(plain)}, predicted noise {plain.relative:.3f}.",
+    ]
+    if chosen.sampled and fixed is not None:
+        texts.append(
+            f"Without sampling: {_size(fixed)} in a fixed order with privacy.noise={_override(fixed.options)}, "
+            f"predicted noise {fixed.relative:.3f}. It is for units that cannot be sampled, and recommended only if "
+            "the recipe has noise=blt: the one fine-tuning that was measured was about as good as with 16 bands, a "
+            "resume is charged as a second release of all units, and ε under replace-one is larger."
+        )
+    compared = f"{len(sweep.points)} points were compared; --json has all of them."
+    return [*texts, f"Why: {sweep.reason} {compared}"]
+
+
+def _override(options: dict[str, Any] | str) -> str:
+    """Return the noise as an override of a recipe; the plan of the run finds the same numbers of the strategy."""
+    if isinstance(options, str):
+        return options
+    named = [f"{name}: {options[name]}" for name in ("kind", "bands", "strategy", "buffers") if name in options]
+    return f"{{{', '.join(named)}}}"
 
 
 def format_tokens(tokens: float) -> str:

@@ -71,14 +71,14 @@ def choose_noise(
     return candidates[nearly_least(errors)]
 
 
-def nearly_least(errors: Sequence[float]) -> int:
-    """Return the number of the first entry that is at most 5 % above the least.
+def nearly_least(errors: Sequence[float], times: float = NEARLY_LEAST) -> int:
+    """Return the number of the first entry that is at most ``times`` the least.
 
     >>> nearly_least([8.13, 6.68, 5.10, 5.02])
     2
     """
     least = min(errors)
-    return next(number for number, error in enumerate(errors) if error <= NEARLY_LEAST * least)
+    return next(number for number, error in enumerate(errors) if error <= times * least)
 
 
 def predicted_noise(

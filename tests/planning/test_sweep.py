@@ -54,9 +54,9 @@ def result():
 def test_every_point_keeps_the_budget_and_uses_it(adjacency):
     """ε of each point, recomputed on the plan's grid, is at most the target and at most 1 % below it."""
     for point in sweep(**FEW, adjacency=adjacency).points:
-        step = Step(sampling_rate=point.sampling_rate, noise_multiplier=point.noise.noise_multiplier)
+        step = Step(sampling_rate=point.sampling_rate, noise_multiplier=point.noise_multiplier)
         assert 2 * 0.99 <= epsilon([(step, point.num_steps)], 1e-6, adjacency, DISCRETIZATION) <= 2
-        assert 2 * 0.99 <= point.noise.epsilon <= 2
+        assert 2 * 0.99 <= point.epsilon <= 2
 
 
 def test_the_noise_of_a_point_is_that_of_the_plan_s_calibration():
@@ -75,27 +75,27 @@ def test_the_noise_of_a_point_is_that_of_the_plan_s_calibration():
 )
 def test_where_the_coarse_grid_asks_for_too_much_noise_the_fine_one_decides(budget, size):
     """Over many steps, and for a target near its width, the coarse grid would ask for a quarter more noise."""
-    assert budget.target * (1 - TOLERANCE) <= budget.least_noise(*size).epsilon <= budget.target
+    assert budget.target_epsilon * (1 - TOLERANCE) <= budget.least_noise(*size).epsilon <= budget.target_epsilon
 
 
 def test_numbers_of_a_point_fit_together(result):
     """Rates, ratios, examples and epochs follow from b, T, σ and N."""
     assert len(result.points) == 9
     for point in result.points:
-        b, t, sigma = point.expected_batch_size, point.num_steps, point.noise.noise_multiplier
+        b, t, sigma = point.expected_batch_size, point.num_steps, point.noise_multiplier
         assert point.sampling_rate == b / 42_000
-        assert point.noise.noise_to_batch_ratio == sigma / b
-        assert point.noise.signal_to_noise == pytest.approx(math.sqrt(t) * b / sigma)
-        assert point.noise.share_of_full_batch == pytest.approx(
-            point.noise.signal_to_noise / result.full_batch_signal_to_noise
+        assert point.noise_to_batch_ratio == sigma / b
+        assert point.signal_to_noise == pytest.approx(math.sqrt(t) * b / sigma)
+        assert point.share_of_full_batch == pytest.approx(
+            point.signal_to_noise / result.budget.full_batch_signal_to_noise
         )
-        assert point.compute.examples == b * t and point.compute.epochs == b * t / 42_000
-        assert point.compute.tokens is None and point.compute.seconds is None and point.noise.effective_steps is None
+        assert point.examples == b * t and point.epochs == b * t / 42_000
+        assert point.tokens is None and point.seconds is None and point.effective_steps is None
 
 
 def test_larger_batches_lower_the_noise_ratio_and_more_steps_raise_it(result):
     """The two directions of the grid, between all neighbours."""
-    ratio = {(point.expected_batch_size, point.num_steps): point.noise.noise_to_batch_ratio for point in result.points}
+    ratio = {(point.expected_batch_size, point.num_steps): point.noise_to_batch_ratio for point in result.points}
     for steps, (small, large) in itertools.product([100, 200, 400], itertools.pairwise([512, 1024, 2048])):
         assert ratio[large, steps] < ratio[small, steps]
     for size, (few, many) in itertools.product([512, 1024, 2048], itertools.pairwise([100, 200, 400])):
@@ -114,7 +114,7 @@ def test_the_rule_picks_what_a_loop_over_the_line_picks(num_units, gradient_rms)
     ]
 
     def score(point):
-        power = (point.noise.noise_multiplier / point.expected_batch_size) ** 2 + gradient_rms**2
+        power = (point.noise_multiplier / point.expected_batch_size) ** 2 + gradient_rms**2
         return math.sqrt(point.num_steps / power)
 
     best = max(score(point) for point in result.line)
@@ -139,8 +139,8 @@ def test_the_rule_depends_on_what_limits_the_run(result):
 def test_effective_steps_are_those_the_noise_leaves():
     """T / (1 + (σ/b)²/r²): more than half of them while the noise is below the signal."""
     (point,) = sweep(**{**SETTING, "expected_batch_sizes": [1024], "step_counts": [100]}, gradient_rms=1e-3).points
-    assert point.noise.effective_steps == pytest.approx(100 / (1 + (point.noise.noise_multiplier / 1024 / 1e-3) ** 2))
-    assert 50 < point.noise.effective_steps < 100
+    assert point.effective_steps == pytest.approx(100 / (1 + (point.noise_multiplier / 1024 / 1e-3) ** 2))
+    assert 50 < point.effective_steps < 100
 
 
 def test_min_steps_keeps_the_recommendation_from_too_few(result):
@@ -163,7 +163,7 @@ def test_a_compute_in_examples_takes_the_grid_s_steps_where_they_nearly_fit():
     """T comes from the grid within 5 %, and is K/b rounded down elsewhere, so that K is not exceeded."""
     result = sweep(**FEW, compute=103_000)
     assert [(p.expected_batch_size, p.num_steps) for p in result.line] == [(512, 200), (2048, 50)]
-    assert all(point.compute.examples <= 103_000 for point in result.line)
+    assert all(point.examples <= 103_000 for point in result.line)
 
 
 def test_full_batches_are_the_ceiling_whatever_their_steps():
@@ -177,12 +177,12 @@ def test_full_batches_are_the_ceiling_whatever_their_steps():
             step_counts=[10, 1000],
             adjacency=adjacency,
         )
-        assert result.full_batch_signal_to_noise == pytest.approx(1000 * gaussian_distance(2.0, 1e-5) / part)
+        assert result.budget.full_batch_signal_to_noise == pytest.approx(1000 * gaussian_distance(2.0, 1e-5) / part)
         for point in result.points:
             if point.expected_batch_size == 1000:
-                assert point.noise.share_of_full_batch == pytest.approx(1, rel=5e-3)
+                assert point.share_of_full_batch == pytest.approx(1, rel=5e-3)
             else:
-                assert point.noise.share_of_full_batch < 1
+                assert point.share_of_full_batch < 1
 
 
 @pytest.mark.parametrize(("target", "delta"), [(0.1, 1e-3), (1.0, 1e-5), (8.0, 1e-10), (50.0, 1e-6)])
@@ -203,10 +203,10 @@ def test_in_the_limit_the_share_depends_on_sigma_alone():
         step_counts=[40_000],
         compute=4_000_000,
     )
-    shares = [point.noise.share_of_full_batch for point in result.points]
+    shares = [point.share_of_full_batch for point in result.points]
     assert min(shares) < 0.8 and max(shares) > 0.93
     for point in result.points:
-        assert point.noise.share_of_full_batch == pytest.approx(limit_share(point.noise.noise_multiplier), rel=0.03)
+        assert point.share_of_full_batch == pytest.approx(limit_share(point.noise_multiplier), rel=0.03)
 
 
 @pytest.mark.parametrize("sigma", [0.4, 0.7, 1.2, 3.0, 20.0])
@@ -245,8 +245,8 @@ def test_the_accountant_has_the_derived_slope():
         return (1 - sigma**2 * -math.expm1(-(sigma**-2))) / 2
 
     for low, high in itertools.pairwise(result.line):
-        gain = math.log2(high.noise.signal_to_noise / low.noise.signal_to_noise)
-        middle = slope(math.sqrt(low.noise.noise_multiplier * high.noise.noise_multiplier))
+        gain = math.log2(high.signal_to_noise / low.signal_to_noise)
+        middle = slope(math.sqrt(low.noise_multiplier * high.noise_multiplier))
         assert gain == pytest.approx(middle, abs=0.05)
         assert 0.1 < gain < 0.3
 
@@ -264,12 +264,12 @@ def test_what_would_change_the_noise(result):
     batch, budget, units = result.what_if
     at = result.recommended
     wider = sweep(**{**SETTING, "expected_batch_sizes": [4096], "step_counts": [at.num_steps]}).points[0]
-    assert batch.noise_to_batch_ratio == pytest.approx(wider.noise.noise_to_batch_ratio, rel=0.01)
+    assert batch.noise_to_batch_ratio == pytest.approx(wider.noise_to_batch_ratio, rel=0.01)
     double = sweep(**{**SETTING, "target_epsilon": 4.0, "expected_batch_sizes": [2048], "step_counts": [100]}).points[0]
-    assert budget.noise_to_batch_ratio == pytest.approx(double.noise.noise_to_batch_ratio, rel=0.01)
+    assert budget.noise_to_batch_ratio == pytest.approx(double.noise_to_batch_ratio, rel=0.01)
     for change in (batch, budget, units):
         assert 0.5 < change.factor < 1
-        assert change.factor == pytest.approx(change.noise_to_batch_ratio / at.noise.noise_to_batch_ratio, rel=0.01)
+        assert change.factor == pytest.approx(change.noise_to_batch_ratio / at.noise_to_batch_ratio, rel=0.01)
 
 
 def test_twice_a_batch_of_more_than_half_the_units_is_impossible():
@@ -290,7 +290,10 @@ def test_an_unreachable_point_stays_with_its_reason():
         compute=1000,
     )
     reached, missing = result.points
-    assert missing.noise is None and missing.to_dict()["noise_multiplier"] is None is missing.to_dict()["epsilon"]
+    assert (
+        missing.noise_multiplier is None
+        and missing.to_dict()["noise_multiplier"] is None is missing.to_dict()["epsilon"]
+    )
     assert "ε is still" in missing.reason
     assert reached.recommended and reached.reason is None
     with pytest.raises(ValueError, match="grid reaches"):
@@ -300,7 +303,7 @@ def test_an_unreachable_point_stays_with_its_reason():
 def test_cost_gives_tokens_and_time():
     """From a measured rate, from an estimate, or not at all."""
     measured = sweep(**FEW, cost=Cost(tokens_per_unit=30.0, tokens_per_second=1000.0)).points[0]
-    assert measured.compute.tokens == 512 * 100 * 30 and measured.compute.seconds == 512 * 100 * 30 / 1000
+    assert measured.tokens == 512 * 100 * 30 and measured.seconds == 512 * 100 * 30 / 1000
     assert Cost().tokens(10) is None and Cost().seconds(10) is None
     assert Cost(tokens_per_unit=3).seconds(10) is None
     two = Cost(tokens_per_unit=1, flops_per_token=10, peak_flops=100, utilization=0.5, gpus=2)
@@ -318,8 +321,8 @@ def test_equal_compute_groups_what_costs_the_same(result):
     """Diagonals of the grid, by compute; points without σ are in none."""
     groups = equal_compute(result.points)
     assert [len(group) for group in groups] == [1, 2, 3, 2, 1]
-    assert [group[0].compute.examples for group in groups] == sorted(group[0].compute.examples for group in groups)
-    without = [dataclasses.replace(point, noise=None) for point in result.points]
+    assert [group[0].examples for group in groups] == sorted(group[0].examples for group in groups)
+    without = [dataclasses.replace(point, noise_multiplier=None) for point in result.points]
     assert equal_compute(without) == []
 
 
@@ -329,7 +332,7 @@ def test_to_dict_is_json(result):
     assert values["recommended"]["expected_batch_size"] == result.recommended.expected_batch_size
     assert len(values["points"]) == 9 and sum(point["recommended"] for point in values["points"]) == 1
     assert values["what_if"][0]["factor"] == result.what_if[0].factor
-    lost = dataclasses.replace(result.points[0], noise=None).to_dict()
+    lost = dataclasses.replace(result.points[0], noise_multiplier=None, epsilon=None).to_dict()
     assert list(lost) == list(values["points"][0]) and lost["noise_multiplier"] is None is lost["epsilon"]
 
 
@@ -365,7 +368,7 @@ def test_bad_input_is_refused(changes, message):
 
 def test_a_line_without_a_usable_point_is_refused(result):
     """`recommend` never returns a point without σ."""
-    without = [dataclasses.replace(point, noise=None) for point in result.line]
+    without = [dataclasses.replace(point, noise_multiplier=None) for point in result.line]
     with pytest.raises(ValueError, match="both reaches"):
         recommend(without)
 

@@ -38,13 +38,14 @@ def test_sigma_and_epsilon_are_rounded_up(result):
     """Whoever types the printed σ gets no more than the printed ε."""
     _, rows = sweep_rows(result)
     for row, point in zip(rows, result.points, strict=True):
-        assert 0 <= float(row[3]) - point.noise.noise_multiplier < 1.001e-3
-        assert 0 <= float(row[7]) - point.noise.epsilon < 1.001e-4
+        assert 0 <= float(row[3]) - point.noise_multiplier < 1.001e-3
+        assert 0 <= float(row[7]) - point.epsilon < 1.001e-4
 
 
 def test_a_point_out_of_reach_is_shown_without_numbers(result):
     """It stays in the table, and the text says how many there are and why the first is."""
-    lost = dataclasses.replace(result.points[0], noise=None, reason="too many steps")
+    none = dict.fromkeys(["noise_multiplier", "epsilon", "share_of_full_batch", "effective_steps"])
+    lost = dataclasses.replace(result.points[0], **none, reason="too many steps")
     changed = dataclasses.replace(result, points=(lost, *result.points[1:]))
     assert sweep_rows(changed)[1][0] == ["", "1,024", "100", "none", "", "", "", "", "2.44", "10 M", "2 h 51 min"]
     assert "1 of 4" in recommendation_text(changed) and "too many steps" in recommendation_text(changed)
@@ -53,8 +54,7 @@ def test_a_point_out_of_reach_is_shown_without_numbers(result):
 def test_sigma_keeps_four_digits_whatever_its_size(result):
     """Also above 1000 and far below 1."""
     for sigma, text in [(0.012341, "0.01235"), (999.95, "1000.0"), (12.0, "12.00"), (1234.5, "1235")]:
-        noise = dataclasses.replace(result.points[0].noise, noise_multiplier=sigma)
-        point = dataclasses.replace(result.points[0], noise=noise)
+        point = dataclasses.replace(result.points[0], noise_multiplier=sigma)
         shown = sweep_rows(dataclasses.replace(result, points=(point,)))[1][0][3]
         assert shown == text
         assert math.isclose(float(shown), sigma, rel_tol=1e-3) and float(shown) >= sigma
