@@ -66,6 +66,12 @@ def report(
     by: Annotated[
         str | None, typer.Option(help="With --settle: the name and role of the person who checked it.")
     ] = None,
+    write: Annotated[
+        bool,
+        typer.Option(
+            "--write", help="Write the report's files again, as this version of dpllm makes them, without a new note."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check the ledger of a run, recompute ε from it, and print the privacy report.
@@ -100,7 +106,7 @@ def report(
         # Before other notes, since these change the numbers of the points.
         settle_points(output_dir, settled_by(add_notes(output_dir, {}), settle), by)
     noted = {name: value for name, value in given.items() if value is not None}
-    made = add_notes(output_dir, noted)
+    made = add_notes(output_dir, noted, write=write)
     if as_json:
         typer.echo(json.dumps(made.to_dict(), ensure_ascii=False, allow_nan=False))
     else:
@@ -179,7 +185,7 @@ def verify(
         console.print(
             f"\n{output_dir} matches its ledger.{left}"
             if result.ok
-            else f"\n{failed} of {len(result.checks)} checks failed: do not rely on the report in {output_dir}."
+            else f"\n{failed} of {len(result.checks)} checks failed: do not rely on the report in {output_dir}.{left}"
         )
     if not result.ok:
         raise typer.Exit(1)

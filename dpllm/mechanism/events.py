@@ -189,7 +189,19 @@ class Numbers:
                 "out terms of a composition. Write 1.0 for 1"
             )
         for name in ("sampling_rate", "noise_multiplier", "clip_norm"):
-            object.__setattr__(self, name, float(getattr(self, name)))
+            value = getattr(self, name)
+            if isinstance(value, bool | str):
+                raise ValueError(f"{name} must be a number, got {value!r}")
+            try:
+                object.__setattr__(self, name, float(value))
+            except (OverflowError, TypeError) as error:
+                raise ValueError(f"{name} must be a number, got {str(value)[:40]} ({error})") from error
+        for name in ("num_units", "max_batch_size", "rows_per_unit"):
+            value = getattr(self, name, None)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer)):
+                raise ValueError(f"{name} must be a whole number, got {value!r}")
+            if value is not None:
+                object.__setattr__(self, name, int(value))
         if not 0 < self.sampling_rate <= 1:
             raise ValueError(f"sampling_rate must be above 0 and at most 1, got {self.sampling_rate}")
         if not 0 <= self.noise_multiplier < math.inf:

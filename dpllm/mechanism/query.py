@@ -128,6 +128,7 @@ class Query(NeverTruncated):
             f"times the largest change of the answer by one unit{how}. {replaced}",
             options="--discrete-sensitivity 1.0" if self.discrete else "",
             is_sampled=False,
+            renyi="does not apply: ε itself is by Rényi divergences" if self.discrete else EventWords.renyi,
         )
 
     def _moved(self, adjacency: str) -> float:

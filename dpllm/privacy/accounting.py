@@ -327,8 +327,8 @@ def together(history: History) -> _Merged:
     (2.4, 1)
     """
     merged = merge(history)
-    cost = _whole_cost(merged) if len(merged) > 1 else None
-    if cost is None:
+    cost = _whole_cost(merged)
+    if not cost or sum(count for _, count in merged) == 1:
         return merged
     ((one, _), *_) = merged
     return ((one.with_noise(1 / math.sqrt(cost)), 1),)

@@ -478,12 +478,21 @@ def budget_rows(budget: Budget) -> list[tuple[str, str]]:
         ("runs", str(len(budget.entries))),
     ]
     for place, entry in enumerate(budget.entries, start=1):
-        steps = f"{entry.num_steps:,} of {entry.steps_reserved:,} steps"
+        steps = _amount(entry)
         state = "reserved" if entry.steps_charged is None else "charged"
         alone = format_epsilon(budget.cost(entry.history))
         words = f"{steps} {state}, ε = {alone} alone, {entry.charged_at}, entry {entry.id}"
         rows.append((f"run {place}", words))
     return rows
+
+
+def _amount(entry: Entry) -> str:
+    """Return how much of a run counts against the budget, in words."""
+    if entry.step.answers is not None:
+        return f"{entry.num_steps * sum(count for _, count in entry.step.answers):,} answers"
+    if entry.step.is_selection:
+        return "all runs of a tuning, of which the best is released,"
+    return f"{entry.num_steps:,} of {entry.steps_reserved:,} steps"
 
 
 def _check_private(plan: AnyPlan, of_all_runs: bool = False) -> None:
@@ -553,6 +562,8 @@ def _check_fits(budget: Budget, prior: tuple[Entry, ...], entry: Entry) -> None:
     built = ", with the release on which it builds, which the file does not hold yet," if prior else ""
     if entry.step.answers is not None:
         over, instead = "", ". Take more noise or fewer answers (a smaller target_epsilon), or use other data"
+    elif entry.step.is_selection:
+        over, instead = "", ". Take a smaller target_epsilon, or a smaller mean number of runs, or use other data"
     else:
         over, instead = f" over {entry.num_steps} steps", f"; {_steps_left(budget, entry)}"
     raise BudgetError(

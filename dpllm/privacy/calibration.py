@@ -210,11 +210,12 @@ def least_noise(
     *,
     before: History = (),
     exact: bool = True,
+    tolerance: float = 1e-4,
 ) -> float:
     """Return the smallest noise multiplier with which a history costs at most a target ε.
 
     Guarantee: ε was computed with the result itself, as `epsilon` does, and is at most the target. It is at least
-    (1 - 4e-4) times the target, unless ε jumps over it or the smallest noise multiplier that there is suffices.
+    (1 - 4 tolerance) times the target, unless ε jumps over it or the smallest noise multiplier that there is suffices.
     Without `exact` there is no guarantee.
 
     Args:
@@ -225,6 +226,7 @@ def least_noise(
         before: what has been released before, whose ε does not depend on σ.
         exact: False: σ to about 0.2 %, without truncation, in a tenth of the time, to compare mechanisms; inf where no
             noise reaches the target.
+        tolerance: relative, of ε; a smaller one takes more time, which only a cheap ε is worth.
 
     Raises:
         ValueError: the target is out of range, or (`exact`) no noise multiplier reaches it; the message gives the
@@ -279,15 +281,15 @@ def least_noise(
         if gap > 0.02 * target_epsilon:  # truncation adds to ε; then only the truncated cost has the right shape
             cheap, gap = partial(cost, True, wide), 0.0
     for _ in range(12):
-        aim = target_epsilon * (1 - 3e-5)
-        sigma = solve(lambda s, gap=gap: cheap(s) + gap, aim, sigma, 1e-4, within)  # type: ignore[misc]
+        aim = target_epsilon * (1 - 0.3 * tolerance)
+        last, sigma = sigma, solve(lambda s, gap=gap: cheap(s) + gap, aim, sigma, tolerance, within)  # type: ignore[misc]
         reached = full(sigma)
-        if target_epsilon * (1 - 4e-4) <= reached <= target_epsilon:
+        if target_epsilon * (1 - 4 * tolerance) <= reached <= target_epsilon:
             return sigma
         gap = reached - cheap(sigma)
-        if not math.isfinite(gap):
+        if not math.isfinite(gap) or math.isclose(sigma, last, rel_tol=tolerance / 10):  # ε jumps there
             break
-    return solve(full, target_epsilon, sigma, tolerance=1e-4, within=within)
+    return solve(full, target_epsilon, sigma, tolerance, within)
 
 
 def _enough(cost: Callable[[float], float], target_epsilon: float) -> tuple[float, float]:
@@ -336,7 +338,7 @@ def solve(
     """
     aim = math.log(target * (1 - tolerance / 2))
     low, high = -math.inf, math.inf  # log σ: too little noise, enough noise
-    narrow = 1e-9  # of a bracket around a jump of ε
+    narrow = tolerance / 10  # of a bracket around a jump of ε
     ends = [math.log(end) if end else -math.inf for end in within]
     points: list[tuple[float, float]] = []
     at = math.log(start)

@@ -50,7 +50,7 @@ class Shown:
     section: str
     """Of `dpllm.report.models.SECTIONS`."""
     label: str
-    """{step} stands for "step" or "answer", {thing} for "model" or "release"."""
+    """{step} stands for "step" or "answer", {thing} for "model" or "release", {made} for "trained" or "made"."""
     form: str = ""
     """The filter of `dpllm.report.pages` that prints it; empty: as it is, and the parts of a list in one line."""
     if_none: str | None = None

@@ -185,13 +185,14 @@ def write_release_card(folder: str | Path, report: PrivacyReport) -> Path:
     return path
 
 
-def add_notes(folder: str | Path, noted: Mapping[str, Any]) -> PrivacyReport:
+def add_notes(folder: str | Path, noted: Mapping[str, Any], write: bool = False) -> PrivacyReport:
     """Fill in what people, or an audit, know about a run: its report is written again, and the card's open points.
 
     Args:
         folder: of a run.
         noted: fields of `dpllm.report.statement.ReleaseNotes`; the others stay as they are. Without any, nothing is
             written, and the folder may be a checkpoint.
+        write: writes the files without a note as well.
 
     Returns:
         The report.
@@ -202,7 +203,7 @@ def add_notes(folder: str | Path, noted: Mapping[str, Any]) -> PrivacyReport:
     """
     folder = Path(folder)
     plan, contents, notes = _read(folder)
-    if not noted:
+    if not noted and not write:
         return privacy_report(plan, contents, notes)
     _refuse_checkpoint(folder)
     shown = _as_recorded(folder)

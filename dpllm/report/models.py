@@ -89,7 +89,7 @@ def day_in_words(text: str) -> str:
 class Noted(Part):
     """Facts that only people know, beside those of the setting and the definition."""
 
-    trained_by: Annotated[str | None, Shown("setting", "Who made the {thing}", if_none=NO_TRAINER)] = Field(
+    trained_by: Annotated[str | None, Shown("setting", "Who {made} the {thing}", if_none=NO_TRAINER)] = Field(
         description="Who trained the model; null: not noted."
     )
     base_model: str | None = Field(description="Name of the model that was fine-tuned; null: not noted.")
@@ -195,7 +195,9 @@ class Plan(DrawNumbers, ProtectedUnit):
         description="Steps asked for where the budget allows fewer; null otherwise."
     )
     delta: Probability = Field(description="δ.")
-    target_epsilon: Positive | None = Field(description="The ε that the run may cost; null when none was given.")
+    target_epsilon: Annotated[Positive | None, Shown("accounting", "The ε that the run may cost", "number")] = Field(
+        description="The ε that the run may cost; null when none was given."
+    )
     format: Literal[1] = Field(description="Format of the plan.")
     clipping: ClippingSpec = Field(description="How a contribution is bounded.")
     noise: NoiseSpec = Field(description="Whether and how the noise of the steps is correlated.")
@@ -216,7 +218,9 @@ class PlanOfQueries(ProtectedUnit):
     )
     settings: dict[str, Value] = Field(description="Public settings on which sensitivity and events rest.")
     delta: Probability = Field(description="δ.")
-    target_epsilon: Positive | None = Field(description="The ε that the run may cost; null when none was given.")
+    target_epsilon: Annotated[Positive | None, Shown("accounting", "The ε that the run may cost", "number")] = Field(
+        description="The ε that the run may cost; null when none was given."
+    )
     randomness: Literal["os", "discrete"] = Field(description="Generator of the noise.")
     after: dict[str, JsonValue] | None = Field(
         description="The released training run on which this one builds, with its history; ε is that of both."
@@ -305,7 +309,7 @@ class Setting(Part):
     data_holder: Annotated[str | None, Shown("setting", "Who holds the raw data", if_none=NOT_FILLED)] = Field(
         description="Who holds the raw data; null: not filled in."
     )
-    audience: Annotated[str | None, Shown("setting", "Who sees the released {thing}", if_none=NOT_FILLED)] = Field(
+    audience: Annotated[str | None, Shown("setting", "Who sees the {thing}", if_none=NOT_FILLED)] = Field(
         description="Who will see the released model; null: not filled in."
     )
 
@@ -644,7 +648,7 @@ class Checkable(Part):
             ],
             ...,
         ],
-        Shown("checkable", "Starts"),
+        Shown("checkable", "Start"),
     ] = Field(min_length=1, description="Every start and resumption.")
     ended: Annotated[str | None, Shown("checkable", "Ended", if_none="no")] = Field(
         description="Why the last run ended; null: it has not, or crashed."

@@ -25,7 +25,7 @@ from dpllm.privacy.rounding import format_delta, format_epsilon, format_percent,
 from dpllm.report.disclosures import UTILITY_FILE
 from dpllm.report.front import bounds, method_of, thing_of, unit_of
 from dpllm.report.glossary import glossary
-from dpllm.report.kinds import Shown
+from dpllm.report.kinds import Part, Shown
 from dpllm.report.models import NOT_FILLED, SECTIONS, Parameters, PrivacyReport, QueryParameters
 
 CHECK_FILE = "check_epsilon.py"
@@ -196,18 +196,26 @@ def rows_of(report: PrivacyReport, section: str) -> list[tuple[str, str]]:
         report: made by `privacy_report`.
         section: of `SECTIONS`.
     """
-    thing, rows = thing_of(report), []
-    step = "step" if method_of(report) is None else "answer"
-    for part in (report.setting, report.definition, report.noted, report.accounting, report.checkable):
+    trained, rows = method_of(report) is None, []
+    step, made = ("step", "trained") if trained else ("answer", "made")
+    parts = (report.setting, report.definition, report.noted, report.accounting, report.checkable)
+    for part in (*parts, report.checkable.plan):
         for name, field in type(part).model_fields.items():
             for shown in field.metadata:
-                value = getattr(part, name)
-                if not isinstance(shown, Shown) or shown.section != section or value == ():
+                if not isinstance(shown, Shown) or shown.section != section:
                     continue
-                text = shown.if_none if value is None else _FORMS[shown.form](value)
-                if text is not None:
-                    rows.append((shown.label.format(thing=thing, step=step, Step=step.capitalize()), text))
+                label = shown.label.format(thing=thing_of(report), step=step, Step=step.capitalize(), made=made)
+                rows += [(label, text) for text in _texts(shown, getattr(part, name))]
     return rows
+
+
+def _texts(shown: Shown, value: Any) -> list[str]:
+    """Return the texts of a value's rows: one for each part of a list of parts of the report."""
+    if value is None:
+        return [] if shown.if_none is None else [shown.if_none]
+    if isinstance(value, tuple) and not shown.form and any(isinstance(one, Part) for one in value):
+        return [_in_words(one) for one in value]
+    return [] if value == () and not shown.form else [_FORMS[shown.form](value)]
 
 
 def _share(value: float) -> str:

@@ -135,8 +135,8 @@ def files_to_publish(
     if missing:
         raise PublishError(
             f"{folder} holds no {', '.join(missing)}, so the model would be published without its guarantee. If its "
-            "run has not ended, go on with it (train.resume_from_checkpoint=auto); a program saves with "
-            "DPTrainer.save_model()"
+            "run has not ended, go on with it (train.resume_from_checkpoint=auto). If it has, `dpllm report RUN "
+            "--write` writes the files of the report. A program saves with DPTrainer.save_model()"
         )
     own = _ADAPTER_FILES if adapter else _MODEL_FILES
     names = {name for name in (*own, *GUARANTEE_FILES, *_TOKENIZER_FILES) if _is_plain_file(folder, name)}

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.config.versions import code_version, installed_version
-from dpllm.mechanism.events import EventWords
 from dpllm.mechanism.limits import ADJACENCIES
 from dpllm.privacy import accounting, comparison
 from dpllm.privacy.accounting import merge
@@ -312,11 +311,12 @@ def _cross_checks(guarantee: Guarantee) -> tuple[CrossCheck, ...]:
             renyi,
             False,
             accounting.epsilon(whole, delta),
-            "; ".join(dict.fromkeys(one.words().renyi for one in rounds)) or EventWords.renyi,
+            "; ".join(dict.fromkeys(one.words().renyi for one in rounds)),
         ),
     ]
-    if merged and all(one.sampling_rate == 1 for one, _ in merged) and math.isfinite(comparison.zcdp_rho(history)):
-        note = "an upper bound, looser by nature, under zero-out (arXiv:1605.02065)"
+    whole_only = merged and all(one.sampling_rate == 1 for one, _ in merged)
+    if (whole_only or library is renyi is None) and math.isfinite(comparison.zcdp_rho(history)) and merged:
+        note = "an upper bound, looser by nature, under zero-out, without a gain from sampling (arXiv:1605.02065)"
         checks.append(("zCDP", comparison.zcdp_epsilon(history, delta), False, ours, note))
     return tuple(
         CrossCheck(
@@ -372,7 +372,7 @@ def _command(guarantee: Guarantee, plan: Plan) -> str | None:
     """Return the command that computes ε from the numbers alone; None where ``dpllm epsilon`` lacks the event."""
     if plan.method is not None:  # of several kinds of answers, which one command has no options for
         return None
-    rounds = accounting.together(guarantee.history)
+    rounds = accounting.together(guarantee.history) if plan.event.restarts else merge(guarantee.history)
     (one, _), *_ = rounds or merge(plan.history)
     words = one.words()
     if words.options is None:

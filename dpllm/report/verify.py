@@ -52,6 +52,7 @@ made up to 3e-6. A report names no such instructions, so that every report is co
 
 _THRESHOLDS = "each step in the ledger carries the clip threshold of a clipping that adapts"
 
+_AGAIN = "`dpllm report RUN --write` writes it again"
 _NUMERIC = ("dp_accounting", "numpy", "scipy", "python")
 
 
@@ -150,6 +151,8 @@ def verify(folder: str | Path) -> Verification:
                 due = PrivacyReport.read(recorded)
     checks += [_hash_check(folder / name, contents) for name in (JSON_FILE, MARKDOWN_FILE, HTML_FILE)]
     checks.append(_verifier_check(folder / CHECK_FILE, contents))
+    if not (folder / CARD_FILE).is_file() and contents is not None and CARD_FILE in contents.notes.pages:
+        checks.append(Check(f"{CARD_FILE} has the guarantee of the report", None, "the card that dpllm wrote is gone"))
     if (folder / CARD_FILE).is_file():
         checks.append(_card_check(folder / CARD_FILE, due, contents, same_code))
     return Verification(folder, tuple(checks))
@@ -281,6 +284,9 @@ def _schema_check(recorded: Mapping[str, Any]) -> Check:
         words = other_format("privacy report", recorded.get("format"), FORMAT, written_by(recorded))
         return Check(what, False, f"it {words}")
     lines = complaints(PrivacyReport, recorded)
+    if lines and not _is_of_this_code(recorded):
+        words = f"{written_by(recorded)} wrote it with other keys ({listed(lines, 3)})"
+        return Check(what, None, f"{words}; {_AGAIN} with those of this version")
     return Check(what, not lines, listed(lines) if lines else "every key known, none missing")
 
 
@@ -367,13 +373,19 @@ def _json_check(found: Mapping[str, Any], due: Mapping[str, Any], same_code: boo
     lines = [
         _difference(path, one, right)
         for path, one, right in _differences(found, due, "", TOLERANCE)
-        if same_code or not (_is_words(one) and _is_words(right))
+        if same_code or not ((_is_words(one) and _is_words(right)) or _has_other_keys(path, one, right))
     ]
     if lines:
         return Check(what, False, listed(lines))
     why = f", since other versions computed it ({', '.join(changed)})" if changed else ""
     which = "every key agrees, numbers" if same_code else "its numbers agree"
     return Check(what, True, f"{which} to {TOLERANCE:g}{why}")
+
+
+def _has_other_keys(path: str, found: Any, due: Any) -> bool:
+    """Whether another version has a key or a list that this one has not; all have the statement."""
+    both_lists = isinstance(found, list) and isinstance(due, list)
+    return not path.startswith("statement") and (found is _ABSENT or due is _ABSENT or both_lists)
 
 
 def _is_words(value: Any) -> bool:
@@ -452,7 +464,7 @@ def _hash_check(path: Path, contents: LedgerContents | None) -> Check:
     try:
         content = path.read_bytes()
     except OSError as error:
-        return Check(what, False, f"{path} cannot be read ({error.strerror})")
+        return Check(what, False, f"{path} cannot be read ({error.strerror}); {_AGAIN}")
     if contents is None:
         return Check(what, False, "there is nothing to compare it with, since the ledger cannot be used")
     written = contents.notes.pages.get(path.name)
@@ -468,9 +480,14 @@ def _hash_check(path: Path, contents: LedgerContents | None) -> Check:
 def _verifier_check(path: Path, contents: LedgerContents | None) -> Check:
     """Compare the verifier beside the report with the hash in the ledger, and say how it is run."""
     if contents is not None and path.name not in contents.notes.pages and not path.exists():
-        return Check(f"{path.name} is as dpllm wrote it", None, "an earlier version wrote the report, and no such file")
+        why = (
+            "no report was written"
+            if JSON_FILE not in contents.notes.pages
+            else "the version that wrote the report had none"
+        )
+        return Check(f"{path.name} is as dpllm wrote it", None, f"{why}; {_AGAIN}")
     found = _hash_check(path, contents)
-    how = f"it computes ε again without dpllm: run `python {path.name}` in the folder"
+    how = f"`python {path.name}` in the folder computes ε again without dpllm, or says why it cannot"
     return replace(found, detail=f"{found.detail}; {how}") if found.passed else found
 
 

@@ -29,7 +29,8 @@ from dpllm.privacy.run_folder import (
 _LISTED = 6
 _COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)  # of HTML, which nobody sees
 _CLAIM = re.compile(r"(?:ε|\bepsilon)\s*(?:=|:|≤|<=|of|is)\s*(\d+(?:\.\d+)?)", re.IGNORECASE)
-_KNOWN = (*checkpoints.DOCUMENTS, PLAN_FILE, LEDGER_FILE, RECIPE_FILE, "training.png")
+_BY_NAME = (RECIPE_FILE, "training.png", "training_args.bin")
+_KNOWN = (*checkpoints.DOCUMENTS, PLAN_FILE, LEDGER_FILE, *_BY_NAME)
 _Result = tuple[str, bool | None, str]
 
 
@@ -48,8 +49,7 @@ def release_checks(folder: Path, contents: LedgerContents, queries: bool = False
         yield _public_start(folder, contents)
     if not queries:
         yield _steps(folder, contents)
-    if not (folder / checkpoints.MANIFEST_FILE).is_file():
-        yield _other_files(folder, contents)
+    yield _other_files(folder, contents)
     found = list(checkpoints_in(folder))
     if found:
         yield _checkpoints(folder / LEDGER_FILE, found)
@@ -79,12 +79,34 @@ def _weights(what: str, folder: Path, contents: LedgerContents) -> _Result:
 def _other_files(folder: Path, contents: LedgerContents) -> _Result:
     """The result for files that neither dpllm wrote nor the ledger names: nobody can tell what is in them."""
     what = "no other file lies in the folder"
-    own = {*_KNOWN, *(released_files(contents, folder) or {}), *(audit["file"] for audit in contents.notes.audits)}
-    _, others = unnamed_weights(folder, dict.fromkeys(own))
-    unknown = [name for name in others if name.split("/")[0] != PRIVATE_FOLDER]
-    if not unknown:
-        return what, True, f"but for those that dpllm wrote, and {PRIVATE_FOLDER}/, which is not for release"
-    return what, None, f"neither the ledger nor ε knows of {_some(unknown)}: look into them before a release"
+    named = {*_KNOWN, *(released_files(contents, folder) or {}), *(audit["file"] for audit in contents.notes.audits)}
+    named |= {f"{PRETRAINED_FOLDER}/{name}" for name in contents.notes.public_start or {}}
+    if (folder / checkpoints.MANIFEST_FILE).is_file():
+        named |= {checkpoints.MANIFEST_FILE, *checkpoints.named_files(folder)}
+    whole = {path.name for path in checkpoints_in(folder)}
+    unknown = {_shown(name) for name in _names(folder) if name not in named and name.split("/")[0] not in whole}
+    if unknown:
+        return (
+            what,
+            None,
+            f"neither the ledger nor ε knows of {_some(sorted(unknown))}: look into them before a release",
+        )
+    kept = f"{PRIVATE_FOLDER}/, which is not for release, and {', '.join(_BY_NAME)}, which are known by name only"
+    return what, True, f"but for {kept}"
+
+
+def _names(folder: Path) -> Iterator[str]:
+    """Yield every file and link below a folder by name, but for those that are never for release."""
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        if (path.is_file() or path.is_symlink()) and name.split("/")[0] != PRIVATE_FOLDER:
+            yield name
+
+
+def _shown(name: str) -> str:
+    """Return a name for a list; of a hidden folder that of the folder."""
+    top = name.split("/")[0]
+    return f"{top}/" if top.startswith(".") and top != name else name
 
 
 def _public_start(folder: Path, contents: LedgerContents) -> _Result:

@@ -222,6 +222,8 @@ def test_an_ordinary_run_is_published_and_all_its_texts_are_compared(tmp_path, f
         path = tmp_path / "run" / name
         if path.suffix in (".safetensors",) or path.name in ("vocab.json", "merges.txt"):
             continue
+        if path.name == "check_epsilon.py":  # a text of dpllm alone, which is held to its hash
+            continue
         before = path.read_bytes()
         path.write_bytes(before + b' user_7"')
         found = [one for one in verify(tmp_path / "run").checks if "unit id" in one.what and not one.ok]

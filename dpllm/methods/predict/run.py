@@ -60,6 +60,7 @@ def tokens_of(recipe: QueryRecipe, num_units: int) -> TokenPlan:
             privacy.delta_for(num_units),
             lambda noise: [(TokenDraw(noise_multiplier=noise), tokens)],
             privacy.adjacency,
+            tolerance=1e-6,  # a group has a whole number of units, which rounds up
         )
 
     return plan_tokens(_options(recipe), num_units, noise_for)

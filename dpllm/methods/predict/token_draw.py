@@ -136,6 +136,7 @@ class TokenDraw(NeverTruncated):
             "replace-one, scores move twice as far",
             options="",
             is_sampled=False,
+            renyi="does not apply: ε itself is by zero-concentrated privacy",
         )
 
 

@@ -29,7 +29,7 @@ def verify_tuning(folder: str | Path) -> Verification:
         record = read_record(folder / RECORD_FILE)
     except TuningError as error:
         return Verification(folder, (Check(_WHOLE, False, str(error)),))
-    checks = [Check(_WHOLE, True, f"{len(record.runs)} runs were drawn (private)")]
+    checks = [Check(_WHOLE, True, f"drawn runs: {len(record.runs)} (private)")]
     checks += [_charged(record), _complete(record), _scores(record), _best(record)]
     released = folder / RELEASED_FOLDER
     if record.is_decided and record.selected is not None:

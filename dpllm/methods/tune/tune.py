@@ -28,6 +28,7 @@ from typing import Any
 from dpllm.config import PRETRAINED_FOLDER, ConfigError, Recipe, load_recipe, save_recipe
 from dpllm.config.recipe import recipe_to_dict, refuse_trainer
 from dpllm.config.tasks import TASKS
+from dpllm.config.versions import code_version
 from dpllm.data.rows import load_train_and_eval, unit_index_of
 from dpllm.mechanism.catalogue import to_fields
 from dpllm.mechanism.selection import Selection
@@ -197,7 +198,14 @@ def score_in(folder: Path, selected: Mapping[str, Any]) -> float | None:
             f"{folder} was trained under another plan than this tuning accounts for: its data or settings changed "
             "meanwhile. Restore them, or release nothing of this tuning; it stays charged"
         )
-    if contents.num_steps != plan.num_steps or contents.notes.score is None:
+    if contents.num_steps != plan.num_steps:
+        return None
+    if contents.notes.score is None:
+        if (contents.runs[-1]["version"], contents.runs[-1]["commit"]) != code_version()[:2]:
+            raise TuningError(
+                f"{folder} was finished by dpllm {contents.runs[-1]['version']}, whose ledgers hold no score: end the "
+                "tuning with that version. It stays charged"
+            )
         return None
     score, value = contents.notes.score
     return score.merit(value)
