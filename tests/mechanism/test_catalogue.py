@@ -176,3 +176,18 @@ def test_a_specification_owns_its_options_and_has_a_hash():
     plain = {"parameters": {"e": ["*wte*", "*wpe*"], "r": "*"}, "shares": {"e": 1, "r": 2}}
     assert spec.to_plain() == {"kind": "groups", **plain} == json.loads(json.dumps(spec.to_plain()))
     assert Spec.of(spec.to_plain()) == spec and hash(spec) == hash(Spec.of(spec.to_plain()))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("num_units", 1.5), ("num_units", True), ("max_batch_size", float("nan")), ("max_batch_size", 12.9)),
+        *(("max_batch_size", True), ("sampling_rate", "1.0"), ("sampling_rate", True), ("clip_norm", 10**400)),
+    ],
+)
+def test_a_forged_number_of_a_step_is_refused(name, value):
+    """A number of another kind would be accounted for as if it were none: NaN as no truncation."""
+    fields = to_fields(Step(num_units=1000, sampling_rate=0.02, noise_multiplier=1.0, max_batch_size=60))
+    assert from_fields(fields) == Step(num_units=1000, sampling_rate=0.02, noise_multiplier=1.0, max_batch_size=60)
+    with pytest.raises(ValueError, match=name):
+        from_fields({**fields, name: value})

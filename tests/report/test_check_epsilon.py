@@ -117,6 +117,7 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[int, ...], dict[str, Any]]] = {
     "truncated often": ({"max_batch_size": 24}, (STEPS,), {"reason": "completed"}),
     "never truncated": ({"max_batch_size": 1000}, (STEPS,), {"reason": "completed"}),
     "small ε": ({"num_units": 20_000, "noise_multiplier": 20.0}, (STEPS,), {"reason": "completed"}),
+    "ε below the least": ({"num_units": 100_000, "noise_multiplier": 50.0}, (STEPS,), {"reason": "completed"}),
     "large ε": ({"noise_multiplier": 0.25}, (STEPS,), {"reason": "completed"}),
     "tiny δ": ({"delta": 1e-12}, (STEPS,), {"reason": "completed"}),
     "full batch": ({"num_units": 20, "noise_multiplier": 8.0}, (STEPS,), {"reason": "completed"}),
@@ -127,6 +128,11 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[int, ...], dict[str, Any]]] = {
     "banded": ({"noise": {"kind": "banded", "bands": 4}}, (6, 14), {"reason": "completed"}),
     "BLT": ({"noise": {"kind": "blt", "buffers": 2}, "num_steps": 100, "noise_multiplier": 4.0}, (50, 20), {}),
     "discrete noise": ({"randomness": "discrete"}, (STEPS,), {"reason": "completed"}),
+    "discrete noise, small ε": (
+        {"randomness": "discrete", "num_units": 20_000, "noise_multiplier": 3.0},
+        (STEPS,),
+        {"reason": "completed"},
+    ),
     "quantile clipping": ({"clipping": {"kind": "quantile", "quantile": 0.5}}, (STEPS,), {"reason": "completed"}),
 }
 
@@ -270,6 +276,11 @@ EDITS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "C edited": (lambda folder: rechained(folder, changed("clip_norm", 2.0)), "clip_norm"),
     "B_max taken out": (lambda folder: rechained(folder, changed("max_batch_size", None)), "max_batch_size"),
     "N taken out": (lambda folder: rechained(folder, changed("num_units", None)), "num_units"),
+    "a field of another kind": (lambda folder: rechained(folder, changed("replaced", 0.05)), "replaced"),
+    "begun again after the report": (
+        lambda folder: Ledger.open(folder / LEDGER_FILE, PrivacyPlan.load(folder / PLAN_FILE)).close(),
+        "begun again after the report",
+    ),
     "another kind": (lambda folder: rechained(folder, changed("event", "blt")), "event"),
     "one step with another σ": (
         lambda folder: rechained(

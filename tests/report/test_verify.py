@@ -412,6 +412,52 @@ def test_a_report_of_another_version_is_named_and_its_numbers_are_computed_again
     assert "statement.epsilon is 0.01" in failed(verify(run))[f"{JSON_FILE} says what plan and ledger say"]
 
 
+def test_keys_of_another_version_are_not_checked_and_its_numbers_are(run: Path) -> None:
+    """A layout of another commit is no failure: `dpllm report --write` writes the report as this one does."""
+    rewrite(run, by_another_version)
+    report = json.loads((run / JSON_FILE).read_text(encoding="utf-8"))
+    report["accounting"]["epsilon"] = report["statement"]["epsilon_by_adjacency"]
+    del report["accounting"]["zcdp_rho"]
+    write_pages(run, {JSON_FILE: json.dumps(report)})
+    result = verify(run)
+    assert failed(result) == {}
+    (check,) = [check for check in result.checks if "schema" in check.what]
+    assert check.passed is None and "accounting.epsilon" in check.detail and "--write" in check.detail
+    report["accounting"]["parameters"]["noise_multiplier"] = 3.0
+    write_pages(run, {JSON_FILE: json.dumps(report)})
+    assert "noise_multiplier is 3.0" in str(failed(verify(run)))
+    add_notes(run, {}, write=True)
+    written = [check for check in verify(run).checks if "schema" in check.what or "plan and ledger say" in check.what]
+    assert [check.passed for check in written] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        *(("letter.txt", "letter.txt"), ("extra/model.safetensors", "extra/model.safetensors")),
+        *((".cache/x/y.bin", ".cache/"), ("public_pretrain/people.txt", "public_pretrain/people.txt")),
+    ],
+)
+def test_a_file_that_nobody_knows_is_not_checked(run: Path, name: str, shown: str) -> None:
+    """Whatever its name and place; dpllm's own files, and those that are never for release, are none."""
+    what = "no other file lies in the folder"
+    (run / "not_for_release").mkdir(exist_ok=True)
+    (run / "not_for_release" / "x.txt").write_text("x")
+    assert [check.passed for check in verify(run).checks if check.what == what] == [True]
+    (run / name).parent.mkdir(parents=True, exist_ok=True)
+    (run / name).write_text("x")
+    (check,) = [check for check in verify(run).checks if check.what == what]
+    assert check.passed is None and shown in check.detail
+
+
+def test_what_is_gone_is_said(run: Path) -> None:
+    """A card that dpllm wrote is not checked, a verifier that is gone fails; each is named."""
+    (run / CARD_FILE).unlink()
+    assert any(check.passed is None and CARD_FILE in check.what for check in verify(run).checks)
+    (run / "check_epsilon.py").unlink()
+    assert "--write" in failed(verify(run))["check_epsilon.py is as dpllm wrote it"]
+
+
 def test_a_run_that_two_versions_wrote_names_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A resume by another commit is seen in the ledger, in the report and by verify."""
     plan = plan_of()
