@@ -274,7 +274,7 @@ def least_noise(
     # cost, the small gap between the two is measured there, and this is repeated until the full cost meets the target.
     wide = _COARSE * max(1.0, target_epsilon / _LARGE)
     cheap: Callable[[float], float] = partial(cost, False, wide if target_epsilon >= _LARGE else None)
-    sigma, gap, within = 1.0, 0.0, (least, most)
+    sigma, gap, within, narrow = 1.0, 0.0, (least, most), tolerance / 10
     if target_epsilon >= _SMALL and cost(True, wide, most) < target_epsilon / 2:  # else finer than the coarse grid
         sigma = solve(partial(cost, False, wide), target_epsilon, sigma, tolerance=0.02, within=within)
         gap = cost(True, wide, sigma) - cost(False, wide, sigma)
@@ -282,14 +282,14 @@ def least_noise(
             cheap, gap = partial(cost, True, wide), 0.0
     for _ in range(12):
         aim = target_epsilon * (1 - 0.3 * tolerance)
-        last, sigma = sigma, solve(lambda s, gap=gap: cheap(s) + gap, aim, sigma, tolerance, within)  # type: ignore[misc]
+        last, sigma = sigma, solve(lambda s, gap=gap: cheap(s) + gap, aim, sigma, tolerance, within, narrow)  # type: ignore[misc]
         reached = full(sigma)
         if target_epsilon * (1 - 4 * tolerance) <= reached <= target_epsilon:
             return sigma
         gap = reached - cheap(sigma)
-        if not math.isfinite(gap) or math.isclose(sigma, last, rel_tol=tolerance / 10):  # ε jumps there
+        if not math.isfinite(gap) or math.isclose(sigma, last, rel_tol=narrow):  # ε jumps there
             break
-    return solve(full, target_epsilon, sigma, tolerance, within)
+    return solve(full, target_epsilon, sigma, tolerance, within, narrow)
 
 
 def _enough(cost: Callable[[float], float], target_epsilon: float) -> tuple[float, float]:
@@ -324,6 +324,7 @@ def solve(
     start: float,
     tolerance: float,
     within: tuple[float, float] = (0.0, math.inf),
+    narrow: float = 1e-9,
 ) -> float:
     """Return a σ whose cost is in [target * (1 - tolerance), target], for a cost that falls as σ rises.
 
@@ -335,10 +336,10 @@ def solve(
         start: a σ.
         tolerance: relative, of ε.
         within: the least σ, returned if it costs less than the target, and the most, returned if it costs more.
+        narrow: the width in log σ of a bracket around a jump of ε at which the search ends, with the larger σ.
     """
     aim = math.log(target * (1 - tolerance / 2))
     low, high = -math.inf, math.inf  # log σ: too little noise, enough noise
-    narrow = tolerance / 10  # of a bracket around a jump of ε
     ends = [math.log(end) if end else -math.inf for end in within]
     points: list[tuple[float, float]] = []
     at = math.log(start)

@@ -214,7 +214,7 @@ class ChainedFile:
         )
 
     def _write(self, data: bytes) -> None:
-        if self._torn:
+        if self._torn and self._descriptor is not None:
             raise self.error(
                 f"{self.path} could not be written before, and may end in half a line. Nothing is charged or noted "
                 "there any more: free space on the disk, or mend the disk, and start again, which repairs the file"

@@ -280,7 +280,7 @@ def check(folder):
     require(statement["epsilon"] == stated[plan["adjacency"]], "the report states several ε, or of another adjacency")
     require(not statement["private"] or not (run["seeded"] or plan.get("seeded")), "private with a fixed seed")
     steps, grid = stated_steps(plan, starts, answers, run), report["accounting"]["discretization"]
-    print(f"read: {run['steps']} charged, {run['runs']} start(s), ε is of {sum(n for _, n in steps)}; δ = {delta:g}")
+    print(f"read: {run['steps']} charged, {run['runs']} start(s), ε is of {sum(n for _, n in steps)}; δ = {delta}")
     for name, value in ((name, float(stated[name])) for name in ("zero-out", "replace-one")):
         low, high, slack = recompute(steps, delta, name == "replace-one")
         holds = low <= value <= max(1e-4, high * slack + 2 * grid) or value == math.inf  # 1e-4 is the least it states
