@@ -175,7 +175,7 @@ def test_the_whole_plan_is_charged_to_the_budget_before_the_first_answer(tmp_pat
     assert spent(budget) == epsilon([*plan.history, *plan.history], DELTA)
     contents = read_ledger(tmp_path / "failed" / LEDGER_FILE)
     assert contents.end == "failed" and stated_history(plan, contents) == tuple(plan.history)
-    assert "1 of 1 steps charged" in dict(budget_rows(read_budget(budget)))["run 1"]
+    assert "answers charged" in dict(budget_rows(read_budget(budget)))["run 1"]
 
 
 def test_an_independent_stop_returns_what_was_not_charged(tmp_path: Path) -> None:

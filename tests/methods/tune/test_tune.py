@@ -365,7 +365,7 @@ class TestDraws:
         create_budget(budget, dataset="words", epsilon=2.0, delta=1e-3, unit="sequence", num_units=100)
         given = [f"train.output_dir={tmp_path / 'out'}", f"privacy.budget_file={budget}"]
         tuning = prepare(recipe_file, given, load_search(search))
-        with pytest.raises(BudgetError, match="steps fits"):
+        with pytest.raises(BudgetError, match="smaller target_epsilon"):
             tune(tuning, never_run, lambda line: None, NEVER)
         assert NEVER.asked == [] and not (tmp_path / "out").exists() and read_budget(budget).entries == ()
 
