@@ -257,6 +257,8 @@ def _epsilon_of_half(merged: _Merged, delta: float, discretization: float) -> fl
     directions = _parts(merged, "zero-out", discretization)
     log_delta = at = math.log(delta)
     for attempt in range(60):
+        if at < -700:  # δ' is below every number
+            return math.inf
         value = _tilted_epsilon(directions, math.exp(at))
         if not value < 700:
             return math.inf

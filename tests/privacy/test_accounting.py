@@ -11,7 +11,7 @@ import pytest
 from dp_accounting.pld import PLDAccountant
 from scipy import stats
 
-from dpllm.mechanism.events import Step, dp_sgd
+from dpllm.mechanism.events import Step, StepOfRows, dp_sgd
 from dpllm.privacy.accounting import (
     DISCRETIZATION,
     delta,
@@ -412,3 +412,12 @@ def test_bad_step_is_refused(fields: dict[str, float | None], match: str) -> Non
     good = {"num_units": 100, "sampling_rate": 0.1, "max_batch_size": 30, "noise_multiplier": 1.0, "clip_norm": 1.0}
     with pytest.raises(ValueError, match=match):
         Step(**{**good, **fields})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sigma", [0.3, 0.609, 1.0, 3.0])
+def test_group_privacy_of_a_few_steps_has_an_epsilon_or_none(sigma: float) -> None:
+    """Where ε' is so large that δ' is below every number, ε is infinite: no error ends a plan."""
+    steps = [(StepOfRows(sampling_rate=40 / 1106, noise_multiplier=sigma, rows_per_unit=2), 2)]
+    single, both = epsilon(steps, 1.8e-4), epsilon(steps, 1.8e-4, "replace-one")
+    assert 0 < single < math.inf and 2 * single <= both
+    assert (both < math.inf) == (sigma > 0.7)
