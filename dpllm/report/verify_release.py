@@ -121,7 +121,8 @@ def _unnamed(what: str, folder: Path, contents: LedgerContents) -> _Result:
     """The result where the ledger names no files: whose weights lie beside it then, nobody can tell."""
     weights, _ = unnamed_weights(folder, {})
     if not weights:
-        return what, None, "there are none, and the ledger names none"
+        saved = ", ".join(dict.fromkeys(release["folder"] for release in contents.notes.released))
+        return what, None, "there are none here; the ledger names " + (f"those of {saved}" if saved else "none")
     listed = _some([f"{name} may hold weights, and the ledger does not name it" for name in weights])
     return (
         what,
