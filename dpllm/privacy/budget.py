@@ -51,11 +51,11 @@ from dpllm.privacy.calibration import steps_within
 from dpllm.privacy.ledger import LedgerError, read_ledger
 from dpllm.privacy.ledger_reader import LedgerHead, require_prefix
 from dpllm.privacy.plan import PrivacyPlan
+from dpllm.privacy.plan_parts import Plan
 from dpllm.privacy.query_plan import QueryPlan
 from dpllm.privacy.rounding import down, format_delta, format_delta_limit, format_epsilon
 
 _FORMAT = 1
-AnyPlan = PrivacyPlan | QueryPlan
 _HEAD = ("dataset", "unit", "unit_column", "num_units", "adjacency", "epsilon", "delta", "shared_people")
 
 
@@ -229,7 +229,7 @@ def create_budget(
 
 
 def charge(
-    path: str | Path, plan: AnyPlan, dataset: str, entry_id: str | None = None, *, of_all_runs: bool = False
+    path: str | Path, plan: Plan, dataset: str, entry_id: str | None = None, *, of_all_runs: bool = False
 ) -> str:
     """Reserve all that a plan may take: before a run trains, or before its first answer.
 
@@ -264,7 +264,7 @@ def charge(
     return entry.id
 
 
-def require_room(path: str | Path, plan: AnyPlan, dataset: str) -> None:
+def require_room(path: str | Path, plan: Plan, dataset: str) -> None:
     """Raise the errors that `charge` would raise now, and charge nothing: for a run that has other work to do first."""
     _check_private(plan)
     budget = read_budget(path)
@@ -495,16 +495,16 @@ def _amount(entry: Entry) -> str:
     return f"{entry.num_steps:,} of {entry.steps_reserved:,} steps"
 
 
-def _check_private(plan: AnyPlan, of_all_runs: bool = False) -> None:
+def _check_private(plan: Plan, of_all_runs: bool = False) -> None:
     if plan.selection is not None and not of_all_runs:
         raise BudgetError("a run of a selection is charged by `dpllm tune` for all runs together. Start it with that")
     if plan.seeded:
         raise BudgetError("a run with a fixed seed is not private, so no budget covers it. Remove privacy.seed")
-    if isinstance(plan, PrivacyPlan) and plan.noise_multiplier == 0:
+    if plan.event.noise_multiplier == 0:
         raise BudgetError("a run without noise is not private, so no budget covers it. Set a target_epsilon")
 
 
-def _check_data(budget: Budget, plan: AnyPlan, dataset: str) -> None:
+def _check_data(budget: Budget, plan: Plan, dataset: str) -> None:
     """Raise unless the file and the run describe the same units of the same data."""
     pairs = [("dataset", budget.dataset, dataset)]
     if plan.dataset is not None:
@@ -538,7 +538,7 @@ def _check_resumed(budget: Budget, others: tuple[Entry, ...], entry: Entry) -> N
         )
 
 
-def _prior_entry(budget: Budget, plan: AnyPlan) -> tuple[Entry, ...]:
+def _prior_entry(budget: Budget, plan: Plan) -> tuple[Entry, ...]:
     """Return the entry to add for the release on which a run builds; none if the file holds it already."""
     after = plan.after if isinstance(plan, QueryPlan) else None
     if after is None or not after.history:
@@ -614,7 +614,7 @@ def new_entry_id() -> str:
     return secrets.token_hex(8)
 
 
-def _new_entry(plan: AnyPlan, entry_id: str | None = None) -> Entry:
+def _new_entry(plan: Plan, entry_id: str | None = None) -> Entry:
     """Return an entry that reserves what a plan may take."""
     step, count = plan.reserved
     return Entry(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +13,14 @@ import pytest
 from typer.testing import CliRunner
 
 from dpllm.cli.program import app
+from dpllm.mechanism.events import Step
 from dpllm.mechanism.query import Query
 from dpllm.methods.queries.planned import prior_release
 from dpllm.methods.queries.run import QueryRun
 from dpllm.privacy.chained_file import CHAIN_START, next_chain
 from dpllm.privacy.ledger import LEDGER_FILE, read_ledger
 from dpllm.privacy.plan import PLAN_FILE
-from dpllm.privacy.query_plan import Charge, QueryPlan
+from dpllm.privacy.query_plan import Charge, PriorRelease, QueryPlan
 from dpllm.privacy.release_words import release_words
 from dpllm.report.model_card import CARD_FILE, add_notes, adopt_run, metadata_in
 from dpllm.report.models import PrivacyReport, report_schema
@@ -26,7 +28,7 @@ from dpllm.report.publishing import PublishError, published_files, repo_type_of,
 from dpllm.report.standing import standing_of
 from dpllm.report.statement import HTML_FILE, JSON_FILE, MARKDOWN_FILE, ReleaseNotes, privacy_report
 from dpllm.report.verify import verify
-from tests.methods.queries.making import query_plan, train
+from tests.methods.queries.making import UNITS, query_plan, train
 from tests.mutations import kills
 
 NOTES = ReleaseNotes(data_holder="A. Meyer", audience="the public", other_uses="none", utility={"error": "1 %"})
@@ -225,3 +227,30 @@ def test_every_method_has_words_for_every_place() -> None:
     for name, method in release_words().items():
         assert name == method.name and method.what[-1] != "." and method.use.strip()
         assert method.released and method.not_covered and method.assumptions and method.mechanism
+
+
+def test_discrete_counts_after_a_sampled_training_have_another_accountant(tmp_path: Path) -> None:
+    """No library has their losses together: zero-concentrated privacy bounds them, and no question stays open."""
+    prior = PriorRelease(
+        folder="trained",
+        run="ab" * 8,
+        plan_hash="0" * 64,
+        chain="1" * 16,
+        history=((Step(sampling_rate=0.02, noise_multiplier=2.0), 10),),
+        unit="sequence",
+        unit_column=None,
+        num_units=UNITS,
+        dataset="chats",
+    )
+    counts = Charge(name="counts", event=Query(noise_multiplier=20.0, discrete=True), count=3)
+    plan = query_plan(charges=(counts,), after=prior, randomness="discrete")
+    with QueryRun.begin(tmp_path / "run", plan, dataset="chats", notes=NOTES) as run:
+        run.charge("counts", 3)
+    report = json.loads((tmp_path / "run" / JSON_FILE).read_text())
+    checks = {check["name"]: check for check in report["accounting"]["cross_checks"]}
+    rho = 10 / (2 * 2.0**2) + 3 / (2 * 20.0**2)
+    assert report["accounting"]["zcdp_rho"] == pytest.approx(rho)
+    assert plan.epsilon < checks["zCDP"]["epsilon"] < rho + 2 * (rho * math.log(1 / plan.delta)) ** 0.5
+    missing = [check["note"] for check in checks.values() if check["epsilon"] is None]
+    assert len(missing) == 2 and all(note.startswith("does not apply") for note in missing)
+    assert not [point for point in report["open_points"] if "other accountants" in point]
