@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import pytest
 from scipy import optimize, special
@@ -69,27 +70,25 @@ def test_the_guarantee_of_other_steps_has_their_epsilon() -> None:
         one.delta = 0.5  # type: ignore[misc]
 
 
-def plans() -> list[Plan]:
-    """Return the plan of a training, of a tuning, and of a run of a method."""
-    settings = {"target_epsilon": 3.0, "clip_norm": 1.0, "expected_batch_size": 20, "delta": DELTA}
-    query = QueryPlan(
+SETTINGS = {"target_epsilon": 3.0, "clip_norm": 1.0, "expected_batch_size": 20, "delta": DELTA}
+PLANS: dict[str, Callable[[], Plan]] = {
+    "training": lambda: make_plan(PrivacyConfig(**SETTINGS), 1000, 40),
+    "tuning": lambda: make_plan(PrivacyConfig(**SETTINGS, selection={"kind": "geometric", "mean": 3}), 1000, 40),
+    "method": lambda: QueryPlan(
         method="label counts",
         unit="sequence",
         adjacency="replace-one",
         num_units=1000,
         charges=(Charge(name="counts", event=Query(noise_multiplier=20.0), count=3),),
         delta=DELTA,
-    )
-    return [
-        make_plan(PrivacyConfig(**settings), 1000, 40),
-        make_plan(PrivacyConfig(**settings, selection={"kind": "geometric", "mean": 3}), 1000, 40),
-        query,
-    ]
+    ),
+}
 
 
-@pytest.mark.parametrize("plan", plans(), ids=["training", "tuning", "method"])
-def test_every_plan_has_the_guarantee_of_its_history(plan: Plan) -> None:
+@pytest.mark.parametrize("kind", PLANS)
+def test_every_plan_has_the_guarantee_of_its_history(kind: str) -> None:
     """Whoever holds a plan holds ε, δ and adjacency as one value."""
+    plan = PLANS[kind]()
     found = plan.guarantee
     assert (found.delta, found.adjacency, found.unit) == (plan.delta, plan.adjacency, plan.unit)
     assert list(found.history) == list(plan.history)
