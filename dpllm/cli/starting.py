@@ -488,7 +488,7 @@ def _show(target: Path, wishes: Wishes, made: NewRecipe, notes: Sequence[str]) -
         ("steps", f"{plan.num_steps} of {plan.expected_batch_size:,} {noun} on average"),
         ("noise", f"{flow(made.value('privacy.noise'))}, σ = {plan.noise_multiplier:.4g}"),
         ("learning rate", f"{made.value('train.learning_rate'):g}"),
-        ("trained", "an adapter" if any(item.key == "model.peft" for item in made.settings) else "all weights"),
+        ("trained", "an adapter" if any(item.key == "model.adapter" for item in made.settings) else "all weights"),
         ("row", f"at most {made.value('data.max_length')} tokens"),
         *(("read", line) for line in look.read),
     ]

@@ -180,7 +180,7 @@ class RowMaker:
     def _keys(self, columns: Sequence[str]) -> dict[str, Any]:
         """Return the keys, with the name that ShareGPT and TRL give a column of conversations."""
         named = "messages" not in columns and CONVERSATIONS in columns
-        return {**({"messages_column": CONVERSATIONS} if named else {}), **self.keys}
+        return {**({"columns": {"messages": CONVERSATIONS}} if named else {}), **self.keys}
 
     def _named(self, records: datasets.Dataset, config: DataConfig) -> DataConfig:
         """Return the description with the model's class names where labels are text and no names were given."""

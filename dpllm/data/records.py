@@ -120,9 +120,9 @@ def load_train_and_eval(
             most of which are training records.
     """
     train, held_out = _train_and_eval(config, privacy)
-    ids = [] if privacy is None or privacy.unit_column is None else [privacy.unit_column]
+    ids = [] if privacy is None or privacy.unit is None else [privacy.unit]
     keep_notes(train, train, contents=hash_of_records(train, [*config.form.names, *ids]))
-    if held_out is not None and config.eval_is_public:
+    if held_out is not None and config.eval.public:
         note_public_rows(train, held_out, config, unit_column_of(privacy))
     return train, held_out
 
@@ -155,41 +155,41 @@ def _train_and_eval(
     config: DataConfig, privacy: PrivacyUnit | None
 ) -> tuple[datasets.Dataset, datasets.Dataset | None]:
     """Return what `load_train_and_eval` does, without its note."""
-    if config.eval_path is not None:
+    if config.eval.path is not None:
         _refuse_shared_files(config)
-    if config.eval_split is not None and config.eval_split == config.split:
+    if config.eval.split is not None and config.eval.split == config.split:
         raise ConfigError(
-            f"eval_split={config.eval_split!r} is also the training split: name another split, or set eval_fraction"
+            f"eval_split={config.eval.split!r} is also the training split: name another split, or set eval_fraction"
         )
     records = load_records(config, privacy)
-    if config.eval_path is not None:
-        held_out = _finish(_load(config.eval_path, config, _eval_split(config)), config, config.eval_path)
-        _refuse_shared_records(records, held_out, config, config.eval_path)
+    if config.eval.path is not None:
+        held_out = _finish(_load(config.eval.path, config, _eval_split(config)), config, config.eval.path)
+        _refuse_shared_records(records, held_out, config, config.eval.path)
         return records, held_out
-    if config.eval_split is not None:
+    if config.eval.split is not None:
         local = None if config.path.startswith("builtin:") else find_files(config.path)
         if config.path.startswith("builtin:") or (local and not local.splits):
             raise ConfigError(
-                f"eval_split={config.eval_split!r} names a split, and {config.path} has none: give the file with the "
+                f"eval_split={config.eval.split!r} names a split, and {config.path} has none: give the file with the "
                 "held-out records as eval_path, or set eval_fraction"
             )
-        if local and set(split_names(config.eval_split, local)) & set(split_names(config.split, local)):
+        if local and set(split_names(config.eval.split, local)) & set(split_names(config.split, local)):
             raise ConfigError(
-                f"eval_split={config.eval_split!r} has files of the training split: name another split, or set "
+                f"eval_split={config.eval.split!r} has files of the training split: name another split, or set "
                 "eval_fraction"
             )
-        source = f"{config.path} ({config.eval_split})"
-        held_out = _finish(_load(config.path, config, config.eval_split), config, source)
+        source = f"{config.path} ({config.eval.split})"
+        held_out = _finish(_load(config.path, config, config.eval.split), config, source)
         _refuse_shared_records(records, held_out, config, source)
         return records, held_out
-    if config.eval_fraction == 0:
+    if config.eval.share == 0:
         return records, None
     units = _units_to_hold_out(records, config, privacy)
     num_units = int(units.max()) + 1
-    num_held_out = max(1, round(config.eval_fraction * num_units))
+    num_held_out = max(1, round(config.eval.share * num_units))
     if num_held_out >= num_units:
         raise DataError(
-            f"eval_fraction={config.eval_fraction} of {num_units} {'users' if num_units < len(records) else 'records'} "
+            f"eval_fraction={config.eval.share} of {num_units} {'users' if num_units < len(records) else 'records'} "
             "leaves none for training: lower it, or give eval_path"
         )
     order = np.random.default_rng(HELD_OUT_SEED).permutation(num_units)
@@ -200,18 +200,18 @@ def _train_and_eval(
 
 def _eval_split(config: DataConfig) -> str:
     """Return the split of ``eval_path``: a folder with one split only is that split."""
-    path = str(config.eval_path)
-    local = None if config.eval_split or path.startswith("builtin:") else find_files(path)
+    path = str(config.eval.path)
+    local = None if config.eval.split or path.startswith("builtin:") else find_files(path)
     if local and len(local.splits) > 1:
-        raise ConfigError(f"eval_path={path} has the splits {', '.join(local.splits)}: name one with data.eval_split")
-    return next(iter(local.splits)) if local and len(local.splits) == 1 else config.eval_split or "train"
+        raise ConfigError(f"eval_path={path} has the splits {', '.join(local.splits)}: name one with data.eval.split")
+    return next(iter(local.splits)) if local and len(local.splits) == 1 else config.eval.split or "train"
 
 
 def _units_to_hold_out(records: datasets.Dataset, config: DataConfig, privacy: PrivacyUnit | None) -> NDArray[np.int64]:
     """Return (num_records,) unit numbers; a unit (a user, or the record itself) is held out as a whole."""
-    if privacy is None or privacy.unit != "user":
+    if privacy is None or privacy.protects != "user":
         return np.arange(len(records))
-    column = str(privacy.unit_column)
+    column = str(privacy.unit)
     check_column(records.column_names, column, config.path, records)
     index = UnitIndex.from_ids(records[column], normalize=privacy.normalize_ids)
     units = np.empty(len(records), dtype=np.int64)
@@ -274,7 +274,7 @@ def _check_chats(column: pa.ChunkedArray, name: str, source: str, features: data
             if not (objects or text or is_conversation(chat)):
                 raise DataError(
                     f"{source}: column '{name}' holds {kind}, but a chat is a list of {{role, content}}: store it so, "
-                    "or set data.messages_column"
+                    "or set data.columns.messages"
                 )
             read_messages(chat, f"record {number}")
 
@@ -373,7 +373,7 @@ def _finish(
     if limit is not None:
         records = records.select(range(min(limit, len(records))))
     if config.missing == "drop":
-        ids = [] if privacy is None or privacy.unit_column is None else [privacy.unit_column]
+        ids = [] if privacy is None or privacy.unit is None else [privacy.unit]
         records = _without_missing(records, [*required_columns(config), *ids])
     name = config.form.labels
     if config.form.holds is TextLabel and name in records.column_names:
@@ -492,7 +492,7 @@ def index_of(records: datasets.Dataset, config: DataConfig, unit_column: str | N
 
 def unit_column_of(privacy: PrivacyUnit | None) -> str | None:
     """Return the column of the users' ids; None if a unit is a record."""
-    return privacy.unit_column if privacy is not None and privacy.unit == "user" else None
+    return privacy.unit if privacy is not None and privacy.protects == "user" else None
 
 
 def units_of(records: datasets.Dataset, unit_column: str | None) -> NDArray[np.int64] | None:
@@ -532,7 +532,7 @@ def _refuse_shared_files(config: DataConfig) -> None:
     """
     trained, held_out = (
         [] if path.startswith("builtin:") else [Path(file) for file in local_files(path, split)]
-        for path, split in ((config.path, config.split), (str(config.eval_path), _eval_split(config)))
+        for path, split in ((config.path, config.split), (str(config.eval.path), _eval_split(config)))
     )
     by_size = {file.stat().st_size for file in trained}
     hashes: dict[bytes, Path] = {}
@@ -543,7 +543,7 @@ def _refuse_shared_files(config: DataConfig) -> None:
             same = hashes.get(content_hash(file))
         if same is not None:
             raise ConfigError(
-                f"eval_path={config.eval_path}: {file} is part of data.path={config.path} (as {same}), so the model "
+                f"eval_path={config.eval.path}: {file} is part of data.path={config.path} (as {same}), so the model "
                 "would be trained on it: move it out of that folder, or name only the training files by a pattern"
             )
 
@@ -555,17 +555,17 @@ def shared_source(private: DataConfig, public: DataConfig) -> str | None:
         private: a section. Its held-out records count too, unless ``eval_is_public`` declares them public.
         public: another section, of which only ``path`` and ``split`` count.
     """
-    held_out = not private.eval_is_public
+    held_out = not private.eval.public
     paths = [(private.path, private.split)]
-    if private.eval_path is not None and held_out:
-        paths.append((private.eval_path, private.eval_split or "train"))
-    elif private.eval_split is not None and held_out:
-        paths.append((private.path, private.eval_split))
+    if private.eval.path is not None and held_out:
+        paths.append((private.eval.path, private.eval.split or "train"))
+    elif private.eval.split is not None and held_out:
+        paths.append((private.path, private.eval.split))
     theirs = _files_named(public.path, public.split)
     for path, split in paths:
         mine = _files_named(path, split)
         if not mine and not theirs and (path, private.name) == (public.path, public.name):
-            splits = {private.split, private.eval_split if held_out else None} - {None}
+            splits = {private.split, private.eval.split if held_out else None} - {None}
             names = [
                 {part.partition("[")[0].strip() for split in used for part in str(split).split("+")}
                 for used in (splits, {public.split})

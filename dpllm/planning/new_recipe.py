@@ -167,7 +167,7 @@ def new_recipe(wishes: Wishes, at_hand: ModelAtHand | None) -> NewRecipe:
     _refuse_few(population, unit["unit"])
     share = rules.held_out_share(population) if wishes.held_out is None else wishes.held_out
     num_units = population - (max(1, round(share * population)) if share else 0)
-    data = dataclasses.replace(data, eval_fraction=share)
+    data = dataclasses.replace(data, eval=share)
     batch, steps = rules.batch_and_steps(num_units)
     model = _model_section(wishes, task, at_hand)
     privacy = dataclasses.replace(_privacy(wishes, unit, batch), delta=rules.delta_for(num_units))
@@ -191,7 +191,7 @@ def new_recipe(wishes: Wishes, at_hand: ModelAtHand | None) -> NewRecipe:
     ]
     notes = [
         *rules.need_words(num_units, wishes.epsilon, str(unit["unit"])),
-        rules.range_words(float(rate.value), draft.model.peft is not None, run.step_ratio != 1),
+        rules.range_words(float(rate.value), draft.model.adapter is not None, run.step_ratio != 1),
     ]
     if at_hand is None:
         notes.append(
@@ -251,15 +251,14 @@ def _unit(wishes: Wishes) -> dict[str, Any]:
         return {"unit": "sequence"}
     rows = rules.ROWS_PER_UNIT if wishes.rows is None else wishes.rows
     return {
-        "unit": "user",
-        "unit_column": wishes.unit_column,
+        "unit": wishes.unit_column,
         "max_rows_per_unit": rows,
         "rows_kept": "random",
     }
 
 
 def _privacy(wishes: Wishes, unit: dict[str, Any], batch: int) -> PrivacyConfig:
-    return PrivacyConfig(target_epsilon=wishes.epsilon, clip_norm=CLIP_NORM, expected_batch_size=batch, **unit)
+    return PrivacyConfig(epsilon=wishes.epsilon, clip_norm=CLIP_NORM, expected_batch_size=batch, **unit)
 
 
 def _refuse_few(num_units: int, unit: str) -> None:
@@ -304,7 +303,7 @@ def _model_section(wishes: Wishes, task: str, at_hand: ModelAtHand | None) -> li
     return [
         *found,
         Setting("model.dtype", "auto", "The frozen weights have the type in which they were saved.", None),
-        Setting("model.peft", peft, reason, None),
+        Setting("model.adapter", peft, reason, None),
     ]
 
 
@@ -332,8 +331,8 @@ def _data_settings(data: DataConfig, max_length: Setting, held_out: float | None
     rule = OWN if held_out is not None else "5 % of them, at most about 1,000: a function of their public number."
     found.append(
         Setting(
-            "data.eval_fraction",
-            data.eval_fraction,
+            "data.eval",
+            data.eval.share,
             f"The share of {of} that is held out and measured before and after the training. {rule} These figures are "
             "exact results on private records, and ε does not cover them: keep them to yourself, or set 0.",
             0.0,
@@ -354,7 +353,7 @@ def _privacy_settings(privacy: PrivacyConfig, unit: str, num_units: int, batch: 
         "user, with the column of their ids."
     )
     found = [
-        Setting("privacy.target_epsilon", privacy.target_epsilon, epsilon, None),
+        Setting("privacy.epsilon", privacy.epsilon, epsilon, None),
         Setting("privacy.delta", privacy.delta, rules.delta_reason(num_units), None),
         Setting("privacy.unit", unit, protected, None),
     ]
@@ -362,7 +361,7 @@ def _privacy_settings(privacy: PrivacyConfig, unit: str, num_units: int, batch: 
         rows = int(privacy.max_rows_per_unit or 1)
         kept = "Which rows of a user with more: by a secret draw before the training."
         found += [
-            Setting("privacy.unit_column", privacy.unit_column, "", None),
+            Setting("data.columns.unit", privacy.unit, "", None),
             Setting("privacy.max_rows_per_unit", rows, rules.rows_reason(rows), None),
             Setting("privacy.rows_kept", privacy.rows_kept, kept, "first"),
         ]
@@ -412,7 +411,7 @@ def _each_once(settings: Sequence[Setting]) -> tuple[Setting, ...]:
 
 def _size(model: ModelConfig, at_hand: ModelAtHand | None) -> WeightSize:
     """Return the size of the trained weights; a usual one if they are not here."""
-    adapter = model.peft is not None
+    adapter = model.adapter is not None
     if at_hand is not None and (at_hand.has_weights or adapter):
         return size_of_model(dataclasses.replace(model, name=at_hand.folder))
     spread = (3 * _USUAL_WIDTH) ** -0.5 if adapter else _USUAL_SPREAD

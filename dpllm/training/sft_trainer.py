@@ -30,7 +30,7 @@ class DPSFTTrainer(DPTrainer):
     """Fine-tunes a causal language model on texts, completions or conversations with differential privacy.
 
     Guarantee: that of `dpllm.DPTrainer`. A unit is one example, or with ``privacy.unit="user"`` all examples with the
-    same id in ``privacy.unit_column``.
+    same id in ``data.columns.unit``.
 
     Args:
         model: a causal language model, PEFT-wrapped or not; or its folder or name on the Hub.
@@ -70,13 +70,13 @@ class DPSFTTrainer(DPTrainer):
         take_template(tokenizer, args.chat_template_path)
         self._supervised = Supervised(
             tokens=Tokens(tokenizer, marking_template(tokenizer) if args.assistant_only_loss else None),
-            text_column=args.dataset_text_field,
+            columns={"text": args.dataset_text_field},
             completion_only=args.completion_only_loss,
             assistant_only=args.assistant_only_loss,
             max_length=args.max_length,
             keep_end=args.truncation_mode == "keep_end",
         )
-        keep = [privacy.unit_column] if privacy.unit_column else []
+        keep = [privacy.unit] if privacy.unit else []
         given = train_dataset
         if not self._skips:
             train_dataset = Processes().together(lambda: self._supervised.rows(train_dataset, keep=keep))

@@ -709,7 +709,7 @@ class DPTrainer(TrainerOutputs):
             ConfigError: raw columns cannot be used with a collator of the caller's own.
             DataError: raw records depend on others that were read before them, or on random numbers.
         """
-        keep = [privacy.unit_column] if privacy.unit == "user" and privacy.unit_column else []
+        keep = [privacy.unit] if privacy.protects == "user" and privacy.unit else []
         rows = self._rows_of_raw(train, "train_dataset", keep)
         if collator is not None and is_raw(train, rows):
             raise ConfigError(

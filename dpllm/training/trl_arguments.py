@@ -103,7 +103,7 @@ DPO: Mapping[str, Argument] = {
 _CONFIGS: Mapping[str, tuple[str, Mapping[str, Argument]]] = {"sft": ("SFTConfig", SFT), "dpo": ("DPOConfig", DPO)}
 _ELSEWHERE = {
     "max_length": "data.max_length",
-    "dataset_text_field": "data.text_column",
+    "dataset_text_field": "data.columns.text",
     "dataset_kwargs": "nothing: records are always prepared",
     "model_init_kwargs": "the section model",
     "trust_remote_code": "nothing: recipes run no code from the Hub",
