@@ -168,7 +168,7 @@ def prepare(recipe: Recipe, folder: str | Path, options: CanaryOptions | None = 
     train, held_out = load_train_and_eval(recipe.data, recipe.privacy)
     _refuse_other_chats(train, recipe.data)
     public = load_records(recipe.public_pretrain.data) if recipe.public_pretrain else None
-    public_texts = public[recipe.public_pretrain.data.form.text] if public and recipe.public_pretrain else None
+    public_texts = public[recipe.public_pretrain.data.column("text")] if public and recipe.public_pretrain else None
     tokenizer = load_tokenizer(recipe.model, public_texts)
     draw = _texts(recipe, tokenizer, options, public_texts)
     pairs = distinct(draw, (options.num + num_more) * per_unit)
@@ -243,7 +243,7 @@ def _check_request(recipe: Recipe, folder: Path, options: CanaryOptions) -> None
         )
     if recipe.privacy.protects == "sequence" and (options.repetitions > 1 or options.records_per_user is not None):
         raise AuditError(
-            'with privacy.unit="sequence" every record is a unit: ε does not cover a canary in several records, and a '
+            "without data.columns.unit every record is a unit: ε does not cover a canary in several records, and a "
             "bound above ε would accuse a sound run. Omit --repetitions and --records-per-user, or audit a recipe at "
             "user level"
         )
@@ -353,11 +353,11 @@ def _refuse_other_chats(train: datasets.Dataset, config: DataConfig) -> None:
     """Refuse conversations in a form that a canary, which has messages with a role and a content, does not fit."""
     if config.form.holds is not Chat:
         return
-    message = getattr(train.features[config.form.messages], "feature", None)
+    message = getattr(train.features[config.column("messages")], "feature", None)
     kinds = [getattr((message or {}).get(key), "dtype", None) for key in ("role", "content")]
     if not {*kinds} <= {"string", "large_string"}:
         raise AuditError(
-            f"data.columns.messages={config.form.messages!r} holds chats in another form than {{role, content}}, "
+            f"data.columns.messages={config.column('messages')!r} holds chats in another form than {{role, content}}, "
             "which a canary does not fit: write role and content, as texts, into a copy of the data for the audit"
         )
 

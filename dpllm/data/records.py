@@ -41,7 +41,7 @@ PARQUET_BRANCH = "refs/convert/parquet"
 """Branch of the Hub with the records of data sets that cannot be read directly."""
 
 HELD_OUT_SEED = 20240229
-"""Public constant that fixes which record numbers `eval_fraction` holds out."""
+"""Public constant that fixes which record numbers ``data.eval.share`` holds out."""
 
 CHATS = "chats"
 """Note of rows that were made of conversations: "turns" if the assistant's turns alone have loss, "all" otherwise."""
@@ -68,7 +68,7 @@ DOCUMENTS = (
 def required_columns(config: DataConfig) -> list[str]:
     """Return the columns that every record must have for `config.format`.
 
-    >>> required_columns(DataConfig(path="x", max_length=8, format="classification", text_column="sentence"))
+    >>> required_columns(DataConfig(path="x", max_length=8, format="classification", columns={"text": "sentence"}))
     ['sentence', 'label']
     """
     return config.form.required
@@ -105,7 +105,7 @@ def load_train_and_eval(
 ) -> tuple[datasets.Dataset, datasets.Dataset | None]:
     """Return the training records and the held-out records (None when the recipe names none).
 
-    Held-out records come from `eval_path`, from `eval_split`, or are a share `eval_fraction` of the training records,
+    Held-out records come from ``data.eval.path``, from ``data.eval.split``, or are a share of the training records,
     chosen by record number with a public constant, before N is fixed: N counts the records that remain. At user level
     whole users are held out, so no held-out record belongs to a user whose records are trained on.
 
@@ -114,7 +114,7 @@ def load_train_and_eval(
         privacy: definition of a unit. None: a unit is one record.
 
     Raises:
-        ConfigError: as for `load_records`; also for `eval_split` of a local path without `eval_path`, and for a
+        ConfigError: as for `load_records`; also for ``data.eval.split`` of a local path, and for a
             held-out file or split that is part of the training data.
         DataError: as for `load_records`; also for a share that leaves no record on one side, and for held-out records
             most of which are training records.
@@ -159,7 +159,7 @@ def _train_and_eval(
         _refuse_shared_files(config)
     if config.eval.split is not None and config.eval.split == config.split:
         raise ConfigError(
-            f"eval_split={config.eval.split!r} is also the training split: name another split, or set eval_fraction"
+            f"data.eval.split={config.eval.split!r} is also the training split: name another split, or a share"
         )
     records = load_records(config, privacy)
     if config.eval.path is not None:
@@ -170,27 +170,26 @@ def _train_and_eval(
         local = None if config.path.startswith("builtin:") else find_files(config.path)
         if config.path.startswith("builtin:") or (local and not local.splits):
             raise ConfigError(
-                f"eval_split={config.eval.split!r} names a split, and {config.path} has none: give the file with the "
-                "held-out records as eval_path, or set eval_fraction"
+                f"data.eval.split={config.eval.split!r} names a split, and {config.path} has none: give the file with "
+                "the held-out records as data.eval, or a share"
             )
         if local and set(split_names(config.eval.split, local)) & set(split_names(config.split, local)):
             raise ConfigError(
-                f"eval_split={config.eval.split!r} has files of the training split: name another split, or set "
-                "eval_fraction"
+                f"data.eval.split={config.eval.split!r} has files of the training split: name another split, or a share"
             )
         source = f"{config.path} ({config.eval.split})"
         held_out = _finish(_load(config.path, config, config.eval.split), config, source)
         _refuse_shared_records(records, held_out, config, source)
         return records, held_out
-    if config.eval.share == 0:
+    if config.eval.share is None:
         return records, None
     units = _units_to_hold_out(records, config, privacy)
     num_units = int(units.max()) + 1
     num_held_out = max(1, round(config.eval.share * num_units))
     if num_held_out >= num_units:
         raise DataError(
-            f"eval_fraction={config.eval.share} of {num_units} {'users' if num_units < len(records) else 'records'} "
-            "leaves none for training: lower it, or give eval_path"
+            f"data.eval={config.eval.share} of {num_units} {'users' if num_units < len(records) else 'records'} "
+            "leaves none for training: lower it, or give a path of other records"
         )
     order = np.random.default_rng(HELD_OUT_SEED).permutation(num_units)
     held_out = np.zeros(num_units, dtype=bool)
@@ -199,11 +198,13 @@ def _train_and_eval(
 
 
 def _eval_split(config: DataConfig) -> str:
-    """Return the split of ``eval_path``: a folder with one split only is that split."""
+    """Return the split of ``data.eval.path``: a folder with one split only is that split."""
     path = str(config.eval.path)
     local = None if config.eval.split or path.startswith("builtin:") else find_files(path)
     if local and len(local.splits) > 1:
-        raise ConfigError(f"eval_path={path} has the splits {', '.join(local.splits)}: name one with data.eval.split")
+        raise ConfigError(
+            f"data.eval.path={path} has the splits {', '.join(local.splits)}: name one with data.eval.split"
+        )
     return next(iter(local.splits)) if local and len(local.splits) == 1 else config.eval.split or "train"
 
 
@@ -520,7 +521,7 @@ def _refuse_shared_records(
     if shared and shared >= _SAME_RECORDS * index.long.sum():
         raise DataError(
             f"{source}: {shared} of {index.long.sum()} held-out records are training records, so nothing is held "
-            "out: give records that are not in data.path, or set eval_fraction"
+            "out: give records that are not in data.path, or set data.eval to a share"
         )
 
 
@@ -543,8 +544,8 @@ def _refuse_shared_files(config: DataConfig) -> None:
             same = hashes.get(content_hash(file))
         if same is not None:
             raise ConfigError(
-                f"eval_path={config.eval.path}: {file} is part of data.path={config.path} (as {same}), so the model "
-                "would be trained on it: move it out of that folder, or name only the training files by a pattern"
+                f"data.eval.path={config.eval.path}: {file} is part of data.path={config.path} (as {same}), so the "
+                "model would be trained on it: move it out of that folder, or name only the training files by a pattern"
             )
 
 
@@ -552,7 +553,7 @@ def shared_source(private: DataConfig, public: DataConfig) -> str | None:
     """Return a file, or a data set, of which both sections read records. Nothing is opened; copies are not found.
 
     Args:
-        private: a section. Its held-out records count too, unless ``eval_is_public`` declares them public.
+        private: a section. Its held-out records count too, unless ``data.eval.public`` declares them public.
         public: another section, of which only ``path`` and ``split`` count.
     """
     held_out = not private.eval.public

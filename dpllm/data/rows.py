@@ -116,7 +116,7 @@ def num_labels_of(records: datasets.Dataset, config: DataConfig) -> int | None:
     """
     if config.class_names is not None:
         return len(config.class_names)
-    feature = records.features.get(config.form.labels or config.form.label)
+    feature = records.features.get(config.form.labels or config.column("label"))
     feature = getattr(feature, "feature", feature)  # of a list
     if not isinstance(feature, datasets.ClassLabel) or sources_of(records):
         return None
@@ -217,7 +217,7 @@ class PackedCollator:
         if min(lengths) == 0 or seen_BT.sum(1).tolist() != lengths or "token_type_ids" in padded:
             raise DataError(
                 "a row has no token, masked tokens or token types, and rows cannot be packed with them: leave padding "
-                "and token types out of the rows, or set pack_rows to false"
+                "and token types out of the rows, or set microbatch.pack to false"
             )
         labels_BT = padded["labels"]
         labels_BT[:, 0] = IGNORE

@@ -575,7 +575,7 @@ def footprint_of_recipe(
     """Return the memory and communication of a recipe; no private data is read, and no weights.
 
     Args:
-        recipe: the recipe. ``data.max_length`` is T, and B the number of such rows in ``microbatch_tokens`` ("auto" or
+        recipe: the recipe. ``data.max_length`` is T, and B the number of such rows in ``microbatch.tokens`` ("auto" or
             left out: ``per_device_train_batch_size``). Every user is assumed to have ``max_rows_per_unit`` rows. A
             row of ``train.trainer=dpo`` counts as two.
         arguments: its ``train`` section.

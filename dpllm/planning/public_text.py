@@ -153,7 +153,7 @@ def load_material(recipe: Recipe, section: DataConfig, folder: Path, callbacks: 
     texts = None
     if stage is not None:
         all_staged = load_records(stage.data)
-        texts = all_staged[stage.data.form.text] if recipe.model.tokenizer_vocab_size else None
+        texts = all_staged[stage.data.column("text")] if recipe.model.tokenizer_vocab_size else None
         if section.path == stage.data.path:
             if len(records) < 2:
                 raise DataError(f"{section.path} has too few records for a public stage and a rehearsal: add --public")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpllm.config import ConfigError, Recipe
+from dpllm.config.privacy_section import CLIP_NORM, ROWS_PER_UNIT
 from dpllm.config.recipe import refuse_trainer
 from dpllm.config.train_values import WARM_UP
 from dpllm.data.units import UnitIndex
@@ -22,7 +23,6 @@ from dpllm.mechanism.parts import Noise, Spec
 from dpllm.mechanism.workload import Workload
 from dpllm.planning import rules
 from dpllm.planning.suggest import (
-    CLIP_NORM,
     WARM_UP_SHARE,
     Setting,
     Suggestion,
@@ -273,7 +273,7 @@ def _guides(recipe: Recipe, plan: PrivacyPlan) -> tuple[Setting, ...]:
         ]
     found.append(Setting("privacy.delta", rules.delta_for(num_units), rules.delta_reason(num_units), plan.delta))
     if privacy.max_rows_per_unit is not None:
-        rows = privacy.max_rows_per_unit if by_example else rules.ROWS_PER_UNIT
+        rows = privacy.max_rows_per_unit if by_example else ROWS_PER_UNIT
         found.append(
             Setting("privacy.max_rows_per_unit", rows, rules.rows_reason(rows, by_example), privacy.max_rows_per_unit)
         )

@@ -37,8 +37,8 @@ GIVEN_REFERENCE = (
 """The open point of a reference that was not computed here."""
 SHARED_PROMPTS = (
     "Several pairs have the same prompt. Each pair is a unit of its own here, so a prompt that is in k pairs is "
-    'protected k times less. Give the pairs of one prompt, or of one person, one id (privacy.unit="user", '
-    "data.columns.unit), or confirm that prompts need no protection."
+    "protected k times less. Give the pairs of one prompt, or of one person, one id (PrivacyConfig.unit, in "
+    "a recipe data.columns.unit), or confirm that prompts need no protection."
 )
 """The open point of data in which pairs share prompts."""
 _TRAINING = "train_dataset"
@@ -60,7 +60,7 @@ class DPDPOTrainer(DPTrainer):
     """Tunes a causal language model on preferences with differential privacy.
 
     Guarantee: that of `dpllm.DPTrainer`. A unit is one pair: its prompt and both answers. With
-    ``privacy.unit="user"`` it is all pairs with the same id in ``data.columns.unit``; pairs that share a prompt need
+    ``PrivacyConfig(unit=COLUMN)`` it is all pairs with the same value in this column; pairs that share a prompt need
     such an id for the prompt to be protected as one.
 
     The reference is the model as it is given, with its adapter if it has one, or ``ref_model``. Its log-probabilities

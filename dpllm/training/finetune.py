@@ -262,7 +262,7 @@ def add_sources(
     sources.paths += [path for path in own if find_files(path)]
     if find_files(data.path):  # also of columns that no key names
         sources.people += columns_of(data).people
-    sources.label_columns += [name for name in (data.form.label, data.form.tags) if name is not None]
+    sources.label_columns += [data.column("label"), data.column("tags")]
     sources.class_names = data.class_names
     if recipe.model.tokenizer_vocab_size is not None:  # trained here, on the public text
         sources.preprocessing = [one for one in sources.preprocessing if one != OWN_TOKENIZER]
@@ -323,7 +323,6 @@ def trainer_of(
         "head": recipe.model.head,
         "noise_memory": recipe.noise_memory,
         "average": recipe.train.get("average"),
-        "merge_adapter": recipe.merge_adapter,
     }
     if recipe.train.get("trainer") is not None:
         prepared = prepare_model(model, recipe.model)
@@ -437,7 +436,7 @@ def public_start(
     public.append(f"pretraining text: {_without_place(text.path)}")
     if recipe.model.tokenizer_vocab_size:
         public.append(f"text that the tokenizer was trained on: {_without_place(text.path)}")
-    tokenizer = load_tokenizer(recipe.model, records[text.form.text])
+    tokenizer = load_tokenizer(recipe.model, records[text.column("text")])
     model = pretrain(recipe, tokenizer, records, num_labels, continues, phases)
     return Start(model, tokenizer, public, shared_records_point(shared, text))
 

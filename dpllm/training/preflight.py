@@ -224,7 +224,5 @@ def _check_positions(recipe: Recipe, model: nn.Module) -> None:
 
 def _saved_bytes(model: nn.Module, recipe: Recipe) -> int:
     """Return the bytes of the weights that the run saves at its end: the adapter's, or the whole model's."""
-    parameters = [
-        p for p in model.parameters() if recipe.model.adapter is None or recipe.merge_adapter or p.requires_grad
-    ]
+    parameters = [p for p in model.parameters() if recipe.model.adapter is None or p.requires_grad]
     return sum(p.numel() * p.element_size() for p in parameters)

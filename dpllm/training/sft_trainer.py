@@ -29,8 +29,8 @@ _TAKEN = {
 class DPSFTTrainer(DPTrainer):
     """Fine-tunes a causal language model on texts, completions or conversations with differential privacy.
 
-    Guarantee: that of `dpllm.DPTrainer`. A unit is one example, or with ``privacy.unit="user"`` all examples with the
-    same id in ``data.columns.unit``.
+    Guarantee: that of `dpllm.DPTrainer`. A unit is one example, or with ``PrivacyConfig(unit=COLUMN)`` all examples
+    with the same value in this column.
 
     Args:
         model: a causal language model, PEFT-wrapped or not; or its folder or name on the Hub.
@@ -70,7 +70,7 @@ class DPSFTTrainer(DPTrainer):
         take_template(tokenizer, args.chat_template_path)
         self._supervised = Supervised(
             tokens=Tokens(tokenizer, marking_template(tokenizer) if args.assistant_only_loss else None),
-            columns={"text": args.dataset_text_field},
+            text_column=args.dataset_text_field,
             completion_only=args.completion_only_loss,
             assistant_only=args.assistant_only_loss,
             max_length=args.max_length,

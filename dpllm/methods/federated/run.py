@@ -105,8 +105,11 @@ def check_federated(recipe: Recipe) -> TrainingArguments:
         )
     if int(recipe.train.get("max_steps") or 0) < 1:
         raise ConfigError("a federated run needs train.max_steps, the number of rounds: set it, such as 20")
-    others: dict[str, object] = {"pack_rows": recipe.microbatch.pack, "microbatch_tokens": recipe.microbatch.tokens}
-    others |= {"merge_adapter": recipe.merge_adapter, "model.quantization": recipe.model.quantization}
+    others: dict[str, object] = {
+        "microbatch.pack": recipe.microbatch.pack,
+        "microbatch.tokens": recipe.microbatch.tokens,
+    }
+    others |= {"model.quantization": recipe.model.quantization}
     given = [name for name, value in others.items() if value]
     if given or recipe.model.task != "causal_lm":
         raise ConfigError(
