@@ -43,7 +43,7 @@ def recipe_of(folder: Path, task: str, record: dict, more: dict) -> Path:
         "model": {"config": BERT, "task": task, "tokenizer": str(folder / "tokenizer"), **size, **more},
         "data": {
             **{"path": str(folder / "data.jsonl"), "format": TASKS[task].formats[0], "max_length": 40},
-            **{"eval_fraction": 0.25, **names},
+            **{"eval": 0.25, **names},
         },
         "privacy": {"clip_norm": 1.0, "expected_batch_size": 6, "noise_multiplier": 1.0, "delta": 1e-3},
         "train": {
@@ -71,7 +71,7 @@ def recipe_of(folder: Path, task: str, record: dict, more: dict) -> Path:
 )
 def test_a_recipe_with_a_head_runs_to_its_report(tmp_path, capsys, task, peft):
     """Held-out records are measured by the metric of the task, and the saved model has the head."""
-    path = recipe_of(tmp_path, task, RECORDS[task], {"peft": peft})
+    path = recipe_of(tmp_path, task, RECORDS[task], {"adapter": peft})
     finetune.run(load_recipe(path))
     output, printed = tmp_path / "out", capsys.readouterr().out
     assert f"held-out {METRIC[task]} after" in printed and "ε = " in printed

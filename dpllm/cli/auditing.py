@@ -35,7 +35,7 @@ Plain = Annotated[bool, typer.Option("--plain", help="The model was trained with
 @app.command(
     epilog="Example: dpllm audit prepare --config quickstart --output audits/quickstart"
     "\n\nExample: dpllm audit prepare --config gpt2_e2e_lora --output audits/e2e --kind sampled "
-    "privacy.target_epsilon=3"
+    "privacy.epsilon=3"
 )
 @one_line_errors
 def prepare(

@@ -26,9 +26,7 @@ RecipePath = Annotated[Path, _RECIPE]
 AnyRecipe = Annotated[Path | None, _RECIPE]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="KEY=VALUE", help="Replace values of the recipe: privacy.target_epsilon=3.", show_default=False
-    ),
+    typer.Argument(metavar="KEY=VALUE", help="Replace values of the recipe: privacy.epsilon=3.", show_default=False),
 ]
 SamplingRate = Annotated[float, typer.Option(help="q: expected batch size over number of units.")]
 Steps = Annotated[int, typer.Option(help="T: number of steps.")]

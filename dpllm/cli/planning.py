@@ -81,7 +81,7 @@ Picture = Annotated[Path | None, typer.Option(help="With --sweep: write a PNG.")
 def register(app: typer.Typer) -> None:
     """Add the command."""
     app.command(
-        epilog="Example: dpllm plan quickstart privacy.target_epsilon=3\n\n"
+        epilog="Example: dpllm plan quickstart privacy.epsilon=3\n\n"
         "Example: dpllm plan llama3_8b_chat_lora --memory --gpus 8 --engine fsdp2\n\n"
         "Example: dpllm plan quickstart --sweep privacy.noise=independent --picture sweep.png\n\n"
         "Example: dpllm plan quickstart --suggest --rehearse --output runs/suggested\n\n"

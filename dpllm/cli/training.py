@@ -17,7 +17,7 @@ def register(app: typer.Typer) -> None:
     """Add the command."""
     app.command(
         epilog="Example: dpllm train quickstart\n\n"
-        "Example: dpllm train mine.yaml privacy.target_epsilon=3 train.output_dir=runs/eps3\n\n"
+        "Example: dpllm train mine.yaml privacy.epsilon=3 train.output_dir=runs/eps3\n\n"
         "Example: dpllm train llama3_8b_chat_lora --config fsdp2 --processes 4\n\n"
         "Example: dpllm train mine.yaml train.resume_from_checkpoint=auto"
     )(train)

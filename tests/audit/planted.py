@@ -335,11 +335,7 @@ def on_fsdp2(place: Path) -> AuditResult:
 
 def answers(method: str, charges: Sequence[Charge], trials: int, user: bool = False, **settings: Any) -> AuditResult:
     """All answers of a query run in each trial, with and without a canary; a user has at most three rows."""
-    unit = (
-        {"unit": "user", "unit_column": "person", "max_rows_per_unit": 3, "rows_kept": "first"}
-        if user
-        else {"unit": "sequence"}
-    )
+    unit = {"unit": "person", "max_rows_per_unit": 3, "rows_kept": "first"} if user else {"unit": "sequence"}
     plan = QueryPlan(
         **{**unit, "adjacency": "zero-out", "method": method, "num_units": 1000, "delta": 1e-4},
         charges=tuple(charges),
@@ -416,7 +412,7 @@ def tokens_of_users() -> AuditResult:
 def rounds(trials: int = 1000, **noise: Any) -> AuditResult:
     """Federated rounds of two clients with a trusted server."""
     options = {"noise_multiplier": 1.2, "clip_norm": CLIP_NORM, "expected_batch_size": 50, "delta": 1e-4}
-    unit = {"unit": "user", "unit_column": "client", "max_rows_per_unit": 8}
+    unit = {"unit": "client", "max_rows_per_unit": 8}
     plan = small_federation(make_plan(PrivacyConfig(**options, **unit, **noise), 100, 10), trials)
     return run_rounds(plan, RoundProbe, trials).result(plan, CANARY, CONFIDENCE)
 

@@ -72,4 +72,4 @@ def test_public_sentences_are_not_private_and_the_recipes_are_read(folder):
     assert train.model == teach.model
     for name in ("path", "eval_path", "eval_is_public", "max_length"):
         assert getattr(train.data, name) == getattr(teach.data, name)
-    assert train.privacy.target_epsilon == teach.privacy.target_epsilon
+    assert train.privacy.epsilon == teach.privacy.epsilon

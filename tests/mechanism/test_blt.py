@@ -219,7 +219,7 @@ def test_a_largest_batch_beside_a_fixed_one_is_refused():
 def test_sampling_that_amplifies_is_refused():
     """Rows drawn singly, or a rate below 1 in an event: no gain from sampling is accounted for."""
     with pytest.raises(ValueError, match="noise="):
-        users = {"unit": "user", "unit_column": "author", "max_rows_per_unit": 2, "sampling": "example"}
+        users = {"unit": "author", "max_rows_per_unit": 2, "sampling": "example"}
         make_plan(config(noise_multiplier=1.0, **users), 400, 10, num_examples=700)
     with pytest.raises(ValueError, match="gains"):
         step_of(1.0, sampling_rate=0.1)

@@ -110,7 +110,7 @@ def test_ledger_of_another_plan_is_refused(tmp_path: Path) -> None:
     [
         {"dataset": "letters"},
         {"num_units": 999},
-        {"unit": "user", "unit_column": "author", "max_rows_per_unit": 4},
+        {"unit": "author", "max_rows_per_unit": 4},
     ],
 )
 def test_different_data_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:

@@ -70,7 +70,7 @@ def test_the_guarantee_of_other_steps_has_their_epsilon() -> None:
         one.delta = 0.5  # type: ignore[misc]
 
 
-SETTINGS = {"target_epsilon": 3.0, "clip_norm": 1.0, "expected_batch_size": 20, "delta": DELTA}
+SETTINGS = {"epsilon": 3.0, "clip_norm": 1.0, "expected_batch_size": 20, "delta": DELTA}
 PLANS: dict[str, Callable[[], Plan]] = {
     "training": lambda: make_plan(PrivacyConfig(**SETTINGS), 1000, 40),
     "tuning": lambda: make_plan(PrivacyConfig(**SETTINGS, selection={"kind": "geometric", "mean": 3}), 1000, 40),

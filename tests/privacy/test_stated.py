@@ -33,7 +33,7 @@ T, BANDS = 40, 4
 
 def plan_of(**change: Any) -> PrivacyPlan:
     settings: dict[str, Any] = {
-        "target_epsilon": 3.0,
+        "epsilon": 3.0,
         "clip_norm": 0.5,
         "expected_batch_size": 20,
         "delta": 1e-5,
@@ -48,9 +48,7 @@ def banded_plan() -> PrivacyPlan:
     return plan_of()
 
 
-BLT = PrivacyConfig(
-    target_epsilon=8.0, clip_norm=1.0, expected_batch_size=5, delta=1e-3, noise={"kind": "blt", "buffers": 1}
-)
+BLT = PrivacyConfig(epsilon=8.0, clip_norm=1.0, expected_batch_size=5, delta=1e-3, noise={"kind": "blt", "buffers": 1})
 
 
 def run_for(folder: Path, plan: PrivacyPlan, num_steps: int, budget: str | None = None) -> SharedLedger:

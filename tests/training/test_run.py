@@ -486,7 +486,7 @@ def test_a_draw_that_holds_a_unit_twice_is_refused(tmp_path):
 
 def users_plan(num_steps, **changes):
     """A plan that the library makes for users of at most three rows."""
-    users = {"unit": "user", "unit_column": "who", "max_rows_per_unit": 3}
+    users = {"unit": "who", "max_rows_per_unit": 3}
     settings = {"noise_multiplier": 1.0, "clip_norm": 0.5, "expected_batch_size": 8, "delta": 1e-3, **users}
     return make_plan(PrivacyConfig(**{**settings, **changes}), UNITS, num_steps)
 
@@ -592,7 +592,7 @@ def test_a_model_that_a_loop_of_ones_own_saved_is_known_to_verify(tmp_path):
 )
 def test_a_loop_of_ones_own_notes_the_doubts_about_its_units(units, unit, doubt, tmp_path):
     """As the Trainer does: a person may be spread over several units, and a text may be in several records."""
-    single = {"unit": "sequence", "unit_column": None, "max_rows_per_unit": None} if unit == "sequence" else {}
+    single = {"unit": None, "max_rows_per_unit": None} if unit == "sequence" else {}
     made = dataclasses.replace(plan_of(num_units=units.num_units), **single)
     rows = dataclasses.replace(rows_of(), units=units, lengths=np.full(units.num_rows, 8))
     PrivateRun.start(tmp_path, made, rows).ledger.close()

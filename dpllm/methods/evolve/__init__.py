@@ -14,5 +14,5 @@ METHOD = Method(
     show_plan="dpllm.methods.queries.command:show_query_plan",
     carry_out="dpllm.methods.queries.command:run_method",
     help="Make synthetic text without training: a public model writes, and private records vote with noise.",
-    examples=("dpllm evolve evolve_e2e privacy.target_epsilon=2",),
+    examples=("dpllm evolve evolve_e2e privacy.epsilon=2",),
 )

@@ -48,7 +48,7 @@ def require_federated(plan: PrivacyPlan | PrivacyConfig) -> None:
     if plan.unit != "user" or plan.sampling != "unit":
         raise ConfigError(
             f"a federated run protects clients, and the plan has unit={plan.unit!r} and sampling={plan.sampling!r}: "
-            "set privacy.unit=user with the column of the client's id, and leave sampling out"
+            "set data.columns.unit to the column of the client's id, and leave sampling out"
         )
     clipping, noise = Spec.of(plan.clipping).kind, Spec.of(plan.noise).kind
     if clipping != "flat" or noise not in ("independent", "distributed"):

@@ -21,6 +21,6 @@ METHOD = Method(
     """,
     examples=(
         "dpllm predict predict_e2e predict.texts=100",
-        "dpllm predict mine.yaml predict.kind=logits privacy.target_epsilon=3 --output-dir runs/eps3",
+        "dpllm predict mine.yaml predict.kind=logits privacy.epsilon=3 --output-dir runs/eps3",
     ),
 )

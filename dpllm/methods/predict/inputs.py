@@ -82,9 +82,9 @@ def model_section(recipe: QueryRecipe) -> ModelConfig:
     model = recipe.model
     if model is None or model.name is None:
         raise ConfigError(f"dpllm {recipe.method} needs a pretrained public model: give model.name")
-    if model.task != "causal_lm" or model.peft is not None or model.freeze:
+    if model.task != "causal_lm" or model.adapter is not None or model.freeze:
         raise ConfigError(
-            f"dpllm {recipe.method} uses a causal language model as it is: leave model.task, model.peft and "
+            f"dpllm {recipe.method} uses a causal language model as it is: leave model.task, model.adapter and "
             "model.freeze out of the recipe"
         )
     return model

@@ -27,7 +27,7 @@ _PRIVATE = (
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command(epilog="Example: dpllm tune gpt2_e2e_lora --search search.yaml data.eval_is_public=true")(tune)
+    app.command(epilog="Example: dpllm tune gpt2_e2e_lora --search search.yaml data.eval.public=true")(tune)
 
 
 @one_line_errors

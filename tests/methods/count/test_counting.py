@@ -30,7 +30,7 @@ from tests.mutations import kills
 CLASSES = ["angry", "calm", "sad"]
 RECIPE = """
 data: {{path: {path}, format: classification, class_names: [angry, calm, sad]}}
-privacy: {{target_epsilon: 1, delta: 1.0e-5, dataset: chats{more}}}
+privacy: {{epsilon: 1, delta: 1.0e-5, dataset: chats{more}}}
 count:
 output_dir: {folder}
 """
@@ -153,8 +153,8 @@ def test_labels_may_be_numbers_of_classes() -> None:
     [
         (["data.class_names="], "data.class_names is missing"),
         (["data.format=text"], "has no labels to count"),
-        (["data.eval_fraction=0.1"], "uses every record"),
-        (["privacy.target_epsilon="], "give exactly one of target_epsilon"),
+        (["data.eval=0.1"], "uses every record"),
+        (["privacy.epsilon="], "give exactly one of target_epsilon"),
         (["privacy.noise_multiplier=2"], "give exactly one of target_epsilon"),
         (["privacy.delta=0.5"], "0 < delta < 1/num_units"),
         (["privacy.delta=2"], "delta"),

@@ -187,7 +187,7 @@ def test_dropouts_leave_a_smaller_sum_and_the_same_noise():
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"unit": "sequence", "unit_column": None, "max_rows_per_unit": None}, "set privacy.unit=user"),
+        ({"unit": None, "max_rows_per_unit": None}, "set privacy.unit=user"),
         ({"clipping": "automatic"}, "has no 'automatic' clipping"),
         ({"noise": {"kind": "banded", "bands": 2}}, "'banded' noise"),
         ({"seed": 1}, "leave privacy.seed"),

@@ -201,7 +201,7 @@ def test_users_rows_are_cut_and_the_noise_grows_with_them(tmp_path):
     """At most k rows of a user are counted; one more of a user changes nothing, and the noise is σ k."""
     folder = tmp_path / "run"
     folder.mkdir()
-    privacy = {"unit": "user", "unit_column": "who", "max_rows_per_unit": 4}
+    privacy = {"unit": "who", "max_rows_per_unit": 4}
     records_of(folder_of(folder, **privacy), ["pub"] * 500, **privacy)
     lines = [{"kind": "pub", "text": "x", "who": place} for place in range(500)]
     lines += [{"kind": "cafe", "text": "x", "who": 7}] * 50
