@@ -76,7 +76,7 @@ def rate_words(recipe: Recipe, rule: UpdateRule, computed: float | None) -> tupl
         rule: its optimizer and schedule.
         computed: the result of `computed_rate`.
     """
-    from dpllm.planning.rules import rate_range
+    from dpllm.privacy.defaults import rate_range
 
     if computed is None:
         return [], []

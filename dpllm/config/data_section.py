@@ -17,6 +17,8 @@ from dpllm.config.metrics import check_names
 from dpllm.config.topics import Topic
 from dpllm.config.values import ConfigError
 
+MAX_LENGTH = 512
+"""The default of ``max_length``."""
 LONG_RECORDS = ("truncate", "split")
 TXT_RECORDS = ("line", "paragraph", "file")
 MISSING = ("error", "drop")
@@ -30,8 +32,8 @@ class DataSource(Topic):
 
     path: str
     """Hub name; a file, folder or glob of .jsonl .csv .parquet .txt and more; or builtin:sotu, builtin:chitchat."""
-    max_length: int
-    """The most tokens a row may have."""
+    max_length: int = MAX_LENGTH
+    """The most tokens a row may have, a public constant: lengths of private records must not decide on it."""
     name: str | None = None
     """Configuration of a Hub data set."""
     split: str = "train"

@@ -49,8 +49,9 @@ class PrivacyNumbers(Topic):
 
     clip_norm: float = CLIP_NORM
     """C > 0: no unit contributes more than this to the sum of gradients of a step (L2 norm)."""
-    expected_batch_size: int
-    """b: average number of units (rows, with sampling="example") per step, over all machines. It divides the sum."""
+    expected_batch_size: int | None = None
+    """b: average number of units (rows, with sampling="example") per step, over all machines. It divides the sum. None:
+    about a fortieth of the units, between 64 and 2048 (`dpllm.privacy.defaults.batch_and_steps`)."""
     epsilon: float | None = None
     """The ε that the whole run may cost. The noise multiplier is calibrated to it. If the noise multiplier is given
     too, the run takes as many of its steps as the budget allows."""
@@ -64,7 +65,8 @@ class PrivacyNumbers(Topic):
         super().__post_init__()
         self._set("clip_norm", values.between("clip_norm", self.clip_norm, 0, above=True))
         values.between("clip_norm", self.clip_norm, MIN_CLIP_NORM, MAX_CLIP_NORM)
-        self._set("expected_batch_size", values.integer("expected_batch_size", self.expected_batch_size, 1))
+        if self.expected_batch_size is not None:
+            self._set("expected_batch_size", values.integer("expected_batch_size", self.expected_batch_size, 1))
         if self.epsilon is None and self.noise_multiplier is None:
             raise ConfigError(
                 "give epsilon or noise_multiplier: epsilon=8 calibrates the noise to a budget, "
@@ -155,7 +157,7 @@ class PrivacyMechanism(PrivacyUnit, PrivacyNumbers):
         self._check_parts()
         if self.max_batch_size is not None:
             self._set("max_batch_size", values.integer("max_batch_size", self.max_batch_size, 1))
-            if self.max_batch_size < self.expected_batch_size:
+            if self.expected_batch_size is not None and self.max_batch_size < self.expected_batch_size:
                 raise ConfigError(
                     f"max_batch_size={self.max_batch_size} is below expected_batch_size={self.expected_batch_size}: "
                     "raise it, or leave it out (it is then chosen so that it costs nothing in ε)"

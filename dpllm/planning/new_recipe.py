@@ -1,6 +1,6 @@
 """A new recipe for a person's own records: every setting with its reason, from public numbers and their own choices.
 
-Place in the flow: `dpllm init`. The rules are those of `dpllm.planning.rules` and `dpllm.planning.suggested`.
+Place in the flow: `dpllm init`. The rules are those of `dpllm.privacy.defaults` and `dpllm.planning.suggested`.
 
 Guarantee: of the private records, only facts that a guarantee treats as public enter a setting: N, and the names and
 kinds of the columns. The lengths of texts and the number of rows of a user are private. They are measured for the
@@ -18,7 +18,7 @@ import datasets
 import numpy as np
 
 from dpllm.config import ConfigError, DataConfig, Microbatch, ModelConfig, PrivacyConfig, Recipe
-from dpllm.config.data_section import UNIT, DataSource, FileReading
+from dpllm.config.data_section import MAX_LENGTH, UNIT, DataSource, FileReading
 from dpllm.config.formats.catalogue import formats_for
 from dpllm.config.formats.record_format import Chat, TextLabel, columns_in
 from dpllm.config.tasks import TASKS
@@ -28,11 +28,11 @@ from dpllm.data.rows import unit_index_of
 from dpllm.data.units import UnitIndex
 from dpllm.models.local_model import ModelAtHand
 from dpllm.models.starting_point import refuse_private_start
-from dpllm.planning import rules
 from dpllm.planning.recipe_text import recipe_text
 from dpllm.planning.suggest import Setting
 from dpllm.planning.suggested import suggested_run
 from dpllm.planning.weight_size import WeightSize, size_of_model
+from dpllm.privacy import defaults
 from dpllm.privacy.plan import PrivacyPlan
 
 _LOOKED_AT = 500  # records whose lengths are estimated
@@ -165,12 +165,12 @@ def new_recipe(wishes: Wishes, at_hand: ModelAtHand | None) -> NewRecipe:
     index = unit_index_of(records, _privacy(wishes, {**unit, **bounds}, 1))
     population = index.num_units
     _refuse_few(population, protects)
-    share = rules.held_out_share(population) if wishes.held_out is None else wishes.held_out
+    share = defaults.held_out_share(population) if wishes.held_out is None else wishes.held_out
     num_units = population - (max(1, round(share * population)) if share else 0)
     data = dataclasses.replace(data, eval=share or None)
-    batch, steps = rules.batch_and_steps(num_units)
+    batch, steps = defaults.batch_and_steps(num_units)
     model = _model_section(wishes, task, at_hand)
-    privacy = dataclasses.replace(_privacy(wishes, unit, batch), delta=rules.delta_for(num_units))
+    privacy = dataclasses.replace(_privacy(wishes, unit, batch), delta=defaults.delta_for(num_units))
     train = {"output_dir": wishes.output_dir, "max_steps": steps}
     draft = Recipe(
         model=ModelConfig(**{item.key.removeprefix("model."): item.value for item in model}),
@@ -190,8 +190,8 @@ def new_recipe(wishes: Wishes, at_hand: ModelAtHand | None) -> NewRecipe:
         *_of_section("train", run.settings),
     ]
     notes = [
-        *rules.need_words(num_units, wishes.epsilon, protects),
-        rules.range_words(float(rate.value), draft.model.adapter is not None, run.step_ratio != 1),
+        *defaults.need_words(num_units, wishes.epsilon, protects),
+        defaults.range_words(float(rate.value), draft.model.adapter is not None, run.step_ratio != 1),
     ]
     if at_hand is None:
         notes.append(
@@ -240,7 +240,7 @@ def _max_length(wishes: Wishes, at_hand: ModelAtHand | None) -> Setting:
             raise ConfigError(f"--max-length {wishes.max_length} exceeds the {most} tokens that the model allows")
         reason = f"{OWN} If you chose it by looking at the lengths of private records, ε does not cover this choice."
         return Setting("data.max_length", wishes.max_length, reason, None)
-    value = rules.MAX_LENGTH if most is None else min(rules.MAX_LENGTH, most)
+    value = MAX_LENGTH if most is None else min(MAX_LENGTH, most)
     limit = "" if most is None or value < most else f" The model allows {most}."
     reason = f"The most tokens of a row, a public constant: the lengths of the records were not used.{limit}"
     return Setting("data.max_length", value, reason, None)
@@ -257,11 +257,11 @@ def _privacy(wishes: Wishes, unit: dict[str, Any], batch: int) -> PrivacyConfig:
 
 
 def _refuse_few(num_units: int, unit: str) -> None:
-    if num_units < rules.FEWEST_UNITS:
+    if num_units < defaults.FEWEST_UNITS:
         noun = "users" if unit == "user" else "records"
         raise DataError(
             f"{num_units:,} {noun} are too few: the noise that hides each of them hides their common traits too. "
-            f"At least {rules.FEWEST_UNITS} are needed to begin, and about {rules.units_needed(8.0):,} for a good "
+            f"At least {defaults.FEWEST_UNITS} are needed to begin, and about {defaults.units_needed(8.0):,} for a good "
             "model at ε = 8. Collect more, or train on public records of the same kind"
         )
 
@@ -277,7 +277,7 @@ def _model_section(wishes: Wishes, task: str, at_hand: ModelAtHand | None) -> li
     if isinstance(wishes.classes, int) and task == "sequence_classification":
         found.append(Setting("model.num_labels", wishes.classes, OWN, None))
     size = None if at_hand is None else at_hand.parameters
-    adapter = (size is None or size > rules.MOST_TRAINED) if wishes.adapter is None else wishes.adapter
+    adapter = (size is None or size > defaults.MOST_TRAINED) if wishes.adapter is None else wishes.adapter
     if not adapter:
         small = f"{size:,} parameters are few enough to train all of them" if size else OWN.rstrip(".")
         reason = (
@@ -285,13 +285,13 @@ def _model_section(wishes: Wishes, task: str, at_hand: ModelAtHand | None) -> li
             "better than adapters (docs/correlated_noise.md)."
         )
         return [*found, Setting("model.dtype", "float32", reason, None)]
-    rank = rules.RANK if wishes.rank is None else wishes.rank
+    rank = defaults.RANK if wishes.rank is None else wishes.rank
     peft = {"r": rank, "lora_alpha": 2 * rank, "lora_dropout": 0.0, "target_modules": "all-linear"}
     if at_hand is not None and at_hand.transposed:
         peft["fan_in_fan_out"] = True
     why = "the size of the model is not known here" if size is None else f"the model has {size:,} parameters"
     reason = (
-        f"{rules.rank_reason(rank)} An adapter is trained because {why if wishes.adapter is None else 'you chose it'}. "
+        f"{defaults.rank_reason(rank)} An adapter is trained because {why if wishes.adapter is None else 'you chose it'}. "
         "If the private text is unlike the model's own, train embeddings and head too: modules_to_save: "
         "[embed_tokens, lm_head] (the names differ between models)."
     )
@@ -353,16 +353,16 @@ def _privacy_settings(privacy: PrivacyConfig, num_units: int, batch: int, steps:
     )
     found = [
         Setting("privacy.epsilon", privacy.epsilon, epsilon, None),
-        Setting("privacy.delta", privacy.delta, rules.delta_reason(num_units), None),
+        Setting("privacy.delta", privacy.delta, defaults.delta_reason(num_units), None),
     ]
     if privacy.max_rows_per_unit is not None:
         rows = privacy.max_rows_per_unit
         kept = "Which rows of a user with more: by a secret draw before the training."
         found += [
-            Setting("privacy.max_rows_per_unit", rows, rules.rows_reason(rows), None),
+            Setting("privacy.max_rows_per_unit", rows, defaults.rows_reason(rows), None),
             Setting("privacy.rows_kept", privacy.rows_kept, kept, "first"),
         ]
-    reason = rules.batch_reason(num_units, batch, steps)
+    reason = defaults.batch_reason(num_units, batch, steps)
     return [*found, Setting("privacy.expected_batch_size", batch, reason, None)]
 
 

@@ -66,7 +66,7 @@ class Suggestion:
         settings: one for each key.
         notes: remarks on them, one sentence or two each.
         guides: settings that stay as the recipe has them, with the value of the rule for a new recipe
-            (`dpllm.planning.rules`). They are no part of `overrides`.
+            (`dpllm.privacy.defaults`). They are no part of `overrides`.
     """
 
     settings: tuple[Setting, ...]

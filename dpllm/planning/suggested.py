@@ -21,7 +21,6 @@ from dpllm.mechanism.blt import BltNoise
 from dpllm.mechanism.noise import IndependentNoise
 from dpllm.mechanism.parts import Noise, Spec
 from dpllm.mechanism.workload import Workload
-from dpllm.planning import rules
 from dpllm.planning.suggest import (
     WARM_UP_SHARE,
     Setting,
@@ -31,6 +30,7 @@ from dpllm.planning.suggest import (
     starting_rate,
 )
 from dpllm.planning.weight_size import WeightSize
+from dpllm.privacy import defaults
 from dpllm.privacy.noise_choice import Prediction, predicted_noise, prediction
 from dpllm.privacy.plan import PrivacyPlan
 from dpllm.training.arguments import num_private_steps, plan_for, training_arguments
@@ -89,7 +89,7 @@ class Suggested:
 
     def range_around(self, rate: Setting) -> str:
         """Return a remark on the learning rates around the computed one."""
-        return rules.range_words(float(rate.value), self.recipe.model.adapter is not None, self.step_ratio != 1)
+        return defaults.range_words(float(rate.value), self.recipe.model.adapter is not None, self.step_ratio != 1)
 
     def _about_a_fixed_order(self) -> list[str]:
         """Return the remark on units that cannot be sampled."""
@@ -265,29 +265,34 @@ def _guides(recipe: Recipe, plan: PrivacyPlan) -> tuple[Setting, ...]:
     by_example = privacy.sampling == "example"
     found = []
     if not by_example:
-        batch, steps = rules.batch_and_steps(num_units)
-        reason = rules.batch_reason(num_units, batch, steps)
+        batch, steps = defaults.batch_and_steps(num_units)
+        reason = defaults.batch_reason(num_units, batch, steps)
         found += [
             Setting("privacy.expected_batch_size", batch, reason, plan.expected_batch_size),
             Setting("train.max_steps", steps, reason, plan.num_steps),
         ]
-    found.append(Setting("privacy.delta", rules.delta_for(num_units), rules.delta_reason(num_units), plan.delta))
+    found.append(Setting("privacy.delta", defaults.delta_for(num_units), defaults.delta_reason(num_units), plan.delta))
     if privacy.max_rows_per_unit is not None:
         rows = privacy.max_rows_per_unit if by_example else ROWS_PER_UNIT
         found.append(
-            Setting("privacy.max_rows_per_unit", rows, rules.rows_reason(rows, by_example), privacy.max_rows_per_unit)
+            Setting(
+                "privacy.max_rows_per_unit", rows, defaults.rows_reason(rows, by_example), privacy.max_rows_per_unit
+            )
         )
     if recipe.model.adapter is not None:
         found.append(
             Setting(
-                "model.adapter.r", rules.RANK, rules.rank_reason(rules.RANK), recipe.model.adapter.get("r", _PEFT_RANK)
+                "model.adapter.r",
+                defaults.RANK,
+                defaults.rank_reason(defaults.RANK),
+                recipe.model.adapter.get("r", _PEFT_RANK),
             )
         )
     return tuple(found)
 
 
 def _notes(recipe: Recipe, plan: PrivacyPlan) -> tuple[str, ...]:
-    found = rules.need_words(plan.num_units, plan.target_epsilon or plan.epsilon, plan.unit)
+    found = defaults.need_words(plan.num_units, plan.target_epsilon or plan.epsilon, plan.unit)
     peft = recipe.model.adapter
     if peft is not None:
         found.append("The rule for the learning rate was not measured with adapters: rehearse it on public text.")

@@ -72,7 +72,6 @@ def size_of_model(model: ModelConfig, most: int | None = None) -> WeightSize | N
     Raises:
         ConfigError: the model has no such files here, they are damaged, or they hold no trained parameter.
     """
-    files = None if model.config is not None else _files(str(model.name))
     prepared = skeleton(model)
     trained = {name: p for name, p in prepared.named_parameters() if p.requires_grad}
     adapters = {name: p for name, p in trained.items() if ".lora_" in name}
@@ -81,11 +80,12 @@ def size_of_model(model: ModelConfig, most: int | None = None) -> WeightSize | N
     rest = {name: p for name, p in trained.items() if name not in adapters}
     if most is not None and sum(p.numel() for p in rest.values()) > most:
         return None
-    if files is None:
+    files = _files(str(model.name)) if rest and model.config is None else None
+    if rest and files is None:
         spread = float(getattr(prepared.config, "initializer_range", None) or _USUAL_SPREAD)
         sums += [(_first_value(name, p, spread) ** 2 * p.numel(), p.numel()) for name, p in rest.items()]
         words = f"of new weights, by their initialisation with a spread of {spread:g}"
-    elif rest:
+    elif files is not None:
         try:
             found = list(_of_files(files, rest, str(getattr(prepared, "base_model_prefix", ""))))
         except (OSError, SafetensorError, ValueError, KeyError) as error:

@@ -20,6 +20,7 @@ from dpllm.mechanism.parts import Draw, Mechanism, Noise, Spec
 from dpllm.mechanism.selection import Selection, selected_run
 from dpllm.mechanism.workload import Workload
 from dpllm.privacy.calibration import calibrate, choose_max_batch_size, steps_within
+from dpllm.privacy.defaults import batch_size
 from dpllm.privacy.ledger_reader import LedgerContents
 from dpllm.privacy.noise_choice import choose_noise
 from dpllm.privacy.plan_parts import FLAT, INDEPENDENT, PLAN_FORMAT, Plan, PlannedDraw, PlannedNoise
@@ -247,16 +248,17 @@ def _untruncated(privacy: PrivacyConfig, num_units: int, num_steps: int, num_exa
     if by_example and num_examples is None:
         raise ValueError('sampling="example" draws rows: pass num_examples, the number of rows within the bound')
     population = num_examples if by_example and num_examples is not None else num_units
-    if privacy.expected_batch_size > population:
+    batch = batch_size(privacy, population)
+    if batch > population:
         raise ValueError(
-            f"expected_batch_size={privacy.expected_batch_size} exceeds the number of "
+            f"expected_batch_size={batch} exceeds the number of "
             f"{'rows' if by_example else 'units'}, {population}: each enters a step at most once. Set it to "
             f"{population} or fewer"
         )
     return Draw(
         num_units=num_units,
         population=population,
-        expected_batch_size=privacy.expected_batch_size,
+        expected_batch_size=batch,
         max_batch_size=population,
         rows_per_unit=privacy.max_rows_per_unit if by_example else None,
     )

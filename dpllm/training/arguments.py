@@ -26,6 +26,7 @@ from dpllm.config.values import shown
 from dpllm.data.units import UnitIndex
 from dpllm.engines import private_config
 from dpllm.mechanism.parts import Spec
+from dpllm.privacy.defaults import batch_size
 from dpllm.privacy.plan import PrivacyPlan, make_plan
 from dpllm.report.publishing import refuse_uploads
 from dpllm.training.argument_table import ARGUMENTS, Argument, refuse_by_table
@@ -319,7 +320,7 @@ def num_private_steps(args: TrainingArguments, privacy: PrivacyConfig, populatio
     """Return T: ``max_steps``, or the number of steps of ``num_train_epochs`` expected passes over the data."""
     if args.max_steps > 0:
         return args.max_steps
-    return math.ceil(args.num_train_epochs * population / privacy.expected_batch_size)
+    return math.ceil(args.num_train_epochs * population / batch_size(privacy, population))
 
 
 def read_privacy(privacy: Any) -> PrivacyConfig:

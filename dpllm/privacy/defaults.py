@@ -1,8 +1,9 @@
 """Rules of thumb for the settings of a run, from public numbers only: N, ε, δ, and the kind of the trained weights.
 
-Place in the flow: `dpllm init` writes a new recipe by these rules, and `dpllm plan --suggest` prints them beside the
-values of a recipe. None of them reads a record. Each rule returns the value and its reason, with its source; where
-nothing was measured, the reason says so.
+A recipe that leaves out its batch size, steps or learning rate gets them from these rules (`dpllm.planning.proposals`),
+`dpllm init` writes them into a new recipe, and `dpllm plan suggest` compares them with the values of a recipe. No rule
+reads a record. Each rule returns the value and its reason with its source; where nothing was measured, the reason says
+so.
 
 How many units are needed. At one compute, the quality of private training follows the ratio of signal to noise, which
 is at most N μ(ε, δ): μ is the distance of two unit normals that are (ε, δ) apart (`dpllm.privacy.gaussian`). One
@@ -16,6 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from dpllm.config import PrivacyConfig
 from dpllm.privacy.gaussian import gaussian_distance
 
 UNITS_PER_STEP = 1 / 40
@@ -25,7 +27,6 @@ FEWEST_STEPS, MOST_STEPS = 192, 480
 PASSES = 5
 RANK = 16
 FEWEST_UNITS = 100
-MAX_LENGTH = 512
 MOST_TRAINED = 300_000_000
 """Models with at most this many parameters are trained as a whole."""
 
@@ -82,8 +83,7 @@ def delta_reason(num_units: int) -> str:
 def batch_and_steps(num_units: int) -> tuple[int, int]:
     """Return b and T for N units.
 
-    b is N/40, rounded to 2^k or 3·2^k, between 64 and 2048 and at most N/4. T is five passes over the units, between
-    192 and 480, and a multiple of 48: any number of bands up to 16 that is compared divides it.
+    b is N/40, rounded to 2^k or 3·2^k, between 64 and 2048 and at most N/4. T is that of `steps_for`.
 
     >>> batch_and_steps(5_000), batch_and_steps(28_500), batch_and_steps(1_000_000), batch_and_steps(120)
     ((128, 192), (768, 192), (2048, 480), (24, 192))
@@ -92,8 +92,30 @@ def batch_and_steps(num_units: int) -> tuple[int, int]:
     wanted = min(max(num_units * UNITS_PER_STEP, SMALLEST_BATCH), most)
     sizes = [size for power in range(12) for size in (2**power, 3 * 2**power) if size <= most]
     batch = min(sizes, key=lambda size: abs(math.log(size / wanted)))
+    return batch, steps_for(num_units, batch)
+
+
+def batch_size(privacy: PrivacyConfig, population: int) -> int:
+    """Return b: the configured one, or that of `batch_and_steps`.
+
+    Args:
+        privacy: the configuration.
+        population: N, or the number of rows where rows are drawn.
+    """
+    return privacy.expected_batch_size or batch_and_steps(population)[0]
+
+
+def steps_for(num_units: int, batch: int) -> int:
+    """Return T for N units of which b enter a step on average.
+
+    T is five passes over the units, between 192 and 480, and a multiple of 48: any number of bands up to 16 that is
+    compared divides it.
+
+    >>> steps_for(5_000, 128), steps_for(5_000, 64)
+    (192, 384)
+    """
     steps = _STEPS_MULTIPLE * round(PASSES * num_units / batch / _STEPS_MULTIPLE)
-    return batch, min(max(steps, FEWEST_STEPS), MOST_STEPS)
+    return min(max(steps, FEWEST_STEPS), MOST_STEPS)
 
 
 def batch_reason(num_units: int, batch: int, steps: int) -> str:

@@ -1,0 +1,116 @@
+"""The settings that a recipe leaves to dpllm: batch size, steps, learning rate and what goes with it, each with its reason.
+
+A recipe of four sections and six keys trains: `proposals` computes the rest before anything is trained, and
+`complete_recipe` returns the recipe with it. Hardware has no influence, and of the private records only N, which the
+guarantee treats as public; so a proposal is the same for `dpllm plan`, for `dpllm train` and after a resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+
+from dpllm.config import ConfigError, ModelConfig, Recipe, load_recipe
+from dpllm.config.recipe import read_raw
+from dpllm.data.rows import load_train_and_eval, unit_index_of
+from dpllm.data.units import UnitIndex
+from dpllm.models.starting_point import refuse_private_start
+from dpllm.planning.suggest import Setting
+from dpllm.planning.suggested import RATE, suggested_run
+from dpllm.planning.weight_size import WeightSize, size_of_model
+from dpllm.privacy import defaults
+
+_BATCH, _STEPS = "privacy.expected_batch_size", "train.max_steps"
+_GOES_WITH_THE_RATE = ("privacy.noise", "train.average", "train.warmup_steps")
+_WEIGHTS = ("*.json", "*.safetensors")
+
+
+def complete_recipe(path: str | Path, overrides: Sequence[str] = (), download: bool = False) -> Recipe:
+    """Return the recipe of a file with the settings that it leaves out; as `dpllm.config.load_recipe` otherwise.
+
+    Args:
+        path: a file, or the name of a shipped recipe.
+        overrides: dotted assignments.
+        download: as for `proposals`.
+
+    Raises:
+        ConfigError: as `load_recipe`, or a setting that is left out cannot be computed.
+    """
+    found = proposals(path, overrides, download)
+    return load_recipe(path, [*overrides, *(setting.override for setting in found)])
+
+
+def proposals(path: str | Path, overrides: Sequence[str] = (), download: bool = False) -> tuple[Setting, ...]:
+    """Return the settings that a recipe leaves out, with their reasons; none for a recipe that has them all.
+
+    Batch size and steps follow from N. A recipe without a learning rate gets the one of the rule for its model, its
+    steps and its noise, and with it the noise, the average and the warm-up that the rule was measured with, where the
+    recipe does not name them. The learning rate of preference pairs (``train.trainer: dpo``) stays TRL's.
+
+    Args:
+        path: a file, or the name of a shipped recipe.
+        overrides: dotted assignments, which count as settings of the recipe.
+        download: whether to fetch the weights of a model of the Hub, of which the learning rate is computed.
+
+    Raises:
+        ConfigError: the recipe cannot be read, or the weights of its model are not on this machine.
+        DataError: the records cannot be read.
+    """
+    raw, recipe = read_raw(path, overrides), load_recipe(path, overrides)
+    found: list[Setting] = []
+
+    def lacks(*keys: str) -> bool:
+        return all(_value(raw, key) is None for key in keys)
+
+    by_rule = lacks(RATE) and recipe.train.get("trainer") != "dpo" and recipe.privacy.noise_multiplier != 0
+    if not (lacks(_BATCH) or lacks(_STEPS, "train.num_train_epochs") or by_rule):
+        return ()
+    refuse_private_start(recipe.model.name, recipe.model.start_is_independent)
+    units = unit_index_of(load_train_and_eval(recipe.data, recipe.privacy)[0], recipe.privacy)
+    found += _batch_and_steps(recipe, units, lacks)
+    if by_rule:
+        known = load_recipe(path, [*overrides, *(setting.override for setting in found)])
+        run = suggested_run(known, units)
+        rate = run.rate_for(_size(recipe.model, download))
+        found.append(rate)
+        found += [one for one in run.settings if one.key in _GOES_WITH_THE_RATE and lacks(one.key)]
+    return tuple(found)
+
+
+def _batch_and_steps(recipe: Recipe, units: UnitIndex, lacks: Callable[..., bool]) -> list[Setting]:
+    """Return b and T where the recipe lacks them."""
+    count = units.num_rows if recipe.privacy.sampling == "example" else units.num_units
+    batch = recipe.privacy.expected_batch_size or defaults.batch_and_steps(count)[0]
+    steps = defaults.steps_for(count, batch)
+    found = []
+    if lacks(_BATCH):
+        found.append(Setting(_BATCH, batch, defaults.batch_reason(count, batch, steps), None))
+    if lacks(_STEPS, "train.num_train_epochs"):
+        passes = f"{steps * batch / count:.1f} passes over the {count:,} units, {batch:,} in a step on average."
+        found.append(Setting(_STEPS, steps, passes, None))
+    return found
+
+
+def _size(model: ModelConfig, download: bool) -> WeightSize:
+    """Return the size of the trained weights.
+
+    Raises:
+        ConfigError: they are not on this machine.
+    """
+    if download and model.name is not None and not Path(model.name).expanduser().exists():
+        snapshot_download(model.name, allow_patterns=list(_WEIGHTS))
+    try:
+        return size_of_model(model)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{RATE} is not given, and it follows from the model's weights: {error}; or set {RATE}"
+        ) from error
+
+
+def _value(raw: Mapping[str, Any], key: str) -> Any:
+    section, _, name = key.partition(".")
+    inside = raw.get(section)
+    return inside.get(name) if isinstance(inside, Mapping) else None
