@@ -261,8 +261,8 @@ def _refuse_few(num_units: int, unit: str) -> None:
         noun = "users" if unit == "user" else "records"
         raise DataError(
             f"{num_units:,} {noun} are too few: the noise that hides each of them hides their common traits too. "
-            f"At least {defaults.FEWEST_UNITS} are needed to begin, and about {defaults.units_needed(8.0):,} for a good "
-            "model at ε = 8. Collect more, or train on public records of the same kind"
+            f"At least {defaults.FEWEST_UNITS} are needed to begin, and about {defaults.units_needed(8.0):,} for a "
+            "good model at ε = 8. Collect more, or train on public records of the same kind"
         )
 
 
@@ -290,8 +290,9 @@ def _model_section(wishes: Wishes, task: str, at_hand: ModelAtHand | None) -> li
     if at_hand is not None and at_hand.transposed:
         peft["fan_in_fan_out"] = True
     why = "the size of the model is not known here" if size is None else f"the model has {size:,} parameters"
+    why = why if wishes.adapter is None else "you chose it"
     reason = (
-        f"{defaults.rank_reason(rank)} An adapter is trained because {why if wishes.adapter is None else 'you chose it'}. "
+        f"{defaults.rank_reason(rank)} An adapter is trained because {why}. "
         "If the private text is unlike the model's own, train embeddings and head too: modules_to_save: "
         "[embed_tokens, lm_head] (the names differ between models)."
     )

@@ -1,4 +1,4 @@
-"""The settings that a recipe leaves to dpllm: batch size, steps, learning rate and what goes with it, each with its reason.
+"""The settings that a recipe leaves out: batch size, steps, learning rate and what goes with it, each with a reason.
 
 A recipe of four sections and six keys trains: `proposals` computes the rest before anything is trained, and
 `complete_recipe` returns the recipe with it. Hardware has no influence, and of the private records only N, which the

@@ -72,6 +72,8 @@ def size_of_model(model: ModelConfig, most: int | None = None) -> WeightSize | N
     Raises:
         ConfigError: the model has no such files here, they are damaged, or they hold no trained parameter.
     """
+    if model.config is None and model.adapter is None:
+        _files(str(model.name))  # before the skeleton, which would be fetched from the Hub
     prepared = skeleton(model)
     trained = {name: p for name, p in prepared.named_parameters() if p.requires_grad}
     adapters = {name: p for name, p in trained.items() if ".lora_" in name}

@@ -1,4 +1,4 @@
-"""Tests of dpllm.privacy.defaults: rules stay within their bounds for every N, and follow the measurement they scale."""
+"""Tests of dpllm.privacy.defaults: rules stay within their bounds for every N, and follow their measurement."""
 
 from __future__ import annotations
 
