@@ -72,6 +72,12 @@ def proposals(path: str | Path, overrides: Sequence[str] = (), download: bool = 
     units = unit_index_of(load_train_and_eval(recipe.data, recipe.privacy)[0], recipe.privacy)
     found += _batch_and_steps(recipe, units, lacks)
     if by_rule:
+        optimizer = str(recipe.train.get("optim", "adamw"))
+        if not optimizer.startswith("adam"):
+            raise ConfigError(
+                f"{path}: {RATE} is not given, and its rule is for AdamW: set it for train.optim={optimizer}, or leave "
+                "train.optim out"
+            )
         known = load_recipe(path, [*overrides, *(setting.override for setting in found)])
         run = suggested_run(known, units)
         rate = run.rate_for(_size(recipe.model, download))
