@@ -238,7 +238,7 @@ class TestHeldOut:
         assert none is None and len(whole) == 50
 
     def test_held_out_records_come_from_their_own_file(self, path, tmp_path):
-        """`eval_path` takes nothing from the training records, for any limit."""
+        """A path of held-out records takes nothing from the training records, for any limit."""
         other = write(tmp_path / "dev.csv", [{"text": text} for text in TEXTS])
         train, held_out = load_train_and_eval(config(path=path, eval=str(other), limit=2))
         assert held_out is not None and len(train) == 2 and held_out["text"][:] == TEXTS
