@@ -329,7 +329,6 @@ def test_saved_recipe_loads_equal(recipe_path: Path, tmp_path: Path) -> None:
             "public_pretrain.data.pth=1",
             r"unknown key 'public_pretrain.data.pth'; did you mean 'public_pretrain.data.path'\?",
         ),
-        ("privacy.expected_batch_size=null", "missing key 'privacy.expected_batch_size'"),
         ("privacy.unit=id", r"unknown key 'privacy.unit'; the column .* is data\.columns\.unit"),
         ("privacy.delta=2", "section 'privacy': delta must be"),
         ("model=3", "'model' must be a mapping"),
