@@ -309,22 +309,22 @@ def checked(
     if scores.ndim != 1 or coins.shape != scores.shape:
         raise AuditError(f"each canary needs one score and one coin, got shapes {scores.shape} and {coins.shape}")
     if coins.dtype != np.bool_:
-        raise AuditError(f"the coins must be true or false, got {coins.dtype}: give whether each canary was included")
+        raise AuditError(f"the coins must be booleans, got {coins.dtype}: state whether each canary was included")
     if not 0 < delta < 1 or not 0 < confidence < 1:
         raise AuditError(f"delta and confidence must be between 0 and 1, got {delta} and {confidence}")
     if not np.isfinite(scores).all():
         raise AuditError(
             f"{int((~np.isfinite(scores)).sum())} of {len(scores)} scores are not finite: the model overflows on these "
-            "canaries; score them in float32, or make other canaries"
+            "canaries. Score them in float32, or use different canaries"
         )
     if len(scores) < FEWEST_CANARIES:
         raise AuditError(
             f"{len(scores)} canaries cannot show anything: even with perfect scores the bound would be "
-            f"{up(_ceiling_of_few(len(scores), delta, confidence), 2)}. Take at least {FEWEST_CANARIES}, better 1000"
+            f"{up(_ceiling_of_few(len(scores), delta, confidence), 2)}. Use at least {FEWEST_CANARIES}, preferably 1000"
         )
     if coins.all() or not coins.any():
         raise AuditError(
-            "all canaries were included, or none, so there is nothing to distinguish: include each canary by its own "
+            "all canaries were included, or none, so there is nothing to distinguish. Include each canary by its own "
             "fair coin (`dpllm audit prepare`)"
         )
     return scores, coins

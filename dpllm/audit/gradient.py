@@ -132,15 +132,15 @@ class Design:
         """Check the numbers."""
         for name, least in (("num_base", 1), ("num_canaries", 1), ("num_blocks", 1), ("steps_per_block", 1)):
             if getattr(self, name) < least:
-                raise AuditError(f"{name} is {getattr(self, name)}; at least {least} is needed")
+                raise AuditError(f"{name} is {getattr(self, name)}; it must be at least {least}")
         if self.steps_per_start is not None and (self.steps_per_start < 1 or not self.own_runs):
             raise AuditError(
-                f"steps_per_start is {self.steps_per_start}; 1 or more is needed, and own_runs=True: only a run of its "
-                "own can be resumed"
+                f"steps_per_start is {self.steps_per_start}; it must be at least 1, with own_runs=True, since only a "
+                "separate run can be resumed"
             )
         if self.average is not None and not (self.own_runs and len(self.starts) == 1):
             raise AuditError(
-                "An average is that of one run, and is read at its end: set own_runs=True, without steps_per_start"
+                "An average belongs to one run and is read at its end. Set own_runs=True, without steps_per_start"
             )
 
     @property
@@ -158,20 +158,20 @@ class Design:
         needed = self.steps_per_block * (1 if self.own_runs else self.num_blocks)
         if plan.num_steps < needed:
             raise AuditError(
-                f"{self.num_blocks} blocks of {self.steps_per_block} steps need {needed} steps, the plan has "
-                f"{plan.num_steps}. Make the plan of the audit with num_steps={needed}"
+                f"{self.num_blocks} blocks of {self.steps_per_block} steps need {needed} steps, but the plan has "
+                f"{plan.num_steps}. Create the audit's plan with num_steps={needed}"
             )
         if plan.population < self.num_base + self.num_canaries:
             raise AuditError(
-                f"{self.num_base} base units and {self.num_canaries} canaries, but the plan is for "
-                f"{plan.population} units. Take fewer canaries, or more units"
+                f"There are {self.num_base} base units and {self.num_canaries} canaries, but the plan is for "
+                f"{plan.population} units. Use fewer canaries, or more units"
             )
         if plan.sampling != "unit":
-            raise AuditError('Canaries are whole units, but the plan draws single rows: audit with sampling="unit"')
+            raise AuditError('Canaries are whole units, but the plan draws single rows. Audit with sampling="unit"')
         if plan.noise_multiplier == 0:
-            raise AuditError("The plan has no noise: it claims nothing that could be refuted. Set noise_multiplier")
+            raise AuditError("The plan has no noise, so it claims nothing that could be refuted. Set noise_multiplier")
         if plan.seeded:
-            raise AuditError("The plan has a fixed seed, so its noise is public: audit without privacy.seed")
+            raise AuditError("The plan has a fixed seed, so its noise is public. Audit without privacy.seed")
 
     @property
     def canaries(self) -> NDArray[np.int64]:
@@ -215,7 +215,8 @@ class Basis:
         usable_K = torch.isfinite(norm_K) & (norm_K > 0)
         if not bool(usable_K.all()):
             raise AuditError(
-                f"The gradient of unit {int((~usable_K).nonzero()[0, 0])} is zero or not finite: use other rows for it"
+                f"The gradient of unit {int((~usable_K).nonzero()[0, 0])} is zero or not finite. Use different rows "
+                "for it"
             )
         unit_KP = gradient_KP / norm_K[:, None]
         gram_KK = (unit_KP @ unit_KP.T).double()
@@ -228,9 +229,8 @@ class Basis:
         visible_M = torch.stack([_length(own_K, gram_KK) for own_K in own_MK])
         if float(visible_M.min()) < LEAST_VISIBLE:
             raise AuditError(
-                f"The gradient of canary {int(visible_M.argmin())} is nearly a combination of the other units' "
-                f"(only a share of {float(visible_M.min()):.2g} is orthogonal to them): use fewer canaries, or other "
-                "rows"
+                f"The gradient of canary {int(visible_M.argmin())} is nearly a combination of the other units' (only a "
+                f"share of {float(visible_M.min()):.2g} is orthogonal to them). Use fewer canaries, or different rows"
             )
         canary_MP = (own_MK / visible_M[:, None]).to(unit_KP.dtype) @ unit_KP
         base_P = (base_K / _length(base_K, gram_KK)).to(unit_KP.dtype) @ unit_KP
@@ -311,7 +311,7 @@ def unit_gradients(model: nn.Module, rows: TrainingRows, loss_of: LossOf, unit_i
         AuditError: the rows are packed, so that single rows cannot be run.
     """
     if rows.packed:
-        raise AuditError("Packed rows cannot be run one by one: audit with microbatch.pack=false")
+        raise AuditError("Packed rows cannot be run one by one. Audit with microbatch.pack=false")
     alone = copy.deepcopy(model).double().eval()
     parameters = [p for p in alone.parameters() if p.requires_grad]
     found = []
@@ -492,15 +492,14 @@ def _require_readable_average(model: Any) -> None:
     """
     if updates_by_itself(model):
         raise AuditError(
-            "Under DeepSpeed the audit cannot read the released average of the weights. Audit it on another engine, "
-            "and the steps on this one with train.average=null"
+            "Under DeepSpeed the audit cannot read the released average of the weights. Audit the average on a "
+            "different engine, and the steps on this one with train.average=null"
         )
     short = next((p.dtype for p in model.parameters() if p.requires_grad and p.dtype.itemsize < 4), None)
     if short is not None:
         raise AuditError(
-            f"The trained weights are {short}, in which the small movements of an audit are lost, and with them the "
-            "average that is released. Load the model in float32 (model.dtype=float32), or audit the steps only, with "
-            "train.average=null"
+            f"The trained weights are {short}, which loses the small changes of an audit, and so the released average. "
+            "Load the model in float32 (model.dtype=float32), or audit only the steps, with train.average=null"
         )
 
 
@@ -542,7 +541,7 @@ def observe(
             raise AuditError(
                 f"A block released {len(released)} vectors of {released[0].numel() if released else 0} entries, but "
                 f"{design.steps_per_block} of {basis.base_P.numel()} are expected: the trained model is not the one "
-                "whose gradients were taken"
+                "whose gradients were computed"
             )
         wide_TP = torch.stack([vector.to(basis.base_P) for vector in released])
         canary_RTM.append((wide_TP @ basis.canary_MP.T).cpu().numpy())
@@ -589,6 +588,6 @@ def _check_plain_sgd(optimizer: torch.optim.Optimizer) -> None:
     )
     if not plain:
         raise AuditError(
-            f"A release or an average is computed from the change of the parameters, but {type(optimizer).__name__} "
-            "with its settings does not change them by the gradient only. Audit with torch.optim.SGD without momentum"
+            f"A release or an average is computed from the parameters' change, but {type(optimizer).__name__} with its "
+            "settings changes them by more than the gradient. Audit with torch.optim.SGD without momentum"
         )

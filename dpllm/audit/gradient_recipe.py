@@ -94,7 +94,7 @@ class Settings:
         if self.blocks * self.steps > MOST_STEPS:
             raise AuditError(
                 f"{self.blocks} blocks of {self.steps} steps are {self.blocks * self.steps} steps, but at most "
-                f"{MOST_STEPS} are allowed: lower --blocks or --steps"
+                f"{MOST_STEPS} are allowed. Lower --blocks or --steps"
             )
 
     @property
@@ -123,8 +123,8 @@ class Settings:
         batch = round(self.sampling_rate * group)
         if batch < 1 or abs(batch - self.sampling_rate * group) > 1e-9:
             raise AuditError(
-                f"A sampling rate of {self.sampling_rate:g} of {group} units is not a whole number of units: use "
-                f"{max(1, batch)}/{group} = {max(1, batch) / group:g}, or another number of units"
+                f"A sampling rate of {self.sampling_rate:g} does not give a whole number of {group} units. Use "
+                f"{max(1, batch)}/{group} = {max(1, batch) / group:g}, or a different number of units"
             )
         correlated = asked.tensors_kept > 0
         adapts = isinstance(clipping_of(Spec.of(privacy.clipping), privacy.clip_norm), AdaptiveClipping)
@@ -163,18 +163,18 @@ class Settings:
         groups = noise.unit_groups
         if groups is None:
             raise AuditError(
-                "The recipe leaves the bands of its noise open, and the audit has no run for which to choose them. Add "
-                "their number, for instance 'privacy.noise={kind: banded, bands: 4}'"
+                "The recipe does not fix the bands of its noise, and the audit has no run for which to choose them. "
+                "Add their number, for instance 'privacy.noise={kind: banded, bands: 4}'"
             )
         if groups == 1 and self.steps < 2:
             raise AuditError(
-                f"A block has {self.steps} step, and the noise is correlated over steps: add --steps 8, so that "
-                "steps depend on each other and units come back"
+                f"A block has {self.steps} step, but the noise is correlated over steps. Add --steps 8, so that steps "
+                "depend on each other and units recur"
             )
         if self.steps < 2 * groups:
             raise AuditError(
-                f"A block has {self.steps} step(s), and the noise has {groups} bands: two cycles are needed, so that "
-                f"units come back. Add --steps {2 * groups}"
+                f"A block has {self.steps} step(s), but the noise has {groups} bands, and units recur only after a "
+                f"full cycle. Add --steps {2 * groups}, two cycles"
             )
         return groups
 
@@ -246,7 +246,7 @@ def _model_and_rows(recipe: Recipe, settings: Settings, max_rows: int, num_units
     model = load_model(recipe.model, tokenizer, 2)
     room = Limits.of(model).positions
     if room is not None and settings.tokens > room:
-        raise AuditError(f"tokens is {settings.tokens}, but the model has {room} positions: lower --tokens")
+        raise AuditError(f"tokens is {settings.tokens}, but the model has {room} positions. Lower --tokens")
     rng = np.random.default_rng(_PUBLIC_SEED)
     size = int(model.config.num_labels or 2)
     examples = [_random_row(rng, settings.tokens - unit % 2, len(tokenizer), task, size) for unit in range(num_units)]

@@ -56,8 +56,8 @@ def distinct(draw: Callable[[int], Sequence[Pair]], num: int) -> list[Pair]:
         if len(found) >= num:
             return [(prefix, text) for text, prefix in list(found.items())[:num]]
     raise AuditError(
-        f"only {len(found)} of {num} canaries could be made without repeating one: make them longer (--length), "
-        "take fewer (--canaries), or another kind (--kind)"
+        f"only {len(found)} of {num} canaries could be made without repeating one. Make them longer (--length), use "
+        "fewer (--canaries), or a different kind (--kind)"
     )
 
 
@@ -77,8 +77,8 @@ def readable_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     ]
     if len(found) < 2:
         raise AuditError(
-            "the tokenizer has fewer than two tokens that decode to readable text, so it can make no canary. Use "
-            "another tokenizer"
+            "the tokenizer has fewer than two tokens that decode to readable text, so it cannot make a canary. Use a "
+            "different tokenizer"
         )
     return found
 
@@ -120,8 +120,8 @@ def rare_suffix(
     beginnings = [text for text in public if text.strip()]
     if not beginnings:
         raise AuditError(
-            "a canary with a rare suffix begins with public text, but there is none: give a file with a text per line "
-            "(--prefixes), a recipe with public_pretrain, or another kind (--kind)"
+            "a canary with a rare suffix begins with public text, but there is none. Pass a file with one text per "
+            "line (--prefixes), a recipe with public_pretrain, or a different kind (--kind)"
         )
     counts = np.zeros(len(tokenizer), dtype=np.int64)
     for ids in _encode(tokenizer, beginnings):
@@ -157,7 +157,7 @@ def sampled(
         raise AuditError(f"the temperature must be above 0, got {temperature}; 1 keeps the model's probabilities")
     if begin is None:
         raise AuditError(
-            "the tokenizer has no token to begin or end a text with, so the model cannot write without a prompt. Set "
+            "the tokenizer has no token that begins or ends a text, so the model cannot write without a prompt. Set "
             "its bos_token or eos_token"
         )
     generator = torch.Generator().manual_seed(seed)

@@ -79,7 +79,7 @@ def judge_attack(name: str, scores: Floats, included: NDArray[np.bool_]) -> Memb
     """
     if np.isnan(scores).any():
         raise AuditError(
-            f"the attack '{name}' has no score for {int(np.isnan(scores).sum())} records (NaN): the model gives them "
+            f"the attack '{name}' has no score for {int(np.isnan(scores).sum())} records (NaN): the model assigns them "
             "no probability. Check that its training loss was not NaN"
         )
     others = int((~np.asarray(included, dtype=bool)).sum())
@@ -124,8 +124,8 @@ def check_exchangeable(reference: TokenScores, included: NDArray[np.bool_]) -> E
     deviation = math.sqrt((num_in + num_out + 1) / (12 * num_in * num_out))  # of an area of scores without a difference
     if abs(found.value - 0.5) > _TOO_FAR * deviation:
         raise AuditError(
-            f"members and held-out records differ before any training: the reference model, which saw neither, "
-            f"separates them with an AUROC of {found}. An attack would measure that difference and not membership. "
+            "members and held-out records differ before any training: the reference model, trained on neither, "
+            f"separates them with an AUROC of {found}. An attack would measure that difference instead of membership. "
             "Hold out a random share of the same records (data.eval) and train again"
         )
     return found

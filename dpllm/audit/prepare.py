@@ -94,7 +94,8 @@ class CanaryOptions:
         """Check the values."""
         if self.kind not in KINDS:
             raise AuditError(
-                f"unknown kind of canary {self.kind!r}{nearest(self.kind, KINDS) or '.'} Known: {', '.join(KINDS)}"
+                f"unknown kind of canary {self.kind!r}{nearest(self.kind, KINDS) or '.'} Known kinds: "
+                f"{', '.join(KINDS)}"
             )
         for name, most in (("num", MOST_CANARIES), ("length", None), ("records_per_user", None), ("repetitions", None)):
             value = getattr(self, name)
@@ -102,7 +103,7 @@ class CanaryOptions:
                 raise AuditError(f"{name} must be at least 1, got {value}")
             if value is not None and most is not None and value > most:
                 raise AuditError(
-                    f"{name} must be at most {most}, got {value}: more canaries hardly raise the bound. Take fewer "
+                    f"{name} must be at most {most}, got {value}: more canaries hardly raise the bound. Use fewer "
                     "(--canaries)"
                 )
         if self.num_candidates is not None and self.num_candidates < 0:
@@ -222,30 +223,30 @@ def read_prefixes(path: str | Path) -> list[str]:
     try:
         return Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise AuditError(f"{path} cannot be read as text ({error}): give a file with a public text per line") from error
+        raise AuditError(f"{path} cannot be read as text ({error}). Pass a file with a public text per line") from error
 
 
 def _check_request(recipe: Recipe, folder: Path, options: CanaryOptions) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise AuditError(f"{folder} is not empty: give a new folder, so that an earlier audit's coins are not lost")
+        raise AuditError(f"{folder} is not empty. Pass a new folder, so that an earlier audit's coins are not lost")
     refuse_trainer(recipe, "dpllm audit prepare")
     if recipe.model.task != "causal_lm" or recipe.data.format not in CANARY_FORMATS:
         raise AuditError(
-            f"model.task={recipe.model.task!r} with data.format={recipe.data.format!r} cannot be audited by canaries "
-            f"of text: this needs a causal_lm and one of the formats {', '.join(CANARY_FORMATS)}. `dpllm audit "
+            f"model.task={recipe.model.task!r} with data.format={recipe.data.format!r} cannot be audited with text "
+            f"canaries, which need a causal_lm and one of the formats {', '.join(CANARY_FORMATS)}. `dpllm audit "
             "gradient` audits the training itself for any task"
         )
     if recipe.privacy.budget_file is not None:
         raise AuditError(
             f"the recipe charges {recipe.privacy.budget_file}, which counts the units without canaries, so it would "
-            "refuse the run. Create a budget for these data (`dpllm budget create`), and name it when you train; "
-            "prepare with privacy.budget_file="
+            "refuse the run. Create a budget for these data (`dpllm budget create`) and name it for training. Prepare "
+            "with privacy.budget_file="
         )
     if recipe.privacy.protects == "sequence" and (options.repetitions > 1 or options.records_per_user is not None):
         raise AuditError(
-            "without data.columns.unit every record is a unit: ε does not cover a canary in several records, and a "
-            "bound above ε would accuse a sound run. Omit --repetitions and --records-per-user, or audit a recipe at "
-            "user level"
+            "without data.columns.unit every record is a unit, so ε does not cover a canary in several records, and a "
+            "bound above ε would accuse a sound run. Omit --repetitions and --records-per-user, or audit a user-level "
+            "recipe"
         )
 
 
@@ -262,8 +263,8 @@ def _records_per_unit(recipe: Recipe, options: CanaryOptions) -> int:
     chosen = max(1, min(8, most // options.repetitions)) if asked is None else asked
     if chosen * options.repetitions > most:
         raise AuditError(
-            f"a canary user would have {chosen * options.repetitions} records, but only max_rows_per_unit={most} of a "
-            "user are used: take fewer (--records-per-user, --repetitions)"
+            f"a canary user would have {chosen * options.repetitions} records, but only max_rows_per_unit={most} of "
+            "them are used. Use fewer (--records-per-user, --repetitions)"
         )
     return chosen
 
@@ -273,13 +274,13 @@ def _check_size(num_texts: int, recipe: Recipe, options: CanaryOptions) -> None:
     if options.length is not None and options.length > recipe.data.max_length:
         raise AuditError(
             f"canaries of {options.length} tokens are longer than data.max_length={recipe.data.max_length}, and the "
-            "part that is cut off is never learnt: make them shorter (--length), or raise data.max_length"
+            "truncated part is never learnt. Make them shorter (--length), or raise data.max_length"
         )
     tokens = num_texts * (options.length or _LONGEST)
     if tokens > MOST_CANARY_TOKENS:
         raise AuditError(
             f"{num_texts} texts of canaries and candidates have {tokens} tokens, but at most {MOST_CANARY_TOKENS} are "
-            "allowed: take fewer (--canaries, --candidates, --records-per-user) or shorter ones (--length)"
+            "allowed. Use fewer (--canaries, --candidates, --records-per-user) or shorter ones (--length)"
         )
 
 
@@ -303,7 +304,8 @@ def _texts(
     if name is None:
         raise AuditError(
             f"{SAMPLED} canaries are written by a model that exists before the private training, but the recipe names "
-            "none: give its folder (--sampler, such as public_pretrain of an earlier run), or another kind (--kind)"
+            "none. Pass its folder (--sampler, such as public_pretrain of an earlier run), or a different kind "
+            "(--kind)"
         )
     loaded: Any = load_base_model(ModelConfig(name=name, dtype=recipe.model.dtype), tokenizer)
     model = loaded.to(torch.accelerator.current_accelerator() or "cpu")
@@ -317,7 +319,7 @@ def _check_lengths(pairs: Sequence[Pair], recipe: Recipe, tokenizer: PreTrainedT
     if too_long := info["records_truncated"] + info["records_split"]:
         raise AuditError(
             f"{too_long} of {len(pairs)} canaries have more than data.max_length={recipe.data.max_length} tokens, and "
-            "the part that is cut off is never learnt: make them shorter (--length), or raise data.max_length"
+            "the truncated part is never learnt. Make them shorter (--length), or raise data.max_length"
         )
 
 
@@ -327,8 +329,8 @@ def _check_new(canaries: Sequence[Canary], train: datasets.Dataset, config: Data
     batches = train.select_columns(key_columns(config, None)).iter(READ_TOGETHER)
     if known := count_records(batches, keys, config, None):
         raise AuditError(
-            f"{len(known)} of the canaries are already in the data, so leaving one out would have no effect: make "
-            "them longer (--length), or of another kind (--kind)"
+            f"{len(known)} of the canaries are already in the data, so leaving one out would have no effect. Make them "
+            "longer (--length), or use a different kind (--kind)"
         )
 
 
@@ -357,8 +359,8 @@ def _refuse_other_chats(train: datasets.Dataset, config: DataConfig) -> None:
     kinds = [getattr((message or {}).get(key), "dtype", None) for key in ("role", "content")]
     if not {*kinds} <= {"string", "large_string"}:
         raise AuditError(
-            f"data.columns.messages={config.column('messages')!r} holds chats in another form than {{role, content}}, "
-            "which a canary does not fit: write role and content, as texts, into a copy of the data for the audit"
+            f"data.columns.messages={config.column('messages')!r} holds chats that are not {{role, content}} messages, "
+            "so a canary does not fit. Write role and content, as texts, into a copy of the data for the audit"
         )
 
 

@@ -276,7 +276,7 @@ def judge(
     ('no claim to refute', 0.0)
     """
     if not scores:
-        raise AuditError("there is no score to judge: name at least one attack")
+        raise AuditError("there is no score to judge. Name at least one attack")
     if history is not None and not _claims(history):
         history = None
     bounds_of = trial_bounds if independent_runs else one_run_bounds

@@ -140,5 +140,5 @@ def _both(scores: NDArray[np.float64], included: NDArray[np.bool_]) -> tuple[NDA
     scores, included = np.asarray(scores, dtype=np.float64), np.asarray(included, dtype=bool)
     members, others = scores[included], scores[~included]
     if len(members) == 0 or len(others) == 0:
-        raise AuditError(f"got {len(members)} members and {len(others)} others: to judge an attack, give some of both")
+        raise AuditError(f"got {len(members)} members and {len(others)} non-members. An attack needs some of both")
     return members, others

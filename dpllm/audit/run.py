@@ -165,11 +165,11 @@ def check_run(run_folder: Path, made: CanarySet, model: Path | None, plain: bool
     """
     has_ledger = (run_folder / LEDGER_FILE).is_file() and (run_folder / PLAN_FILE).is_file()
     if plain and has_ledger:
-        raise AuditError(f"{run_folder} holds the ledger of a private run, whose claim must be audited: omit --plain")
+        raise AuditError(f"{run_folder} holds the ledger of a private run, whose claim must be audited. Omit --plain")
     if not plain and not has_ledger:
         raise AuditError(
-            f"{run_folder} holds no {LEDGER_FILE} with its {PLAN_FILE}, so the claim is unknown: give the folder of "
-            "the run, or --plain for a model that was trained without privacy"
+            f"{run_folder} holds no {LEDGER_FILE} with its {PLAN_FILE}, so the claim is unknown. Pass the folder of "
+            "the run, or --plain for a model trained without privacy"
         )
     folder = model if model is not None else run_folder
     _check_age(folder, made)
@@ -178,10 +178,10 @@ def check_run(run_folder: Path, made: CanarySet, model: Path | None, plain: bool
         return ReleasedModel(run_folder=run_folder, model_folder=folder, history=None, delta=made.delta, plan_hash=None)
     plan, contents = PrivacyPlan.load(run_folder / PLAN_FILE), read_ledger(run_folder / LEDGER_FILE)
     if any(run["plan_hash"] != plan.hash for run in contents.runs) or any(s != plan.event for s, _ in contents.history):
-        raise AuditError(f"{contents.path} charges steps of another plan than the one beside it: restore both files")
+        raise AuditError(f"{contents.path} charges steps of a different plan than the one beside it. Restore both")
     if contents.seeded:
         raise AuditError(
-            f"{run_folder} used a fixed seed, so nothing in it is private and there is no claim to audit: train "
+            f"{run_folder} used a fixed seed, so nothing in it is private and there is no claim to audit. Train "
             "without privacy.seed"
         )
     privacy = made.recipe["privacy"]
@@ -196,7 +196,7 @@ def check_run(run_folder: Path, made: CanarySet, model: Path | None, plain: bool
     if started < datetime.fromisoformat(made.created_at):
         raise AuditError(
             f"the run in {run_folder} began at {started:%F %T} UTC, before these canaries were made "
-            f"({made.created_at}): it cannot have seen them. Train with the prepared recipe, and audit that run"
+            f"({made.created_at}), so it cannot have used them. Train with the prepared recipe, and audit that run"
         )
     return ReleasedModel(
         run_folder=run_folder,
@@ -211,12 +211,12 @@ def _check_age(folder: Path, made: CanarySet) -> None:
     """Raise unless the folder's weights were written after the canaries were made."""
     files = [file for pattern in _WEIGHTS for file in folder.glob(pattern)]
     if not files:
-        raise AuditError(f"{folder} holds no model (no {' or '.join(_WEIGHTS)}): give the folder of the released model")
+        raise AuditError(f"{folder} holds no model (no {' or '.join(_WEIGHTS)}). Pass the folder of the released model")
     written = datetime.fromtimestamp(int(min(file.stat().st_mtime for file in files)), UTC)
     if written < datetime.fromisoformat(made.created_at):
         raise AuditError(
             f"the model in {folder} was written at {written:%F %T} UTC, before these canaries were made "
-            f"({made.created_at}): it cannot have seen them. Audit the model that was trained on the prepared data"
+            f"({made.created_at}), so it cannot have used them. Audit the model that was trained on the prepared data"
         )
 
 
@@ -227,8 +227,8 @@ def _check_recipe(path: Path, made: CanarySet) -> None:
     data = load_recipe(path).data
     if Path(data.path).name != made.data_name:
         raise AuditError(
-            f"{path} trained on {data.path}, but these canaries belong to {made.data_name}: the audit is of another "
-            "run, or the coins were changed afterwards. Give the canaries.json of the prepared run"
+            f"{path} trained on {data.path}, but these canaries belong to {made.data_name}: the audit belongs to a "
+            "different run, or the coins were changed afterwards. Pass the canaries.json of the prepared run"
         )
     names = ("format", "columns", "max_length", "long_records", "limit")
     pairs = [(f"data.{name}", getattr(data, name), getattr(made.data, name)) for name in names]
@@ -254,8 +254,8 @@ def canary_rows(units: Sequence[Canary], made: CanarySet, tokenizer: PreTrainedT
     info = tokenization_info(rows)
     if info["records_truncated"] + info["records_split"]:
         raise AuditError(
-            "canaries do not fit into rows under the tokenizer of this model, so they were made for another one: "
-            "audit the model that was trained on the prepared data"
+            "canaries do not fit into rows under this model's tokenizer, so they were made for a different one. Audit "
+            "the model that was trained on the prepared data"
         )
     if made.data.form.holds is not Text or not any(prefix for prefix, _ in pairs):
         return rows
@@ -282,8 +282,8 @@ def score_canaries(
         scores[RATIO] = ratio_score(own, token_scores(_on_device(reference), rows, collator))
         if not scores[RATIO].any():
             raise AuditError(
-                "the model and the reference give every canary the same probability, so they are the same model: give "
-                "the trained one, or another --reference"
+                "the model and the reference assign every canary the same probability, so they are the same model. "
+                "Pass the trained model, or a different --reference"
             )
     return scores
 
@@ -326,6 +326,6 @@ def _tokenizer(released: ReleasedModel) -> PreTrainedTokenizerBase:
                 tokenizer.pad_token = tokenizer.eos_token
             return tokenizer
     raise AuditError(
-        f"{released.model_folder} holds no tokenizer, so the canaries cannot be tokenized: save it with the model "
-        "(tokenizer.save_pretrained)"
+        f"{released.model_folder} holds no tokenizer, so the canaries cannot be tokenized. Save the tokenizer with the "
+        "model (tokenizer.save_pretrained)"
     )

@@ -76,18 +76,18 @@ def token_scores(model: nn.Module, rows: datasets.Dataset, collator: RowCollator
     """
     if collator.task != "causal_lm":
         raise ConfigError(
-            f"tokens are scored under a causal language model; a {collator.task} gives no probability to each token of "
-            "a record. Attack it with another method"
+            f"tokens are scored under a causal language model, but a {collator.task} does not assign a probability to "
+            "each token of a record. Attack it with a different method"
         )
     if len(rows) == 0:
-        raise DataError("there is no row to score. Give at least one")
+        raise DataError("there is no row to score. Pass at least one")
     was_training = model.training
     model.eval()
     found: list[tuple[Floats, Floats, Floats] | None] = [None] * len(rows)
     for numbers in _batches(rows, _vocabulary(model), max_rows):
         for number, triple in zip(numbers, _score_batch(model, collator(list(rows.select(numbers)))), strict=True):
             if len(triple[0]) == 0:
-                raise DataError(f"row {number} has no target token, so it has no score: leave it out")
+                raise DataError(f"row {number} has no target token, so it has no score. Leave it out")
             found[number] = triple
     model.train(was_training)
     log_probs, means, stddevs = zip(*(triple for triple in found if triple is not None), strict=True)
@@ -161,7 +161,7 @@ def ratio_score(tuned: TokenScores, reference: TokenScores) -> Floats:
     """
     if [len(values) for values in tuned.log_probs] != [len(values) for values in reference.log_probs]:
         raise DataError(
-            "the two models scored different tokens: the ratio needs the same rows from the same tokenizer under both"
+            "the two models scored different tokens, but the ratio needs the same rows and tokenizer for both"
         )
     return loss_score(tuned) - loss_score(reference)
 
@@ -177,7 +177,7 @@ def zlib_score(tokens: TokenScores, texts: Sequence[str]) -> Floats:
         DataError: there is not one text per row.
     """
     if len(texts) != len(tokens):
-        raise DataError(f"{len(texts)} texts for {len(tokens)} rows: give one each")
+        raise DataError(f"{len(texts)} texts for {len(tokens)} rows: pass one text per row")
     sizes = np.array([len(zlib.compress(text.encode("utf-8"))) for text in texts], dtype=np.float64)
     return loss_score(tokens) / sizes
 

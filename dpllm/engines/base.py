@@ -52,7 +52,7 @@ class EarlyGradients:
         """
         if parameter in self._gradients:
             raise EngineError(
-                f"A gradient of shape {tuple(parameter.shape)} was finished twice in a step. Start again from a "
+                f"A gradient of shape {tuple(parameter.shape)} was finished twice in one step. Resume from a "
                 "checkpoint, and report this error"
             )
         self._begun = True
@@ -78,8 +78,8 @@ class EarlyGradients:
         """
         if self._gradients:
             raise EngineError(
-                "Gradients of a microbatch were finished, and another microbatch of the same step is collected. Start "
-                "again from a checkpoint, and report this error"
+                "Gradients of a microbatch were finished before another microbatch of the same step arrived. Resume "
+                "from a checkpoint, and report this error"
             )
 
 

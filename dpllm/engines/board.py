@@ -87,8 +87,8 @@ class Failure:
     def to_error(self) -> OtherProcessError:
         """Return the error of a process that cannot go on because of this one."""
         error = OtherProcessError(
-            f"rank {self.rank}: {self.words.rstrip('.')} (in {self.where}). No process goes on with it, and nothing of "
-            "a step that had begun is released. Mend the cause on that rank, and resume from a checkpoint"
+            f"rank {self.rank}: {self.words.rstrip('.')} (in {self.where}). No process goes on with it, and nothing "
+            "from an unfinished step is released. Fix the cause on that rank, and resume from a checkpoint"
         )
         error.rank, error.exit_code, error.is_told = self.rank, self.code, True
         return error
@@ -390,7 +390,7 @@ class FailureBoard:
         is_stuck = all(one.since_mark >= self.limit and not one.is_patient for one in awaited.values())
         if stale >= self.limit and (max(silences) >= self.limit - 3 * _GONE or (is_stuck and len(alive) > 1)):
             stack = _stack(self._worker) if self._rank in awaited else ""
-            over = f"The time limit (train.ddp_timeout, {self.limit:g} s) is over: this process ends"
+            over = f"The time limit (train.ddp_timeout, {self.limit:g} s) has passed: this process exits"
             self._post(Failure(self._rank, (self._works or [""])[0], mine.where, words, MISTAKE))
             self._end(f"{words}. {over}{stack}", MISTAKE)
         tellers = [rank for rank, one in alive.items() if one.waits] or list(alive)
@@ -399,30 +399,30 @@ class FailureBoard:
         is_told = unanswered > 2 * _GONE or silent or differ or len(awaited) < len(alive) or is_long
         if is_told and stale >= max(named_after, 2 * self._named) and self._rank == min(tellers):
             self._named = stale
-            _say(f"{words}. The run ends when it has taken {self.limit:g} s (train.ddp_timeout)")
+            _say(f"{words}. The run ends after {self.limit:g} s of waiting (train.ddp_timeout)")
 
     def _words(self, silent: dict[int, _State], awaited: dict[int, _State], stale: float, unanswered: float) -> str:
         """Return in words who is waited for, and where they are."""
         parts = [
-            f"rank {rank} {'has ended' if one.beats < 0 else f'gives no sign of life for {one.silence:.0f} s'} "
+            f"rank {rank} {'has ended' if one.beats < 0 else f'has been silent for {one.silence:.0f} s'} "
             f"(last in {one.where})"
             for rank, one in sorted(silent.items())[:8]
         ]
         if unanswered > 2 * _GONE:
-            parts.append(f"{_holder()} does not answer for {unanswered:.0f} s; this process is in {self.where()}")
+            parts.append(f"{_holder()} has not answered for {unanswered:.0f} s; this process is in {self.where()}")
         places: dict[str, list[int]] = {}
         for rank, one in sorted(awaited.items()):
             places.setdefault(one.where, []).append(rank)
         for where, ranks in places.items():
             shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
             parts.append(f"rank{'s' * (len(ranks) > 1)} {shown} in {where}")
-        return f"nothing came further for {stale:.0f} s: {'; '.join(parts) or 'every process waits for another one'}"
+        return f"nothing came further for {stale:.0f} s: {'; '.join(parts) or 'every process waits for another'}"
 
     def _without_the_store(self) -> OtherProcessError:
         """Return the error where neither another process nor the store can be reached."""
         error = OtherProcessError(
-            f"{_holder()} has ended or cannot be reached, so this process cannot go on. Nothing of a step that had "
-            "begun is released. Look for its cause in the output of that process and of the system, and resume from a "
+            f"{_holder()} has ended or cannot be reached, so this process cannot go on. Nothing from an unfinished "
+            "step is released. Read the output of that process and the system log for the cause, and resume from a "
             "checkpoint"
         )
         error.rank = None if _launcher_holds_the_store() else 0
@@ -495,7 +495,7 @@ def told(error: BaseException) -> tuple[str, int]:
         words = words_of(error)
         one_line = " ".join(str(error).split())
     except Exception:  # of a class of the user's own
-        words, one_line = None, "its message cannot be read"
+        words, one_line = None, "its message is unreadable"
     text = words or f"{type(error).__name__}: {one_line}"
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
@@ -542,11 +542,11 @@ def _ended(rank: int, state: _State) -> OtherProcessError:
     how = (
         "has ended"
         if state.beats < 0
-        else "has ended or stopped without a word (killed, or its machine cannot be reached)"
+        else "has ended or stopped without a message (killed, or its machine is unreachable)"
     )
     error = OtherProcessError(
-        f"rank {rank} {how} in {state.where}, so this process cannot go on. Nothing of a step that had begun is "
-        "released. Look for its cause in the output of that rank and of the system, and resume from a checkpoint"
+        f"rank {rank} {how} in {state.where}, so this process cannot go on. Nothing from an unfinished step is "
+        "released. Read the output of that rank and the system log for the cause, and resume from a checkpoint"
     )
     error.rank = rank
     return error

@@ -50,10 +50,10 @@ from dpllm.ghost.sums import Sum
 _NEEDED: dict[str, tuple[Any, str]] = {
     "gradient_clipping": (
         0.0,
-        'it would rescale the noisy sum; each unit is clipped by privacy.clip_norm (where it is "auto", set '
+        'it would rescale the noisy sum; privacy.clip_norm clips each unit (if it is "auto", set '
         "train.max_grad_norm=0)",
     ),
-    "communication_data_type": ("fp32", "sums that are rounded before the noise is complete are not bounded by C"),
+    "communication_data_type": ("fp32", "sums rounded before the noise is complete are not bounded by C"),
     "gradient_accumulation_steps": (1, "the logical batch is privacy.expected_batch_size"),
     "zero_optimization.contiguous_gradients": (False, "its buffers have the parameters' dtype and round the sums"),
     "data_types.grad_accum_dtype": ("fp32", "sums are added up in float32"),
@@ -65,20 +65,20 @@ _REFUSED: dict[str, tuple[tuple, str]] = {
     "torch_autocast.enabled": ((), "it reduces the sums in bfloat16; use bf16"),
     "prescale_gradients": ((), "it rescales the sum"),
     "gradient_predivide_factor": ((1,), "it rescales the sum"),
-    "sparse_gradients": ((), "it does not reduce the clipped sums but other tensors"),
-    "zero_optimization.round_robin_gradients": ((), "DeepSpeed's own map of its partitions does not follow it"),
+    "sparse_gradients": ((), "it reduces other tensors instead of the clipped sums"),
+    "zero_optimization.round_robin_gradients": ((), "DeepSpeed's own partition map ignores it"),
     "zero_optimization.zero_quantized_gradients": ((), "quantized gradients are not the clipped sums"),
     "zero_optimization.mics_shard_size": ((-1,), "its partial replicas are reduced by other hooks"),
     "zero_optimization.offload_param.device": (
         ("none", "cpu"),
-        "the gradient of a parameter on a disk cannot be set",
+        "a parameter's gradient cannot be set on disk",
     ),
     "zero_optimization.zenflow": ((), "it updates parameters from gradients of several steps"),
-    "compression_training": ((), "it does not train the weights that are clipped but others"),
-    "sequence_parallel_size": ((1,), "a unit's rows would be spread over processes, and its norm with them"),
+    "compression_training": ((), "it trains different weights from those that are clipped"),
+    "sequence_parallel_size": ((1,), "it spreads a unit's rows, and so its norm, over processes"),
     "zero_optimization.offload_optimizer.super_offload": ((), "it updates parameters before a step's sum is complete"),
-    "pipeline": ((), "the layers of one unit live on different processes, and its norm with them"),
-    "tensor_parallel": (({"autotp_size": 0}, {"autotp_size": 1}), "a unit's norm would be spread over processes"),
+    "pipeline": ((), "it spreads a unit's layers, and so its norm, over processes"),
+    "tensor_parallel": (({"autotp_size": 0}, {"autotp_size": 1}), "it spreads a unit's norm over processes"),
 }
 _COMPRESSING = ("onebit", "zeroone", "muon")  # optimizers that communicate or transform gradients by themselves
 
@@ -118,8 +118,8 @@ def private_config(config: dict[str, Any]) -> None:
 
 def _refusal(path: str, value: Any, reason: str) -> EngineError:
     return EngineError(
-        f"The DeepSpeed configuration sets {path}={value!r}, which cannot be used in private training: {reason}. Leave "
-        "it out"
+        f"The DeepSpeed configuration sets {path}={value!r}, which cannot be used in private training: {reason}. "
+        "Remove it"
     )
 
 
@@ -127,14 +127,14 @@ def _check_rest(config: Mapping[str, Any]) -> None:
     stage = config.get("zero_optimization", {}).get("stage", 0)
     if stage not in (1, 2, 3):
         raise EngineError(
-            f"The DeepSpeed configuration has zero_optimization.stage={stage}; 1, 2 and 3 can be kept private. "
-            "For replicated parameters use DDP (dpllm train --config ddp)"
+            f"The DeepSpeed configuration has zero_optimization.stage={stage}, but private training supports stages 1, "
+            "2 and 3. For replicated parameters use DDP (dpllm train --config ddp)"
         )
     optimizer = str(config.get("optimizer", {}).get("type", "")).lower()
     if any(part in optimizer for part in _COMPRESSING):
         raise EngineError(
-            f"The DeepSpeed configuration asks for the optimizer {optimizer!r}, which compresses or transforms "
-            "gradients on its way to the update. Use AdamW"
+            f"The DeepSpeed configuration selects the optimizer {optimizer!r}, which compresses or transforms "
+            "gradients before the update. Use AdamW"
         )
 
 
@@ -314,8 +314,8 @@ class DeepSpeedZero:
 def _check_engine(engine: Any) -> None:
     if any(kind.__name__ == "PipelineEngine" for kind in type(engine).__mro__):
         raise EngineError(
-            "DeepSpeed's PipelineEngine spreads the layers of one unit, and so its norm, over processes. Use "
-            "ZeRO without a pipeline (dpllm train --config zero3)"
+            "DeepSpeed's PipelineEngine spreads a unit's layers, and so its norm, over processes. Use ZeRO without a "
+            "pipeline (dpllm train --config zero3)"
         )
     found = {
         "gradient_clipping": (float(engine.gradient_clipping()), 0.0),
@@ -329,8 +329,8 @@ def _check_engine(engine: Any) -> None:
     for name, (value, needed) in found.items():
         if value != needed:
             raise EngineError(
-                f"DeepSpeed was set up with {name}={value}; private training needs {needed}: {reasons[name]}. Pass "
-                "the configuration through dpllm.engines.private_config() before accelerator.prepare()"
+                f"DeepSpeed was configured with {name}={value}, but private training needs {needed}: {reasons[name]}. "
+                "Pass the configuration through dpllm.engines.private_config() before accelerator.prepare()"
             )
     if (
         engine.bfloat16_enabled()
@@ -369,10 +369,10 @@ def refuse_leaves(model: nn.Module) -> None:
         leaf = getattr(parameter, "ds_z3_leaf_module", None)
         if leaf is not None and parameter.requires_grad:
             raise EngineError(
-                f"{name} is trained, and lies in a leaf module of ZeRO-3 ({type(leaf).__name__}), whose gradients "
-                "DeepSpeed takes in the wrong backward pass. Leave it out of set_z3_leaf_modules(), "
+                f"{name} is trained but belongs to a ZeRO-3 leaf module ({type(leaf).__name__}), whose gradients "
+                "DeepSpeed reduces in the wrong backward pass. Remove it from set_z3_leaf_modules(), "
                 "deepspeed_moe_layer_cls_names, zero_optimization.leaf_module and "
-                "zero_optimization.stage3_module_granularity_threshold, and pass the configuration through "
+                "zero_optimization.stage3_module_granularity_threshold. Then pass the configuration through "
                 "dpllm.engines.private_config() before accelerator.prepare()"
             )
 

@@ -80,8 +80,8 @@ def setup_of(checkpoint: str | Path) -> Setup:
     config = made.get("config") or _CLASSES.get(made.get("engine", "")) or _by_files(checkpoint)
     if config not in CONFIGS:
         raise CheckpointError(
-            f"{checkpoint} was made by an engine {config!r}, which this version does not have. Resume with the version "
-            "of dpllm that made it"
+            f"{checkpoint} was made by an engine {config!r}, which this version does not have. Resume with the dpllm "
+            "version that made it"
         )
     return Setup(config, made.get("processes", 1))
 
@@ -113,9 +113,9 @@ def way_to_load(checkpoint: str | Path, now: Setup, weights_only: bool = False) 
     if weights_only:
         return Way.WEIGHTS
     raise CheckpointError(
-        f"{checkpoint} ({saved}) holds no {' and no '.join(lacks)}, which a resume would begin again without a word. "
-        "Resume from another checkpoint; or, if it was saved with train.save_only_model=true, set that to begin them "
-        "again"
+        f"{checkpoint} ({saved}) holds no {' and no '.join(lacks)}, so a resume would silently start these from "
+        "scratch. Resume from another checkpoint, or, if it was saved with train.save_only_model=true, set that key "
+        "to start them from scratch"
     )
 
 

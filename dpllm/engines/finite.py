@@ -39,9 +39,9 @@ def require_finite(model: nn.Module, processes: Processes, when: str) -> None:
         return
     name = next(name for name in processes.gather(found) if name is not None)
     raise NonfiniteError(
-        f"{when} weights that are NaN or infinite ({name}). Such a model learns nothing but noise and cannot be "
-        "released. Check the weights it starts from and the learning rate; use bf16 or float32 instead of float16. To "
-        "go on, resume from an earlier checkpoint with a lower train.learning_rate"
+        f"{when} weights that are NaN or infinite ({name}). Such a model learns only noise and cannot be released. "
+        "Check the starting weights and the learning rate, use bf16 or float32 instead of float16, or resume from an "
+        "earlier checkpoint with a lower train.learning_rate"
     )
 
 
@@ -103,6 +103,6 @@ class NonfiniteSteps:
         if self._in_a_row >= self._enough:
             raise NonfiniteError(
                 f"All {self._in_a_row} units up to step {step} have a gradient that is NaN or infinite, so this run "
-                "trains on noise only. Check the weights it starts from, compute_loss_func and the learning rate; use "
-                "bf16 or float32 instead of float16; then start in a new train.output_dir. The steps stay charged"
+                "trains only on noise. Check the starting weights, compute_loss_func and the learning rate, use bf16 "
+                "or float32 instead of float16, and start in a new train.output_dir. The steps stay charged"
             )

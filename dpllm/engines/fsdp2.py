@@ -165,7 +165,7 @@ def _replicas(parameters: Mapping[str, Any], num_processes: int) -> int:
         if not isinstance(parameter, DTensor):
             raise EngineError(
                 f"{name} is not sharded like the rest of the model, so its sum would not be reduced. Add adapters "
-                "before the model is sharded (accelerator.prepare)"
+                "before sharding the model (accelerator.prepare)"
             )
         mesh, placements = parameter.device_mesh, parameter.placements
         split = _dimensions_that_split(mesh)
@@ -175,13 +175,13 @@ def _replicas(parameters: Mapping[str, Any], num_processes: int) -> int:
             named = f", with the dimension{'s' * (len(split) > 1)} {', '.join(split)}" if split else ""
             raise EngineError(
                 f"{name} is on a mesh of {mesh.size()} of {num_processes} processes ({mesh}){named}: tensor, pipeline, "
-                "context or expert parallelism splits the rows or layers of one unit, and so its norm. Use only "
-                "FSDP2 (dpllm train --config fsdp2)"
+                "context or expert parallelism splits a unit's rows or layers, and so its norm. Use only FSDP2 (dpllm "
+                "train --config fsdp2)"
             )
         counts.add(num_processes // math.prod(mesh.size(dim) for dim, p in enumerate(placements) if p.is_shard()))
     if len(counts) > 1:
         raise EngineError(
-            f"Parameters have different numbers of replicas ({sorted(counts)}); shard them in the same way."
+            f"Parameters have different numbers of replicas ({sorted(counts)}). Shard all of them in the same way."
         )
     return counts.pop()
 

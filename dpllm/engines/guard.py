@@ -43,9 +43,9 @@ class UpdateError(RuntimeError):
 def _refusal(what: str, seen: float, expected: str) -> UpdateError:
     return UpdateError(
         f"The gradient that reaches the optimizer is not the private sum: its {what} is {seen:.6g}, expected "
-        f"{expected}. Something between private_step() and the optimizer added to it, rescaled it, or left it out "
-        "(gradient clipping, a loss scaler, hooks of the engine that no longer fire, a second backward pass). Nothing "
-        "of this run may be released; remove the cause, or use another engine (dpllm train --config)"
+        f"{expected}. Between private_step() and the optimizer something changed it, such as gradient clipping, a loss "
+        "scaler, a missing engine hook or a second backward pass. Nothing from this run may be released; remove the "
+        "cause, or use another engine (dpllm train --config)"
     )
 
 
@@ -145,8 +145,8 @@ class UpdateGuard:
             return
         if self._limits is None:
             raise UpdateError(
-                "The optimizer was stepped before private_step() handed a gradient to it. Call private_step() first, "
-                "and optimizer.step() after it."
+                "The optimizer was stepped before private_step() passed it a gradient. Call private_step() first, "
+                "then optimizer.step()."
             )
         seen_sum, seen_square, left = self._processes.sum([*self._seen[:2], self._left or 0.0])
         total = seen_sum / (self._scale * self._replicas)

@@ -42,8 +42,8 @@ def refuse_unsteppable(optimizer: Any) -> None:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if any(one.default is one.empty and one.kind in kinds for one in asked):
         raise EngineError(
-            f"step() of {name} needs the argument {asked[0].name}, such as a closure that computes the loss again. A "
-            "private step has one gradient, with noise, for each draw. Use an optimizer whose step() needs no argument"
+            f"step() of {name} needs the argument {asked[0].name}, such as a closure that recomputes the loss, but a "
+            "private step has one noisy gradient per draw. Use an optimizer whose step() needs no argument"
         )
     if isinstance(inner, torch.optim.SparseAdam):
-        raise EngineError(f"{name} takes sparse gradients only, and private gradients are dense. Use torch.optim.Adam")
+        raise EngineError(f"{name} takes only sparse gradients, but private gradients are dense. Use torch.optim.Adam")

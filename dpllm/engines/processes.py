@@ -51,8 +51,8 @@ class Processes:
         if launched > 1 and not self._distributed:
             raise DisagreementError(
                 f"{launched} processes were launched (WORLD_SIZE), but torch.distributed is not initialised, so each "
-                "of them would draw its own units and noise. Create the Accelerator or "
-                "the TrainingArguments first; on a machine without a GPU with use_cpu=True"
+                "of them would draw its own units and noise. Create the Accelerator or the TrainingArguments first; "
+                "on a machine without a GPU set use_cpu=True"
             )
         self.rank = dist.get_rank() if self._distributed else 0
         self.size = dist.get_world_size() if self._distributed else 1
@@ -214,10 +214,10 @@ class Processes:
         differing = {name: one for name, one in values.items() if any(value != one[0] for value in one)}
         if differing:
             shown = "; ".join(f"{name} ({told_by_rank(one)})" for name, one in list(differing.items())[:_SHOWN])
-            shown += f" and {len(differing) - _SHOWN} other facts" if len(differing) > _SHOWN else ""
+            shown += f" and {len(differing) - _SHOWN} more values" if len(differing) > _SHOWN else ""
             raise DisagreementError(
-                f"The processes differ in {shown}, so their sums and noise would not be those of one private run. "
-                "Start all of them with the same recipe, data and package versions"
+                f"The processes differ in {shown}, so their sums and noise would not belong to one private run. Start "
+                "all of them with the same recipe, data and package versions"
             )
 
     def wait(self) -> None:
@@ -332,8 +332,8 @@ def connected() -> Iterator[None]:
             raise cause from error
         words = " ".join(str(error).split())[:200]
         raise OtherProcessError(
-            f"Another process of the run has ended, waits elsewhere or cannot be reached ({words}). Nothing of a step "
-            "that had begun is released. Look for the first error in the output of all processes, and resume from a "
+            f"Another process of the run has ended, waits elsewhere or cannot be reached ({words}). Nothing from an "
+            "unfinished step is released. Find the first error in the output of all processes, and resume from a "
             "checkpoint"
         ) from error
 

@@ -62,11 +62,10 @@ class Replicas:
         if differing(everywhere):
             raise DisagreementError(
                 f"The trainable weights differ between processes before step {step} "
-                f"({told_by_rank([_shown(one) for one in everywhere])}), so a unit's gradient, and the bound on "
-                f"the sum, would depend on the process to which the unit is assigned. Step {step} is charged, and none "
-                "of it reaches the weights. Give every process the same optimizer, learning rate and scheduler, change "
-                "weights on all of them in the same way, and use no optimizer with its own randomness on each process; "
-                "then resume from a checkpoint"
+                f"({told_by_rank([_shown(one) for one in everywhere])}), so a unit's gradient and the bound on the sum "
+                f"would depend on the process that computes them. Step {step} is charged, but does not change the "
+                "weights. Use the same optimizer, learning rate and scheduler on every process, without per-process "
+                "randomness, apply the same weight changes everywhere, and resume from a checkpoint"
             )
 
 
@@ -93,9 +92,9 @@ def check_before_saving(
     if differing(weights):
         raise DisagreementError(
             "The trainable weights differ between processes after the last update "
-            f"({told_by_rank([_shown(one) for one in weights])}), so the model that one of them saves is not the "
-            "model that was trained. Nothing is saved. Give every process the same optimizer, learning rate and "
-            "scheduler, and change weights on all of them in the same way; then resume from a checkpoint"
+            f"({told_by_rank([_shown(one) for one in weights])}), so no process holds the trained model, and nothing "
+            "is saved. Use the same optimizer, learning rate and scheduler on every process, apply the same weight "
+            "changes everywhere, and resume from a checkpoint"
         )
 
 
@@ -130,8 +129,8 @@ def check_model(model: nn.Module, processes: Processes) -> None:
         chosen = processes.gather_numbers(Replicas(tensors, processes).numbers())
         if differing(chosen):
             raise DisagreementError(
-                f"The processes hold different {what} ({told_by_rank([_shown(one) for one in chosen])}), frozen ones "
-                "included, so a unit's gradient would depend on the process to which it is assigned. Load the same "
+                f"The processes hold different {what} ({told_by_rank([_shown(one) for one in chosen])}), including "
+                "frozen ones, so a unit's gradient would depend on the process that computes it. Load the same "
                 "weights on every process, and change them before accelerator.prepare()"
             )
 

@@ -123,8 +123,8 @@ def names_of_groups(optimizer: Any, model: nn.Module) -> list[list[str]]:
     groups = [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
     if any(name is None for group in groups for name in group):
         raise EngineError(
-            "The optimizer holds a parameter that is none of the model's, so its state cannot be saved by name. Make "
-            "the optimizer of model.parameters()"
+            "The optimizer holds a parameter that is not in the model, so its state cannot be saved by name. Create "
+            "the optimizer from model.parameters()"
         )
     return [[name for name in group if name is not None] for group in groups]
 
@@ -181,7 +181,7 @@ class ReplicatedState:
         groups = optimizer["param_groups"]
         if [len(group["params"]) for group in groups] != [len(group) for group in names]:
             raise CheckpointError(
-                f"{checkpoint / NAMES_FILE} does not name the parameters of {OPTIMIZER_FILE}. Resume from another "
+                f"{checkpoint / NAMES_FILE} does not match the parameters in {OPTIMIZER_FILE}. Resume from another "
                 "checkpoint"
             )
         self.groups = [
@@ -217,9 +217,9 @@ def _names_in(checkpoint: Path) -> list[list[str]]:
     except (OSError, ValueError) as error:
         config = setup_of(checkpoint).config
         raise CheckpointError(
-            f"{checkpoint} does not name the parameters of its optimizer state, as that of an earlier version of dpllm "
-            f"or of an optimizer of your own, so only {SINGLE} and {DDP} can continue it. Resume with dpllm train "
-            f"--config {config}"
+            f"{checkpoint} has no parameter names for its optimizer state, which comes from an earlier dpllm version "
+            f"or a custom optimizer, so only {SINGLE} and {DDP} can resume it. Resume with dpllm train --config "
+            f"{config}"
         ) from error
     return names
 

@@ -115,7 +115,7 @@ def refuse_foreign_gradients(parameters: Mapping[str, nn.Parameter]) -> None:
         if parameter.grad is not None:
             raise EngineError(
                 f"{name} received a gradient that is not clipped, during a private step. Something called backward() "
-                "directly, or a hook of the engine computed weight gradients: run nothing but private_step() between "
+                "directly, or an engine hook computed weight gradients. Run nothing but private_step() between "
                 "zero_grad() and optimizer.step()"
             )
 

@@ -70,7 +70,7 @@ class ZeroState:
     def _unknown(self, why: str) -> EngineError:
         return EngineError(
             f"The DeepSpeed files in {self._shards} cannot be read parameter by parameter ({why}). Resume with the "
-            "accelerate config, the number of processes and the DeepSpeed version that made them, or from another "
+            "accelerate config, the number of processes and the DeepSpeed version that wrote them, or from another "
             "checkpoint"
         )
 
@@ -93,7 +93,7 @@ class ZeroState:
     def _find_divided(self, optimizers: list[dict[str, Any]]) -> None:
         """Find the parts under ZeRO-3: each rank has an equal part of each parameter, the last ones padded."""
         if any(optimizer.get("ds_zero_partition_groups") for optimizer in optimizers):
-            raise self._unknown("parameters are divided over some of the processes")
+            raise self._unknown("parameters are sharded over only some of the processes")
         shapes, size = self._model["param_shapes"], len(optimizers)
         self._shapes = {name: tuple(shape) for group in shapes for name, shape in group.items()}
         for rank, optimizer in enumerate(optimizers):
@@ -157,7 +157,7 @@ class ZeroState:
             whole = torch.cat([states[key][start : start + count] for states, start, count in parts])
             return whole.view(self._shapes[name])
         except (KeyError, RuntimeError) as error:
-            raise self._unknown(f"{key} of {name} is not whole: {error}") from error
+            raise self._unknown(f"{key} of {name} is incomplete: {error}") from error
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -74,9 +74,9 @@ class PerUnitClipper(UnitClipper):
         super().__init__(model, clip_norm, clipping, parameter_norms)
         if self._trained.sharded:
             raise GhostError(
-                "privacy.gradients=per_unit needs the whole gradient of a unit on one process, and this model's "
-                "parameters are divided over processes (FSDP2, ZeRO-3). Use replicas (dpllm train --config ddp) or "
-                "ZeRO-2 (dpllm train --config zero2), with LoRA if they do not fit; or privacy.gradients=ghost"
+                "privacy.gradients=per_unit needs a unit's whole gradient on one process, but this model's parameters "
+                "are sharded (FSDP2, ZeRO-3). Use replicas (dpllm train --config ddp) or ZeRO-2 (dpllm train --config "
+                "zero2), with LoRA if memory is short; or set privacy.gradients=ghost"
             )
         self._rows_held: dict[int, Tensor] | None = None  # by id, the sum of a unit's gradients over its calls so far
         self._joining = False  # rows are being added to the held ones; after a failure those are not a unit's any more
@@ -98,15 +98,15 @@ class PerUnitClipper(UnitClipper):
         """
         if num_units > 1:
             raise GhostError(
-                f"This call has rows of {num_units} units. PerUnitClipper takes one unit at a time, so that no row of "
-                "another unit can have a part in its gradient: call the model for each unit separately. If all rows "
-                "belong to one unit, pass unit_index=torch.zeros(rows, dtype=torch.int64)"
+                f"This call has rows of {num_units} units, but PerUnitClipper takes one unit at a time, so that no "
+                "other unit's row can influence its gradient. Call the model once per unit. If all rows belong to one "
+                "unit, pass unit_index=torch.zeros(rows, dtype=torch.int64)"
             )
         if num_units == 0:
             if self._rows_held is not None:
                 raise GhostError(
-                    "Rows of a unit are held, and this call has padding rows only. Pass the other rows of that unit, "
-                    "as unit 0"
+                    "The clipper holds the first rows of a unit, but this call has padding rows only. Pass the "
+                    "remaining rows of that unit, as unit 0"
                 )
             self._gradients, self._factor_G = {}, []
             none = loss_B.new_zeros(self._trained.num_groups, 0, dtype=torch.float32)
@@ -141,8 +141,9 @@ class PerUnitClipper(UnitClipper):
             if parameter._backward_hooks or not parameter.requires_grad:
                 what = "was frozen" if not parameter.requires_grad else "got a hook on its gradient"
                 raise GhostError(
-                    f"{name} {what} after PerUnitClipper was made, so a unit's gradient is not the one that is clipped "
-                    "and given noise. Set requires_grad and remove hooks before, and do not change them in between"
+                    f"{name} {what} after PerUnitClipper was created, so the gradient that is clipped and noised would "
+                    "not be the unit's. Set requires_grad and remove hooks before creating the clipper, and do not "
+                    "change them afterwards"
                 )
         parameters, written = list(by_name.values()), []
         before = {name: state_of_gradient(parameter) for name, parameter in by_name.items()}
@@ -159,9 +160,9 @@ class PerUnitClipper(UnitClipper):
                     written.append(name)
         if written:
             raise GhostError(
-                f"The backward pass of a function of the model wrote to {written[0]}.grad, where the gradient would "
-                "not be clipped: it calls backward() itself, as reversible layers do. Freeze the parameters that it "
-                "uses, or use a version of the model without it"
+                f"The backward pass of one of the model's functions wrote to {written[0]}.grad, where the gradient "
+                "would not be clipped. It calls backward() itself, as reversible layers do. Freeze the parameters "
+                "that it uses, or use a version of the model without it"
             )
         reached = {id(p): grad.detach() for p, grad in zip(parameters, found, strict=True) if grad is not None}
         if len(reached) < len(parameters) and any("CheckpointFunction" in name for name in nodes_of(loss_B)):

@@ -83,13 +83,13 @@ def _refuse_replicating(model: nn.Module) -> None:
     """Raise `GhostError` for a model wrapped by replicas with their own reducer."""
     if isinstance(model, nn.DataParallel):
         raise GhostError(
-            "nn.DataParallel splits the batch, so that gradients cannot be assigned to rows. Use one process per "
-            "device instead."
+            "nn.DataParallel splits the batch, so gradients cannot be assigned to rows. Use one process per device "
+            "instead."
         )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise GhostError(
-            "DistributedDataParallel reduces unclipped gradients with its own hooks. Give GhostClipper the model "
-            "inside (model.module); dpllm.engines.engine_for reduces the clipped sum."
+            "DistributedDataParallel reduces unclipped gradients with its own hooks. Pass the wrapped model "
+            "(model.module) to GhostClipper; dpllm.engines.engine_for reduces the clipped sum."
         )
 
 
@@ -97,9 +97,9 @@ def refuse_compiled(model: nn.Module) -> None:
     """Raise `GhostError` for a whole model that was compiled, by ``torch.compile(model)`` or ``model.compile()``."""
     if "_orig_mod" in model._modules or getattr(model, "_compiled_call_impl", None) is not None:
         raise NoRuleError(
-            "The model was compiled with torch.compile, and its graph may leave out the taps that compute the norms. "
-            "Give GhostClipper the model before compilation, train that one, and call GhostClipper.compile(), which "
-            "compiles its blocks; with DPTrainer, set TrainingArguments(torch_compile=True)."
+            "The model was compiled with torch.compile, and its graph may omit the taps that compute the norms. Pass "
+            "the uncompiled model to GhostClipper, train that one, and call GhostClipper.compile(), which compiles "
+            "its blocks. With DPTrainer, set TrainingArguments(torch_compile=True)."
         )
 
 
@@ -116,8 +116,8 @@ def refuse_tensor_parallel(model: nn.Module) -> None:
     if size > 1 or divided:
         what = f"{divided[0]} is divided over processes" if divided else f"tp_size={size}"
         raise GhostError(
-            f"The model is tensor-parallel ({what}): each process has a part of a unit's gradient, so a unit could not "
-            "be bounded there. Load the model without distributed_config and parallelize_module, and shard it with "
+            f"The model is tensor-parallel ({what}): each process has only a part of a unit's gradient, so it cannot "
+            "bound the unit. Load the model without distributed_config and parallelize_module, and shard it with "
             "FSDP2 (dpllm train --config fsdp2)."
         )
 
@@ -142,11 +142,11 @@ def coupling(module: nn.Module) -> str | None:
     if getattr(module, "neftune_noise_alpha", None):
         return (
             f"NEFTune (neftune_noise_alpha={module.neftune_noise_alpha}) scales its noise by the padded length, which "
-            "other rows decide. Leave it out; DP-SGD already adds noise"
+            "depends on other rows. Remove it; DP-SGD already adds noise"
         )
     for pattern, reason in _NAMED:
         if re.fullmatch(pattern, type(module).__name__):
-            return f"{reason}, so the tokens of one row displace those of others; {_REMEDY}"
+            return f"{reason}, so tokens of one row displace tokens of other rows; {_REMEDY}"
     for names, reason, remedy in _OPTIONS:
         for name in names:
             value = vars(module).get(name)
@@ -227,8 +227,8 @@ def _refuse_skipped_layers(model: nn.Module) -> None:
         rate = module.layerdrop if holders else getattr(getattr(model, "config", None), "layerdrop", 0)
         if isinstance(rate, int | float) and rate > 0 and any(p.requires_grad for p in module.parameters()):
             raise NoRuleError(
-                f"{path} has layerdrop={rate}: whole layers are skipped at random, and their parameters then have no "
-                "gradient. Set layerdrop to 0 there (and in the model's config); use dropout instead."
+                f"{path} has layerdrop={rate}, which skips whole layers at random, so their parameters receive no "
+                "gradient. Set layerdrop to 0 there and in the model's config, and use dropout instead."
             )
 
 
@@ -240,8 +240,8 @@ def _switching(module: nn.Module) -> str | None:
     if vars(module).get("attention_type") != "block_sparse":
         return None
     return (
-        "leaves its block-sparse attention for good at the first batch of short rows, so one unit changes the "
-        'gradients of all later ones. Load the model with attention_type="original_full", or call its '
+        "permanently switches off block-sparse attention at the first batch of short rows, so one unit changes the "
+        'gradients of all later units. Load the model with attention_type="original_full", or call its '
         'set_attention_type("original_full")'
     )
 
@@ -249,12 +249,12 @@ def _switching(module: nn.Module) -> str | None:
 def _statistics(module: nn.Module) -> str | None:
     """Return why a module is refused that keeps something of the rows it has seen, or shares it between processes."""
     if isinstance(module, nn.SyncBatchNorm):
-        return "adds its statistics up over the processes, and so over units. Use layer or group normalisation"
+        return "sums its statistics over the processes, and so over units. Use layer or group normalisation"
     if getattr(module, "track_running_stats", False):
         return (
-            "keeps running statistics of the rows that it has seen; they would be saved without noise. Use layer "
-            "or group normalisation, or statistics that do not change (a FrozenBatchNorm)"
+            "keeps running statistics of the rows it has processed, and they would be saved without noise. Use layer "
+            "or group normalisation, or fixed statistics (a FrozenBatchNorm)"
         )
     if getattr(module, "max_norm", None) is not None and isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return "rewrites the rows of its table that a unit looks up (max_norm). Set max_norm=None"
-    return "scales its products by what it has seen before (fp8). Train in bf16" if is_fp8(module) else None
+    return "scales its products by earlier inputs (fp8). Train in bf16" if is_fp8(module) else None

@@ -57,10 +57,10 @@ class Split:
             with _in_place(present, _copies(call, present, 1), 0):
                 return forward(*args, **kwargs)
         if len(call.packed.lengths) > 1:
-            raise NoTapError(self.targets, "the rows are packed, and the module would have to run row by row")
+            raise NoTapError(self.targets, "the rows are packed, so the module cannot run row by row")
         arguments = _Arguments(forward, without_cache(args), without_cache(kwargs), call.rows, self._without_rows)
         if not arguments.has_rows:
-            raise NoTapError(self.targets, f"no argument has {call.rows} rows first")
+            raise NoTapError(self.targets, f"no argument has {call.rows} rows as its first dimension")
         if arguments.flattens and call.host.in_forward:
             call.host.flattens(self.targets, "row by row")
         gathered, anchor = _Gathered(call), call.anchor

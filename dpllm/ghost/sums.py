@@ -94,15 +94,15 @@ def with_sizes(clipping: Clipping, shapes: Mapping[str, tuple[int, ...]]) -> Cli
     sized = clipping.sized([sum(math.prod(shapes[name]) for name in group) for group in clipping.groups(shapes)])
     if type(sized) is not type(clipping):
         raise GhostError(
-            f"clipping {clipping.kind!r} with the sizes of its groups is a {type(sized).__name__}, whose bound may "
-            f"be another one. Return a {type(clipping).__name__} from sized()"
+            f"clipping {clipping.kind!r}: sized() returned a {type(sized).__name__}, whose bound may be different. "
+            f"Return a {type(clipping).__name__}"
         )
     (norm, bound), now = ((one.clip_norm, one.sensitivity("zero-out")) for one in (clipping, sized))
     if (norm, bound) != now:
         raise GhostError(
-            f"clipping {clipping.kind!r} had clip_norm={norm:g} and sensitivity {bound:g}, and now has "
-            f"clip_norm={now[0]:g} and sensitivity {now[1]:g}, with the sizes of its groups. Noise and ε are of the "
-            "first: keep C and the sensitivity in sized()"
+            f"clipping {clipping.kind!r} had clip_norm={norm:g} and sensitivity {bound:g}, but sized() changed them to "
+            f"clip_norm={now[0]:g} and sensitivity {now[1]:g}. Noise and ε use the former: keep C and the sensitivity "
+            "in sized()"
         )
     return sized
 
@@ -151,7 +151,9 @@ def _checked_factors(clipping: Clipping, norm_GU: Tensor) -> Tensor:
     """Return the factors of a clipping from outside the catalogue: those of each unit by itself."""
     kind = getattr(clipping, "kind", None)
     if not isinstance(kind, str):
-        raise GhostError(f"The kind of clipping {type(clipping).__name__} is {kind!r}. Give it a word: kind = 'mine'")
+        raise GhostError(
+            f"The kind of clipping {type(clipping).__name__} is {kind!r}. Set it to a string: kind = 'mine'"
+        )
     columns = norm_GU.split(1, dim=1)  # clones below: a clipping that writes into the norms changes only its own
     factor_GU, of_one = clipping.factors(norm_GU.clone()), [clipping.factors(column.clone()) for column in columns]
     bound = clipping.sensitivity("zero-out")
@@ -160,17 +162,17 @@ def _checked_factors(clipping: Clipping, norm_GU: Tensor) -> Tensor:
         # Sums over groups may be rounded differently for one column, so the factors returned are those of one column.
         if not bool(torch.isclose(factor_GU, single_GU, rtol=_ROUNDING, atol=0, equal_nan=True).all()):
             raise GhostError(
-                f"Clipping {kind!r} gives a unit another factor beside other units than by itself, so one unit could "
-                "change the contributions of others, and the noise would be too small. Compute each column of factors "
-                "(G, U) from the same column of norm_GU only"
+                f"Clipping {kind!r} gives a unit a different factor in a batch than by itself, so one unit could "
+                "change other units' contributions, and the noise would be too small. Compute each column of factors "
+                "(G, U) only from the same column of norm_GU"
             )
         reach_U = (single_GU * norm_GU).double().square().sum(dim=0).sqrt()
         if bool((single_GU >= 0).all() & (reach_U <= bound * (1 + 1e-6)).all()):
             return single_GU
     raise GhostError(
-        f"Clipping {kind!r} gives a factor whose product with the norm exceeds its sensitivity {bound:g}, or "
-        "that is negative or not a number: the noise would be too small for it. Give factors (G, U), at least 0, under "
-        "which the norm over all groups is at most the sensitivity."
+        f"Clipping {kind!r} returned a factor that is negative, not a number, or whose product with the norm exceeds "
+        f"the sensitivity {bound:g}, so the noise would be too small. Return factors (G, U) >= 0 under which the norm "
+        "over all groups is at most the sensitivity."
     )
 
 
@@ -244,7 +246,9 @@ class Sum:
             GhostError: it has another shape; PyTorch would resize an empty sum for it, or broadcast.
         """
         if value.shape != self._like[0]:
-            raise GhostError(f"A sum of shape {tuple(self._like[0])} cannot take a gradient of {tuple(value.shape)}")
+            raise GhostError(
+                f"A sum of shape {tuple(self._like[0])} cannot take a gradient of shape {tuple(value.shape)}"
+            )
         if self.is_empty:
             torch.mul(value, alpha, out=self.total)
             self.is_empty = False

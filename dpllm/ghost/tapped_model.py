@@ -114,15 +114,15 @@ class TappedModel:
     def expect(self, parameter: nn.Parameter) -> None:
         """See `dpllm.ghost.GhostClipper.expect`."""
         if not self.in_forward or self._check.runs:
-            raise GhostError("A use of a parameter is announced outside a call of the model. Announce it within.")
+            raise GhostError("A parameter use is announced outside a call of the model. Announce it during the call.")
         self.uses[self.ladder.target_of(parameter).name] += 1
 
     def refuse_bypass(self, path: str) -> None:
         """See `dpllm.ghost.taps.Host`."""
         if not WeightsCheck.plain_passes:
             raise NoRuleError(
-                f"{path} was called directly, with gradients on. Call the model given to GhostClipper, so that every "
-                "use of a parameter is seen; wrap evaluation in torch.no_grad()."
+                f"{path} was called directly, with gradients enabled. Call the model passed to GhostClipper, so that "
+                "every parameter use is seen; wrap evaluation in torch.no_grad()."
             )
 
     def flattens(self, targets: Sequence[Target], way: str = "tap") -> None:
@@ -132,7 +132,7 @@ class TappedModel:
             self._check.flat |= found
         elif not self.trained.sharded and not found <= self._check.flat:
             if not self.in_forward:
-                raise NoTapError(targets, "several tokens of each row are in the first dimension of a module's tensor")
+                raise NoTapError(targets, "a module's tensor has several tokens of each row in its first dimension")
             self._unseen |= found
 
     # ------------------------------------------------------------------------------------------------- calls
@@ -259,8 +259,8 @@ class TappedModel:
             if self._check.runs:
                 raise
             raise NoRuleError(
-                f"{error}. When the taps were compared with the model it was not so. Differentiate each loss before "
-                "the model is called for the next one, or freeze these parameters."
+                f"{error}. This differs from the call in which the taps were compared with the model. Run backward for "
+                "each loss before the next call of the model, or freeze these parameters."
             ) from error
         finally:
             self.in_backward = False
@@ -287,9 +287,9 @@ def _refused_recomputation(model: nn.Module) -> Iterator[None]:
     def refuse(module: nn.Module, _: tuple) -> None:
         if id(module) in own:
             raise GhostError(
-                "A call of the model for this loss had rows and tokens in a shape that no call before had, so the "
-                "taps were compared with plain autograd and chosen again. Activation checkpointing now recomputes "
-                "an earlier call. Compute the losses again: the taps fit all of these calls now."
+                "A model call for this loss had rows and tokens in a new shape, so the taps were compared with plain "
+                "autograd and chosen again, and activation checkpointing now recomputes an earlier call with the new "
+                "taps. Compute the losses again: the taps now fit all of these calls."
             )
 
     handle = register_module_forward_pre_hook(refuse)

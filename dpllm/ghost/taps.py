@@ -215,9 +215,8 @@ class Hand:
         """Keep the state of the call."""
         if torch._C._are_functorch_transforms_active():
             raise NoRuleError(
-                "The model calls a module with trained parameters within a transform of torch.func (vmap, grad, jvp), "
-                "where gradients of rows cannot be seen. Call the module outside the transform, or freeze its "
-                "parameters."
+                "The model calls a module with trained parameters inside a torch.func transform (vmap, grad, jvp), "
+                "which hides the rows' gradients. Call the module outside the transform, or freeze its parameters."
             )
         self.call, self.receive, self.place, self.row = call, receive, call.place, call.row
         self.flattens = False
@@ -305,8 +304,8 @@ def saved_by(ctx: Any) -> tuple[Tensor, ...]:
         if "modified by an inplace operation" not in str(error):
             raise
         raise NoRuleError(
-            f"The model changed the input of a trained module in place after the module had read it ({error}). "
-            "Replace the operation by one that returns a new tensor (x = x + y), or freeze the module."
+            f"The model modified a trained module's input in place after the module had read it ({error}). Replace the "
+            "operation with one that returns a new tensor (x = x + y), or freeze the module."
         ) from error
 
 
@@ -391,9 +390,9 @@ class _OuterLeaves(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, leaf_x: Tensor, leaf_y: Tensor, is_transposed: bool
     ) -> Tensor:
         if leaf_y.shape[:-1] != x.shape[:-1] or leaf_x.shape != x.shape:  # autograd would sum silently
-            raise LeafError("a module met an input of another shape than its leaf")
+            raise LeafError("a module's input has a different shape than its leaf")
         if leaf_x.dtype != x.dtype:  # and cast silently
-            raise LeafError("a module met an input of another dtype than its leaf")
+            raise LeafError("a module's input has a different dtype than its leaf")
         ctx.is_transposed = is_transposed
         ctx.save_for_backward(x, weight)
         return product(x, weight, bias, is_transposed)
@@ -472,14 +471,14 @@ class LinearSite:
             NoTapError: it has not, or it had all tokens when the taps were compared, and has other ones now.
         """
         if x.ndim > 2 or x.shape[0] % call.rows:
-            raise NoTapError(self.targets, f"an input of shape {tuple(x.shape)} does not have {call.rows} rows first")
+            raise NoTapError(self.targets, f"an input of shape {tuple(x.shape)} does not begin with {call.rows} rows")
         if x.ndim == 2:
             has_all = x.shape[0] // call.rows in call.tokens
             if call.settles:
                 self.follows = has_all
             elif self.follows and not has_all:
                 raise NoTapError(
-                    self.targets, f"an input of shape {tuple(x.shape)} has other tokens than the {call.rows} rows"
+                    self.targets, f"an input of shape {tuple(x.shape)} has different tokens than the {call.rows} rows"
                 )
 
     def run(self, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -536,7 +535,7 @@ class TableSite:
         if not torch.is_grad_enabled():
             return F.embedding(index, weight)
         if not call.packed.lengths and (index.ndim == 0 or index.shape[0] != rows):
-            raise NoTapError(self.targets, f"an index of shape {tuple(index.shape)} does not have {rows} rows first")
+            raise NoTapError(self.targets, f"an index of shape {tuple(index.shape)} does not begin with {rows} rows")
         look_up = functools.partial(F.embedding, index, weight.detach())
         return call.poison(_tap(None, call.anchor, look_up, Hand(call, self.receive), index))
 
@@ -558,7 +557,7 @@ class SpreadSite:
         rows = grad.shape[0]
         if hand.has_rows and rows != hand.call.rows:
             raise NoTapError(
-                self.targets, f"a use of shape {tuple(grad.shape)} does not have {hand.call.rows} rows first"
+                self.targets, f"a use of shape {tuple(grad.shape)} does not begin with {hand.call.rows} rows"
             )
         if grad.numel() != rows * shape.numel():
             grad = kernels.widen(grad).reshape(rows, -1, *shape).sum(1)
@@ -714,7 +713,7 @@ def spread_class(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modul
                 return kind.forward(self, x, *args, **kwargs)
             for leaf, _ in port.values():
                 if leaf.shape[0] != x.shape[0] or leaf.ndim != x.ndim:
-                    raise LeafError("a norm layer met an input of another shape than its leaf")
+                    raise LeafError("a norm layer's input has a different shape than its leaf")
             if not port:
                 raise LeafError("a norm layer was not called when the leaves were planned")
             return compute(self, x, *args, **kwargs)

@@ -72,7 +72,8 @@ def is_usable(device: torch.device) -> bool:
     if problem is not None:
         warnings.warn(
             f"The Triton kernels cannot run on {device}: {problem}. dpllm uses its PyTorch functions there, which "
-            "compute the same but take more time and memory. NormMethod(fused=False) does so without this warning.",
+            "return the same results but need more time and memory. Set NormMethod(fused=False) to choose them "
+            "without this warning.",
             stacklevel=2,
         )
     return problem is None
@@ -81,7 +82,7 @@ def is_usable(device: torch.device) -> bool:
 def _problem(device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST:
-        return f"its compute capability is {'.'.join(map(str, capability))}, and they need at least 8.0 (Ampere)"
+        return f"its compute capability is {'.'.join(map(str, capability))}, but they need at least 8.0 (Ampere)"
     try:
         found = probe(device)
     except Exception as error:  # of a compiler, an assembler, a linker, a driver or a folder for the cache
@@ -89,8 +90,8 @@ def _problem(device: torch.device) -> str | None:
             raise  # says nothing about Triton
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         return (
-            f"Triton could not compile a program ({type(error).__name__}: {first_line}). It needs a C compiler, the "
-            "header files of Python (python3-dev) and a folder that it can write to (TRITON_CACHE_DIR)"
+            f"Triton could not compile a program ({type(error).__name__}: {first_line}). It needs a C compiler, "
+            "Python's header files (python3-dev) and a writable cache folder (TRITON_CACHE_DIR)"
         )
     return None if found == 3.0 else f"a program returned {found} instead of 3.0"
 
@@ -118,14 +119,15 @@ def grouped_gram_norms(groups: Groups) -> tuple[Tensor, Tensor]:
         ValueError: a group without gradient, shapes that do not fit, gradients of two dtypes in a group.
     """
     if not groups or not all(grads for _, grads in groups):
-        raise ValueError("gram_norms: no output gradient. Give one (B, T, P) tensor per layer.")
+        raise ValueError("gram_norms: there is no output gradient. Pass one (B, T, P) tensor per layer.")
     _require("gram_norms", *(x for shared, grads in groups for x in (shared, *grads)))
     classes: dict[tuple, list[int]] = {}
     for i, (shared, grads) in enumerate(groups):
         _require_same_tokens("gram_norms", shared, *grads)
         if shared.shape[0] != groups[0][0].shape[0] or any(grad.dtype != grads[0].dtype for grad in grads):
             raise ValueError(
-                "gram_norms: groups differ in rows, or the gradients of a group in dtype. Give them in separate calls."
+                "gram_norms: the groups differ in rows, or a group's gradients differ in dtype. Pass them in separate "
+                "calls."
             )
         aligned = all(map(_is_aligned, (shared, *grads)))
         classes.setdefault((shared.shape[1], shared.dtype, grads[0].dtype, aligned), []).append(i)
@@ -259,9 +261,9 @@ def weighted_outer_(
     same = start_LR is None or (start_LR.shape, start_LR.stride()) == (out_LR.shape, out_LR.stride())
     if out_LR.shape != (left, right) or not same or start.dtype != torch.float32 or factor_B.shape != (rows,):
         raise ValueError(
-            f"weighted_outer_: out is {tuple(out_LR.shape)} with strides {out_LR.stride()}, start {tuple(start.shape)} "
-            f"with {start.stride()} in {start.dtype}, factor {tuple(factor_B.shape)}. Give ({left}, {right}), a "
-            f"float32 start with the same strides, and ({rows},)."
+            f"weighted_outer_: out is {tuple(out_LR.shape)} with strides {out_LR.stride()}, start is "
+            f"{tuple(start.shape)} with strides {start.stride()} in {start.dtype}, factor is {tuple(factor_B.shape)}. "
+            f"Pass out ({left}, {right}), a float32 start with the same strides, and factor ({rows},)."
         )
     if 0 in (left, right):
         return
@@ -292,7 +294,7 @@ def lookup_norms(index_BT: Tensor, right_BTR: Tensor, unit_B: Tensor, num_units:
     if index_BT.shape != right_BTR.shape[:2] or unit_B.shape != right_BTR.shape[:1]:
         raise ValueError(
             f"lookup_norms: index {tuple(index_BT.shape)}, gradient {tuple(right_BTR.shape)} and unit "
-            f"{tuple(unit_B.shape)} do not fit. Give them as (B, T), (B, T, R) and (B,)."
+            f"{tuple(unit_B.shape)} do not match. Pass (B, T), (B, T, R) and (B,)."
         )
     rows, tokens, width = right_BTR.shape
     total_U = _zeros(right_BTR, num_units)
@@ -344,18 +346,18 @@ def _require(name: str, *tensors: Tensor) -> None:
     """Refuse tensors that the kernels would read wrongly."""
     if not available():
         raise ValueError(
-            f"{name}: Triton or a CUDA device is missing. Use the PyTorch function in dpllm.ghost, which computes "
-            "the same."
+            f"{name}: Triton or a CUDA device is missing. Use the PyTorch function in dpllm.ghost, which returns the "
+            "same result."
         )
     for tensor in tensors:
         if tensor.dtype not in DTYPES:
             raise ValueError(
-                f"{name}: an input is {tensor.dtype}; the kernels take bfloat16, float16 and float32. Use the PyTorch "
-                "function in dpllm.ghost, which takes any."
+                f"{name}: an input is {tensor.dtype}, but the kernels take bfloat16, float16 and float32. Use the "
+                "PyTorch function in dpllm.ghost, which takes any dtype."
             )
         if tensor.device != tensors[0].device or not (tensor.is_cuda or INTERPRETED):
             raise ValueError(
-                f"{name}: an input is on {tensor.device}. Put all of them on one CUDA device, or use the PyTorch "
+                f"{name}: an input is on {tensor.device}. Move all inputs to one CUDA device, or use the PyTorch "
                 "function in dpllm.ghost."
             )
 
@@ -364,8 +366,8 @@ def _require_same_tokens(name: str, x: Tensor, *others: Tensor) -> None:
     for y in others:
         if x.ndim != 3 or y.ndim != 3 or x.shape[:2] != y.shape[:2]:
             raise ValueError(
-                f"{name}: shapes {tuple(x.shape)} and {tuple(y.shape)} do not fit. Give (B, T, ·) tensors of equal B "
-                "and T."
+                f"{name}: shapes {tuple(x.shape)} and {tuple(y.shape)} do not match. Pass (B, T, ·) tensors with equal "
+                "B and T."
             )
 
 

@@ -72,7 +72,7 @@ class UnitClipper(abc.ABC):
     ) -> None:
         """Choose the clipping, and find the parameters."""
         if (clip_norm is None) == (clipping is None):
-            raise ValueError("Give one of clip_norm (flat clipping) and clipping (another kind).")
+            raise ValueError("Pass either clip_norm (flat clipping) or clipping (another kind), not both.")
         self._clipping: Clipping = FlatClipping(clip_norm) if clip_norm is not None else frozen_copy(clipping)  # type: ignore[arg-type]
         self._trained = TrainedParameters(model, self._clipping.groups)
         self._by_parameter = parameter_norms
@@ -91,9 +91,9 @@ class UnitClipper(abc.ABC):
         adapts = isinstance(before, AdaptiveClipping) and isinstance(clipping, AdaptiveClipping)
         if not adapts or clipping != before.at(clipping.threshold):  # type: ignore[attr-defined]
             raise GhostError(
-                f"The clipper was made with {before}, and cannot get {clipping}: noise and ε are of the first, and no "
-                "ε covers a clipping that follows the data. Choose C without the private rows; the kind 'quantile' "
-                "follows the norms by noisy counts that ε covers"
+                f"The clipper was created with {before} and cannot switch to {clipping}: noise and ε belong to the "
+                "former, and no ε covers a clipping that follows the data. Choose C without the private rows. The "
+                "kind 'quantile' follows the norms through noisy counts that ε covers"
             )
         self._clipping = clipping
         self._fit()
@@ -148,8 +148,8 @@ class UnitClipper(abc.ABC):
         gradients = [p.grad for p in self._trained.by_name.values()] if self._broken_off else []
         if any(grad is not None and bool(grad.any()) for grad in gradients):
             raise GhostError(
-                "The last backward() was broken off while it added its sum to .grad, so some parameters have the "
-                "gradients of its units, and a second attempt would add these again. Call "
+                "The last backward() failed while it added its sum to .grad, so some parameters already hold the "
+                "gradients of its units, and a second attempt would add them again. Call "
                 "optimizer.zero_grad(set_to_none=True), and compute all units of the step again."
             )
 
@@ -315,28 +315,28 @@ def units_of(losses: Tensor, unit_index: Tensor | None) -> tuple[Tensor, int]:
     """
     if not isinstance(losses, Tensor):
         raise GhostError(
-            f"The loss is of the type {type(losses).__name__}; a tensor with one loss per row (B,) is needed. "
-            "Return it from the loss function, for instance dpllm.per_sequence_loss(outputs.logits, labels)"
+            f"The loss is a {type(losses).__name__}, but a tensor with one loss per row (B,) is needed. Return it from "
+            "the loss function, for instance dpllm.per_sequence_loss(outputs.logits, labels)"
         )
     if losses.ndim != 1 or losses.numel() == 0:
         raise GhostError(
-            f"The loss has shape {tuple(losses.shape)}; one loss per row (B,) is needed, each from only "
+            f"The loss has shape {tuple(losses.shape)}, but one loss per row (B,) is needed, each computed only from "
             "its own row. Do not average over the batch: see dpllm.per_sequence_loss."
         )
     if not losses.requires_grad:
         raise GhostError(
-            "The losses carry no graph. Compute them with gradients on, from the model given to GhostClipper."
+            "The losses have no graph. Compute them with gradients enabled, from the model passed to GhostClipper."
         )
     if unit_index is None:
         return torch.arange(len(losses)), len(losses)
     if unit_index.shape != losses.shape or unit_index.is_floating_point() or unit_index.dtype == torch.bool:
         raise GhostError(
-            f"unit_index has shape {tuple(unit_index.shape)} and dtype {unit_index.dtype}; integers of shape "
-            f"{tuple(losses.shape)} are needed, the unit of each row."
+            f"unit_index has shape {tuple(unit_index.shape)} and dtype {unit_index.dtype}. Pass integers of shape "
+            f"{tuple(losses.shape)}, the unit of each row."
         )
     lowest, highest = int(unit_index.min()), int(unit_index.max())
     if lowest < -1:
-        raise GhostError(f"unit_index contains {lowest}; units are numbered from 0, and -1 marks a padding row.")
+        raise GhostError(f"unit_index contains {lowest}. Units are numbered from 0, and -1 marks a padding row.")
     return unit_index.long(), highest + 1
 
 

@@ -184,7 +184,7 @@ class WeightsCheck:
         self._layouts.add(_layout_of(every.rows, tapped.calls.tokens, bool(tapped.calls.packed.lengths)))
         if paths := [path or "the model" for path in sorted(tapped.ladder.splits)]:
             logger.info(
-                "%d modules run row by row, with as many launches as rows, because no tap is exact: %s",
+                "%d modules run row by row, with one launch per row, because no tap is exact: %s",
                 len(paths),
                 ", ".join(paths[:3]) + (", …" if len(paths) > 3 else ""),
             )
@@ -241,10 +241,10 @@ class WeightsCheck:
                     self._refuse_coupled(inputs)
                     names = ", ".join(sorted(target.name for target in differing)[:3])
                     raise NoRuleError(
-                        f"The gradients of single rows are not those of the model, in one pass or row by row, for "
-                        f"{len(differing)} parameters ({names}): rows depend on each other, or the model computes "
-                        f"something else in each call{self._raised}. Freeze these parameters, or remove what couples "
-                        "the rows."
+                        f"For {len(differing)} parameters ({names}) the gradients of single rows, in one pass or row "
+                        "by row, differ from the model's: rows depend on each other, or the model computes something "
+                        f"different in each call{self._raised}. Freeze these parameters, or remove what couples the "
+                        "rows."
                     )
 
     def _refuse_coupled(self, inputs: Inputs) -> None:
@@ -474,14 +474,14 @@ class RowProbe:
         other = int(torch.nonzero(touched)[0])
         if self.packed:
             raise CoupledError(
-                f"A packed row's loss depends on the packed row {other} (seen at {name}), so a unit cannot "
-                "be bounded: something in the model mixes tokens across the end of a row. Do not pack the "
-                f"rows of this model (microbatch.pack: false), or give it an attention that reads {BOUNDARIES}."
+                f"A packed row's loss depends on the packed row {other} (seen at {name}), so a unit cannot be bounded: "
+                "part of the model mixes tokens across row boundaries. Do not pack this model's rows "
+                f"(microbatch.pack: false), or give it an attention that reads {BOUNDARIES}."
             )
         raise CoupledError(
             f"The loss of row {int(self.rows[0])} depends on row {other} of the batch (seen at {name}), so a unit "
-            "cannot be bounded. Remove the parts that couple rows: batch statistics, in-batch negatives, several "
-            "units packed into one row, a loss normalised over the batch."
+            "cannot be bounded. Remove whatever couples rows: batch statistics, in-batch negatives, several units "
+            "packed into one row, a loss normalised over the batch."
         )
 
 
@@ -523,8 +523,8 @@ class SpreadProbe:
         """Check the gradient that one use of a parameter received."""
         if not bool(torch.isfinite(kernels.entries(use.grad.detach())[self.healthy_B]).all()):
             raise GhostError(
-                f"A value that is not finite reaches other packed rows (seen at {name}): the attention masks by "
-                "multiplying with zero, so one unit that overflows would change the contributions of the others. Use "
-                "an attention that runs each row separately (dpllm.models.packing, flash_attention_2), or do not pack "
-                "the rows (microbatch.pack: false)."
+                f"A non-finite value reaches other packed rows (seen at {name}): the attention masks by multiplying "
+                "with zero, so one unit that overflows would change other units' contributions. Use an attention that "
+                "runs each row separately (dpllm.models.packing, flash_attention_2), or do not pack the rows "
+                "(microbatch.pack: false)."
             )

@@ -181,7 +181,7 @@ def average_of(value: Any) -> Average | None:
         return value
     if isinstance(value, _AVERAGES):
         raise ValueError(
-            f"average is a {type(value).__name__}, whose weights of the steps nothing checks: they may follow private "
+            f"average is a {type(value).__name__}, whose weights per step nothing checks: they may depend on private "
             f"losses. It must be one of {', '.join(AVERAGES)}"
         )
     try:

@@ -98,7 +98,7 @@ class BandedStep(Numbers):
             return self._round.words()
         return EventWords(
             sampling=f"cyclic Poisson over {self.bands} groups, at most {self.max_batch_size} units",
-            accounted_as="a Gaussian sum over a truncated Poisson sample (arXiv:2508.15089), once for every "
+            accounted_as="a Gaussian sum over a truncated Poisson sample (arXiv:2508.15089), once every "
             f"{self.bands} steps: the noise has {self.bands} bands, and a unit is in one of {self.bands} groups "
             "(arXiv:2306.08153)",
             options=f"--num-units {-(-(self.num_units or 0) // self.bands)} --max-batch-size {self.max_batch_size}",
@@ -108,8 +108,8 @@ class BandedStep(Numbers):
 def _units_only(draw: Draw) -> None:
     if draw.rows_per_unit is not None:
         raise ValueError(
-            'noise="banded" has no accounting where rows are drawn singly (sampling="example"): leave sampling '
-            "out, and each user is drawn as a whole"
+            'noise="banded" has no accounting where single rows are drawn (sampling="example"): omit sampling, '
+            "and each user is drawn as a whole"
         )
 
 
@@ -130,8 +130,9 @@ class CyclicPoissonSampler:
         """Check that a group has enough units."""
         if self.bands * self.expected_batch_size > self.num_units:
             raise ValueError(
-                f"bands={self.bands} split {self.num_units} units into groups smaller than expected_batch_size="
-                f"{self.expected_batch_size}: take at most {self.num_units // self.expected_batch_size} bands"
+                f"bands={self.bands} split {self.num_units} units into groups smaller than "
+                f"expected_batch_size={self.expected_batch_size}. Use at most "
+                f"{self.num_units // self.expected_batch_size} bands"
             )
 
     @property
@@ -192,10 +193,10 @@ class BandedNoise:
         if self.strategy not in (None, "geometric", "free"):
             raise ValueError(f"noise.strategy must be geometric or free, got {self.strategy!r}")
         if bands == 1 and (self.ratio is not None or self.coefficients is not None):
-            raise ValueError("noise with bands=1 is independent, and has neither ratio nor coefficients: omit them")
+            raise ValueError("noise with bands=1 is independent and has no ratio or coefficients: omit them")
         for name, strategy in (("ratio", "geometric"), ("coefficients", "free")):
             if getattr(self, name) is not None and (self.strategy != strategy or bands == "auto"):
-                raise ValueError(f"noise.{name} needs strategy: {strategy} and a number of bands: add them")
+                raise ValueError(f"noise.{name} needs strategy: {strategy} and a number of bands: add both")
         if self.ratio is not None:
             if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float)) or not 0 < self.ratio <= 1:
                 raise ValueError(f"noise.ratio must be above 0 and at most 1, got {self.ratio!r}")
@@ -210,7 +211,7 @@ class BandedNoise:
     @property
     def _number(self) -> int:
         if self.bands == "auto":
-            raise ValueError("noise.bands=auto is not a number yet: make the plan with make_plan, which chooses it")
+            raise ValueError("noise.bands=auto has no number yet: create the plan with make_plan, which chooses it")
         return self.bands
 
     @property
@@ -253,7 +254,7 @@ class BandedNoise:
         """
         if self._open:
             raise ValueError(
-                f"noise has strategy={self.strategy} and no numbers of it: make the plan with make_plan, which "
+                f"noise has strategy={self.strategy} but no numbers yet: create the plan with make_plan, which "
                 "computes them"
             )
         if self.coefficients is not None:
@@ -334,10 +335,10 @@ class BandedNoise:
         if self.bands == 1:
             return IndependentNoise().drawing(draw, drawn)
         return (
-            f"the {draw.num_units} {drawn}s are split once, in secret, into {self.bands} groups, which the steps take "
-            f"in turn; in each step every {drawn} of the group is drawn independently with probability "
-            f"q' = {self.sampler(draw).sampling_rate:.6g}, and of more than {draw.max_batch_size} drawn, "
-            f"{draw.max_batch_size} stay, chosen uniformly (cyclic truncated Poisson sampling)"
+            f"the {draw.num_units} {drawn}s are split once, in secret, into {self.bands} groups, and the steps cycle "
+            f"through the groups; in each step every {drawn} of the group is drawn independently with probability q' = "
+            f"{self.sampler(draw).sampling_rate:.6g}, and if more than {draw.max_batch_size} are drawn, "
+            f"{draw.max_batch_size} of them are kept, chosen uniformly (cyclic truncated Poisson sampling)"
         )
 
     def words(self) -> str:
@@ -345,7 +346,7 @@ class BandedNoise:
         if self.bands == 1:
             return IndependentNoise().words()
         return (
-            f"Gaussian noise, correlated with that of the {self._before} before (banded factorisation{self._named}) "
+            f"Gaussian noise, correlated with that of the previous {self._before} (banded factorisation{self._named}) "
             "and made from independent noise"
         )
 
@@ -365,18 +366,18 @@ class BandedNoise:
             return IndependentNoise().ensured(draw, drawn, noise_stddev)
         return [
             (
-                "Units are drawn by cyclic Poisson sampling and cut to the maximal batch (not shuffled)",
-                f"the sampler is made from the plan: {self.bands} groups of about {draw.num_units / self._number:.0f} "
+                "Units are drawn by cyclic Poisson sampling and truncated to the maximal batch (not shuffled)",
+                f"the sampler is built from the plan: {self.bands} groups of about {draw.num_units / self._number:.0f} "
                 f"units each ({draw.num_units} in all), split by secret entropy at each start and resume, "
                 f"q' = {self.sampler(draw).sampling_rate:.6g}, at most {draw.max_batch_size} in a step; each "
                 "step in the ledger carries these numbers",
             ),
             (
                 f"Noise is that of a strategy with {self.bands} bands{self._named} whose columns have norm at most 1",
-                f"independent noise of standard deviation {noise_stddev:.6g} is drawn once per step for every entry of "
-                f"the complete sum, by exactly one process. A part of the noise of the {self._before} before is "
-                "subtracted, and the difference is scaled up, as the strategy says. The noise is kept in memory only, "
-                "and drawn again after a resume",
+                f"independent noise of standard deviation {noise_stddev:.6g} is drawn once per step for every entry "
+                "of the complete sum, by exactly one process. The strategy subtracts a part of the noise of the "
+                f"previous {self._before} and scales up the difference. The noise is kept only in memory, and redrawn "
+                "after a resume",
             ),
         ]
 

@@ -102,8 +102,8 @@ class BltStep(Numbers):
         super().__post_init__()
         if self.sampling_rate != 1:
             raise ValueError(
-                f"sampling_rate is {self.sampling_rate:g}, but BLT noise has no accounting that gains from sampling: a "
-                "unit's steps are correlated. Leave it out, or take noise=banded, whose groups are sampled"
+                f"sampling_rate is {self.sampling_rate:g}, but the accounting of BLT noise gains nothing from "
+                "sampling, since a unit's steps are correlated. Omit it, or use noise=banded, whose groups are sampled"
             )
         for name in ("decays", "weights"):
             object.__setattr__(self, name, _tuple_of(name, getattr(self, name)))
@@ -138,10 +138,10 @@ class BltStep(Numbers):
         return EventWords(
             sampling=f"none: a fixed order, {self.batch_size} units in each step, a unit at least "
             f"{sampler.separation} steps apart",
-            accounted_as="a Gaussian sum over all units, once for all steps from a start on: the noise is that of a "
-            "buffered Toeplitz matrix (arXiv:2404.16706, arXiv:2408.08868). Its sensitivity is exact for the steps "
-            f"of a unit, which are at least {sampler.separation} apart (arXiv:2405.13763, theorem 2). Nothing is "
-            "gained from sampling",
+            accounted_as="a Gaussian sum over all units, once for all steps since a start: the noise follows a "
+            "buffered Toeplitz matrix (arXiv:2404.16706, arXiv:2408.08868). Its sensitivity is exact for a unit's "
+            f"steps, which are at least {sampler.separation} apart (arXiv:2405.13763, theorem 2). Sampling adds no "
+            "privacy",
             options="",
             is_sampled=False,
         )
@@ -181,33 +181,33 @@ class BltNoise:
         if number != "auto" and wrong:
             raise ValueError(f"noise.buffers must be a whole number from 1 to {MAX_BUFFERS}, or auto, got {number!r}")
         if (self.decays is None) != (self.weights is None):
-            raise ValueError("noise.decays and noise.weights belong together: give both, or neither")
+            raise ValueError("noise.decays and noise.weights belong together: give both or neither")
         if self.decays is not None and self.weights is not None:
             for name in ("decays", "weights"):
                 object.__setattr__(self, name, _tuple_of(f"noise.{name}", getattr(self, name)))
             require_numbers(self.decays, self.weights)
             if number != len(self.decays):
                 raise ValueError(
-                    f"noise.buffers is {number} and there are {len(self.decays)} decays: write buffers: "
+                    f"noise.buffers is {number}, but there are {len(self.decays)} decays: write buffers: "
                     f"{len(self.decays)}"
                 )
         if self.scale is not None:
             if self.decays is None:
-                raise ValueError("noise.scale needs decays and weights: add them, or leave it out")
+                raise ValueError("noise.scale needs decays and weights: add them, or omit scale")
             _require_scale(self.scale)
 
     @property
     def _numbers(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         if self.decays is None or self.weights is None:
             raise ValueError(
-                "noise=blt has no decays and weights yet: make the plan with make_plan, which computes them"
+                "noise=blt has no decays and weights yet: create the plan with make_plan, which computes them"
             )
         return self.decays, self.weights
 
     @property
     def _scale(self) -> float:
         if self.scale is None:
-            raise ValueError("noise=blt has no scale yet: make the plan with make_plan, which computes it")
+            raise ValueError("noise=blt has no scale yet: create the plan with make_plan, which computes it")
         return self.scale
 
     def candidates(self, draw: Draw, workload: Workload) -> list[BltNoise]:
@@ -223,9 +223,9 @@ class BltNoise:
         if self.decays is None or self.weights is None:
             if steps > _MOST_STEPS:
                 raise ValueError(
-                    f"noise=blt computes its numbers for at most {_MOST_STEPS:,} steps, and the run has {steps:,}: it "
-                    "would take minutes. Take fewer steps and a larger batch, or give noise.decays and noise.weights, "
-                    "for instance those of a shorter run"
+                    f"noise=blt computes its numbers for at most {_MOST_STEPS:,} steps, but the run has {steps:,}, "
+                    "which would take minutes. Use fewer steps and a larger batch, or set noise.decays and "
+                    "noise.weights, for instance from a shorter run"
                 )
             buffers = None if self.buffers == "auto" else self.buffers
             decays, weights = best_numbers(buffers, workload, sampler.separation, visits, _CALM)
@@ -269,7 +269,7 @@ class BltNoise:
         """
         if draw.rows_per_unit is not None:
             raise ValueError(
-                'noise="blt" has no accounting where rows are drawn singly (sampling="example"): leave sampling out, '
+                'noise="blt" has no accounting where single rows are drawn (sampling="example"): omit sampling, '
                 "and each user is visited as a whole"
             )
         return FixedOrderSampler(draw.num_units, draw.expected_batch_size)
@@ -303,14 +303,13 @@ class BltNoise:
         """Return how a step is drawn, for the report."""
         return (
             f"the {draw.num_units} {drawn}s are put in one random order, and each step takes the next "
-            f"{draw.expected_batch_size} of it, pass after pass (no sampling; nothing depends on the order being "
-            "secret)"
+            f"{draw.expected_batch_size} of them, pass after pass (no sampling; the order need not be secret)"
         )
 
     def words(self) -> str:
         """Return the noise's description, for the report."""
         return (
-            f"Gaussian noise, correlated with that of all steps before (buffered Toeplitz matrix, {self._counted}) "
+            f"Gaussian noise, correlated with that of all previous steps (buffered Toeplitz matrix, {self._counted}) "
             "and made from independent noise"
         )
 
@@ -325,18 +324,18 @@ class BltNoise:
             (
                 f"Two steps of a unit are at least {sampler.separation} apart, and a unit is in at most ⌈nB/N⌉ of the "
                 "first n steps of a start",
-                f"the sampler is made from the plan: it visits all {draw.num_units} units in one order, "
-                f"{draw.expected_batch_size} in each step, pass after pass. A step over other units is refused. Each "
+                f"the sampler is built from the plan: it visits all {draw.num_units} units in one order, "
+                f"{draw.expected_batch_size} per step, pass after pass. A step over different units is refused. Each "
                 "start and resume has a new order and is counted separately; each step in the ledger carries these "
                 "numbers",
             ),
             (
-                f"Noise is that of a buffered Toeplitz strategy ({self._counted}), whose column falls and is "
-                "nowhere negative",
-                f"independent noise of standard deviation {noise_stddev:.6g} is drawn once per step for every entry of "
-                "the complete sum, by exactly one process. Parts of the noise of earlier steps are subtracted, and the "
-                "difference is scaled up, as the strategy says. The buffers are kept in memory only, and the noise is "
-                "drawn again after a resume",
+                f"Noise follows a buffered Toeplitz strategy ({self._counted}), whose column is nonincreasing and "
+                "nonnegative",
+                f"independent noise of standard deviation {noise_stddev:.6g} is drawn once per step for every entry "
+                "of the complete sum, by exactly one process. The strategy subtracts parts of the noise of earlier "
+                "steps and scales up the difference. The buffers are kept only in memory, and the noise is redrawn "
+                "after a resume",
             ),
         ]
 

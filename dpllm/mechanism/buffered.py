@@ -57,13 +57,13 @@ def require_numbers(decays: Sequence[float], weights: Sequence[float]) -> None:
         if wrong or not 1 <= len(values) <= MAX_BUFFERS:
             raise ValueError(f"noise.{name} must be a list of 1 to {MAX_BUFFERS} numbers, got {list(values)!r}")
     if len(decays) != len(weights):
-        raise ValueError(f"noise has {len(decays)} decays and {len(weights)} weights: give one weight for each decay")
+        raise ValueError(f"noise has {len(decays)} decays but {len(weights)} weights: give one weight per decay")
     if not all(0 <= value < 1 for value in decays):
         raise ValueError(f"noise.decays must be at least 0 and below 1, got {list(decays)!r}")
     if not all(0 <= value <= 1 for value in weights) or math.fsum(weights) > 1:
         raise ValueError(
-            f"noise.weights must be at least 0, with a sum of at most 1, got {list(weights)!r}: otherwise the worst "
-            "participations of a unit are not known. Divide them by their sum, or leave decays and weights out"
+            f"noise.weights must be at least 0, with a sum of at most 1, got {list(weights)!r}; otherwise a unit's "
+            "worst participations are unknown. Divide them by their sum, or omit decays and weights"
         )
 
 

@@ -98,7 +98,7 @@ def with_randomness(noise: Noise, randomness: str) -> Noise:
     """
     if noise.only_discrete and randomness != "discrete":
         raise ValueError(
-            f"noise={noise.kind!r} is made of whole numbers, and randomness is {randomness!r}: set "
+            f"noise={noise.kind!r} consists of whole numbers, but randomness is {randomness!r}: set "
             "privacy.randomness=discrete"
         )
     if noise.only_discrete:
@@ -108,7 +108,7 @@ def with_randomness(noise: Noise, randomness: str) -> Noise:
     if type(noise) not in (IndependentNoise, DiscreteNoise):
         raise ValueError(
             f"randomness='discrete' has no accounting for the noise {noise.kind!r}: sums of discrete noise over steps "
-            "are not discrete Gaussian. Take noise='independent', or randomness='chacha20'"
+            "are not discrete Gaussian. Use noise='independent', or randomness='chacha20'"
         )
     return DiscreteNoise()
 
@@ -179,6 +179,7 @@ def from_fields(fields: Mapping[str, Any]) -> Event:
     known = events()
     if kind not in known:
         raise ValueError(
-            f"unknown kind of event {kind!r}; known are {', '.join(known)}. Installed methods: {registry.installed()}"
+            f"unknown event kind {kind!r}; known kinds are {', '.join(known)}. Installed methods: "
+            f"{registry.installed()}"
         )
     return known[kind](**{name: _read(value) for name, value in values.items()})

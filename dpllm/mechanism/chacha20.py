@@ -116,6 +116,6 @@ def require_blocks(key: bytes, nonce: bytes, counter: int, num_blocks: int) -> N
         raise ValueError(f"ChaCha20 takes a key of 32 bytes and a nonce of 12, got {len(key)} and {len(nonce)}")
     if not 0 <= counter <= counter + num_blocks <= MAX_BLOCKS:
         raise ValueError(
-            f"blocks {counter} to {counter + num_blocks} of a key were asked for, and ChaCha20 has {MAX_BLOCKS}: the "
-            "numbers would repeat. Draw the others from a new key"
+            f"blocks {counter} to {counter + num_blocks} of a key were requested, but ChaCha20 has {MAX_BLOCKS}, and "
+            "its numbers would repeat. Draw the others from a new key"
         )

@@ -83,8 +83,8 @@ class CorrelatedStream(ABC):
         kept = self._kept[name]
         if kept and (kept[0].shape != share.shape or kept[0].dtype != share.dtype):
             raise ValueError(
-                f"{name} has {share.numel()} entries ({share.dtype}) for this process and had {kept[0].numel()} "
-                f"({kept[0].dtype}) in the steps before, with whose noise it is correlated: keep the model's shapes, "
+                f"{name} has {share.numel()} entries ({share.dtype}) on this process, but had {kept[0].numel()} "
+                f"({kept[0].dtype}) in the previous steps, with whose noise it is correlated. Keep the model's shapes, "
                 "or start a new run"
             )
         with self._order.adding(name):

@@ -133,7 +133,7 @@ def require_known_words(device: torch.device) -> None:
         found = device_keystream(key, nonce, first, count, device).T.cpu().contiguous().numpy().view(np.uint32)
         if not np.array_equal(found, keystream(key, nonce, first, count)):
             raise RuntimeError(
-                f"{device} computes other words of ChaCha20 than RFC 8439: block {first} of its key differs. Noise "
-                "from it could be predictable. Please report the device and the version of PyTorch, and take "
+                f"{device} computes words of ChaCha20 that differ from RFC 8439, in block {first} of its key. Noise "
+                "from it could be predictable. Please report the device and the PyTorch version, and set "
                 "privacy.randomness=os"
             )

@@ -266,7 +266,7 @@ class DiscreteNoise(IndependentNoise):
         if draw.rows_per_unit is not None:
             raise ValueError(
                 "randomness='discrete' has no accounting where single rows of users are drawn (sampling='example'). "
-                "Draw whole users (sampling='unit'), or take randomness='chacha20'"
+                "Draw whole users (sampling='unit'), or use randomness='chacha20'"
             )
         return DiscreteStep(
             num_units=draw.num_units,
@@ -285,8 +285,8 @@ class DiscreteNoise(IndependentNoise):
         """
         if getattr(generator, "randomness", None) != "discrete":
             raise ValueError(
-                "the plan has randomness='discrete', and its noise was asked of a generator of other noise: the ε of "
-                "the plan would not hold. Pass dpllm.NoiseSource(randomness='discrete')"
+                "the plan has randomness='discrete', but its noise was requested from a generator of different noise, "
+                "so the plan's ε would not hold. Pass dpllm.NoiseSource(randomness='discrete')"
             )
         return DiscreteStream(generator)
 
@@ -299,11 +299,11 @@ class DiscreteNoise(IndependentNoise):
         sampling, _ = super().ensured(draw, drawn, noise_stddev)
         noise = (
             "Noise is independent in every step and parameter entry, and exact",
-            f"discrete Gaussian noise of standard deviation {noise_stddev:.6g} is drawn with whole numbers, once per "
-            "step, and added to the complete sum, rounded to a grid; no floating-point number is part of it",
+            f"discrete Gaussian noise of standard deviation {noise_stddev:.6g} is drawn in whole numbers, once per "
+            "step, and added to the complete sum, rounded to a grid; no floating-point number enters the noise",
         )
         margin = (
-            "Adding up in floating point changes two neighbouring sums by little",
+            "Floating-point summation changes the distance between two neighbouring sums only slightly",
             f"a margin, not a proof: the accounting adds {SUM_SHARE * most_drawn(draw):.2g} C to the sensitivity, "
             "16 units in the last place of float32 for each contribution",
         )
@@ -332,8 +332,8 @@ class DiscreteStream:
         """
         if size != 1:
             raise ValueError(
-                f"{name} is the share of one of {size} processes, and discrete noise is added to the complete sum: "
-                "floating-point additions after it would show the last bits of the other shares. Use an engine that "
+                f"{name} is one process's share out of {size}, but discrete noise is added to the complete sum: "
+                "floating-point additions after it would reveal the last bits of the other shares. Use an engine that "
                 "adds noise to totals"
             )
         self._generator.add_(slice_of(total, rank, size), stddev)

@@ -70,7 +70,7 @@ class DiscreteGaussians:
         """Begin with the first word of the key stream."""
         if not 0 <= bits <= _MOST_BITS:
             raise ValueError(
-                f"the deviation is 2^k steps of the grid, and k is {bits}; a k from 0 to {_MOST_BITS} is needed"
+                f"the standard deviation is 2^k grid steps, and k is {bits}; k must be from 0 to {_MOST_BITS}"
             )
         self._bits, self._stream = bits, _Stream(key)
 

@@ -185,8 +185,8 @@ class Numbers:
         if not isinstance(self.noise_multiplier, float):
             raise ValueError(
                 f"noise_multiplier must be a float, got {self.noise_multiplier!r} "
-                f"({type(self.noise_multiplier).__name__}): with other kinds of numbers accountants are known to leave "
-                "out terms of a composition. Write 1.0 for 1"
+                f"({type(self.noise_multiplier).__name__}): with other number types accountants may omit "
+                "terms of a composition. Write 1.0 for 1"
             )
         for name in ("sampling_rate", "noise_multiplier", "clip_norm"):
             value = getattr(self, name)
@@ -294,7 +294,7 @@ class Step(Numbers):
         super().__post_init__()
         if self.max_batch_size is not None:
             if self.num_units is None:
-                raise ValueError("max_batch_size needs num_units: the frequency of truncation depends on both")
+                raise ValueError("max_batch_size needs num_units: the truncation probability depends on both")
             if self.max_batch_size < 1:
                 raise ValueError(f"max_batch_size must be at least 1, got {self.max_batch_size}")
 
@@ -401,7 +401,7 @@ class StepOfRows(NeverTruncated):
         if self.rows_per_unit > MAX_ROWS_DRAWN_PER_UNIT:
             raise ValueError(
                 f"rows_per_unit must be at most {MAX_ROWS_DRAWN_PER_UNIT:,}, got {self.rows_per_unit}: the cost of "
-                "more rows of one unit is not computed within seconds. Take fewer rows of a unit"
+                "more rows per unit takes too long to compute. Use fewer rows per unit"
             )
 
     @property
@@ -448,10 +448,10 @@ class StepOfRows(NeverTruncated):
         return EventWords(
             sampling=f"Poisson, rows of which a unit has up to {self.rows_per_unit}",
             accounted_as=f"a mixture of Gaussians: of a user's k = {self.rows_per_unit} rows Binomial(k, q) are drawn, "
-            "and the sum moves by as many C (Charles et al., arXiv:2407.07737). Under replace-one, by group privacy: ε "
+            "and each changes the sum by C (Charles et al., arXiv:2407.07737). Under replace-one, by group privacy: ε "
             "is twice a zero-out ε at a smaller δ",
             options=f"--rows-per-unit {self.rows_per_unit}",
-            renyi="does not apply: it has no event for the rows of a user drawn each by itself",
+            renyi="does not apply: it has no event for a user's rows that are drawn one by one",
         )
 
 
@@ -486,8 +486,8 @@ def dp_sgd(
         return Step(max_batch_size=max_batch_size, **numbers)
     if max_batch_size is not None:
         raise ValueError(
-            "max_batch_size truncates a sample of units; there is no accounting for a truncated sample of rows. Leave "
-            "max_batch_size out"
+            "max_batch_size truncates a sample of units, and a truncated sample of rows has no accounting. Omit "
+            "max_batch_size"
         )
     return StepOfRows(rows_per_unit=rows_per_unit, **numbers)
 

@@ -132,8 +132,8 @@ class NoiseSource:
     def _refuse_discrete(self) -> None:
         if self._randomness == "discrete":
             raise ValueError(
-                "discrete noise is added to a rounded sum in each step; correlated noise needs normal numbers. Take "
-                "noise='independent', or randomness='chacha20'"
+                "discrete noise is added to a rounded sum in each step, but correlated noise needs normal numbers. "
+                "Use noise='independent', or randomness='chacha20'"
             )
 
     def _entropy(self) -> bytes:
@@ -197,7 +197,7 @@ def _require_sum(grad: Tensor, noise_stddev: float) -> None:
             "float32 until the noise is added."
         )
     if not noise_stddev >= 0:
-        raise ValueError(f"noise_stddev is {noise_stddev}; a number of at least 0 is needed.")
+        raise ValueError(f"noise_stddev is {noise_stddev}; it must be at least 0.")
 
 
 def normals_from(entropy: bytes, randomness: str, like: Tensor) -> Callable[[Tensor], Tensor]:

@@ -49,11 +49,12 @@ class GroupClipping(NormBound):
         super().__post_init__()
         patterns = {name: _patterns(name, value) for name, value in _mapping("parameters", self.parameters).items()}
         if sum(value == _REST for value in patterns.values()) > 1:
-            raise ValueError('parameters has "*" for two groups: give it to the one that takes all other parameters')
+            raise ValueError('parameters has "*" for two groups: use it for the one that takes all other parameters')
         given = dict.fromkeys(patterns, 1.0) if self.shares is None else _mapping("shares", self.shares)
         if set(given) != set(patterns):
             raise ValueError(
-                f"shares has the groups {', '.join(given)}, parameters {', '.join(patterns)}: give both all"
+                f"shares has the groups {', '.join(given)}, but parameters has {', '.join(patterns)}: list the same "
+                "groups in both"
             )
         shares = {name: _share(name, value) for name, value in given.items()}
         object.__setattr__(self, "parameters", tuple(sorted(patterns.items())))
@@ -89,7 +90,7 @@ class GroupClipping(NormBound):
             if len(found) > 1:
                 raise ValueError(
                     f"clipping: the parameter {parameter} is in the groups {found[0]} and {found[1]}, so its share of "
-                    "C is not known. Change their patterns so that each parameter is in one group"
+                    "C is ambiguous. Change the patterns so that each parameter is in one group"
                 )
             if not found and rest is None:
                 raise ValueError(
@@ -100,7 +101,7 @@ class GroupClipping(NormBound):
         for name, names in members.items():
             if not names:
                 raise ValueError(
-                    f"clipping: no trainable parameter is in the group {name}, so its share of C would be lost. The "
+                    f"clipping: the group {name} contains no trainable parameter, so its share of C would be lost. The "
                     f"trainable parameters have names such as {next(iter(shapes), '(there is none)')}"
                 )
         return list(members.values())
@@ -124,7 +125,7 @@ class GroupClipping(NormBound):
                 [0.2500, 1.0000]])
         """
         if len(norm_GU) != len(self.clip_norms):
-            raise ValueError(f"norms of {len(norm_GU)} groups were given; the clipping has {len(self.clip_norms)}")
+            raise ValueError(f"got norms of {len(norm_GU)} groups, but the clipping has {len(self.clip_norms)}")
         return (norm_GU.new_tensor(self.clip_norms)[:, None] / norm_GU).clamp_max(1)
 
     def group_factors(self, group: int, num_groups: int, norm_U: Tensor) -> Tensor:
@@ -137,7 +138,7 @@ class GroupClipping(NormBound):
             f"{name} to norm {norm:g}" for (name, _), norm in zip(self.shares, self.clip_norms, strict=True)
         )
         return (
-            f"is clipped in each group of parameters ({each}), over all groups together to norm C = {self.clip_norm:g}"
+            f"is clipped in each parameter group ({each}), and over all groups together to norm C = {self.clip_norm:g}"
         )
 
 
@@ -150,8 +151,8 @@ def _mapping(what: str, value: Any) -> dict[str, Any]:
         pairs, named = [], {}
     if not named or len(named) < len(pairs) or not all(_is_name(name) for name in named):
         raise ValueError(
-            f"{what} is {value!r}; a mapping from the names of groups (letters, digits, - and _) is needed, for "
-            "instance parameters: {embeddings: '*embed*', rest: '*'}"
+            f"{what} is {value!r}; it must map group names (letters, digits, - and _) to values, for instance "
+            f"parameters: {{embeddings: '*embed*', rest: '*'}}"
         )
     return named
 
@@ -164,7 +165,7 @@ def _patterns(name: str, value: Any) -> tuple[str, ...]:
     patterns = (value,) if isinstance(value, str) else value
     if not isinstance(patterns, list | tuple) or not patterns or not all(isinstance(one, str) for one in patterns):
         raise ValueError(
-            f"parameters.{name} is {value!r}; a pattern of parameters' names, or a list of them, is needed"
+            f"parameters.{name} is {value!r}; it must be a pattern of parameter names, or a list of patterns"
         )
     return tuple(patterns)
 
@@ -172,5 +173,5 @@ def _patterns(name: str, value: Any) -> tuple[str, ...]:
 def _share(name: str, value: Any) -> float:
     known = isinstance(value, int | float) and not isinstance(value, bool)
     if not known or not 1e-12 <= value <= 1e12:
-        raise ValueError(f"shares.{name} is {value!r}; a number above 0 is needed, in proportion to C_k squared")
+        raise ValueError(f"shares.{name} is {value!r}; it must be a number above 0, in proportion to C_k squared")
     return float(value)

@@ -59,7 +59,7 @@ class SecretKey:
         """
         if os.getpid() != self._process:
             raise ValueError(
-                f"the secret key was made by process {self._process}, and this is process {os.getpid()}, a fork of it: "
+                f"the secret key was created by process {self._process}, and process {os.getpid()} is a fork of it, so "
                 "both would draw the same noise. Begin the run in the process that trains"
             )
         info = b"".join(_encoded(part) for part in address)
@@ -75,8 +75,8 @@ class SecretKey:
             TypeError: always.
         """
         raise TypeError(
-            "a secret key is kept in the memory of one process: it cannot be copied, pickled or saved, since it would "
-            "allow a reader to subtract the noise. Make a new run instead of a copy"
+            "a secret key stays in the memory of one process and cannot be copied, pickled or saved, since anyone who "
+            "has it can subtract the noise. Start a new run instead of copying this one"
         )
 
 
@@ -85,5 +85,5 @@ def _encoded(part: int | str) -> bytes:
         text = part.encode("utf-8", "surrogatepass")
         return b"t" + len(text).to_bytes(8, "little") + text
     if not 0 <= part < 2**64:
-        raise ValueError(f"a number of an address is between 0 and 2^64 - 1, got {part}")
+        raise ValueError(f"an address number must be between 0 and 2^64 - 1, got {part}")
     return b"n" + int(part).to_bytes(8, "little")

@@ -44,7 +44,7 @@ def from_dp_event(event: dp_accounting.DpEvent, count: int = 1) -> list[tuple[Ev
     step = _step(event)
     if step is None:
         raise ValueError(
-            f"{type(event).__name__} is not a Gaussian sum over all units or over a Poisson sample of them, and dpllm "
+            f"{type(event).__name__} is not a Gaussian sum over all units or over a Poisson sample of them, so dpllm "
             "has no accounting for it. Use dp_accounting's own accountant, or describe the mechanism with "
             "dpllm.mechanism"
         )
@@ -62,7 +62,7 @@ def whole_count(count: Any) -> int:
     except TypeError:
         number = -1
     if number < 0:
-        raise ValueError(f"a step cannot have run {count!r} times. Give a count that is a whole number of at least 0")
+        raise ValueError(f"a step cannot run {count!r} times. Pass a whole number of at least 0")
     return number
 
 

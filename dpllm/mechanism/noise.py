@@ -35,10 +35,10 @@ def slice_of(total: Tensor, rank: int, size: int) -> Tensor:
     if not (total.dtype.is_floating_point and total.dtype.itemsize >= 4):
         raise ValueError(
             f"Noise is added in float32 or float64, but the gradient is {total.dtype}. Keep the clipped sum in float32 "
-            "until the noise is added, also where nobody was drawn."
+            "until the noise is added, also when no unit was drawn."
         )
     if not 0 <= rank < size:
-        raise ValueError(f"rank is {rank} of {size} processes; 0 <= rank < size is needed.")
+        raise ValueError(f"rank is {rank} of {size} processes, but 0 <= rank < size is needed.")
     entries = total.numel()
     return total.view(-1)[rank * entries // size : (rank + 1) * entries // size]
 
@@ -111,8 +111,8 @@ class IndependentNoise:
         """
         if getattr(generator, "randomness", None) == "discrete":
             raise ValueError(
-                "the generator makes discrete noise, and the plan accounts for Gaussian noise: its ε would not hold. "
-                "Make the plan with randomness='discrete', or pass dpllm.NoiseSource()"
+                "the generator draws discrete noise, but the plan accounts for Gaussian noise, so its ε would not "
+                "hold. Create the plan with randomness='discrete', or pass dpllm.NoiseSource()"
             )
         return IndependentStream(generator)
 
@@ -123,10 +123,10 @@ class IndependentNoise:
             f"q = {draw.sampling_rate:.6g}"
         )
         if draw.rows_per_unit is not None:
-            return each + ", whoever wrote it"
+            return each + ", regardless of who wrote it"
         return (
-            f"{each}, and of more than {draw.max_batch_size} drawn, {draw.max_batch_size} stay, chosen uniformly "
-            "(truncated Poisson sampling)"
+            f"{each}, and if more than {draw.max_batch_size} are drawn, {draw.max_batch_size} of them are kept, chosen "
+            "uniformly (truncated Poisson sampling)"
         )
 
     def words(self) -> str:
@@ -135,21 +135,21 @@ class IndependentNoise:
 
     def ensured(self, draw: Draw, drawn: str, noise_stddev: float) -> list[tuple[str, str]]:
         """Return the assumptions of the accounting, and how the run ensures each."""
-        numbers = f"the sampler is made from the plan: q = {draw.sampling_rate:.6g}"
+        numbers = f"the sampler is built from the plan: q = {draw.sampling_rate:.6g}"
         carried = "each step in the ledger carries these numbers"
         sampling = (
-            "Units are drawn by Poisson sampling and cut to the maximal batch (not shuffled)",
+            "Units are drawn by Poisson sampling and truncated to the maximal batch (not shuffled)",
             f"{numbers}, at most {draw.max_batch_size} of {draw.num_units} units; {carried}",
         )
         if draw.rows_per_unit is not None:
             sampling = (
                 "Rows are drawn by Poisson sampling, independently of each other (not shuffled)",
-                f"{numbers} of {draw.population} rows; nothing is cut off; {carried}",
+                f"{numbers} of {draw.population} rows; the batch is not truncated; {carried}",
             )
         noise = (
             "Noise is independent in every step and parameter entry",
-            f"Gaussian noise of standard deviation {noise_stddev:.6g} is drawn once per step, on the complete sum; of "
-            "a model that is spread over processes each entry's noise is drawn by exactly one of them",
+            f"Gaussian noise of standard deviation {noise_stddev:.6g} is drawn once per step, on the complete sum; if "
+            "the model is sharded, exactly one process draws each entry's noise",
         )
         return [sampling, noise]
 

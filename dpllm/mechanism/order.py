@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-_FRESH = "Resume the run from a checkpoint, or make another start: both begin with fresh noise"
+_FRESH = "Resume the run from a checkpoint, or start it again: both begin with fresh noise"
 
 
 class StepOrder:
@@ -38,20 +38,20 @@ class StepOrder:
         self._require_whole()
         if step <= self.step:
             raise ValueError(
-                f"the noise of step {step} was already drawn; the last step is {self.step}: take steps in order"
+                f"the noise of step {step} was already drawn, and the last step is {self.step}: take the steps in order"
             )
         if missing := sorted(self._known - self._added):
             raise ValueError(
-                f"{missing[0]} had no noise in step {self.step}: every parameter needs it in every step. If that step "
-                f"failed: {_FRESH}"
+                f"{missing[0]} received no noise in step {self.step}, but every parameter needs it in every step. If "
+                f"that step failed: {_FRESH}"
             )
         self.step, self._added = step, set()
 
     def _require_whole(self) -> None:
         if self._changing is not None:
             raise ValueError(
-                f"An error broke off the noise of {self._changing} in step {self.step}, and that of later steps is "
-                f"made from it. {_FRESH}"
+                f"An error interrupted the noise of {self._changing} in step {self.step}, and the noise of later steps "
+                f"is made from it. {_FRESH}"
             )
 
     @contextlib.contextmanager
@@ -73,7 +73,7 @@ class StepOrder:
             ValueError: it has.
         """
         if name in self._added:
-            raise ValueError(f"{name} already had its noise of step {self.step}: add it once per step")
+            raise ValueError(f"{name} already received its noise of step {self.step}: add it once per step")
 
     @contextlib.contextmanager
     def adding(self, name: str) -> Iterator[None]:
@@ -114,9 +114,9 @@ class UnitsApart:
         if not len(unit_ids):
             return
         if len(np.unique(unit_ids)) < len(unit_ids):
-            raise ValueError("A unit is twice in one draw: the sampler is not the one that the accounting assumes")
+            raise ValueError("A draw contains a unit twice, so the sampler is not the one that the accounting assumes")
         if unit_ids.min() < 0:
-            raise ValueError(f"A draw has the unit {unit_ids.min()}: units are numbered from 0. Mend the sampler")
+            raise ValueError(f"A draw has the unit {unit_ids.min()}, but units are numbered from 0. Fix the sampler")
         if self._separation == 1:
             return
         seen = unit_ids[unit_ids < len(self._last_N)]
@@ -124,9 +124,9 @@ class UnitsApart:
         if len(seen) and steps.min() < self._separation:
             unit, near = seen[steps.argmin()], int(steps.min())
             raise ValueError(
-                f"Unit {unit} was drawn again after {near} step{'s' * (near > 1)}, but two steps of one unit must be "
-                f"at least {self._separation} apart for the plan's noise: ε would be larger than stated. Draw with the "
-                "sampler of the plan's mechanism, and report this if you did"
+                f"Unit {unit} was drawn again after {near} step{'s' * (near > 1)}, but the plan's noise needs at least "
+                f"{self._separation} steps between two draws of a unit: ε would be larger than stated. Draw with the "
+                "sampler of the plan's mechanism, and report this error if you did"
             )
 
     def take(self, unit_ids: NDArray[np.int64]) -> None:

@@ -173,8 +173,8 @@ def gradient_noise_multiplier(noise_multiplier: float, statistic_noise: float) -
     """
     if noise_multiplier >= 2 * statistic_noise:
         raise ValueError(
-            f"the noise on the clipping's count has the standard deviation {statistic_noise:g}, but more than "
-            f"σ/2 = {noise_multiplier / 2:g} is needed: the count alone would cost more than the step. Set "
+            f"the noise on the clipping's count has standard deviation {statistic_noise:g}, but more than σ/2 = "
+            f"{noise_multiplier / 2:g} is needed: the count alone would cost more than the step. Set "
             f"clipping.count_noise to a larger number, for instance {10 * noise_multiplier:.3g}, or raise "
             "expected_batch_size"
         )
@@ -195,8 +195,8 @@ def frozen_copy(clipping: Clipping) -> Clipping:
     if parameters is None or not parameters.frozen:
         raise ValueError(
             f"{type(clipping).__name__} is not a frozen dataclass, so its numbers could follow the private gradients, "
-            "which no ε covers. Put @dataclass(frozen=True) on the class, and choose C without the private rows; the "
-            "kind 'quantile' follows the norms by noisy counts that ε covers"
+            "which no ε covers. Put @dataclass(frozen=True) on the class, and choose C without the private rows. The "
+            "kind 'quantile' follows the norms through noisy counts that ε covers"
         )
     return copy.deepcopy(clipping)
 
@@ -430,7 +430,7 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, Mapping):
         other = next((name for name in value if not isinstance(name, str)), None)
         if other is not None:
-            raise ValueError(f"the name {other!r} of an option is not text; write it in quotes: '{other}'")
+            raise ValueError(f"the option name {other!r} is not text; write it in quotes: '{other}'")
         return _Pairs(sorted((name, _frozen(option)) for name, option in value.items()))
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
@@ -466,7 +466,7 @@ class Spec:
             return cls(value)
         if isinstance(value, Mapping) and isinstance(value.get("kind"), str):
             return cls(value["kind"], _Pairs(pair for pair in _frozen(value) if pair[0] != "kind"))
-        raise ValueError(f"a word, or a mapping with kind and its options, is needed, got {value!r}")
+        raise ValueError(f"expected a word, or a mapping with kind and its options, got {value!r}")
 
     def to_plain(self) -> str | dict[str, Any]:
         """Return the value that `of` accepts."""
@@ -496,7 +496,7 @@ class Mechanism:
         """Refuse parts without an accounting."""
         if not isinstance(getattr(self.clipping, "kind", None), str):
             raise ValueError(
-                f"the clipping has the kind {getattr(self.clipping, 'kind', None)!r}; its kind must be a word, for "
+                f"the clipping has the kind {getattr(self.clipping, 'kind', None)!r}; its kind must be a string, for "
                 "instance kind = 'mine'"
             )
         object.__setattr__(self, "clipping", frozen_copy(self.clipping))
@@ -511,7 +511,7 @@ class Mechanism:
         if self.noise.wants_total and isinstance(self.clipping, AdaptiveClipping):
             raise ValueError(
                 f"randomness='discrete' has no accounting for clipping {self.clipping.kind!r}, whose threshold follows "
-                "a noisy count of each step. Take another clipping, for instance flat or automatic, or "
+                "a noisy count in each step. Use a different clipping, for instance flat or automatic, or "
                 "randomness='chacha20'"
             )
         _ = self.noise_stddev  # this refuses a statistic with too little noise
@@ -595,6 +595,6 @@ def require_entries(noise: Noise, num_entries: int) -> None:
     """
     if noise.max_entries is not None and num_entries > noise.max_entries:
         raise ValueError(
-            f"{num_entries:,} parameters are trained, but randomness='discrete' has an accounting for at most "
-            f"{noise.max_entries:,}: train fewer, for instance with LoRA, or take randomness='chacha20'"
+            f"{num_entries:,} parameters are trained, but the accounting of randomness='discrete' holds for at most "
+            f"{noise.max_entries:,}. Train fewer, for instance with LoRA, or use randomness='chacha20'"
         )

@@ -176,7 +176,7 @@ def sampled_rows(
         width: the distance between two grid points.
     """
     if pair is AdjacencyType.REPLACE:
-        raise ValueError("no pair is known for replacing a unit of several rows; use twice that of removing one")
+        raise ValueError("no pair is known for replacing a unit of several rows; use twice the loss of removing one")
     counts = np.arange(rows_per_unit + 1)
     kept = stats.binom.sf(counts - 1, rows_per_unit, sampling_rate) > STEP_TAIL
     dropped = float(stats.binom.sf(counts[kept][-1], rows_per_unit, sampling_rate))

@@ -75,7 +75,7 @@ class QuantileClipping(NormBound, OneGroup):
             if name == "count_noise" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-                raise ValueError(f"{name} is {value!r}; a number between {least:g} and {most:g} is needed")
+                raise ValueError(f"{name} is {value!r}; it must be between {least:g} and {most:g}")
 
     @property
     def threshold(self) -> float:
@@ -136,8 +136,8 @@ class QuantileClipping(NormBound, OneGroup):
         """Return how a gradient is bounded, for the report."""
         deviation = "b/20" if self.count_noise is None else f"{self.count_noise:g}"
         return (
-            f"is clipped to a threshold, {self.threshold:g} in the first step, that moves towards the "
-            f"{self.quantile:g}-quantile of the norms after each step, by a count of the gradients below it with "
-            f"Gaussian noise of standard deviation {deviation}; it is scaled by C over the threshold, to a norm of at "
-            f"most C = {self.clip_norm:g}"
+            f"is clipped to a threshold, {self.threshold:g} in the first step, which moves towards the "
+            f"{self.quantile:g}-quantile of the norms after each step, using a count of the gradients below it with "
+            f"Gaussian noise of standard deviation {deviation}; it is then scaled by C over the threshold, to a norm "
+            f"of at most C = {self.clip_norm:g}"
         )

@@ -57,14 +57,14 @@ class Query(NeverTruncated):
         """Check kinds and ranges."""
         super().__post_init__()
         if self.sampling_rate != 1:
-            raise ValueError(f"a query is about all units, so its sampling_rate is 1, got {self.sampling_rate}")
+            raise ValueError(f"a query covers all units, so its sampling_rate must be 1, got {self.sampling_rate}")
         if not isinstance(self.discrete, bool):
             raise ValueError(f"discrete must be true or false, got {self.discrete!r}")
         if self.replaced is not None:
             object.__setattr__(self, "replaced", float(self.replaced))
             if not 0 < self.replaced <= 2:
                 raise ValueError(
-                    f"replaced must be above 0 and at most 2, got {self.replaced}: replacing a unit is removing one "
+                    f"replaced must be above 0 and at most 2, got {self.replaced}: replacing a unit means removing one "
                     "and adding another"
                 )
 

@@ -130,14 +130,14 @@ class BlockStream:
                 changed, or the dtype is neither float32 nor float64; or this process is a fork.
         """
         if self._order.step < 0:
-            raise ValueError(f"{name} has no noise before the first step: call begin")
+            raise ValueError(f"{name} has no noise before the first step: call begin first")
         self._order.require_first(name)
         share = slice_of(total, rank, size)
         place = (share.numel(), share.dtype, rank, size)
         if self._places.setdefault(name, place) != place:
             raise ValueError(
-                f"{name} has {_words(place)}, and had {_words(self._places[name])} in the steps before, with whose "
-                "noise it is correlated: keep the model's shapes, or start a new run"
+                f"{name} has {_words(place)}, but had {_words(self._places[name])} in the previous steps, with whose "
+                "noise it is correlated. Keep the model's shapes, or start a new run"
             )
         with self._order.adding(name):
             for number, block in enumerate(share.split(ENTRIES_AT_A_TIME)):
@@ -163,4 +163,4 @@ class BlockStream:
 
 def _words(place: tuple[object, ...]) -> str:
     entries, dtype, rank, size = place
-    return f"{entries} entries for this process ({dtype}, process {rank} of {size})"
+    return f"{entries} entries on this process ({dtype}, process {rank} of {size})"

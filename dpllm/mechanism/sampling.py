@@ -98,8 +98,8 @@ class FixedOrderSampler:
         """Check the fields."""
         if not 1 <= self.batch_size <= self.num_units:
             raise ValueError(
-                f"a fixed order of {self.num_units} units has no batches of expected_batch_size={self.batch_size}: "
-                f"take a batch of at least 1 and at most {self.num_units} units"
+                f"a fixed order of {self.num_units} units has no batches of expected_batch_size={self.batch_size}. Use "
+                f"a batch of 1 to {self.num_units} units"
             )
 
     @property

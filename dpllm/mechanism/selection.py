@@ -202,8 +202,8 @@ class SelectedRun(NeverTruncated):
         return EventWords(
             sampling=f"plain Poisson, {self.num_rounds} rounds in each of K runs",
             accounted_as=f"the best of K runs, where {self.selection.words()}, K and the other runs stay secret, and "
-            "the score looks at no private record (Papernot and Steinke, arXiv:2110.03620, theorems 2 and 6): Rényi "
-            "divergences, turned into a dominating distribution of privacy losses. Under replace-one, by group "
+            "the score uses no private record (Papernot and Steinke, arXiv:2110.03620, theorems 2 and 6): Rényi "
+            "divergences, converted into a dominating distribution of privacy losses. Under replace-one, by group "
             "privacy: ε is twice a zero-out ε at a smaller δ",
             options=f"--best-of {self.mean_runs:g} --best-of-runs {self.runs}",
             command_steps=self.num_rounds,
@@ -226,15 +226,15 @@ def selected_run(selection: Selection, event: Event, num_steps: int) -> Selected
     plain = one.untruncated
     if others or plain is None:
         raise ValueError(
-            f"a selection needs runs of Poisson sampled Gaussian sums, and a step here is of the kind {one.kind!r}, "
-            f"{one.words().sampling}: no Rényi bound of a selection of such runs is known here. Leave privacy.sampling "
-            "out, so that whole units are drawn, take privacy.randomness=chacha20 instead of discrete, or add up the "
-            "runs"
+            f"a selection needs runs of Poisson sampled Gaussian sums, but a step here is of the kind {one.kind!r}, "
+            f"{one.words().sampling}, and no Rényi bound is known for a selection of such runs. Omit privacy.sampling, "
+            "so that whole units are drawn, use privacy.randomness=chacha20 instead of discrete, or add up the cost "
+            "of the runs"
         )
     if one.truncates:
         raise ValueError(
-            "no Rényi bound is known for truncated samples, so no selection of such runs is accounted for. Leave "
-            "privacy.max_batch_size out: a run of a selection then draws without a largest size"
+            "no Rényi bound is known for truncated samples, so a selection of such runs has no accounting. Omit "
+            "privacy.max_batch_size: a run of a selection then draws batches without a limit"
         )
     return SelectedRun(
         sampling_rate=plain.sampling_rate,

@@ -32,12 +32,12 @@ class Several:
         """Check the parts."""
         for event, count in self.parts:
             if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_STEPS:
-                raise ValueError(f"an event is counted from 1 to {MAX_STEPS:,} times, got {count!r}")
+                raise ValueError(f"an event's count must be from 1 to {MAX_STEPS:,}, got {count!r}")
             if not callable(getattr(event, "rounds", None)):
-                raise ValueError(f"a part is an event, got {event!r}")
+                raise ValueError(f"a part must be an event, got {event!r}")
             if isinstance(event, Several) or event.restarts:
                 raise ValueError(
-                    f"an event of the kind {event.kind!r} depends on the course of its run, so it is no part of "
+                    f"an event of the kind {event.kind!r} depends on the course of its run, so it cannot be part of "
                     "several answers. Charge events whose rounds are independent"
                 )
 
@@ -87,4 +87,4 @@ class Several:
         """Return the report's description of the event."""
         listed = "; ".join(f"{count:,} times {event.words().accounted_as}" for event, count in self.parts)
         listed = listed or "no answer of its own"
-        return EventWords(sampling="as each answer says", accounted_as=listed, options="", is_sampled=False)
+        return EventWords(sampling="as each answer states", accounted_as=listed, options="", is_sampled=False)

@@ -42,14 +42,14 @@ def require_norm(column: Sequence[float]) -> None:
         raise ValueError(f"coefficients must be numbers, got {list(column)!r}")
     if not column or not all(abs(value) < math.inf for value in column) or column[0] < _LEAST_DIAGONAL:
         raise ValueError(
-            f"coefficients must be finite and the first one at least {_LEAST_DIAGONAL:g}, since noise is divided by "
-            f"it, got {str(list(column))[:200]}"
+            f"coefficients must be finite and the first one at least {_LEAST_DIAGONAL:g}, since the noise is divided "
+            f"by it, got {str(list(column))[:200]}"
         )
     norm = math.hypot(*(min(max(value, -1e9), 1e9) for value in column))
     if norm**2 > 1 + _NORM_SLACK:
         raise ValueError(
-            f"coefficients have norm {norm:.9g}, but at most 1 is needed: a unit could change the "
-            "releases by more than clip_norm. Divide them by their norm"
+            f"coefficients have norm {norm:.9g}, but at most 1 is allowed: a unit could change the releases by more "
+            "than clip_norm. Divide them by their norm"
         )
 
 
@@ -62,14 +62,14 @@ def require_column(column: tuple[float, ...]) -> None:
 
     >>> require_column((0.6, 0.8))
     Traceback (most recent call last):
-    ValueError: coefficients make noise that grows 1.33-fold with every step. Take coefficients that fall, or leave \
-    them out: they are then computed
+    ValueError: coefficients make noise that grows 1.33-fold with every step. Use decreasing coefficients, or omit \
+    them, and they are computed
     """
     require_norm(column)
     if len(column) > 1 and (growth := _growth(column)) > 1 + _GROWTH_SLACK:
         raise ValueError(
-            f"coefficients make noise that grows {growth:.3g}-fold with every step. Take coefficients that fall, or "
-            "leave them out: they are then computed"
+            f"coefficients make noise that grows {growth:.3g}-fold with every step. Use decreasing coefficients, or "
+            "omit them, and they are computed"
         )
 
 

@@ -40,9 +40,9 @@ class Workload:
     def __post_init__(self) -> None:
         """Check the numbers."""
         if not self.response or not all(math.isfinite(value) for value in self.response) or not any(self.response):
-            raise ValueError("a workload needs the response of at least one step: finite numbers that are not all 0")
+            raise ValueError("a workload needs the response of at least one step: finite numbers, not all 0")
         if self.over_time and set(self.response) != {1.0}:
-            raise ValueError("over_time needs a response of 1 in every step: make it with Workload.prefix_sums")
+            raise ValueError("over_time needs a response of 1 in every step: use Workload.prefix_sums")
 
     @property
     def num_steps(self) -> int:
@@ -84,7 +84,7 @@ class Workload:
         """
         rate = np.asarray(rates, dtype=np.float64)
         if rate.ndim != 1 or rate.size < 1 or not np.isfinite(rate).all() or (rate < 0).any():
-            raise ValueError("rates must be finite and at least 0, one for each step, and at least one")
+            raise ValueError("rates must be finite and at least 0, with one for each step, and must not be empty")
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum must be at least 0 and below 1, got {momentum!r}")
         share = np.zeros(rate.size)
@@ -92,7 +92,7 @@ class Workload:
         if averaging is not None:
             share = np.asarray(averaging, dtype=np.float64)
             if share.shape != rate.shape or not np.isfinite(share).all() or (share < 0).any():
-                raise ValueError(f"averaging needs a finite share of at least 0 for each of {rate.size} steps")
+                raise ValueError(f"averaging needs a finite share of at least 0 for each of the {rate.size} steps")
         largest = rate.max()
         if largest == 0 or not share.any():
             return cls.prefix_sums(rate.size)

@@ -81,7 +81,7 @@ def test_a_pipeline_of_deepspeed_is_refused():
             r"ZeRO-1 with zero_optimization\.offload_optimizer",
         ),
         ({"config": {"zero_optimization": {"stage": 2}, "prescale_gradients": True}}, "prescale_gradients=True"),
-        ({"config": {"zero_optimization": {"stage": 0}}}, r"zero_optimization\.stage=0; 1, 2 and 3"),
+        ({"config": {"zero_optimization": {"stage": 0}}}, r"zero_optimization\.stage=0"),
     ],
 )
 def test_deepspeed_is_refused_as_it_understood_its_configuration(changes, match):

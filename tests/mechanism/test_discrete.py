@@ -222,7 +222,7 @@ def test_a_plan_is_accounted_with_its_own_sensitivity():
     [
         ({"noise": {"kind": "banded", "bands": 2}}, "no accounting for the noise 'banded'"),
         ({"clipping": "quantile"}, "no accounting for clipping 'quantile'"),
-        ({"selection": {"kind": "geometric", "mean": 3}}, "no Rényi bound of a selection of such runs"),
+        ({"selection": {"kind": "geometric", "mean": 3}}, "no Rényi bound is known"),
         (
             {"unit": "who", "max_rows_per_unit": 2, "sampling": "example"},
             "no accounting where single rows of users are drawn",
