@@ -1,6 +1,7 @@
 """Attach taps to a model: choose each module's subclass, and for each parameter the narrowest exact method.
 
 For each trained parameter the first exact method of this ladder is used:
+
 1. its module's class is one whose computation is known (linear layers, tables, norm layers, experts, some PEFT
    layers): the module is *tapped*;
 2. a module passes the parameter to ``F.linear`` or ``F.embedding``: these *functions* are tapped while it runs;

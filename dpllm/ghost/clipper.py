@@ -208,10 +208,10 @@ class GhostClipper(UnitClipper):
         Args:
             loss_B: (B,) losses with a graph, each depending only on its own row.
             unit_B: (B,) int64 unit of each row, best on the CPU; -1 for a padding row, whose loss gets weight 0.
+            num_units: U.
             early: factors of independent groups. A group's sum may then be formed before the gradients of other groups
                 arrive, if that takes less memory.
             finish: receives the sums formed during a backward pass; `add_clipped_sum_` adds the others.
-            finish: takes the sums that are formed during a backward pass; `add_clipped_sum_` adds the others.
 
         Returns:
             ``(sq_norm_GU, slack_GU)`` in float32 (float64 for a float64 model): squared norms of each group of

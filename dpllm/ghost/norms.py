@@ -173,8 +173,7 @@ class NormTally:
 def _norm_mass_slack(
     contributions: Sequence[Contribution], rows: Rows, norm_method: NormMethod
 ) -> tuple[Tensor, Tensor, float]:
-    """Return squared gradient norms (U,) of one parameter, including cross terms, masses (U,), and the slack's
-    multiple.
+    """Return squared gradient norms (U,) of one parameter, with cross terms, masses (U,), and the slack's multiple.
 
     The slack is the rounding error that may reduce a norm or increase the clipped sum.
     """
