@@ -25,7 +25,7 @@ def engine_for(model: Any, optimizer: Any) -> Engine:
         optimizer: the prepared optimizer; the guard checks its first update.
 
     Raises:
-        EngineError, GhostError: the model is distributed in a way under which the guarantee would not hold; names it.
+        EngineError, GhostError: the model's distribution would break the guarantee; the message names it.
     """
     inner = model_inside(model)
     _refuse_accelerator()
@@ -80,7 +80,7 @@ def _refuse_packed(model: nn.Module, sharded_by: str) -> None:
 
 
 def model_inside(model: Any) -> Any:
-    """Return the module to call and to hook, without the wrapper of DistributedDataParallel or DeepSpeed."""
+    """Return the module to call and to hook, inside the wrapper of DistributedDataParallel or DeepSpeed."""
     wrapped = isinstance(model, nn.parallel.DistributedDataParallel) or _is_deepspeed(model)
     return model.module if wrapped else model
 
@@ -89,7 +89,7 @@ def _refuse_accelerator() -> None:
     """Refuse settings of this process's Accelerator that no engine can keep private."""
     from accelerate.state import AcceleratorState
 
-    state = AcceleratorState._shared_state  # empty if no Accelerator was made
+    state = AcceleratorState._shared_state  # empty if no Accelerator was created
     precision = state.get("_mixed_precision")
     if precision in ("fp16", "fp8"):
         raise EngineError(

@@ -11,7 +11,7 @@ from dpllm.engines.errors import EngineError
 
 
 def innermost(optimizer: Any) -> Any:
-    """Return the optimizer inside all wrappers, which keep it as their attribute ``optimizer``.
+    """Return the optimizer inside all wrappers, which store it in their attribute ``optimizer``.
 
     A wrapper may be a `torch.optim.Optimizer` itself (accelerate's is) or not (DeepSpeed's are not).
 
@@ -24,20 +24,20 @@ def innermost(optimizer: Any) -> Any:
 
 
 def refuse_unsteppable(optimizer: Any) -> None:
-    """Make sure that an optimizer can take a step from dense gradients without a closure, before a step is charged.
+    """Check that an optimizer can step from dense gradients without a closure, before a step is charged.
 
     Args:
         optimizer: with or without wrappers.
 
     Raises:
-        EngineError: it asks for a closure (LBFGS), or for sparse gradients.
+        EngineError: it needs a closure (LBFGS), or sparse gradients.
 
     >>> refuse_unsteppable(torch.optim.SGD([torch.zeros(1)], lr=1.0))
     """
     inner = innermost(optimizer)
     step = getattr(type(inner), "step", None)
     if not inspect.isfunction(step):
-        return  # its first step will tell
+        return  # its first step will show it
     name, asked = type(inner).__name__, list(inspect.signature(step).parameters.values())[1:]
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if any(one.default is one.empty and one.kind in kinds for one in asked):

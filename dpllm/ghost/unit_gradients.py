@@ -269,8 +269,7 @@ class Outer:
         return left.shape, right.shape, left.dtype, right.dtype, left.device
 
     def is_small(self, rows: Rows) -> bool:
-        """Return whether the units' gradients are formed later, next to those of other parameters, which saves
-        launches.
+        """Return whether the units' gradients are formed later, together with other parameters', to save launches.
 
         Until then the factors are kept: they are small, and at most `_FACTORS` times as large as the gradients.
         """

@@ -1,4 +1,4 @@
-"""From norms to clip factors, and the sensitivity of the clipped sum."""
+"""Clip factors computed from norms, and the sensitivity of the clipped sum."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_clip_norm(clip_norm: float) -> None:
 
 @dataclass(frozen=True)
 class NormBound:
-    """The part that clippings share: a contribution has an l2 norm of at most C over all parameters together.
+    """The shared part of clippings: a contribution has an l2 norm of at most C over all parameters together.
 
     Attributes:
         clip_norm: C > 0.

@@ -1,4 +1,4 @@
-"""Clipping by named groups of parameters: each group is bounded separately, with a share of C that the recipe gives."""
+"""Clipping by named parameter groups: each group is bounded separately, with a share of C that the recipe sets."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from dpllm.mechanism.clipping import NormBound
 if TYPE_CHECKING:
     from torch import Tensor
 
-_REST = ("*",)  # the patterns of a group that takes all parameters that no other group names
+_REST = ("*",)  # the patterns of a group that takes all parameters not named by other groups
 
 
 @dataclass(frozen=True)
 class GroupClipping(NormBound):
-    """Scale each unit's gradient in each named group k of parameters to a norm of at most C_k, where Σ C_k² = C².
+    """Scale each unit's gradient in each named parameter group k to a norm of at most C_k, where Σ C_k² = C².
 
     Group-wise clipping (McMahan et al. 2018, arXiv:1812.06210; He et al. 2023, arXiv:2212.01539). The norm of a
     contribution over all groups is at most √(Σ C_k²) = C, so the privacy event is that of `FlatClipping`, and every
-    entry of every group gets noise of deviation σC. Noise of σC_k in group k would be too small: K releases, each with
-    noise multiplier σ, are together one with σ/√K. Only names decide the groups, so they do not depend on the data.
+    entry of every group gets noise of standard deviation σC. Noise of σC_k in group k would be too small: K releases,
+    each with noise multiplier σ, together equal one with σ/√K. Only names determine the groups, so they do not depend
+    on the data.
 
     Attributes:
-        parameters: name of each group to a pattern, or to a list of patterns, of the names of its parameters
-            (``fnmatch``, with upper and lower case). The pattern "*" alone means all parameters that no other group
-            names. Stored as sorted pairs.
-        shares: name of each group to a number above 0, in proportion to C_k². None: equal shares. Stored as sorted
+        parameters: maps each group's name to a pattern, or a list of patterns, of parameter names (``fnmatch``, case
+            sensitive). The pattern "*" alone means all parameters that no other group names. Stored as sorted pairs.
+        shares: maps each group's name to a number above 0, in proportion to C_k². None: equal shares. Stored as sorted
             pairs.
 
     Raises:
-        ValueError: a name, a pattern or a share cannot be used.
+        ValueError: a name, a pattern or a share is invalid.
 
     >>> clipping = GroupClipping(5.0, {"embeddings": "*embed*", "rest": "*"}, {"embeddings": 9, "rest": 16})
     >>> clipping.clip_norms
@@ -116,7 +116,7 @@ class GroupClipping(NormBound):
             (G, U) factors in [0, 1].
 
         Raises:
-            ValueError: the norms are of another number of groups.
+            ValueError: the norms have a different number of groups.
 
         >>> import torch
         >>> clipping = GroupClipping(5.0, {"embeddings": "*embed*", "rest": "*"}, {"embeddings": 9, "rest": 16})

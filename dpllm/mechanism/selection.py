@@ -1,12 +1,11 @@
 """The best of a random number of private runs: private tuning, and its privacy event.
 
-Place in the flow: beside the events. A tuning draws a number of runs K, takes that many independent runs of one
-randomised algorithm (draw a candidate, train it), and releases only the run with the best score. If K comes from one of
-the distributions below and stays secret, as do the other runs, the release costs little more than one run (Liu and
-Talwar, arXiv:1811.07971; Papernot and Steinke, arXiv:2110.03620). A failed run is an output of the algorithm too: it
-counts, with the worst score.
+A tuning draws a number K, performs K independent runs of one randomised algorithm (draw a candidate, train it), and
+releases only the run with the best score. If K comes from one of the distributions below and stays secret, as do the
+other runs, the release costs little more than one run (Liu and Talwar, arXiv:1811.07971; Papernot and Steinke,
+arXiv:2110.03620). A failed run is an output of the algorithm too: it counts, with the worst score.
 
-The cost is known as Rényi divergences, from which `dpllm.mechanism.renyi` makes a distribution of privacy losses.
+The cost is known as Rényi divergences, which `dpllm.mechanism.renyi` converts to a distribution of privacy losses.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ class Selection:
         return _SHAPES[self.kind]
 
     def words(self) -> str:
-        """Return the distribution for people."""
+        """Return a readable description of the distribution."""
         return f"K is {self.kind} with mean {self.mean:g}"
 
     def chance(self, runs: int) -> float:
@@ -97,7 +96,7 @@ class Selection:
         return float(stats.logser.pmf(runs, _logarithmic(self.mean)))
 
     def number_at(self, uniform: float) -> int:
-        """Return the smallest k with P[K <= k] > ``uniform``: the K of a uniform number in [0, 1).
+        """Return the smallest k with P[K <= k] > ``uniform``: the K that belongs to a uniform number in [0, 1).
 
         >>> [Selection("geometric", 10).number_at(uniform) for uniform in (0.0, 0.15, 0.99)]
         [1, 2, 44]
@@ -159,7 +158,7 @@ class SelectedRun(NeverTruncated):
 
     @property
     def renyi_event(self) -> dp_accounting.DpEvent:
-        """The selection itself: its ε rests on these divergences."""
+        """The selection itself, whose ε is based on these divergences."""
         return self.dp_event()
 
     @property
@@ -173,11 +172,11 @@ class SelectedRun(NeverTruncated):
         return "a selection of runs; compare by Rényi accounting"
 
     def rounds(self, num_steps: int) -> list[tuple[Round, int]]:
-        """Return the selections: each is a round."""
+        """Return the selections; each is a round."""
         return [(dataclasses.replace(self, clip_norm=1.0, num_units=None), num_steps)]
 
     def has_pair(self, adjacency: str) -> bool:
-        """Return whether there is a pair: the Rényi bounds hold for zero-out only."""
+        """Return whether there is a pair; the Rényi bounds hold only for zero-out."""
         return adjacency == "zero-out"
 
     def parts(self, count: int, adjacency: str, width: float) -> list[tuple[pld.LossPmf, int]]:

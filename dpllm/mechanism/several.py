@@ -1,7 +1,7 @@
-"""The event of several private answers of different kinds: all that a query run may charge, as one event.
+"""The event of several private answers of different kinds: everything that a query run may charge, as one event.
 
-Place in the flow: beside `events`; the catalogue reads and writes the events inside. A budget and the first line of a
-ledger hold the cost of a whole query run as this one event, since each of them names one event for a run.
+A budget and the first line of a ledger store the cost of a whole query run as this one event, since they name one event
+per run. The catalogue reads and writes the nested events.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Several:
     A run that only builds on an earlier release has no answers of its own, and no parts.
 
     Raises:
-        ValueError: a part is no event whose steps are independent of each other, or a count is out of range.
+        ValueError: a part is not an event with independent steps, or a count is out of range.
     """
 
     kind: ClassVar[str] = "several"
@@ -51,7 +51,7 @@ class Several:
 
     @property
     def noise_multiplier(self) -> float:
-        """The smallest σ of the parts; without parts the largest σ that there is."""
+        """The smallest σ of the parts; without parts, the largest possible σ."""
         return min((event.noise_multiplier for event, _ in self.parts), default=MAX_NOISE)
 
     @property
@@ -76,7 +76,7 @@ class Several:
 
     @property
     def is_selection(self) -> bool:
-        """Each answer has an ε of its own."""
+        """Each answer has its own ε."""
         return False
 
     def rounds(self, num_steps: int) -> list[tuple[Round, int]]:

@@ -1,8 +1,8 @@
-"""How the noise of each step reaches the released weights: the linear map for which correlated noise is designed.
+"""How each step's noise reaches the released weights: the linear map for which correlated noise is designed.
 
-Place in the flow: training reads optimizer, schedule and averaging and makes a workload of plain numbers; the planner
-chooses the strategy of the noise with it (`dpllm.mechanism.strategies`). It cannot change ε: any strategy whose columns
-have norm at most 1 has the same guarantee.
+Training makes a workload of plain numbers from optimizer, schedule and averaging; the planner uses it to choose the
+noise strategy (`dpllm.mechanism.strategies`). It cannot change ε: any strategy whose columns have norm at most 1 has
+the same guarantee.
 
 An optimizer with momentum adds to the weights θ in step t
 
@@ -10,8 +10,8 @@ An optimizer with momentum adds to the weights θ in step t
 
 with the learning rate r_t and the noisy gradient g_t. The released weights are the last θ, or an average Σ_t a_t θ_t+1.
 Both are linear in the noise of the steps. The response w_t is the factor of the noise of step t in the released
-weights. An optimizer that divides by a second moment multiplies the noise further; this factor is taken as equal in all
-steps. Curvature of the loss and weight decay, which forget early noise, are left out.
+weights. An optimizer that divides by a second moment scales the noise further; this factor is assumed to be equal in
+all steps. Curvature of the loss and weight decay, which reduce early noise, are ignored.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Workload:
 
     @classmethod
     def prefix_sums(cls, num_steps: int) -> Workload:
-        """Return the workload of a run about which only the number of steps is known: sums of equal steps."""
+        """Return the workload of a run of which only the number of steps is known: sums of equal steps."""
         return cls((1.0,) * num_steps, over_time=True)
 
     @classmethod
@@ -75,7 +75,7 @@ class Workload:
                 released.
 
         Raises:
-            ValueError: no step, a number out of range, or shares of another number of steps.
+            ValueError: there is no step, a number is out of range, or the shares have a different number of steps.
 
         >>> Workload.released([2, 2, 1]).response
         (1.0, 1.0, 0.5)
@@ -109,15 +109,15 @@ class Workload:
     def error(self, column: Sequence[float]) -> float:
         """Return the standard deviation of the noise in the released weights, divided by σC and the learning rate.
 
-        It is ‖wᵀ M⁻¹‖ for a lower triangular Toeplitz matrix M; of prefix sums, the root of their mean square.
+        This is ‖wᵀ M⁻¹‖ for a lower triangular Toeplitz matrix M; for prefix sums, the root of their mean square.
 
         Args:
-            column: the first column of M, from its diagonal downwards; the rest is 0.
+            column: the first column of M, from its diagonal downwards; all other entries are 0.
 
         >>> round(Workload.prefix_sums(410).error([1.0]), 3)
         14.335
         """
-        from scipy import signal  # takes as long to load as all of the command line's help
+        from scipy import signal  # takes as long to load as the command line's whole help
 
         filtered = signal.lfilter([1.0], np.asarray(column, dtype=np.float64)[: self.num_steps], self.reversed)
         return math.sqrt(float(self.weights @ filtered**2))
