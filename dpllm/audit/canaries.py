@@ -1,13 +1,12 @@
 """Canaries of an audit: their texts, the coins that included them, and a hash that proves that neither was changed.
 
-Place in the flow: `dpllm.audit.prepare` makes a `CanarySet` and saves it as ``canaries.json``, a secret until the
-audit; `dpllm.audit.run` reads it back after the training. A canary is one privacy unit: one record, or the records of
-one new user. Each is included by its own fair coin, as the one-run bounds require (Steinke, Nasr, Jagielski,
-arXiv:2305.08846).
+`dpllm.audit.prepare` creates a `CanarySet` and saves it as ``canaries.json``, a secret until the audit;
+`dpllm.audit.run` reads it after the training. A canary is one privacy unit: one record, or the records of one new user.
+Each is included by its own fair coin, as the one-run bounds require (Steinke, Nasr, Jagielski, arXiv:2305.08846).
 
-The file carries a hash of its whole contents, and the name of the data file contains that hash. So the recipe of the
-run commits to texts, order and coins before the training. The data file holds only the included canaries; both facts
-are checked before a score is computed.
+The file contains a hash of its whole contents, and the data file's name contains that hash. So the run's recipe commits
+to texts, order and coins before the training. The data file holds only the included canaries; both facts are checked
+before a score is computed.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ _IMPLAUSIBLE = 1e-6  # probability below which coins were not fair
 
 @dataclass(frozen=True, kw_only=True)
 class Canary:
-    """One privacy unit that was made for the audit."""
+    """One privacy unit that was created for the audit."""
 
     records: tuple[tuple[str, str], ...]
     """(prefix, text) of each record; the prefix is not scored, the text is."""
     user: str | int | None = None
     """The new user who owns these records; None at sequence level."""
     included: bool = False
-    """The coin: whether it entered the data."""
+    """The coin: whether the canary entered the data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +60,9 @@ class CanarySet:
     canaries: tuple[Canary, ...]
     """(m,) in secret order."""
     candidates: tuple[Canary, ...] = ()
-    """Further texts of the same kind that never had a coin: the reference of exposure."""
+    """More texts of the same kind that never had a coin: the reference for exposure."""
     kind: str
-    """How the texts were made."""
+    """The kind of the texts."""
     unit: str
     """"sequence" or "user"."""
     repetitions: int = 1
@@ -71,7 +70,7 @@ class CanarySet:
     delta: float
     """δ of the recipe for these data."""
     num_units: int
-    """N of the data, the included canaries counted."""
+    """N of the data, including the included canaries."""
     data_sha256: str
     """Hash of the data file."""
     recipe: dict[str, Any] = field(default_factory=dict)
@@ -122,7 +121,7 @@ class CanarySet:
         """Read a file that `save` wrote.
 
         Raises:
-            AuditError: it cannot be read, is another kind of file, was edited, or states that the canaries were not
+            AuditError: it cannot be read, is a different kind of file, was edited, or states that the canaries were not
                 included by coin flips.
         """
         try:
@@ -232,7 +231,7 @@ def count_records(
         batches: records, each batch as columns, which include those of `key_columns`.
         wanted: keys in the form of `key_of`.
         config: the format of the records.
-        unit_column: the column of the user's id; None where it is not part of the keys.
+        unit_column: the column of the user's id; None if it is not part of the keys.
     """
     known, found = set(wanted), Counter[tuple[Any, ...]]()
     columns = key_columns(config, unit_column)
@@ -244,7 +243,7 @@ def count_records(
 
 
 def check_data(made: CanarySet, folder: str | Path) -> None:
-    """Make sure that the data beside ``canaries.json`` match the coins.
+    """Check that the data next to ``canaries.json`` match the coins.
 
     Raises:
         AuditError: the data file is missing or was replaced, an included canary is not in it, or an excluded one is.

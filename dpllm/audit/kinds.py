@@ -1,8 +1,7 @@
 """The texts of canaries, made only from public sources.
 
-Place in the flow: below `dpllm.audit.prepare`. A text must be practically unseen, so that a model can have learnt it
-only from the training data. It must not belong to any person, since an audit may print it. Private records are
-therefore never read here. There are three kinds:
+A text must be practically unseen, so that a model can have learnt it only from the training data. It must not belong to
+any person, since an audit may print it. Private records are therefore never read here. There are three kinds:
 
 * *random tokens*: uniform over the tokens that decode to readable text;
 * *rare suffix*: the beginning of a public text, followed by tokens that hardly occur in public text (after Panda et
@@ -37,11 +36,11 @@ def distinct(draw: Callable[[int], Sequence[Pair]], num: int) -> list[Pair]:
     """Return `num` pairs whose texts are all different and not empty.
 
     Args:
-        draw: a function that makes about the number of pairs that it is given.
+        draw: a function that returns about the requested number of pairs.
         num: number of pairs.
 
     Raises:
-        AuditError: it keeps making the same texts.
+        AuditError: it repeats the same texts.
 
     >>> import itertools
     >>> numbers = itertools.cycle("abc")
@@ -62,7 +61,7 @@ def distinct(draw: Callable[[int], Sequence[Pair]], num: int) -> list[Pair]:
 
 
 def readable_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens that decode to readable text by themselves, in rising order.
+    """Return the tokens that decode to readable text by themselves, in ascending order.
 
     Raises:
         AuditError: there are fewer than two.
@@ -144,7 +143,7 @@ def sampled(
 
     Args:
         model: a causal language model of transformers.
-        tokenizer: its own.
+        tokenizer: the model's tokenizer.
         lengths: tokens of the prefix, 0 for none, and of the text.
         temperature: temperature of the sampling; 0.8 or more gives distinctive texts (arXiv:2606.10481).
         seed: seed of the sampling.

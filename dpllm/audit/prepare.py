@@ -1,12 +1,11 @@
 """Data with canaries, and the recipe that trains on them.
 
-Place in the flow: before the training of a model that is to be audited. `prepare` reads the records of a recipe as the
-training would, makes canaries, and tosses a fair coin for each. It writes a folder with the records and the included
-canaries at random positions among them, the recipe that trains on these, and ``canaries.json``. This file is a secret
-until the audit: the person who trains must not know the coins.
+`prepare` reads a recipe's records as the training would, creates canaries, and tosses a fair coin for each. It writes a
+folder with the records and the included canaries at random positions among them, the recipe that trains on these, and
+``canaries.json``. This file is a secret until the audit: the person who trains must not know the coins.
 
-The coins test the zero-out adjacency, with one difference that all audits of DP-SGD share: an excluded canary is not a
-unit that contributes nothing; it is absent. So N, and with it q = b/N, depends on the coins, by one part in N for each.
+The coins test the zero-out adjacency, with one difference that all audits of DP-SGD share: an excluded canary is absent
+instead of a unit that contributes nothing. So N, and with it q = b/N, depends on the coins, by one part in N for each.
 N is public, and the bounds guess only from scores.
 """
 
@@ -56,7 +55,7 @@ HELD_OUT_FILE = "held_out.parquet"
 RUN_FOLDER = "run"
 DEFAULT_CANARIES = 1000
 MOST_CANARIES = 20_000
-"""Largest number of canaries of an audit: with more, its bounds take longer than minutes."""
+"""Largest number of canaries of an audit; with more, its bounds would take more than minutes."""
 MOST_CANARY_TOKENS = 20_000_000
 """Largest number of tokens of all canaries and candidates together."""
 
@@ -78,17 +77,17 @@ class CanaryOptions:
     length: int | None = None
     """Tokens of a canary's own text. None: 32, or half of `data.max_length` if that is less."""
     records_per_user: int | None = None
-    """Different records of one canary user. None: 8, or the largest number that a user may have. Only at user level."""
+    """Different records per canary user. None: 8, or the largest number that a user may have. Only at user level."""
     repetitions: int = 1
     """How often each of these records is in the data. Only at user level."""
     prefixes: Sequence[str] | None = None
-    """Public texts that canaries with a rare suffix begin with. None: the recipe's public text."""
+    """Public texts with which canaries with a rare suffix begin. None: the recipe's public text."""
     sampler: str | None = None
-    """Folder or Hub id of the model that writes the sampled ones. None: the recipe's `model.name`."""
+    """Folder or Hub id of the model that writes the sampled canaries. None: the recipe's `model.name`."""
     temperature: float = 1.0
     """Temperature of the sampling."""
     num_candidates: int | None = None
-    """Further texts of the same kind, without coins, for exposure. None: the number of canaries."""
+    """More texts of the same kind, without coins, for exposure. None: the number of canaries."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -149,8 +148,8 @@ def prepare(recipe: Recipe, folder: str | Path, options: CanaryOptions | None = 
     """Write data with canaries into a new folder, and the recipe that trains on them.
 
     Guarantee: the coins are fair, independent and from the operating system's entropy; only the data file depends on
-    them. Canaries are made without reading a private record; afterwards it is checked that none of them is already in
-    the data.
+    them. Canaries are created without reading a private record; afterwards a check ensures that none of them is already
+    in the data.
 
     Args:
         recipe: the training to audit. Held-out records are split off first, so that no canary is among them.
@@ -158,7 +157,7 @@ def prepare(recipe: Recipe, folder: str | Path, options: CanaryOptions | None = 
         options: number and kind of the canaries.
 
     Raises:
-        AuditError: the canaries could show nothing, or something untrue, or cannot be made for this recipe.
+        AuditError: the canaries could show nothing, or something untrue, or cannot be created for this recipe.
         ValueError: the records, the tokenizer or the model cannot be loaded.
     """
     options, folder = options or CanaryOptions(), Path(folder)
@@ -254,7 +253,7 @@ def _records_per_unit(recipe: Recipe, options: CanaryOptions) -> int:
     """Return the number of different records of a canary.
 
     Raises:
-        AuditError: some of them would be left out of the training.
+        AuditError: some of them would be omitted from the training.
     """
     most = recipe.privacy.max_rows_per_unit
     if recipe.privacy.protects == "sequence" or most is None:
@@ -291,7 +290,7 @@ def _texts(
     public_texts: Iterable[str] | None,
 ) -> Callable[[int], Sequence[Pair]]:
     """Return a function that draws texts of the chosen kind."""
-    room = max(2, recipe.data.max_length - 4)  # leaves 4 tokens for a tokenizer's or a template's additions
+    room = max(2, recipe.data.max_length - 4)  # reserves 4 tokens for a tokenizer's or a template's additions
     length = min(_LONGEST, max(2, room // 2)) if options.length is None else options.length
     prefix = min(_LONGEST_PREFIX, max(1, room // 4))
     lengths = (0 if recipe.data.form.holds is Text else prefix, length)
@@ -313,7 +312,7 @@ def _texts(
 
 
 def _check_lengths(pairs: Sequence[Pair], recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise unless every record of a canary is one complete row."""
+    """Raise an error unless every record of a canary is one complete row."""
     records = datasets.Dataset.from_list([record_of(*pair, recipe.data) for pair in pairs])
     info = tokenization_info(tokenize_records(records, tokenizer, recipe.data))
     if too_long := info["records_truncated"] + info["records_split"]:
@@ -324,7 +323,7 @@ def _check_lengths(pairs: Sequence[Pair], recipe: Recipe, tokenizer: PreTrainedT
 
 
 def _check_new(canaries: Sequence[Canary], train: datasets.Dataset, config: DataConfig) -> None:
-    """Raise if the data already hold a canary, under any user."""
+    """Raise an error if the data already contain a canary, under any user."""
     keys = {key for canary in canaries for key in canary_keys(canary, config, None)}
     batches = train.select_columns(key_columns(config, None)).iter(READ_TOGETHER)
     if known := count_records(batches, keys, config, None):
@@ -352,7 +351,7 @@ def _new_users(train: datasets.Dataset, column: str | None, num: int) -> list[An
 
 
 def _refuse_other_chats(train: datasets.Dataset, config: DataConfig) -> None:
-    """Refuse conversations in a form that a canary, which has messages with a role and a content, does not fit."""
+    """Refuse chats that are not messages with a role and a content, which a canary needs."""
     if config.form.holds is not Chat:
         return
     message = getattr(train.features[config.column("messages")], "feature", None)

@@ -1,9 +1,8 @@
 """The audit of a model that was trained on data with canaries.
 
-Place in the flow: after the training, before the release. The canaries of `dpllm.audit.prepare` are scored under the
-released model, by every score that only reads it, and `dpllm.audit.result.judge` turns the scores into a verdict.
-First it is checked that coins, data, plan, ledger and model belong together: a verdict about another run would be worse
-than none.
+The canaries of `dpllm.audit.prepare` are scored under the released model, by every score that only reads it, and
+`dpllm.audit.result.judge` turns the scores into a verdict. First the audit checks that coins, data, plan, ledger and
+model belong together, since a verdict about a different run would be worse than none.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class ReleasedModel:
     history: History | None
     """The steps charged, which are the claim. None: nothing is claimed."""
     delta: float
-    """δ of the claim; if there is none, of the recipe."""
+    """δ of the claim; if there is none, δ of the recipe."""
     plan_hash: str | None
     """Hash of the plan; None: nothing is claimed."""
 
@@ -70,7 +69,7 @@ class ScoredCanaries:
 
     @property
     def main(self) -> NDArray[np.float64]:
-        """The score that knows most: the ratio to the reference, if there is one."""
+        """The most informative score: the ratio to the reference, if there is one."""
         return self.scores.get(RATIO, self.scores[LOSS])
 
 
@@ -90,13 +89,13 @@ def audit_run(
     the difference from the reference's. The prefix of a rare suffix is read but not scored. The error is divided over
     all scores.
 
-    Guarantee: a sound run fails with probability at most 1 - confidence (`judge`). Each further model that is audited
-    with the same coins, such as every checkpoint of the run, is a further chance to fail.
+    Guarantee: a sound run fails with probability at most 1 - confidence (`judge`). Each additional model that is
+    audited with the same coins, such as every checkpoint of the run, is an additional chance to fail.
 
     Args:
         run_folder: folder to which the training wrote plan, ledger and model.
-        canaries: ``canaries.json`` of the audit, with the data file beside it.
-        model: folder of another model of the run, such as a checkpoint. None: the one in the run's folder.
+        canaries: ``canaries.json`` of the audit, with the data file next to it.
+        model: folder of a different model of the run, such as a checkpoint. None: the one in the run's folder.
         reference: folder or Hub id of a model that never saw the data. None: the run's starting model, if it is known.
         plain: the model was trained without privacy, and claims nothing.
         confidence: confidence of all bounds together.
@@ -137,7 +136,7 @@ def scored_canaries(
     reference: str | None = None,
     plain: bool = False,
 ) -> ScoredCanaries:
-    """Score the canaries of an audit under the model of a run; nothing is written.
+    """Score the canaries of an audit under the model of a run, without writing anything.
 
     Args and errors are those of `audit_run`.
     """
@@ -156,11 +155,11 @@ def scored_canaries(
 
 
 def check_run(run_folder: Path, made: CanarySet, model: Path | None, plain: bool) -> ReleasedModel:
-    """Make sure that a run trained on the data of these canaries, after they were made.
+    """Check that a run trained on the data of these canaries, after they were created.
 
     Raises:
-        AuditError: the ledger is missing, or unexpected, or the run has another plan, other data, or is older than the
-            canaries.
+        AuditError: the ledger is missing, or unexpected; or the run has a different plan or different data, or is older
+            than the canaries.
         ValueError: plan or ledger cannot be read.
     """
     has_ledger = (run_folder / LEDGER_FILE).is_file() and (run_folder / PLAN_FILE).is_file()
@@ -208,7 +207,7 @@ def check_run(run_folder: Path, made: CanarySet, model: Path | None, plain: bool
 
 
 def _check_age(folder: Path, made: CanarySet) -> None:
-    """Raise unless the folder's weights were written after the canaries were made."""
+    """Raise an error unless the folder's weights were written after the canaries were created."""
     files = [file for pattern in _WEIGHTS for file in folder.glob(pattern)]
     if not files:
         raise AuditError(f"{folder} holds no model (no {' or '.join(_WEIGHTS)}). Pass the folder of the released model")
@@ -221,7 +220,7 @@ def _check_age(folder: Path, made: CanarySet) -> None:
 
 
 def _check_recipe(path: Path, made: CanarySet) -> None:
-    """Raise unless the recipe beside the run, if there is one, names the prepared data."""
+    """Raise an error unless the recipe next to the run, if there is one, names the prepared data."""
     if not path.is_file():
         return
     data = load_recipe(path).data
@@ -243,7 +242,7 @@ def _require_same(pairs: Sequence[tuple[str, Any, Any]], what: str) -> None:
 
 
 def canary_rows(units: Sequence[Canary], made: CanarySet, tokenizer: PreTrainedTokenizerBase) -> datasets.Dataset:
-    """Return the rows of all records of canaries, made as in the training; a prefix has no targets.
+    """Return the rows of all canary records, made as in the training; a prefix has no targets.
 
     Raises:
         AuditError: a canary does not fit into one row.
@@ -293,7 +292,7 @@ def _on_device(model: Any) -> Any:
 
 
 def load_model_of_run(folder: Path, run_folder: Path, made: CanarySet, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Load a released model: weights of transformers, or adapters of PEFT on the weights that they name.
+    """Load a released model: transformers weights, or PEFT adapters on the weights that they name.
 
     Raises:
         ConfigError: it cannot be loaded.
