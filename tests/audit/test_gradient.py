@@ -239,7 +239,7 @@ def test_releases_of_another_model_are_refused():
 )
 def test_a_movement_that_is_no_gradient_is_refused(optimizer):
     """Adam's step, or momentum's, does not show the release."""
-    with pytest.raises(AuditError, match="change them"):
+    with pytest.raises(AuditError, match="changes them"):
         _check_plain_sgd(optimizer(nn.Linear(2, 2).parameters()))
 
 

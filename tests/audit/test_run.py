@@ -233,7 +233,7 @@ class TestRefusals:
         """Plan and ledger of two runs."""
         (tmp_path / "other").mkdir()
         shutil.copy(write_claim(tmp_path / "other", made, noise_multiplier=9.0) / PLAN_FILE, broken / PLAN_FILE)
-        assert "charges steps of another plan" in self.refuse(broken, prepared / CANARIES_FILE)
+        assert "charges steps of a different plan" in self.refuse(broken, prepared / CANARIES_FILE)
 
     def test_other_data(self, prepared: Path, broken: Path):
         """The recipe beside the run names another data file, or reads it otherwise."""

@@ -81,7 +81,7 @@ def test_auto_is_filled_in_and_another_value_is_refused(path):
     config = config_with(path, "auto")
     private_config(config)
     assert look_up(config, path) == _NEEDED[path][0]
-    with pytest.raises(EngineError, match=rf"sets {path}={OTHER_VALUES[path]!r}, which cannot be used .*Leave it out"):
+    with pytest.raises(EngineError, match=rf"sets {path}={OTHER_VALUES[path]!r}, which cannot be used .*Remove it"):
         private_config(config_with(path, OTHER_VALUES[path]))
 
 
