@@ -541,7 +541,7 @@ def _ended(rank: int, state: _State) -> OtherProcessError:
     how = (
         "has ended"
         if state.beats < 0
-        else "has ended or stopped without a message (killed, or its machine is unreachable)"
+        else "has ended or stopped without a word (killed, or its machine is unreachable)"
     )
     error = OtherProcessError(
         f"rank {rank} {how} in {state.where}, so this process cannot go on. Nothing from an unfinished step is "

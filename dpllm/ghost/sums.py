@@ -170,8 +170,8 @@ def _checked_factors(clipping: Clipping, norm_GU: Tensor) -> Tensor:
         if bool((single_GU >= 0).all() & (reach_U <= bound * (1 + 1e-6)).all()):
             return single_GU
     raise GhostError(
-        f"Clipping {kind!r} returned a factor that is negative, not a number, or whose product with the norm exceeds "
-        f"the sensitivity {bound:g}, so the noise would be too small. Return factors (G, U) >= 0 under which the norm "
+        f"Clipping {kind!r} gives a factor whose product with the norm exceeds its sensitivity {bound:g}, or that is "
+        "negative or not a number, so the noise would be too small. Return factors (G, U) >= 0 under which the norm "
         "over all groups is at most the sensitivity."
     )
 

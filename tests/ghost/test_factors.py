@@ -166,7 +166,7 @@ class InPlace(Doubled):
 )
 def test_norms_that_a_clipping_changes_stay_as_they_were():
     """The check compares with the true norm."""
-    with pytest.raises(GhostError, match="exceeds the sensitivity"):
+    with pytest.raises(GhostError, match="exceeds its sensitivity"):
         clip_factors(InPlace(1.0, 1.0), torch.tensor([[100.0, 0.25]]))
 
 
