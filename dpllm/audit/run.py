@@ -177,7 +177,9 @@ def check_run(run_folder: Path, made: CanarySet, model: Path | None, plain: bool
         return ReleasedModel(run_folder=run_folder, model_folder=folder, history=None, delta=made.delta, plan_hash=None)
     plan, contents = PrivacyPlan.load(run_folder / PLAN_FILE), read_ledger(run_folder / LEDGER_FILE)
     if any(run["plan_hash"] != plan.hash for run in contents.runs) or any(s != plan.event for s, _ in contents.history):
-        raise AuditError(f"{contents.path} charges steps of a different plan than the one beside it. Restore both")
+        raise AuditError(
+            f"{contents.path} charges steps of a different plan than the one in its folder. Restore both files"
+        )
     if contents.seeded:
         raise AuditError(
             f"{run_folder} used a fixed seed, so nothing in it is private and there is no claim to audit. Train "
