@@ -92,9 +92,9 @@ def check_before_saving(
     if differing(weights):
         raise DisagreementError(
             "The trainable weights differ between processes after the last update "
-            f"({told_by_rank([_shown(one) for one in weights])}), so no process holds the trained model, and nothing "
-            "is saved. Use the same optimizer, learning rate and scheduler on every process, apply the same weight "
-            "changes everywhere, and resume from a checkpoint"
+            f"({told_by_rank([_shown(one) for one in weights])}), so the model that one of them would save is not the "
+            "trained model. Nothing is saved. Use the same optimizer, learning rate and scheduler on every process, "
+            "apply the same weight changes everywhere, and resume from a checkpoint"
         )
 
 

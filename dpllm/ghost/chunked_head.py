@@ -38,7 +38,7 @@ from dpllm.ghost.unit_gradients import Instance, Lookup, RowGradients, Rows, Use
 CHUNK_ENTRIES = 1 << 24
 """Logits in float32 that exist at a time: 64 MiB."""
 
-_MAX_TERMS = 128  # of an inner product, added sequentially; see `dpllm.ghost.kernels`
+_MAX_TERMS = 128  # of an inner product, added at once; see `dpllm.ghost.kernels`
 _MAX_BLOCKS = 1 << 24  # entries of partial sums that exist at a time
 
 
@@ -261,7 +261,7 @@ class _TokenLosses(torch.autograd.Function):
 
 
 def inner_products(x_TD: Tensor, y_SD: Tensor) -> Tensor:
-    """Return all inner products (T, S), adding at most 128 terms sequentially and those sums pairwise."""
+    """Return all inner products (T, S), adding at most 128 terms at once and those sums pairwise."""
     step = _MAX_TERMS * max(1, _MAX_BLOCKS // max(1, len(x_TD) * len(y_SD)))
 
     def part(start: int) -> Tensor:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 # Gram temporaries stay below this many entries: the rows are processed in chunks.
 _MAX_GRAM_ENTRIES = 1 << 26
-_MAX_TERMS = 128  # of an inner product, added sequentially; at 512, a unit with a single token exceeded the slack
+_MAX_TERMS = 128  # of an inner product, added at once; at 512, a unit with a single token exceeded the slack
 _STRIP = 128  # tokens of a symmetric product that are formed together
 # Tensors up to this size are copied next to each other for one product; above it the copy costs more than launches.
 _SMALL = 1 << 16
@@ -192,7 +192,7 @@ def _accelerator() -> str:
 def _products(x_BTD: Tensor, y_BSD: Tensor) -> Tensor:
     """Return all inner products of the tokens of two sequences, (B, T, S), accumulated in float32 or float64.
 
-    At most `_MAX_TERMS` terms are added sequentially, and their sums pairwise. Float32 sums of ten thousand terms of
+    At most `_MAX_TERMS` terms are added at once, and their sums pairwise. Float32 sums of ten thousand terms of
     one sign were up to 76 units in the last place too small, more than `rounding_slack` allows.
     """
     terms = x_BTD.shape[2]
